@@ -49,7 +49,8 @@ def hashing_s(contender: Any, state: Any, parts: Parts, number: int) -> float:
     for turn in range(1, 1 + 2 * WARM_ROUNDS, 2):
         filled = []
         for later in (contender.hashing_later(), contextlib.nullcontext()):
-            with later, parts:
+            parts.restart()
+            with later:
                 contender.save(state, number + turn + len(filled))
             contender.finish()
             filled.append(parts.seconds["copying and hashing"])
@@ -67,9 +68,11 @@ def run(name: str, state_name: str, mebibytes: int, rounds: int, folder: str) ->
     series: dict[str, list[float]] = {
         key: [] for key in ("memcpy", "stall", "done", "cpu", "peak", "bytes", "requests")
     }
-    with StoringServer() as server:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(StoringServer())
         contender = CONTENDERS[name](folder, server.url)
-        parts = Parts(contender.functions)
+        # For all rounds: a class that has just been changed is slow, as all is looked up anew.
+        parts = stack.enter_context(Parts(contender.functions))
         rounds_of_parts: list[dict[str, float]] = []
         for number in range(1, rounds + WARM_ROUNDS + 1):
             if state_name == "LoRA":
@@ -82,7 +85,8 @@ def run(name: str, state_name: str, mebibytes: int, rounds: int, folder: str) ->
             # One round looks at memory, and not at time: looking takes time.
             is_last = number == rounds + WARM_ROUNDS
             with measure(memory=is_last) as taken:
-                with parts, measure() as blocked:
+                parts.restart()
+                with measure() as blocked:
                     contender.save(state, number)
                 contender.finish()
             after = server.figures()

@@ -136,12 +136,14 @@ def _loop(found: Mapping[str, Any]) -> Judged:
 
 def _inflation(found: Mapping[str, Any]) -> Judged:
     figures = found["overlap"]
-    capture, drain = figures["capture_inflation"], figures["drain_inflation"]
-    why = f"beside a capture {capture:+.1%}, beside a drain {drain:+.1%}"
-    if "copy_inflation" in figures:
-        why += f", beside one copy of as many bytes by another process {figures['copy_inflation']:+.1%}"
-    why += f"; {figures['cores']} cores, training on 1"
-    return max(capture, drain), why
+    inflation, errors = figures["inflation"], figures["inflation_error"]
+    shown = {mode: f"{inflation[mode]:+.1%} ± {errors[mode]:.1%}" for mode in inflation}
+    why = (
+        f"beside a capture {shown['overlapped']}; after an eager save {shown['eager']}, beside its drain"
+        f" {shown['drained']}, or beside a raw client's upload by another process {shown['uploaded']};"
+        f" {figures['cores']} cores, training on 1"
+    )
+    return max(inflation["overlapped"], inflation["drained"]), why
 
 
 def _overlapped_call(script: str) -> Callable[[Mapping[str, Any]], Judged]:

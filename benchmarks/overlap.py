@@ -2,15 +2,14 @@
 
 One fit, one torch thread by default, so that a core is free; AdamW on linear layers. By turns, steps without a save,
 with an eager one before them, with an overlapped one, with an eager one that the drain then uploads, and with an eager
-one after which another process copies as many bytes from memory to memory: less than any upload does. The server is on
-this machine, where a real one is not: so it has the lowest priority, as has that process. Prints, as medians over the
-run: forward and backward divided by the copy of the state; our share of the save's call (all that the IO does, or of
-sharded ones the strategy), by the clock and by the thread's processor time; how long the optimizer waited; and each
-step after a save divided by the median of the eight around it without one, which a machine's slow drift hits alike,
-with the standard error of that. Last comes a line of JSON: of an overlapped save ``share_ms`` and its parts, and by how
-much the slower one of the two steps after it is longer, ``capture_inflation``; the same after an eager save,
-``eager_inflation``, and beside a drain, ``drain_inflation``, and beside that copy, ``copy_inflation``; of the modes
-that are not asked for it is null.
+one after which another process copies as many bytes from memory to memory, or uploads them by obstore (by boto3 where
+that is not installed). The server is on this machine, where a real one is not: so it has the lowest priority, as has
+the process that copies. Prints, as medians over the run: forward and backward divided by the copy of the state; our
+share of the save's call (all that the IO does, or of sharded ones the strategy), by the clock and by the thread's
+processor time; how long the optimizer waited; and each step after a save divided by the median of the eight around it
+without one, which a machine's slow drift hits alike, with the standard error of that. Last comes a line of JSON: of an
+overlapped save ``share_ms`` and its parts; and by mode, where it was asked for, by how much the slower one of the two
+steps after the save is longer, ``inflation``, and the standard error of that, ``inflation_error``.
 
 The steps after a capture count too: their bytes are hashed there. ``--threads`` fills more cores. ``--sharded``: by
 TieredModelParallelStrategy, with FSDP2 and one rank. ``--accelerator gpu``: on a GPU; each step is waited for. Where
@@ -35,6 +34,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from loop import Raw
 from parts import OF_SAVE, Parts, medians
 from s3_process import StoringServer
 from s3_state import BUCKET
@@ -45,7 +45,9 @@ from tiered_checkpoint_io.engine.drain.standalone import give_way
 from tiered_checkpoint_io.engine.save.overlap import Overlap, local
 from tiered_checkpoint_io.strategies import TieredModelParallelStrategy
 
-NONE, EAGER, OVERLAPPED, DRAINED, COPIED = MODES = ("none", "eager", "overlapped", "drained", "copied")
+NONE, EAGER, OVERLAPPED, DRAINED = "none", "eager", "overlapped", "drained"
+COPIED, UPLOADED = "copied", "uploaded"
+MODES = (NONE, EAGER, OVERLAPPED, DRAINED, COPIED, UPLOADED)
 _ENGINE = "tiered_checkpoint_io.engine"
 _BEGIN = [f"{_ENGINE}.save.overlap:Overlap.{name}" for name in ("begin", "begin_taken", "begin_state")]
 _TO_BACKGROUND = [f"{_ENGINE}.staging.background:BackgroundTask.run"]
@@ -75,8 +77,8 @@ class Layers(LightningModule):
 class Measuring(Callback):
     """The last callback: saves by turns, and takes the times."""
 
-    def __init__(self, io: TieredCheckpointIO, copier: Copier, modes: list[str], saves: Any) -> None:
-        self.io, self.copier, self.modes, self.mode = io, copier, modes, NONE
+    def __init__(self, io: TieredCheckpointIO, others: dict[str, Any], modes: list[str], saves: Any) -> None:
+        self.io, self.others, self.modes, self.mode = io, others, modes, NONE
         self.began = self.fed = 0.0
         #: In their order: each one's mode, and its steps, seconds.
         self.turns: list[tuple[str, list[float]]] = []
@@ -109,8 +111,8 @@ class Measuring(Callback):
             self.mode = turns[(turn + 1) % len(turns)]
             if self.mode != NONE:
                 self.save(trainer, counts=turn > WARM_UP)
-            if self.mode == COPIED:
-                self.copier.begin()
+            if self.mode in self.others:
+                self.others[self.mode].begin()
 
     def save(self, trainer: Trainer, *, counts: bool) -> None:
         sharded = isinstance(trainer.strategy, TieredModelParallelStrategy)
@@ -154,6 +156,14 @@ class Copier:
         print(flush=True)
         for _ in sys.stdin:
             target.copy_(source)
+
+
+def raw_client(file: str, url: str) -> Raw:
+    """A raw S3 client in a process of its own, warm; of ordinary priority, as who uses one has it."""
+    try:
+        return Raw("obstore", file, url)
+    except RuntimeError:
+        return Raw("boto3", file, url)
 
 
 class Times:
@@ -205,7 +215,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1448)
     parser.add_argument("--layers", type=int, default=8, help="of eight tensors each, with AdamW's")
     parser.add_argument("--batch", type=int, default=96)
-    parser.add_argument("--turns", type=int, default=64, help="of four steps each, beyond the first nine")
+    parser.add_argument("--turns", type=int, default=160, help="of four steps each, beyond the first nine")
     parser.add_argument("--modes", nargs="+", choices=MODES[1:], default=MODES[1:])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu")
@@ -232,9 +242,17 @@ def main() -> None:
             on_save_error="raise",
         )
         # Weights, and two moments of each.
-        copier = stack.enter_context(contextlib.closing(Copier(arguments.layers * arguments.width**2 * 12)))
+        nbytes = arguments.layers * arguments.width**2 * 12
+        with open(f"{folder}/uploaded", "wb") as file:
+            file.write(os.urandom(1 << 20) * (nbytes >> 20))
+        made = {COPIED: lambda: Copier(nbytes), UPLOADED: lambda: raw_client(f"{folder}/uploaded", url)}
+        others = {
+            mode: stack.enter_context(contextlib.closing(make()))
+            for mode, make in made.items()
+            if mode in arguments.modes
+        }
         saves = TieredModelParallelStrategy if arguments.sharded else AsyncCheckpointIO
-        measuring, model = Measuring(io, copier, arguments.modes, saves), Layers(arguments.width, arguments.layers)
+        measuring, model = Measuring(io, others, arguments.modes, saves), Layers(arguments.width, arguments.layers)
         steps = (WARM_UP + 1 + arguments.turns) * PERIOD
         trainer = Trainer(
             max_steps=steps,
@@ -296,12 +314,8 @@ def show(measured: Measuring, copy: float, waited: float) -> None:
     figures = {
         "share_ms": middle(measured.calls[OVERLAPPED]) * 1e3 if measured.calls[OVERLAPPED] else None,
         "parts_ms": {part: seconds * 1e3 for part, seconds in medians(measured.parts).items()},
-        "capture_inflation": inflation.get(OVERLAPPED),
-        "capture_inflation_error": errors.get(OVERLAPPED),
-        "drain_inflation": inflation.get(DRAINED),
-        "drain_inflation_error": errors.get(DRAINED),
-        "copy_inflation": inflation.get(COPIED),
-        "eager_inflation": inflation.get(EAGER),
+        "inflation": inflation,
+        "inflation_error": errors,
         "step_ms": base * 1e3,
         "waited_ms": waited * 1e3,
         "cores": os.cpu_count(),

@@ -124,9 +124,9 @@ def overlapped(script: str) -> Callable[[dict[str, Any]], Iterator[list[str]]]:
         yield ["a step without a save, ms", f"{figures['step_ms']:.1f}"]
         yield ["our share of the call of an overlapped save, ms", f"{figures['share_ms']:.2f}"]
         yield ["the optimizer waits for it, ms a step", f"{figures['waited_ms']:.3f}"]
-        yield ["a step beside its capture is longer by", f"{figures['capture_inflation']:.1%}"]
-        yield ["a step beside a drain is longer by", f"{figures['drain_inflation']:.1%}"]
-        yield ["a step beside one copy of as many bytes by another process", f"{figures['copy_inflation']:.1%}"]
+        for mode, name in BESIDE.items():
+            shown = f"{figures['inflation'][mode]:+.1%} ± {figures['inflation_error'][mode]:.1%}"
+            yield [f"a step {name}", shown]
 
     return rows
 
@@ -151,6 +151,14 @@ def recoveries(found: dict[str, Any]) -> Iterator[list[str]]:
         yield [name, f"{seconds:.2f}"]
 
 
+#: What a step is beside, by what ``overlap.py`` calls it.
+BESIDE = {
+    "overlapped": "beside its capture",
+    "eager": "after an eager save",
+    "drained": "after an eager save, beside its drain",
+    "copied": "the same, beside one copy of as many bytes by another process",
+    "uploaded": "the same, beside a raw client's upload of as many bytes by another process",
+}
 RESTORES = {
     "raw": "raw boto3, readinto, 8 threads",
     "floor_read": "a bare loop from memory: read, hash",
@@ -197,7 +205,8 @@ SECTIONS = (
     Section(
         "Training steps beside a save",
         "overlap",
-        "A Lightning fit on one thread, with AdamW. Of the two steps after a save, the slower one counts.",
+        "A Lightning fit on one thread, with AdamW. Of the two steps after a save, the slower one counts; ± is the"
+        " standard error of its median.",
         ("measure", "value"),
         overlapped("overlap"),
     ),

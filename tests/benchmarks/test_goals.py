@@ -55,9 +55,10 @@ def test_a_goal_without_figures_is_missed_and_says_why(found, why):
 
 
 def test_the_greater_inflation_counts():
-    overlap = {"capture_inflation": 0.01, "drain_inflation": 0.05, "cores": 2}
+    inflation = {"overlapped": 0.01, "eager": 0.02, "drained": 0.05, "copied": 0.0, "uploaded": 0.06}
+    overlap = {"inflation": inflation, "inflation_error": dict.fromkeys(inflation, 0.01), "cores": 2}
     missed = of({"rows": [], "overlap": overlap}, "step inflation")
-    assert missed["value"] == 0.05 and "beside a drain +5.0%" in missed["why"]
+    assert missed["value"] == 0.05 and "beside its drain +5.0% ± 1.0%" in missed["why"]
 
 
 def test_parts_add_up_and_leave_out_what_is_gone():
