@@ -190,3 +190,14 @@ def test_the_public_interface_with_four_ranks_asks_s3_once(durable, nodes, run, 
     }, answers
     assert proxy.count("GET", "list-type=2") == 1
     assert proxy.bytes_down <= 1.02 * 2 * len(data)
+
+
+def test_nodes_that_only_load_keep_the_last_checkpoints_over_restarts(durable, nodes, run):
+    """Of full checkpoints, of which rank 0's node saves each, and the other node gets one at each restart."""
+    for number in (1, 2, 3):
+        into_memory(tier(nodes[0]), durable.url, f"{number}.ckpt", OLD, number, chunk=CHUNK)
+        answers = run(jobs(durable.url, [*nodes, nodes[1]]))
+        assert got(answers) == [(save_id(number), each, digest(OLD)) for each in ("memory", "peer", "peer")]
+    # What only its own node has saved stays there.
+    assert [stored.save_id for stored in tier(nodes[0]).parts()] == [save_id(number) for number in (1, 2, 3)]
+    assert [stored.save_id for stored in tier(nodes[1]).parts()] == [save_id(number) for number in (2, 3)]

@@ -71,6 +71,19 @@ def test_a_tmpfs_of_64_mib(kept_in_small):
     assert io.load_checkpoint("tiered:latest")["global_step"] == 5
 
 
+def test_a_spill_that_is_full_as_well_is_told_apart_from_memory(kept_in_small, tmp_path):
+    with mounted_tmpfs(tmp_path / "disk", 20 * MIB) as disk:
+        io = kept_in_small.io(spill_dir=str(disk))
+        both = (
+            "skipped: .* left of the node's memory, allow [0-9]+; and neither in the spill: .* the disk allows [0-9]+"
+            ".*name a spill_dir with more space"
+        )
+        with pytest.warns(UserWarning, match=both) as caught:
+            io.save_checkpoint(large(2), "2.ckpt", storage_options=MEMORY_ONLY)
+        assert not [each for each in caught if "would hold them" in str(each.message)], "it is named, and does not"
+        io.teardown()
+
+
 def test_a_tmpfs_that_is_full_from_the_start(small, tmp_path):
     tenant = Tenant(small)
     tenant.fills()
@@ -297,3 +310,20 @@ def test_memory_that_is_not_ours_is_refused_and_left(kept, tmp_path):
     ours.rmdir()
     away.rename(ours)
     assert kept.io().load_checkpoint(KEPT)["global_step"] == 1
+
+
+def test_mounts_whose_names_are_not_utf_8(memory_dir, tmp_path, monkeypatch):
+    """Of anything mounted on the node, such as a disk that an older system has named."""
+    strange = tmp_path / "a b\t\\040"
+    mounts = Path("/proc/self/mounts").read_bytes()
+    mounts += b"x /mnt/Donn\xe9es ext4 rw 0 0\n"
+    mounts += b"y " + os.fsencode(tmp_path) + rb"/a\040b\011\134040 tmpfs rw 0 0" + b"\n"
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: mounts if str(self) == "/proc/self/mounts" else read(self))
+    monkeypatch.setattr(Path, "read_text", lambda self, *how: self.read_bytes().decode(*how))
+    assert is_tmpfs("/dev/shm")
+    assert is_tmpfs(str(strange))
+    assert is_tmpfs(f"{strange}/below")
+    kept = Kept(tmp_path / "kept", memory_dir)
+    kept.still_loads()
+    kept.close()

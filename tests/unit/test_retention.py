@@ -179,6 +179,44 @@ def test_what_other_ranks_save_alone_is_not_removed():
     assert numbers(removable(held, alone, 2, all_complete(held, alone))) == [1]
 
 
+def test_what_other_ranks_save_alone_makes_no_room_either():
+    held = [part(1, rank=1, run=0), part(4), part(5)]
+    assert numbers(room_for(10, held, scope(own_rank_only=True))) == [4]
+    assert room_for(20, held, scope(own_rank_only=True)) == []
+
+
+def test_averages_of_the_newest_step_stay_with_it():
+    """As NeMo saves them: two checkpoints of one step, which training resumes from together."""
+    held = [part(1, name="x-EMA"), part(2, name="x")]
+    held = [replace(each, part=replace(each.part, content=replace(each.part.content, step=7))) for each in held]
+    assert room_for(10, held, scope(series="")) == []
+    older = part(0, name="step_0")
+    assert room_for(10, [older, *held], scope(series="")) == [older]
+
+
+def test_an_earlier_run_with_another_payload_makes_room():
+    old = [part(1, run=0, payload="sharded"), part(2, run=0, payload="sharded")]
+    assert room_for(10, old, scope()) == [], "before this run has saved, all of it stays"
+    held = [*old, part(3)]
+    assert numbers(room_for(10, held, scope())) == [1]
+    assert room_for(20, held, scope()) == [], "this run's first may not be complete yet"
+    held = [*old, part(3), part(4)]
+    assert numbers(room_for(20, held, scope())) == [1, 2]
+    assert numbers(room_for(30, held, scope())) == [1, 2, 3]
+    assert removable(held, scope(), 1, complete_here(held, scope())) == [held[2]], "they do not count"
+    waiting = [replace(old[0], part=replace(old[0].part, durable=True)), *held[1:]]
+    assert numbers(room_for(10, waiting, scope())) == [2]
+
+
+def test_a_process_group_beside_this_one_makes_room_only_of_what_is_durable():
+    """It may be of this run all the same: each group has ids of its own."""
+    other = [part(n, run=0, name=f"tp1/step_{n}") for n in (1, 2)]
+    assert room_for(10, [*other, part(4)], scope()) == []
+    durable = [replace(each, part=replace(each.part, durable=True), drained=True) for each in other]
+    assert numbers(room_for(10, [*durable, part(4)], scope())) == [1]
+    assert room_for(20, [*durable, part(4)], scope()) == [], "its newest stays"
+
+
 def test_a_save_that_some_node_has_no_room_for_lets_no_older_one_go():
     held = [part(n) for n in (1, 2, 3)]
     lacking = {save_id(2), save_id(3)}
@@ -194,6 +232,18 @@ def test_names_that_differ_by_step_and_epoch_are_one_series():
     assert ids.series_of("tp0_ep0") != ids.series_of("tp1_ep0")
     assert ids.series_of("step=1-loss=0.3.ckpt") == ids.series_of("step=2-loss=-1.2e-05.ckpt")
     assert ids.series_of("lr=0.1/step_5") != ids.series_of("lr=0.2/step_5")
+
+
+def test_a_number_that_is_the_step_tells_no_series_apart():
+    names = ["checkpoint-{}/step_{}", "ckpt_{:06}", "global_step{}/x", "{}.ckpt", "{}/step_{}", "a/iter-{}-loss"]
+    for name in names:
+        assert len({ids.series_of(name.format(n, n), n) for n in (0, 1, 7, 10, 100, 2000)}) == 1, name
+    assert ids.series_of("snapshot-100", 100) == ids.series_of("snapshot-2000", 2000)
+    assert ids.series_of("checkpoint-3/step_5", 5) != ids.series_of("checkpoint-4/step_5", 5), "not the step"
+    # Process groups, and values, whose number the step happens to have.
+    for name in ("tp{}/step_{}", "fold-{}/step_{}", "lr=0.{}/step_{}", "v{}.5/step_{}"):
+        assert ids.series_of(name.format(1, 1), 1) == ids.series_of(name.format(1, 1)), name
+        assert ids.series_of(name.format(1, 1), 1) == ids.series_of(name.format(1, 700), 700), name
 
 
 # -------------------------------------------------------------------------------------------- replicas

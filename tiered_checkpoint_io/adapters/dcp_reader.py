@@ -205,7 +205,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         note_restore(session, opened, self.tier, self._began)
         session.save_ids.follow(opened.newest_save_id)
         if opened.save_id:
-            self._shared.saver.is_complete(opened.name, opened.save_id)
+            self._shared.saver.is_complete(opened.name, opened.save_id, opened.step)
         session.take_up()
         future: Future[None] = Future()
         future.set_result(None)

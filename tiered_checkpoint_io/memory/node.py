@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from typing import NamedTuple
 #: Of the memory that this process may use, this part is left to others, up to a bound in bytes.
 _MARGIN_SHARE = 64
 _MAX_MARGIN = 1 << 30
+#: How the mount table has blanks and the like.
+_ESCAPED = re.compile(rb"\\([0-3][0-7]{2})")
 
 
 def node_budget(percentage: int, memory_dir: str) -> int:
@@ -92,6 +95,25 @@ def _fields(path: Path) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) > 1}
 
 
+def mounts() -> list[tuple[str, str]]:
+    """Where file systems are mounted, and of which kind each is; none without /proc.
+
+    Raises:
+        OSError: The mount table can't be read now, as by a process that is out of descriptors.
+    """
+    try:
+        table = Path("/proc/self/mounts").read_bytes()
+    except FileNotFoundError:
+        return []
+    # A mount's path may hold any bytes, also such as are no UTF-8.
+    rows = (line.split(b" ") for line in table.split(b"\n") if line)
+    return [(os.fsdecode(_ESCAPED.sub(_unescaped, row[1])), os.fsdecode(row[2])) for row in rows]
+
+
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    return bytes([int(match[1], 8)])
+
+
 def is_tmpfs(path: str) -> bool:
     """Whether ``path`` lies on tmpfs or ramfs, as the mount table says.
 
@@ -100,14 +122,7 @@ def is_tmpfs(path: str) -> bool:
     """
     best, kind = "", ""
     real = os.path.realpath(path)
-    try:
-        mounts = Path("/proc/self/mounts").read_text()
-    except FileNotFoundError:
-        # No /proc: unknown.
-        return False
-    for line in mounts.splitlines():
-        _, mount, name, *_ = line.split(" ")
-        mount = mount.replace("\\040", " ")
+    for mount, name in mounts():
         inside = real == mount or real.startswith(mount.rstrip("/") + "/")
         if inside and len(mount) >= len(best):
             best, kind = mount, name

@@ -53,6 +53,9 @@ class SlotPool:
         self._room = room
         self._clock = clock
         self.unmap = unmap
+        #: What allows so many bytes, and what to do where that is too few; see :meth:`bounded_by_disk`.
+        self._bound = "the budget, and what is left of the node's memory, allow"
+        self._hint = "raise memory_allocation_percentage, lower memory_keep_last, or give memory_dir more space"
         self._lock = threading.Lock()
         self._free: list[Slot] = []
         self._lent: dict[tuple[int, int], Slot] = {}
@@ -62,6 +65,10 @@ class SlotPool:
         """See :class:`forks.Owner`."""
         self._lock = threading.Lock()
         self._free, self._lent = [], {}
+
+    def bounded_by_disk(self) -> None:
+        """Has errors say that a disk has no room: these slots are those of a spill."""
+        self._bound, self._hint = "the disk allows", "give spill_dir more space"
 
     def acquire(self, size: int) -> Slot:
         """A slot with ``size`` bytes of space taken on the file system.
@@ -251,12 +258,11 @@ class SlotPool:
             need, room = size - slot.reserved, self._room()
             if need > room:
                 raise MemoryFullError(
-                    f"a checkpoint of {size} bytes does not fit: {need} more are needed, the budget, and what is left "
-                    f"of the node's memory, allow {max(room, 0)}",
+                    f"a checkpoint of {size} bytes does not fit: {need} more are needed, {self._bound} {max(room, 0)}",
                     operation="stage",
                     tier="memory",
                     key=self._folder,
-                    hint="raise memory_allocation_percentage, lower memory_keep_last, or give memory_dir more space",
+                    hint=self._hint,
                 )
             with needs_space(f"no space for a checkpoint of {size} bytes", operation="stage", key=slot.path):
                 slot.reserve(size, patient=patient)

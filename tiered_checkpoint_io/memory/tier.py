@@ -173,6 +173,7 @@ class MemoryTier:
             make_folders(root, FOLDERS)
             if self._spill is None:
                 spill = MemoryTier(root, unmap=self._pool.unmap, clock=self._clock)
+                spill._pool.bounded_by_disk()
                 is_shared = self._spill_is_shared
                 spill._left = lambda: disk_left(root, spill.usage(), is_shared=is_shared)
                 clear_dead(root, self._clock)
@@ -283,11 +284,12 @@ class MemoryTier:
         # A rename does not lead from one file system to another.
         home = next((self._home(slot.path) for slot in slots.values() if isinstance(slot, Slot)), self)
         folder = home._parts / part.save_id / ids.rank_folder(part.rank)
+        text, step = "memory already holds this part", part.content.step
+        taken = MemoryTierError(text, operation="commit", tier="memory", key=str(folder), rank=part.rank, step=step)
         if self.is_taken(part.save_id, part.rank):
-            text, step = "memory already holds this part", part.content.step
-            raise MemoryTierError(text, operation="commit", tier="memory", key=str(folder), rank=part.rank, step=step)
-        fresh = folder.with_name(folder.name + NEW)
-        shutil.rmtree(fresh, ignore_errors=True)
+            raise taken
+        # A folder of its own: another process may be committing the same part.
+        fresh = folder.with_name(f"{folder.name}.{self._clock.token(4)}{NEW}")
         try:
             folder.parent.mkdir(mode=0o700, exist_ok=True)
             fresh.mkdir(mode=0o700)
@@ -302,8 +304,12 @@ class MemoryTier:
                 home._pool.committed(slot, entry.size)
             prepare_markers(fresh, drained=drained)
             write_private(fresh / PART_FILE, part.to_json())
+            os.rename(fresh, folder)
         except OSError as error:
             if not isinstance(error, MemoryFullError) and error.errno not in NO_SPACE:
+                if folder.exists():
+                    shutil.rmtree(fresh, ignore_errors=True)
+                    raise taken from error
                 raise
             # The files had their space, their description has none: give all of it back.
             for slot in slots.values():
@@ -312,10 +318,8 @@ class MemoryTier:
             shutil.rmtree(fresh, ignore_errors=True)
             if isinstance(error, MemoryFullError):
                 raise
-            raise MemoryFullError(
-                "no space for a folder", operation="commit", tier="memory", key=str(folder), hint=FULL_HINT
-            ) from error
-        os.rename(fresh, folder)
+            text = "no space for a folder"
+            raise MemoryFullError(text, operation="commit", tier="memory", key=str(folder), hint=FULL_HINT) from error
         stored = StoredPart(part, folder, drained)
         if stored.pending:
             self.bell()

@@ -232,6 +232,11 @@ class Manifest:
     #: The mark of a reservation that this name once had, see :func:`reservation`; empty where it never had one.
     reserved: str = ""
 
+    @property
+    def settled(self) -> Content:
+        """The last content that is known to be complete: its objects hold this, or one of a later overwrite."""
+        return self.previous[-1] if self.previous else self.content
+
     def with_alias(self, alias: str) -> Manifest:
         """The same, with ``alias`` among its aliases."""
         return self if alias in self.aliases else replace(self, aliases=(*self.aliases, alias))
@@ -324,7 +329,11 @@ class Part(AtPlace):
 
         Those of shards may be names of process groups that save side by side: see :func:`ids.series_of`.
         """
-        return re.sub(r"\d+", "#", self.name) if self.content.kind == "full" else ids.series_of(self.name)
+        return (
+            re.sub(r"\d+", "#", self.name)
+            if self.content.kind == "full"
+            else ids.series_of(self.name, self.content.step)
+        )
 
     @property
     def commits(self) -> bool:

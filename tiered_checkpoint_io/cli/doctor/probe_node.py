@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from tiered_checkpoint_io.cli.doctor.facts import NodeFacts, StateSize, Tmpfs
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.inventory.roots import tier_at
-from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, memory_limit
+from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, memory_limit, mounts
 from tiered_checkpoint_io.memory.spill import AUTO, spill_dir_of
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
@@ -84,11 +84,10 @@ def _file_system(path: str) -> Tmpfs | None:
 
 def _other_tmpfs(folder: str) -> list[Tmpfs]:
     """File systems in memory that are open to checkpoints, besides that of a folder."""
-    mounts: list[str] = []
+    there: list[str] = []
     with contextlib.suppress(OSError):
-        lines = Path("/proc/self/mounts").read_text().splitlines()
-        mounts = [line.split(" ")[1] for line in lines if " tmpfs " in line]
-    others = [each for each in mounts if not os.path.realpath(folder).startswith(each.rstrip("/") + "/")]
+        there = [path for path, kind in mounts() if kind == "tmpfs"]
+    others = [each for each in there if not os.path.realpath(folder).startswith(each.rstrip("/") + "/")]
     usable = (
         each for each in others if each != os.path.realpath(folder) and not each.startswith(("/run", "/sys", "/proc"))
     )

@@ -16,6 +16,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from tiered_checkpoint_io.engine.ranks.transfer import (
     SlotDestination,
@@ -29,6 +30,7 @@ from tiered_checkpoint_io.engine.ranks.transfer import (
 )
 from tiered_checkpoint_io.engine.replication.peer_link import Link, Member, request, take_request
 from tiered_checkpoint_io.engine.replication.placement import holders_in_turn
+from tiered_checkpoint_io.engine.staging.loaded import slot_for
 from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.logs import rate
 from tiered_checkpoint_io.memory.parts import StoredPart
@@ -164,7 +166,9 @@ class LocalPeers:
         request(self._member, key, text, bound_s=bound_s, poll_s=poll_s)
         with contextlib.closing(Link(self._member, key, source, sends=False)) as link:
             part = receive_description(link)
-            stored = receive_part(link, part, SlotDestination(self._tier, part))
+            stored = receive_part(
+                link, part, SlotDestination(self._tier, part, acquire=partial(slot_for, self._tier, part))
+            )
         self._log.info(
             "Step %d: shard %d of %s is back from rank %d: %s",
             part.content.step,

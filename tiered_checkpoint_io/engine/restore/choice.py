@@ -32,6 +32,7 @@ class Selector:
         monitor: For ``best``: which value.
         mode: For ``best``: which end of it is the best.
         step: For ``latest``: only checkpoints of this training step, where it is given.
+        also: For ``last``: names that count as such beside those that a callback called "last".
         companion: Where it is given, ``x.ckpt`` counts only together with ``x<companion>.ckpt`` of the same
             step, which is never meant by itself.
     """
@@ -41,6 +42,7 @@ class Selector:
     monitor: str = ""
     mode: Literal["min", "max"] = "min"
     step: int | None = None
+    also: frozenset[str] = frozenset()
     companion: str = ""
 
     def wants(self, name: str) -> bool:
@@ -50,7 +52,8 @@ class Selector:
         if self.kind in ("latest", "best"):
             return True
         if self.kind == "last":
-            return ids.is_last(ids.without_companion(name, self.companion))
+            whole = ids.without_companion(name, self.companion)
+            return ids.is_last(whole) or whole in self.also
         return name == self.name
 
     def takes(self, content: Content) -> bool:

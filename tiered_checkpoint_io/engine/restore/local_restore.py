@@ -75,6 +75,7 @@ class LocalRestorer:
             if self._peers is not None:
                 self._peers.end(self._load)
         restored = self._fetcher.hold(fetched, search, keep=False)
+        self._fetcher.retain(fetched)
         self._fetcher.report(restored)
         return restored
 

@@ -24,6 +24,7 @@ from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
 from tiered_checkpoint_io.engine.restore.part_moves import move_parts, spread
 from tiered_checkpoint_io.engine.restore.search import Attempt, Found, Search
 from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.engine.staging.loaded import retain_loaded, slot_for
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryTierError
 from tiered_checkpoint_io.logs import rate, size_text
 from tiered_checkpoint_io.memory.parts import StoredPart, opened
@@ -203,6 +204,15 @@ class NodeFetcher:
         restored._held.callback(fetched.drop)
         return restored
 
+    def retain(self, fetched: FetchedPart) -> None:
+        """Removes what earlier loads have brought to this node, beyond what it keeps; never raises."""
+        try:
+            if fetched.part.save_id:
+                retain_loaded(self.tiers.memory, fetched.part, self.tiers.config.memory_keep_last)
+        except Exception as error:
+            # This checkpoint is loaded all the same.
+            self.tiers.log.warning("earlier checkpoints that were loaded stay in memory: %s", error)
+
     def report(self, restored: Restored) -> None:
         """Logs what training resumes from."""
         if restored.content is not None:
@@ -251,7 +261,7 @@ class SlotOrFile:
         if self._tiers.memory.is_taken(self._part.save_id, self._part.rank):
             # A newer release's, for one: not ours to remove.
             raise MemoryTierError("memory holds something of this save that can't be used", key=self._part.save_id)
-        return self._tiers.memory.acquire(size)
+        return slot_for(self._tiers.memory, self._part, size)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Mapping[str, memoryview]]:
@@ -336,7 +346,10 @@ def _try(fetcher: NodeFetcher, candidate: Candidate, search: Search) -> Restored
         return None
     if not search.leads:
         here.bytes_read = 0
-    return search.together(lambda: fetcher.hold(here, search, keep=True), Restored.release)
+    restored = search.together(lambda: fetcher.hold(here, search, keep=True), Restored.release)
+    if search.leads:
+        fetcher.retain(here)
+    return restored
 
 
 def _from_peers(

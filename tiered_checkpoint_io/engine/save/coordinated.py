@@ -169,12 +169,12 @@ class CoordinatedSaver:
         if self.overlap is None:
             say_eager(session, self._why_eager)
         if self._agreeing is not None:
-            self.is_complete(self._agreeing.name, self._agreeing.save_id)
+            self.is_complete(self._agreeing.name, self._agreeing.save_id, self._agreeing.step)
             self._agreeing = None
         if self._incomplete is not None:
             # Some rank has failed, or its node has no room: what the others have of it is of no use.
             self._lacking.append(self._incomplete)
-        series = self._series(name)
+        series = self._series(name, step)
         facts = SaveFacts(
             name,
             session.save_ids.next(),
@@ -260,18 +260,18 @@ class CoordinatedSaver:
             return
         if in_memory and not part.streams:
             # Otherwise memory does not have all of it, and no older one may go for it.
-            self.is_complete(facts.name, save_id)
+            self.is_complete(facts.name, save_id, facts.step)
             self._incomplete = None
         self._report(captured, wait=wait)
 
-    def is_complete(self, name: str, save_id: str) -> None:
+    def is_complete(self, name: str, save_id: str, step: int) -> None:
         """Takes note that a checkpoint is complete: this process finished it, or a restore has loaded it."""
         keep = max(1, self._session.config.memory_keep_last)
-        series = self._series(name)
+        series = self._series(name, step)
         self._completed[series] = sorted({*self._completed.get(series, ()), save_id})[-keep:]
 
-    def _series(self, name: str) -> str:
-        return "" if self._one_series else ids.series_of(name)
+    def _series(self, name: str, step: int) -> str:
+        return "" if self._one_series else ids.series_of(name, step)
 
     # ------------------------------------------------------------------------------------- ranks
     def capture(

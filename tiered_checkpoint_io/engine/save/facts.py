@@ -234,7 +234,7 @@ def uncoordinated(
     Raises:
         UsageError: The run's id could not be asked.
     """
-    series = ids.series_of(name)
+    series = ids.series_of(name, step)
     seen = [*(stored.save_id for stored in held), session.save_ids.newest]
     save_id = current_run().save_id(session.config.namespace, series, step, lambda: session.save_ids.new_run(seen))
     session.save_ids.follow(save_id)

@@ -36,7 +36,9 @@ def skip(session: Session, name: str, step: int, reason: Exception) -> None:
     session.note("skipped", name=name, step=step, error=str(reason))
     session.log.at_step(step).debug("%s is skipped: %s", name, reason)
     text = f"the memory tier can't hold this checkpoint, so steps of memory alone are skipped: {reason}"
-    _warn(session, f"{text}; a named spill_dir would hold them", "skipped")
+    if session.config.spill_dir in (AUTO, None):
+        text += "; a named spill_dir would hold them"
+    _warn(session, text, "skipped")
 
 
 def _warn(session: Session, text: str, kind: str) -> None:

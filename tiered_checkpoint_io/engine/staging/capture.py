@@ -198,29 +198,37 @@ class Capturer:
             )
 
         try:
-            return self._acquire_from(tier, size, going_for)
+            return acquire_for(tier, size, going_for)
         except MemoryFullError as full:
             spill = tier.open_spill() if spills else None
             if spill is None:
                 raise
             there = [stored for stored in parts if stored not in here]
             try:
-                return self._acquire_from(spill, size, lambda missing: spill_room_for(missing, there, scope, retained))
+                return acquire_for(spill, size, lambda missing: spill_room_for(missing, there, scope, retained))
             except OSError as no_disk:
                 both = f"{full.message}; and neither in the spill: {getattr(no_disk, 'message', no_disk)}"
-                raise MemoryFullError(both, operation="stage", tier="memory", key=full.key, hint=full.hint) from no_disk
-
-    def _acquire_from(self, tier: MemoryTier, size: int, going_for: Callable[[int], list[StoredPart]]) -> Slot:
-        try:
-            return tier.acquire(size)
-        except MemoryFullError:
-            # The pool has just given up its free slots, so what is missing is known exactly.
-            going = going_for(max(1, size + _ROUND - tier.room()))
-            if not going:
-                raise
-            self._remove(going)
-            return tier.acquire(size)
+                hint = "give memory_dir more space, lower memory_keep_last, or name a spill_dir with more space"
+                raise MemoryFullError(both, operation="stage", tier="memory", key=full.key, hint=hint) from no_disk
 
     def _remove(self, parts: Iterable[StoredPart]) -> None:
         for stored in parts:
             self._tier.remove(stored)
+
+
+def acquire_for(tier: MemoryTier, size: int, going_for: Callable[[int], list[StoredPart]]) -> Slot:
+    """A slot of ``size`` bytes; where there is no room, ``going_for`` says which parts go for the bytes that lack.
+
+    Raises:
+        MemoryFullError: There is no room even so.
+    """
+    try:
+        return tier.acquire(size)
+    except MemoryFullError:
+        # The pool has just given up its free slots, so what is missing is known exactly.
+        going = going_for(max(1, size + _ROUND - tier.room()))
+        if not going:
+            raise
+        for stored in going:
+            tier.remove(stored)
+        return tier.acquire(size)

@@ -12,6 +12,9 @@ from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.place import AtPlace, Server
 
+#: Ranks that train together are at most one save apart: of so many saves that a node holds, the oldest is complete.
+_COMPLETE = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Scope(AtPlace):
@@ -41,8 +44,7 @@ class Scope(AtPlace):
         return self._matches(stored) and stored.part.place == self.place
 
     def _matches(self, stored: StoredPart) -> bool:
-        part = stored.part
-        return part.content.kind == self.payload and (not self.series or ids.series_of(part.name) == self.series)
+        return stored.part.content.kind == self.payload and self.series in ("", series_of(stored))
 
     def of_this_run(self, stored: StoredPart) -> bool:
         """Whether this run saved it."""
@@ -53,9 +55,23 @@ class Scope(AtPlace):
         return stored.part.rank == self.rank or (not self.own_rank_only and not self.of_this_run(stored))
 
     def may_make_room(self, stored: StoredPart) -> bool:
-        """Whether it may go where there is no room otherwise: also what was saved for another durable tier."""
-        own = stored.part.rank == self.rank or not self.of_this_run(stored)
-        return stored.part.place != self.place or (self._matches(stored) and own)
+        """Whether it may go where there is no room otherwise.
+
+        That is also what was saved for another durable tier, and what another run has left of another payload or
+        series. Process groups that save side by side may look like other runs to each other: of another series, only
+        what the durable tier has may go.
+        """
+        if stored.part.place != self.place:
+            return True
+        if self._matches(stored):
+            return self.may_remove(stored)
+        is_durable = stored.part.durable and not stored.pending
+        return not self.of_this_run(stored) and (stored.part.content.kind != self.payload or is_durable)
+
+
+def series_of(stored: StoredPart) -> str:
+    """See :func:`ids.series_of`."""
+    return ids.series_of(stored.part.name, stored.part.content.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +164,9 @@ def room_for(
 ) -> list[StoredPart]:
     """The parts to remove, the oldest saves first, so that ``missing`` bytes come free; none where that is not enough.
 
-    The newest save of this durable tier that training can resume from stays whatever happens, or else the newest; and
-    the newest that is safe with peers.
+    The newest save of this durable tier that training can resume from stays whatever happens, or else the newest; with
+    all of its step; and the newest that is safe with peers. The same holds for what another run has left of another
+    payload, until this run has saved twice, and of another series; before this run has saved, all of that stays.
 
     Args:
         missing: Bytes.
@@ -157,11 +174,18 @@ def room_for(
         scope: Of the save that needs room.
         retained: Ids of saves that stay as well.
     """
+    held = list(held)
     candidates = [each for each in held if scope.may_make_room(each)]
-    own = [each for each in candidates if each.part.place == scope.place]
-    kept = {*retained, *_newest_safe(own), *(each.save_id for each in candidates if each.pending)}
-    resumable = [each for each in own if each.part.content.resumable]
-    kept.add(max((each.save_id for each in resumable or own), default=""))
+    kept = {*retained, *(each.save_id for each in candidates if each.pending)}
+    kept |= _newest([each for each in candidates if scope.covers(each)])
+    saved = {each.save_id for each in held if scope.covers(each) and scope.of_this_run(each)}
+    left = [each for each in candidates if each.part.place == scope.place and not scope.covers(each)]
+    for kind, series in {(each.part.content.kind, series_of(each)) for each in left}:
+        of_series = [each for each in left if (each.part.content.kind, series_of(each)) == (kind, series)]
+        if not saved:
+            kept.update(each.save_id for each in of_series)
+        elif kind == scope.payload or len(saved) < _COMPLETE:
+            kept |= _newest(of_series)
     removed: list[StoredPart] = []
     for save_id in sorted({each.save_id for each in candidates} - kept):
         if sum(each.part.content.size for each in removed) >= missing:
@@ -214,6 +238,23 @@ def outdated_replicas(held: Iterable[StoredPart], *, keep: int) -> list[StoredPa
         scope = Scope(newest, rank, payload, place.dirpath, server=place.server)
         outdated += removable(replicas, scope, keep, all_complete(replicas, scope))
     return sorted(outdated, key=lambda each: (each.save_id, each.part.rank))
+
+
+def _newest(held: Iterable[StoredPart]) -> set[str]:
+    """The newest save that training can resume from, or else the newest; all of its step; the newest safe one."""
+    held = list(held)
+    resumable = [each for each in held if each.part.content.resumable]
+    newest = max(resumable or held, key=lambda each: each.save_id, default=None)
+    kept = _newest_safe(held)
+    if newest is not None:
+        kept |= {newest.save_id, *(each.save_id for each in held if _belong_together(each, newest))}
+    return kept
+
+
+def _belong_together(one: StoredPart, other: StoredPart) -> bool:
+    """Whether a run saved both at one step, under two names, such as weights and their averages."""
+    same_step = one.part.content.step == other.part.content.step >= 0
+    return same_step and one.part.name != other.part.name and ids.line_of(one.save_id) == ids.line_of(other.save_id)
 
 
 def _newest_safe(held: Iterable[StoredPart]) -> set[str]:

@@ -1,0 +1,133 @@
+"""What loads bring to a node's memory takes the room of so many checkpoints as saves may, and makes room for more."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.bad_input import state
+from support.tenants import mounted_tmpfs
+
+from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter
+from tiered_checkpoint_io import dcp as tiered_dcp
+from tiered_checkpoint_io.memory.parts import PINNED
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+
+MIB = 1 << 20
+LARGE = MIB  # of 4 MiB each
+
+
+@pytest.fixture
+def start(tmp_path, memory_dir):
+    made = []
+
+    def start(**options):
+        options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread", **options}
+        made.append(TieredCheckpointIO(**{"on_save_error": "raise", "wait_timeout_s": 30, **options}))
+        return made[-1]
+
+    yield start
+    for io in made:
+        io.teardown()
+
+
+@pytest.fixture
+def other_node(memory_dir):
+    os.mkdir(f"{memory_dir}/other")
+    return f"{memory_dir}/other"
+
+
+def tier_of(io):
+    return io.checkpointer.session.open().tier
+
+
+def steps(io):
+    return [stored.part.content.step for stored in tier_of(io).parts()]
+
+
+def saved(io, numbers, **options):
+    for step in numbers:
+        io.save_checkpoint(state(step, **options), f"step_{step}.ckpt")
+
+
+def test_a_node_that_only_loads_keeps_the_last_checkpoints(start, other_node):
+    saved(start(), range(1, 7))
+    io = start(memory_dir=other_node)
+    for step in range(1, 7):
+        loaded = io.load_checkpoint(f"step_{step}.ckpt")
+        assert torch.equal(loaded["w"], state(step)["w"])
+        assert io.checkpointer.restored.tier == "durable"
+        assert steps(io) == [each for each in (step - 1, step) if each]
+    # What was just loaded stays, whatever is newer; and what the node holds is loaded from there.
+    io.load_checkpoint("step_2.ckpt")
+    assert steps(io) == [2, 5, 6]
+    io.load_checkpoint("step_1.ckpt")
+    assert steps(io) == [1, 5, 6]
+    io.load_checkpoint("tiered:latest")
+    assert (io.checkpointer.restored.tier, steps(io)) == ("memory", [5, 6])
+
+
+def test_tensors_of_what_has_gone_stay_as_they_were_loaded(start, other_node):
+    saved(start(), range(1, 5))
+    io = start(memory_dir=other_node, memory_keep_last=1)
+    loaded = {step: io.load_checkpoint(f"step_{step}.ckpt") for step in range(1, 5)}
+    assert steps(io) == [4]
+    io.save_checkpoint(state(9), "step_9.ckpt", storage_options={"tiers": ["memory"]})
+    assert all(torch.equal(loaded[step]["w"], state(step)["w"]) for step in loaded)
+
+
+def test_a_load_removes_nothing_that_only_memory_has_or_that_no_load_has_opened(start, other_node):
+    saved(start(), range(1, 4))
+    io = start(memory_dir=other_node, memory_keep_last=2)
+    io.load_checkpoint("step_1.ckpt")
+    other = start(memory_dir=other_node, memory_keep_last=9)
+    for step in (4, 5, 6):
+        other.save_checkpoint(state(step), f"step_{step}.ckpt", storage_options={"tiers": ["memory"]})
+        other.load_checkpoint(f"step_{step}.ckpt")
+    saved(other, [7, 8])
+    other.checkpointer.session.wait()
+    # Another process has fetched it, and is about to open it.
+    (loaded,) = [stored for stored in tier_of(io).parts() if stored.part.content.step == 1]
+    (loaded.folder / PINNED).unlink()
+    io.load_checkpoint("step_2.ckpt")
+    io.load_checkpoint("step_3.ckpt")
+    assert steps(io) == [1, 3, 4, 5, 6, 7, 8]
+
+
+def test_what_loads_have_brought_makes_room_for_the_next(start, tmp_path, caplog):
+    saved(start(dirpath=str(tmp_path / "elsewhere")), [1], size=LARGE)
+    saved(start(), range(1, 5), size=LARGE)
+    with mounted_tmpfs(tmp_path / "small", 12 * MIB) as small:
+        # It has room for two, and first holds one of another durable tier.
+        io = start(memory_dir=str(small), memory_keep_last=3)
+        io.load_checkpoint(f"{tmp_path}/elsewhere/step_1.ckpt")
+        for step in range(1, 5):
+            assert io.load_checkpoint(f"step_{step}.ckpt")["global_step"] == step
+        assert steps(io) == [3, 4]
+        # The newest stays.
+        assert io.load_checkpoint("step_1.ckpt")["global_step"] == 1
+        assert steps(io) == [1, 4]
+        assert "temporary file" not in caplog.text
+        io.teardown()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_local_checkpoints_of_such_names_are_resumed_from_in_the_order_of_their_steps(tmp_path, memory_dir):
+    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread", "kind": "local"}
+    for step in range(10, 210, 10):
+        name = f"checkpoint-{step}/step_{step}"
+        tiered_dcp.save({"step": step}, checkpoint_id=name, step=step, save_to_s3=False, **options)
+        loaded = {"step": 0}
+        tiered_dcp.load(loaded, **options)
+        assert loaded == {"step": step}
+
+
+def test_dcp_names_that_carry_the_step_outside_step_n_are_one_series(tmp_path, memory_dir):
+    config = TieredCheckpointConfig(dirpath=str(tmp_path / "durable"), memory_dir=memory_dir, drain="thread")
+    for step in range(1, 8):
+        writer = TieredStorageWriter(config, step=step, save_to_s3=False)
+        dcp.save({"w": torch.ones(10) * step}, checkpoint_id=f"checkpoint-{step}", storage_writer=writer)
+        held = [stored.part.name for stored in writer.session.open().tier.parts()]
+        assert len(held) <= 3
+        assert held[-1] == f"checkpoint-{step}/step_{step}"
+    writer.session.close()

@@ -1,0 +1,55 @@
+"""What loads bring to a node's memory: as many checkpoints of it stay as of what is saved, and it makes room for more.
+
+A node or a process that only loads has no save that would remove anything. What a load removes, the durable tier has,
+or the peer that sent it: never a part that only this node has saved, or that waits to be uploaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tiered_checkpoint_io.engine.staging.capture import acquire_for
+from tiered_checkpoint_io.engine.staging.retention import Scope, all_complete, removable, room_for
+from tiered_checkpoint_io.memory.parts import PINNED, StoredPart
+from tiered_checkpoint_io.memory.slot import Slot
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Part
+
+
+def slot_for(tier: MemoryTier, part: Part, size: int) -> Slot:
+    """A slot of ``size`` bytes for a part that a load brings; where there is no room, what loads have brought goes.
+
+    Raises:
+        MemoryFullError: There is no room even so.
+    """
+
+    def going_for(missing: int) -> list[StoredPart]:
+        here = [each for each in tier.parts() if _may_go(each) and not tier.is_spilled(each.folder)]
+        # It counts as if it were there: what is older may go for it, even the newest that this node has.
+        coming = StoredPart(part, Path(), drained=True)
+        return room_for(missing, [*here, coming], _scope(part), {part.save_id, *tier.awaited(True)})
+
+    return acquire_for(tier, size, going_for)
+
+
+def retain_loaded(tier: MemoryTier, part: Part, keep: int) -> None:
+    """Removes, now that all ranks of this node have opened ``part``, what loads have brought beyond ``keep``."""
+    held, scope = tier.parts(), _scope(part)
+    retained = {part.save_id, *tier.awaited(False)}
+    for stored in removable(held, scope, max(1, keep), all_complete(held, scope), retained):
+        if _may_go(stored):
+            tier.remove(stored)
+
+
+def _may_go(stored: StoredPart) -> bool:
+    # A checkpoint of one part that is not pinned yet may be one that another process has fetched and is about to open;
+    # of a shard, only the processes of one rank after the other do so.
+    return stored.drained and (stored.part.content.parts > 1 or (stored.folder / PINNED).exists())
+
+
+def _scope(part: Part) -> Scope:
+    kind, place = part.content.kind, part.place
+    # As saves of the same payload have it: the names of full checkpoints are one series.
+    series = "" if kind == "full" else ids.series_of(part.name, part.content.step)
+    return Scope(part.save_id, part.rank, kind, place.dirpath, series, own_rank_only=True, server=place.server)
