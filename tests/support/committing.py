@@ -8,6 +8,7 @@ from support.sharded import FlatStore, Journals, full_part, make_part, named, ob
 from tiered_checkpoint_io.engine.durable import aliases, commit, copies
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.garbage import collect
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
@@ -98,3 +99,12 @@ def check_story(story, kind, when, folder):
     assert readable(store, name) == new
     assert objects(store) == named(store)
     assert all(what[-1] == 1 for what in journals.left()), "but for those of parts that their drain has marked"
+
+
+def begin_overwrite(store, name, number, *, kind="full"):
+    """Overwrites a checkpoint as far as its manifest has both contents: the bytes are still the old ones."""
+    for n in itertools.count(1):
+        with contextlib.suppress(Injected):
+            save(FaultyStore(store, fail_at=n), name, number, kind=kind)
+        if read_manifest(store, name).previous:
+            return

@@ -9,17 +9,19 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
+from support import committing
 from support.clocks import quick
 from support.draining import Node, names
 from support.launch import free_port
-from support.sharded import make_part
+from support.sharded import full_part, make_part
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
-from tiered_checkpoint_io.engine.drain.worker import TRAINERS_FILE, Drain
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import ConfigError, DrainError
 from tiered_checkpoint_io.model.documents import dump
@@ -194,6 +196,19 @@ def test_what_a_drain_leaves_undone_is_told_and_kept_from_cleaning(node, tmp_pat
     assert command("clean", "--root", str(node.root)).exit_code == 0
 
 
+def test_a_drain_beside_another_says_that_there_is_work_left(node):
+    """As in the epilog of a Slurm job, while the run's own drain waits for a server."""
+    node.save("a.ckpt", b"A")
+    other = try_lock(node.root / LOCK_FILE)
+    done = command("drain", "--root", str(node.root), "--once", "--json")
+    release(other)
+    assert (done.exit_code, json.loads(done.stdout)["operations_left"]) == (1, 1)
+    assert isinstance(done.exception, DrainError)
+    assert "1 operation is not done" in str(done.exception)
+    assert "another drain works on this namespace" in done.exception.hint
+    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+
+
 # ----------------------------------------------------------------------------------- all namespaces
 def test_status_shows_all_namespaces_their_durable_tiers_and_what_is_pending(memory_dir, tmp_path):
     first = Node(memory_dir, str(tmp_path / "one"), namespace="one")
@@ -280,6 +295,20 @@ def test_clean_by_force_and_of_what_another_node_has_too(node, memory_dir):
     assert "not on the durable tier" in str(command("clean", "--memory-dir", memory_dir).exception)
     forced = command("clean", "--memory-dir", memory_dir, "--force")
     assert (forced.exit_code, "removed 1.ckpt" in forced.stdout) == (0, True)
+
+
+def test_clean_keeps_a_newest_checkpoint_whose_upload_is_not_complete(node, memory_dir):
+    """Another node's drain is overwriting the name with it, and may die: then this replica is all that is left."""
+    store = DirectoryStore(node.dirpath)
+    committing.save(store, "a.ckpt", 1)
+    committing.begin_overwrite(store, "a.ckpt", 2)
+    part, files = full_part("a.ckpt", 2)
+    node.tier.replicas.commit(replace(part, dirpath=node.dirpath), files)
+    refused = command("clean", "--memory-dir", memory_dir)
+    assert isinstance(refused.exception, ConfigError)
+    assert "newest checkpoint a.ckpt (step 2) is not on the durable tier" in str(refused.exception)
+    committing.save(store, "a.ckpt", 2)
+    assert command("clean", "--memory-dir", memory_dir).exit_code == 0
 
 
 def test_clean_leaves_all_where_it_can_not_ask(memory_dir):

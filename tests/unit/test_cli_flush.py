@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support import committing
 from support.documented import document_of
 from support.draining import Node
+from support.sharded import make_part
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO
@@ -109,6 +111,20 @@ def test_a_save_of_two_nodes_is_committed_once_both_are_flushed(memory_dir, tmp_
     done, states = flushed(second)
     assert (done.exit_code, states) == (1, {"s": "not_durable"})
     assert "the bucket was emptied" in command("flush", "--root", str(second.root)).stdout
+
+
+def test_a_part_is_durable_only_once_the_other_nodes_have_sent_theirs(memory_dir, tmp_path):
+    """The coordinator's drain is overwriting the name, and has sent all but the file that makes it the new one."""
+    node = Node(memory_dir, str(tmp_path / "run"))
+    store = DirectoryStore(node.dirpath)
+    committing.save(store, "s", 1, kind="sharded")
+    committing.begin_overwrite(store, "s", 2, kind="sharded")
+    part, files = make_part("s", 2, 1, suffix=f"-{2:08d}", dirpath=node.dirpath)
+    node.tier.commit(part, files, drained=True)
+    done, states = flushed(node)
+    assert (done.exit_code, states) == (0, {"s": "uploaded"})
+    committing.save(store, "s", 2, kind="sharded")
+    assert flushed(node)[1] == {"s": "durable"}
 
 
 @pytest.mark.matrix

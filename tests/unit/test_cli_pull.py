@@ -7,8 +7,10 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support import committing
 from support.documented import document_of
 from support.draining import Node
+from support.sharded import readable
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO
@@ -19,7 +21,10 @@ from tiered_checkpoint_io.errors import (
     ExportError,
     StoreChangedError,
 )
+from tiered_checkpoint_io.memory import tier as memory
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
+from tiered_checkpoint_io.model.ids import manifest_key
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
 def command(*arguments):
@@ -74,6 +79,26 @@ def test_a_pull_beside_another_finds_what_that_has_brought(run, memory_dir, monk
     assert command("verify", run, "--memory-dir", memory_dir).exit_code == 0
 
 
+def test_two_pulls_that_bring_the_same_part_at_once_both_end_well(run, memory_dir, monkeypatch):
+    """They meet where each has begun the part's folder."""
+    pull, prepare, others = ("pull", run, "--memory-dir", memory_dir), memory.prepare_markers, []
+
+    def late(*arguments, **options):
+        if not others:
+            others.append(None)
+            others[0] = command(*pull)
+        prepare(*arguments, **options)
+
+    monkeypatch.setattr(memory, "prepare_markers", late)
+    first = command(*pull)
+    assert [first.exit_code, others[0].exit_code] == [0, 0], (first.exception, others[0].exception)
+    (root,) = (path for path in namespace_root(memory_dir, "x").parent.iterdir() if path.name != "before")
+    (stored,) = MemoryTier(root).parts()
+    assert os.listdir(stored.folder.parent) == ["rank-00000"]
+    assert os.listdir(root / "slots") == []
+    assert command("verify", run, "--memory-dir", memory_dir).exit_code == 0
+
+
 def test_where_the_job_here_has_a_namespace_of_its_own_that_is_said(run, memory_dir, tmp_path, monkeypatch):
     io = TieredCheckpointIO(dirpath=run, memory_dir=memory_dir, namespace="live", drain="thread")
     io.save_checkpoint({"global_step": 6}, "step=6.ckpt")
@@ -119,6 +144,39 @@ def test_beside_a_run_that_overwrites_and_removes_what_is_read(to, run, memory_d
     assert isinstance(done.exception, StoreChangedError)
     assert "step=5.ckpt was removed or overwritten while it was read" in str(done.exception)
     io.teardown()
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_of_an_overwrite_that_has_not_come_to_its_end_the_checkpoint_before_is_pulled(kind, memory_dir, tmp_path):
+    """The node died amid the upload: a restart takes what the file still is."""
+    store, to = DirectoryStore(str(tmp_path / "run")), tmp_path / "here"
+    committing.save(store, "a", 1, kind=kind)
+    committing.begin_overwrite(store, "a", 2, kind=kind)
+    pull = ("pull", store.url, "--memory-dir", memory_dir)
+    for where in ((), ("--to", str(to))):
+        done = command(*pull, *where, "--json")
+        assert (done.exit_code, json.loads(done.stdout)["step"]) == (0, 1), done.exception
+    assert {path.name for path in to.rglob("*") if path.is_file()} == {
+        path.name for path in (tmp_path / "run").glob("a" if kind == "full" else "a/*") if "00000002" not in path.name
+    }
+    if kind == "sharded":
+        # Another node asks for its part alone, of which both are there: it must be of the same save.
+        done = command(*pull, "--namespace", "other", "--rank", "1", "--json")
+        assert (done.exit_code, json.loads(done.stdout)["step"]) == (0, 1), done.exception
+    # Begun anew, it has changed over, and the manifest does not say so yet.
+    switch = tmp_path / "run" / ("a" if kind == "full" else "a/.metadata")
+    before = switch.read_bytes()
+    manifest = store.get(manifest_key("a"))
+    committing.save(store, "a", 2, kind=kind)
+    assert readable(store, "a") == 2
+    store.put(manifest_key("a"), manifest)
+    done = command(*pull, "--json")
+    assert (done.exit_code, json.loads(done.stdout)["step"]) == (0, 2), done.exception
+    # What is neither the one nor the other is damaged.
+    switch.write_bytes(before[::-1])
+    done = command(*pull, "--to", str(tmp_path / "none"))
+    assert isinstance(done.exception, CorruptCheckpointError)
+    assert not [path for path in (tmp_path / "none").rglob("*") if path.is_file()]
 
 
 def test_to_a_folder_and_what_goes_wrong(run, memory_dir, tmp_path):

@@ -1,10 +1,13 @@
 """The functions for programs beside the training: what is new, waiting, silence, and what they cost."""
 
 import math
+import os
 import threading
+import time
 from dataclasses import replace
 
 import pytest
+from support import committing
 from support.clocks import VirtualClock
 from support.draining import Node
 from support.story import op_id
@@ -21,6 +24,7 @@ from tiered_checkpoint_io.errors import (
     WaitTimeoutError,
 )
 from tiered_checkpoint_io.inventory.durable import read_all
+from tiered_checkpoint_io.inventory.news import NewCheckpoints
 from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -65,6 +69,45 @@ def test_each_durable_checkpoint_is_new_once_also_across_a_restart(node):
     again = new_checkpoints(node.dirpath, after=saved[0], idle_timeout_s=0)
     assert [each.copy_of or each.save_id for each in again] == saved[1:]
     assert list(new_checkpoints(node.dirpath, idle_timeout_s=0)) == [], "none from now on"
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_checkpoint_is_durable_only_once_it_has_taken_the_place_of_the_one_before(tmp_path, kind):
+    """An evaluator must not read the old bytes for the new step."""
+    store = DirectoryStore(str(tmp_path / "durable"))
+    committing.save(store, "a", 1, kind=kind)
+    committing.alias(store, "last", "a")
+    committing.begin_overwrite(store, "a", 2, kind=kind)
+    with pytest.raises(WaitTimeoutError, match="the latest is a, step 1"):
+        wait_for(store.url, step=2, timeout_s=0)
+    assert list(new_checkpoints(store.url, after=op_id(1), idle_timeout_s=0)) == []
+    # A restart, too, takes the one before until then.
+    latest = find_latest(store.url)
+    assert (latest.name, latest.step, latest.state) == ("a", 1, "durable")
+    rows = {(each.name, each.step): each for each in list_checkpoints(store.url)}
+    states = {key: (each.state, each.resumable) for key, each in rows.items()}
+    assert states == {("a", 2): ("incomplete", False), ("a", 1): ("durable", True), ("last", 1): ("durable", True)}
+    assert "takes the place of step 1" in rows["a", 2].problem
+    committing.save(store, "a", 2, kind=kind)
+    assert wait_for(store.url, step=2, timeout_s=0).name == "a"
+    assert [each.step for each in new_checkpoints(store.url, after=op_id(1), idle_timeout_s=0)] == [2]
+    assert [(each.name, each.step, each.state) for each in list_checkpoints(store.url)] == [
+        ("a", 2, "durable"),
+        ("last", 2, "durable"),
+    ]
+
+
+def test_a_checkpoint_whose_overwrite_is_under_way_on_this_node_is_uploading_from_its_memory(node):
+    store = DirectoryStore(node.dirpath)
+    committing.save(store, "a.ckpt", 1)
+    node.number = 1
+    node.save("a.ckpt", b"A")
+    committing.begin_overwrite(store, "a.ckpt", 2)
+    rows = list_checkpoints(node.dirpath, memory_dir=str(node.root.parent.parent))
+    assert [(each.step, each.state, each.where, each.is_latest) for each in rows] == [
+        (2, "waiting", ("memory", "durable"), True),
+        (1, "durable", ("durable",), False),
+    ]
 
 
 def test_waiting_for_a_step_is_bounded_and_tells_what_there_is(node):
@@ -178,3 +221,29 @@ def test_a_further_look_reads_only_what_may_have_changed(node):
     assert look() == (op_id(2), 1)
     clock.advance(2)
     assert [look(), look()] == [(op_id(2), 1), (op_id(2), 0)]
+
+
+def test_what_was_out_of_sight_for_a_look_is_not_new_again(node, caplog):
+    """As where a network file system is mounted anew."""
+    away = f"{node.dirpath}.away"
+
+    def bring_back():
+        while "there is nothing at" not in caplog.text:
+            time.sleep(0.01)
+        os.rename(away, node.dirpath)
+
+    for name in ("a.ckpt", "b.ckpt"):
+        node.save(name, b"A")
+    drain(node)
+    news = new_checkpoints(node.dirpath, every_s=0.01, after="", idle_timeout_s=60)
+    assert [next(news).name, next(news).name] == ["a.ckpt", "b.ckpt"]
+    node.save("c.ckpt", b"A")
+    drain(node)
+    os.rename(node.dirpath, away)
+    back = threading.Thread(target=bring_back, daemon=True)
+    back.start()
+    assert next(news).name == "c.ckpt"
+    back.join()
+    assert "any more; asking again" in caplog.text
+    rows, seen = list_checkpoints(node.dirpath), NewCheckpoints("")
+    assert [len(seen.of(found)) for found in (rows, [], rows)] == [3, 0, 0]

@@ -250,8 +250,11 @@ def _asked(config: TieredCheckpointConfig, save: HeldSave, why: str) -> tuple[st
         is_sent = manifest is not None or not save.missing or _has_parts(config, save)
     except TieredCheckpointError as error:
         return "uploaded", f"could not check whether it is committed: {error.message}"
-    if manifest is not None and manifest.content.save_id == save.content.save_id:
+    if manifest is not None and manifest.settled.save_id == save.content.save_id:
         return "durable", ""
+    if manifest is not None and manifest.content.save_id == save.content.save_id:
+        # The coordinator's drain is just sending its last file.
+        return "uploaded", ""
     if manifest is not None:
         return "not_durable", "another save has its name on the durable tier"
     if not is_sent:

@@ -16,8 +16,9 @@ from tiered_checkpoint_io.cli.options import NODE, NODES, Json, Node, Nodes
 from tiered_checkpoint_io.cli.output import is_terminal, printable, say, show, write_json
 from tiered_checkpoint_io.engine.drain import standalone
 from tiered_checkpoint_io.engine.drain.ending import told_to_end
+from tiered_checkpoint_io.engine.drain.locks import is_locked
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.drain.worker import Drain
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, Drain
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.inventory.node import HeldPart, held_part
 from tiered_checkpoint_io.inventory.roots import existing, owned, tier_at, undone
@@ -46,17 +47,22 @@ def drain(
     with told_to_end(log, late=int(once)) as stop, contextlib.closing(exports):
         exports.start(targets, source_of(root), log)
         worker = Drain(root, logger=log, stop=stop, stay=stay)
-        worked = standalone.run(worker, root, log, stop, once=once, stay=stay)
+        standalone.run(worker, root, log, stop, once=once, stay=stay)
     left = undone(root) if once else 0
     if as_json:
         write_json("drain", drain_document(root, before, left))
-    if worked and left:
+    if left:
+        progress = Queue(root).progress()
+        hint = f"last error: {progress.last_error or 'none'}"
+        if is_locked(root / LOCK_FILE):
+            other = f", process {progress.pid}" if progress.pid else ""
+            hint = f"another drain works on this namespace{other}; {hint}"
         raise DrainError(
             f"{left} {'operation is' if left == 1 else 'operations are'} not done",
             operation="drain",
             tier="durable",
             key=str(root),
-            hint=f"last error: {Queue(root).progress().last_error or 'none'}",
+            hint=hint,
         )
 
 

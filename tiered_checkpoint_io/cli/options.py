@@ -113,7 +113,7 @@ class Node:
         """The root of the memory tier; without a name, of the only one there is.
 
         Raises:
-            ConfigError: None is named, and there are several; or there is no such folder.
+            ConfigError: None is named, and there are several; or there is no such memory_dir.
         """
         if self.root is not None:
             return self.root
@@ -121,11 +121,10 @@ class Node:
             with wrong_use():
                 return namespace_root(self.memory_dir, self.namespace)
         roots = all_roots(self.memory_dir)
-        unnamed = namespace_root(self.memory_dir, ids.UNNAMED)
-        if len(roots) > 1 and unnamed not in roots:
+        if len(roots) > 1:
             names = ", ".join(each.name for each in roots)
             raise ConfigError(f"there are {len(roots)} namespaces: {names}", hint="name one by --namespace")
-        return roots[0] if len(roots) == 1 else unnamed
+        return roots[0] if roots else namespace_root(self.memory_dir, ids.UNNAMED)
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,26 @@ import typer
 from tiered_checkpoint_io.cli.answers import counter
 from tiered_checkpoint_io.cli.checking import check_part
 from tiered_checkpoint_io.cli.progress import Meter, progress
-from tiered_checkpoint_io.engine.chunks import fetch_chunk
+from tiered_checkpoint_io.engine.chunks import fetch, fetch_chunk
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.ranks.transfer import SlotDestination
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, MemoryFullError, MemoryTierError
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ManifestError,
+    MemoryFullError,
+    MemoryTierError,
+    StoreNotFoundError,
+    TieredCheckpointError,
+)
 from tiered_checkpoint_io.export.files import new_file
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.inventory.durable import find, read_unchanged
 from tiered_checkpoint_io.memory.node import node_budget
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.manifest import FileEntry, Manifest, Part
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest, Part
 from tiered_checkpoint_io.stores import Store, place_of
 from tiered_checkpoint_io.stores.silence import moving
 
@@ -66,7 +74,17 @@ def bring(
         return manifest, manifest
 
     def work(manifest: Manifest) -> tuple[list[Part], list[Part]]:
-        parts = _parts(config, store, manifest, ranks)
+        errors: list[TieredCheckpointError] = []
+        # While an overwrite is under way, the objects may still be those of the content before.
+        for content in (manifest.content, *manifest.previous):
+            try:
+                return bring_content(manifest, content)
+            except (CorruptCheckpointError, ManifestError, StoreNotFoundError) as error:
+                errors.append(error)
+        raise errors[0]
+
+    def bring_content(manifest: Manifest, content: Content) -> tuple[list[Part], list[Part]]:
+        parts = _parts(config, store, manifest.name, content, ranks)
         with contextlib.ExitStack() as held:
             if to is not None:
                 fetched, views = parts, held.enter_context(_files(to, parts))
@@ -75,6 +93,8 @@ def bring(
                 fetched = [part for part in parts if not _has(tier, part)]
                 views = held.enter_context(_slots(tier, fetched))
             entries = [entry for part in fetched for entry in part.content.files]
+            if manifest.previous and fetched:
+                _check_switch(store, manifest.name, content, entries)
             jobs = [(entry, index) for entry in entries for index in range(len(entry.hashes))]
             meter = held.enter_context(progress("pull", sum(entry.size for entry in entries), silent=silent))
             count = counter("pull", store.url, stop, meter.add)
@@ -93,17 +113,27 @@ def _find(store: Store, wanted: str) -> Manifest:
     return found
 
 
-def _parts(config: TieredCheckpointConfig, store: Store, manifest: Manifest, ranks: Sequence[int]) -> list[Part]:
+def _check_switch(store: Store, name: str, content: Content, entries: Sequence[FileEntry]) -> None:
+    """Raises CorruptCheckpointError where a name has another content, which the files of some ranks do not tell."""
+    path = content.switch_path(name)
+    switch = files_of(store, content).entry(path.rpartition("/")[2]) if path is not None else None
+    if switch is not None and switch not in entries:
+        fetch(store, switch, memoryview(bytearray(switch.size)), concurrency=1)
+
+
+def _parts(
+    config: TieredCheckpointConfig, store: Store, name: str, content: Content, ranks: Sequence[int]
+) -> list[Part]:
     """The parts of a checkpoint that are asked for, as memory holds them."""
-    content, place = manifest.content, place_of(config)
+    place = place_of(config)
     files, there = files_of(store, content), range(content.parts)
     if content.parts == 1:
         there = range(max(content.coordinator, 0), max(content.coordinator, 0) + 1)
     elif unknown := [rank for rank in ranks if rank not in there]:
-        raise typer.BadParameter(f"--rank {unknown[0]}: {manifest.name} has {content.parts} parts, from rank 0 on")
+        raise typer.BadParameter(f"--rank {unknown[0]}: {name} has {content.parts} parts, from rank 0 on")
     return [
         Part(
-            manifest.name,
+            name,
             rank,
             replace(content, files=files.of_rank(rank), index=None),
             config.dirpath,

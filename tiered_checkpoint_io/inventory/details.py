@@ -80,9 +80,10 @@ def _details(row: CheckpointInfo, rows: list[CheckpointInfo], look: Look, store:
     held = [each for each in look.node.at(look.place).held if each.stored.save_id == row.save_id and row.save_id]
     parts = [each.stored.part for each in held]
     files, problem = {entry.path: entry.size for part in parts for entry in part.content.files}, ""
-    content = parts[0].content if parts else None
-    if target is not None and row.state == "durable":
-        content = target.content
+    contents = (target.content, *target.previous) if target is not None else ()
+    known = (*contents, *(part.content for part in parts))
+    content = next((each for each in known if each.save_id == row.save_id), None)
+    if content is not None and target is not None and row.state == "durable":
         try:
             files = files_of(store, content).sizes if store is not None else files
         except CorruptCheckpointError as error:

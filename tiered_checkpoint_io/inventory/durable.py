@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
@@ -114,6 +114,8 @@ def latest(
 ) -> Candidate | None:
     """What ``tiered:latest`` means of these, by the engine's own choice; None where it means none.
 
+    A name that is being overwritten counts as what it was before.
+
     Args:
         found: All that the durable tier has.
         held: What this node's memory has of it.
@@ -126,7 +128,8 @@ def latest(
     error = newer(found)
     if error is not None:
         raise error
-    manifests = [each.manifest for each in found if each.manifest is not None]
+    read = [each.manifest for each in found if each.manifest is not None]
+    manifests = [replace(each, content=each.settled, previous=()) for each in read]
     parts = [
         Held(each.part.name, each.part.rank, each.part.content, each.part.commits, not each.is_replica, each.replicated)
         for each in held

@@ -47,6 +47,7 @@ def checkpoints_of(place: Place, durable: DurableTier | None, node: NodeMemory) 
         broken.setdefault(damage.save_id or str(damage.folder), []).append(damage)
     manifests = {each.name: each for each in durable.manifests}
     rows = [_durable_row(place, each, saves, broken, manifests, durable.added) for each in durable.found]
+    rows += [_overwriting_row(place, each, saves, node) for each in durable.manifests if _is_overwritten(each)]
     rows += _queued_rows(place, node, [*manifests.values()])
     seen = {row.save_id for row in rows if not row.alias_of}
     rows += [_incomplete_row(place, each, saves, node) for each in durable.incomplete if each.save_id not in seen]
@@ -86,7 +87,7 @@ def _durable_row(
         url = url_of(dirpath, each.name)
         return CheckpointInfo(name=each.name, url=url, dirpath=dirpath, state=state, problem=str(each.error))
     # An alias follows its target, which may have been overwritten.
-    content = manifests.get(manifest.alias_of or "", manifest).content
+    content = manifests.get(manifest.alias_of or "", manifest).settled
     held = saves.get(content.save_id, [])
     return info(
         manifest.name,
@@ -99,6 +100,19 @@ def _durable_row(
         parts_here=_ranks(held),
         problem=_problem(broken.get(content.save_id, [])),
     )
+
+
+def _is_overwritten(manifest: Manifest) -> bool:
+    return bool(manifest.previous) and manifest.alias_of is None
+
+
+def _overwriting_row(
+    place: Place, manifest: Manifest, saves: dict[str, list[HeldPart]], node: NodeMemory
+) -> CheckpointInfo:
+    """What is about to take the place of the content that a name has."""
+    before = f"step {manifest.settled.step}" if manifest.settled.step >= 0 else "the checkpoint before"
+    problem = f"it takes the place of {before} once its upload is complete"
+    return _begun_row(place, manifest.name, manifest.content, saves.get(manifest.content.save_id, []), node, problem)
 
 
 def _queued_rows(place: Place, node: NodeMemory, manifests: Sequence[Manifest]) -> Iterable[CheckpointInfo]:
@@ -146,33 +160,38 @@ def _incomplete_row(
     place: Place, each: IncompleteSave, saves: dict[str, list[HeldPart]], node: NodeMemory
 ) -> CheckpointInfo:
     held = saves.get(each.save_id, [])
-    if any(part.stored.pending for part in held):
+    part = each.part or next((here.stored.part for here in held), None)
+    count = f"{len(each.ranks)} of {part.content.parts} parts" if part is not None else f"{len(each.ranks)} parts"
+    problem = f"{count} on the durable tier, and no manifest"
+    if part is not None:
+        return _begun_row(place, part.name, part.content, held, node, problem)
+    return CheckpointInfo(
+        name=f"save {each.save_id}",
+        url=url_of(place.dirpath, ""),
+        dirpath=place.dirpath,
+        save_id=each.save_id,
+        state="incomplete",
+        where=("durable",),
+        created=time_of(each.modified),
+        problem=problem,
+    )
+
+
+def _begun_row(
+    place: Place, name: str, content: Content, held: Sequence[HeldPart], node: NodeMemory, problem: str
+) -> CheckpointInfo:
+    """A save that has begun to arrive on the durable tier: from this node, or from others."""
+    if any(each.stored.pending for each in held):
         row = _memory_row(place, held, node, asked=True, broken={})
         return replace(row, where=(*row.where, "durable"))
-    content: Content | None = each.part.content if each.part is not None else None
-    count = f"{len(each.ranks)} of {content.parts} parts" if content is not None else f"{len(each.ranks)} parts"
-    problem = f"{count} on the durable tier, and no manifest"
-    where: tuple[Tier, ...] = (*_tiers(held), "durable")
-    if each.part is None or content is None:
-        name, url = f"save {each.save_id}", url_of(place.dirpath, "")
-        return CheckpointInfo(
-            name=name,
-            url=url,
-            dirpath=place.dirpath,
-            save_id=each.save_id,
-            state="incomplete",
-            where=where,
-            created=time_of(each.modified),
-            problem=problem,
-        )
     return info(
-        each.part.name,
+        name,
         place.dirpath,
         content,
         state="incomplete",
-        where=where,
+        where=(*_tiers(held), "durable"),
         parts_here=_ranks(held),
-        resumable=False,
+        resumable=content.resumable and bool(held),
         problem=problem,
     )
 

@@ -89,6 +89,7 @@ class RepeatedLook:
         self._look = look
         self._say = say
         self._found: list[CheckpointInfo] | None = None
+        self._had_any = False
         self._why = ""
 
     @property
@@ -105,9 +106,11 @@ class RepeatedLook:
         why, said = "", ""
         try:
             self._found = self._look().checkpoints
+            self._had_any = self._had_any or bool(self._found)
         except CheckpointNotFoundError as error:
             self._found, why = [], "nothing"
-            said = f"there is nothing at {error.key} yet; waiting for the first checkpoint"
+            then = "any more; asking again" if self._had_any else "yet; waiting for the first checkpoint"
+            said = f"there is nothing at {error.key} {then}"
         except StoreUnavailableError as error:
             if self._found is None:
                 raise
