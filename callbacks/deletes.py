@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks.migration import WITHHELD, PortableState
-from tiered_checkpoint_io.callbacks.trainer import is_below
+from tiered_checkpoint_io.callbacks.trainer import failing_together, is_below
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.model import ids
@@ -78,14 +78,19 @@ class SafeDeletes(PortableState):
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         if filepath not in self._withheld:
             self._withheld.append(filepath)
-        if self._landed:
-            self._remove_withheld(trainer)
+        self._remove_withheld(trainer)
 
     def _remove_withheld(self, trainer: Trainer) -> None:
-        """Deletes what is due, but for what the run resumed from: the next run may delete that.
+        """Deletes what is due, where the newest save has landed; all ranks call this.
 
-        For each of the best that is lacking, the newest of those that it has replaced stays.
+        What the run resumed from stays: the next run may delete that. For each of the best that is lacking, the newest
+        of those that it has replaced stays.
         """
+        with failing_together(trainer):
+            if self._landed:
+                self._remove_due(trainer)
+
+    def _remove_due(self, trainer: Trainer) -> None:
         named = self._named()
         self._lacking = [path for path in self._lacking if path in named]
         # What was saved again since, or left to another run by a change of dirpath, is not deleted.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from tiered_checkpoint_io.callbacks.deletes import SafeDeletes
 from tiered_checkpoint_io.callbacks.overlapping import OverlappedCapture
@@ -49,6 +49,9 @@ def is_in_memory_alone(callbacks: Iterable[Resumable]) -> bool:
 class EndOfTraining(Callback):
     """Saves what training ends with, before other callbacks put averaged weights in its place."""
 
+    def __init__(self) -> None:
+        self._has_trained = False
+
     @classmethod
     def join(cls, trainer: Trainer) -> None:
         """Makes one the trainer's first callback, behind the one that waits for overlapped captures."""
@@ -57,19 +60,50 @@ class EndOfTraining(Callback):
         # Not in place: Lightning goes through this list just now.
         trainer.callbacks = [*waits, cls(), *(each for each in others if each not in waits)]  # type: ignore[attr-defined]
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Has the strategy's teardown save what was restored, where there was nothing left to train.
+
+        Lightning then calls no hook between the restore and that teardown. After it, a sharded module may be on a
+        device from which it can't be saved.
+        """
+        strategy: Any = trainer.strategy
+
+        def teardown() -> None:
+            self._let_go(trainer)
+            has_restored = trainer.ckpt_path is not None and trainer.state.status == TrainerStatus.RUNNING
+            ends = _durable_ends(trainer) if has_restored and not self._has_trained else []
+            for each in ends:
+                each._begin_training(trainer)
+            for each in ends:
+                each._save_what_is_in_memory_alone(trainer)
+            strategy.teardown()
+
+        strategy.teardown = teardown
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        self._has_trained = True
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for each in trainer.checkpoint_callbacks:
-            if isinstance(each, DurableEnd):
-                each._save_end(trainer, pl_module)
+        for each in _durable_ends(trainer):
+            each._save_end(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Ahead of the callbacks that put trained weights back: what one of these raises comes after that."""
-        for each in trainer.checkpoint_callbacks:
-            if isinstance(each, DurableEnd):
-                each._is_amid_validation = False
+        for each in _durable_ends(trainer):
+            each._is_amid_validation = False
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+        # Lightning's tuner ends its trials by this hook, and tears the strategy down after it.
+        self._let_go(trainer)
         trainer.callbacks = _others(trainer)  # type: ignore[attr-defined]
+
+    def _let_go(self, trainer: Trainer) -> None:
+        """Gives the strategy its own teardown back."""
+        vars(trainer.strategy).pop("teardown", None)
+
+
+def _durable_ends(trainer: Trainer) -> list[DurableEnd]:
+    return [each for each in trainer.checkpoint_callbacks if isinstance(each, DurableEnd)]
 
 
 def _others(trainer: Trainer) -> list[Callback]:
@@ -131,6 +165,11 @@ class DurableEnd(SafeDeletes):
         with trained_weights(trainer) if saves and amid_validation else contextlib.nullcontext():
             super().on_exception(trainer, pl_module, exception)
 
+    def _should_save_on_exception(self, trainer: Trainer) -> bool:
+        """As upstream, but never of an evaluation, which may have loaded weights of another step."""
+        # Lightning asks since 2.6.
+        return trainer.state.fn == TrainerFn.FITTING and super()._should_save_on_exception(trainer)
+
     def _begin_training(self, trainer: Trainer) -> None:
         """Begins with what was restored: it may be in memory alone."""
         restored, step = self._engine.restored, trainer.global_step
@@ -157,13 +196,17 @@ class DurableEnd(SafeDeletes):
         """Saves the last state to the durable tier, where the newest is in memory alone; all ranks call this."""
         # Where nothing else was saved, upstream saves "last" now.
         super().on_train_end(trainer, module)
+        with _epoch_as_it_ended(trainer):
+            self._save_what_is_in_memory_alone(trainer)
+
+    def _save_what_is_in_memory_alone(self, trainer: Trainer) -> None:
         wanted = self.save_on_train_end and self._io is not None and self._io.config.save_on_train_end
         if wanted and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             missing = is_in_memory_alone(each._resumable for each in self._siblings(trainer))
             # Rank 0 knows what became of the saves, and each rank what it has lost of them since.
             lost = trainer.strategy.reduce_boolean_decision(self._has_lost(), all=False)
             if trainer.strategy.broadcast(missing or lost):
-                with last_saves(self._engine.session), _epoch_as_it_ended(trainer):
+                with last_saves(self._engine.session):
                     made = self._save_state(trainer, NAME + self.FILE_EXTENSION, "memory", "durable")
                     # A sharded save after one that failed in the background is not made, and the next one is.
                     if trainer.strategy.broadcast(lost and made is None):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -9,19 +11,22 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.callbacks.held_weights import HeldWeights
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.on_exception import count_as_last
 from tiered_checkpoint_io.callbacks.overlapping import OverlappedCapture
 from tiered_checkpoint_io.callbacks.places import folder_of
 from tiered_checkpoint_io.callbacks.preparing import FirstSave
-from tiered_checkpoint_io.callbacks.recording import Recording
 from tiered_checkpoint_io.callbacks.requeue import take_over_requeue
 from tiered_checkpoint_io.callbacks.summary import say_summary, say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import check_strategy, on_rank_0
 from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
 from tiered_checkpoint_io.engine.restore.loaders import report_left_out
+from tiered_checkpoint_io.engine.restore.restore import Restored
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
 from tiered_checkpoint_io.metrics.exports import targets_of_trainer
+from tiered_checkpoint_io.metrics.recording import Recording
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.metrics_export import MetricsTarget
 
@@ -47,6 +52,9 @@ class StrategyGuard(Callback):
         self._overlapping: OverlappedCapture | None = None
         #: Whether a callback was Lightning's own when ckpt_path was resolved.
         self._adopted = False
+        self._held = HeldWeights()
+        #: What was restored last before an evaluation.
+        self._restored: Restored | None = None
         #: Lightning's own callbacks that have no dirpath, where nothing is trained.
         self._without_dirpath: list[ModelCheckpoint] = []
 
@@ -64,6 +72,7 @@ class StrategyGuard(Callback):
             return
         check_strategy(trainer.strategy)
         train_here()
+        count_as_last(trainer, io)
         # On all ranks alike.
         self._targets = targets_of_trainer(io.config.metrics_export) if stage == "fit" else []
         if stage == "fit":
@@ -77,13 +86,27 @@ class StrategyGuard(Callback):
             if io.config.staging != "eager":
                 self._overlapping = OverlappedCapture.join(trainer, io)
         else:
+            self._restored = io.checkpointer.restored
             stock = [each for each in trainer.checkpoint_callbacks if type(each) is ModelCheckpoint]
             self._without_dirpath = [each for each in stock if each.dirpath is None]
         if stage == "fit" and io.config.replication_factor > 1:
             # All ranks are here, on the threads that train; of a full checkpoint, rank 0 alone saves later.
             io.checkpointer.session.meet_peers()
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        """Notes, where a module is to be trained, that it has got the checkpoint's weights; all else of it follows."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._held.train(pl_module)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        """Tells the IO whether training can resume from what comes next; warns once where an evaluation is why not."""
+        io = tiered_io_of(trainer.strategy.checkpoint_io)
+        if io is not None:
+            io.mixes_steps = self._held.are_others
+            if trainer.is_global_zero:
+                self._held.warn(io.checkpointer.session.log)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warns on rank 0: of what a resume leaves out or loses, and of checkpoints that ``fit`` did not resume from.
 
         Raises:
@@ -96,7 +119,8 @@ class StrategyGuard(Callback):
         left = getattr(trainer.fit_loop, "_combined_loader_states_to_load", None) or ()
         why = "Lightning restores it only where an epoch was not finished"
         report_left_out(io.checkpointer.session, "the checkpoint", len(left), why, says=trainer.is_global_zero)
-        self._recording.begin(trainer, io.checkpointer.session, self._targets)
+        self._held.train(pl_module)
+        self._recording.begin(trainer.local_rank, trainer.global_step, io.checkpointer.session, self._targets)
         self._first_save.begin(trainer)
         if not trainer.is_global_zero:
             return
@@ -131,10 +155,10 @@ class StrategyGuard(Callback):
         """Notes the step, every few seconds (:class:`Recording`). After the first step, the first save is prepared."""
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is not None:
-            self._recording.reach(trainer, io.checkpointer.session)
+            self._recording.reach(trainer.global_step, io.checkpointer.session)
             self._first_save.reach(trainer, io)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training starts from scratch where there is no checkpoint; an evaluation has no use for that.
 
         Raises:
@@ -142,9 +166,9 @@ class StrategyGuard(Callback):
         """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         # Whatever form of "the newest" it has: that of "best" is another for each callback.
-        if io is None or trainer.state.fn == TrainerFn.FITTING or trainer.ckpt_path is None:
+        if io is None or trainer.state.fn == TrainerFn.FITTING:
             return
-        if io.found_nothing:
+        if trainer.ckpt_path is not None and io.found_nothing:
             said = f"there is no checkpoint to resume from at {io.config.dirpath}"
             if trainer.ckpt_path in (ids.LAST, ids.LAST_URL):
                 said = f"there is no checkpoint that is named last to resume from at {io.config.dirpath}"
@@ -155,10 +179,16 @@ class StrategyGuard(Callback):
                 hint="weights alone are loaded by their names: see `tiered-ckpt ls`",
             )
 
+        self._held.evaluate(pl_module, loaded=trainer.ckpt_path is not None)
+
     on_test_start = on_predict_start = on_validation_start
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Says where the newest checkpoints are: Lightning calls no teardown after an exception, Ctrl-C included."""
+        io = tiered_io_of(trainer.strategy.checkpoint_io)
+        if io is not None and trainer.state.fn != TrainerFn.FITTING:
+            # Between the load and the evaluation's first hook.
+            self._held.evaluate(pl_module, loaded=io.checkpointer.restored is not self._restored)
         say_summary_last(trainer, self, exception)
         self._end(trainer, exception)
 
@@ -182,7 +212,7 @@ class StrategyGuard(Callback):
             self._overlapping = None
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is not None:
-            self._recording.end(trainer, io.checkpointer.session, exception)
+            self._recording.end(trainer.global_step, io.checkpointer.session, exception)
 
 
 def guard() -> list[Callback]:

@@ -21,18 +21,9 @@ from tiered_checkpoint_io.callbacks.places import check_dirpath, check_places, c
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain
 from tiered_checkpoint_io.callbacks.sentinel import SentinelFileSystem
 from tiered_checkpoint_io.callbacks.summary import say_summary_last
-from tiered_checkpoint_io.callbacks.trainer import (
-    check_strategy,
-    if_known,
-    on_rank_0,
-    save_together,
-)
+from tiered_checkpoint_io.callbacks.trainer import check_strategy, failing_together, if_known, on_rank_0, save_together
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
-from tiered_checkpoint_io.errors import (
-    ConfigError,
-    DrainError,
-    StoreError,
-)
+from tiered_checkpoint_io.errors import ConfigError, DrainError, StoreError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
@@ -271,9 +262,10 @@ class TieredModelCheckpoint(DurableEnd):
         if self._naming_last and self._durable_save[0] == step:
             # The same state is durable, or queued, under its own name. If that save failed, the old
             # alias stays: it names a good checkpoint.
-            if trainer.is_global_zero and self._landed:
-                self._alias(filepath, self._durable_save[1])
-                self._reporter.expect(name, pending=self._engine.session.is_pending(name))
+            with failing_together(trainer):
+                if trainer.is_global_zero and self._landed:
+                    self._alias(filepath, self._durable_save[1])
+                    self._reporter.expect(name, pending=self._engine.session.is_pending(name))
         else:
             options: dict[str, Any] = {"tiers": ["memory", "durable"]}
             value = self._monitor_candidates(trainer).get(self.monitor) if self.monitor is not None else None
@@ -289,7 +281,7 @@ class TieredModelCheckpoint(DurableEnd):
                 self._lacking += [] if self._landed else [filepath]
             if self._landed:
                 self._reporter.expect(name, pending=self._engine.session.is_pending(name))
-                self._remove_withheld(trainer)
+            self._remove_withheld(trainer)
         self._last_global_step_saved = step
         self._last_checkpoint_saved = filepath
         self._look_after(trainer)
@@ -306,17 +298,17 @@ class TieredModelCheckpoint(DurableEnd):
 
     def file_exists(self, filepath: Any, trainer: Trainer) -> bool:
         """As upstream, from what rank 0 knows: a LIST of each folder at first use, none later."""
-        exists = False
-        if trainer.is_global_zero and self._ask_exists:
-            try:
-                # Overwriting is atomic here, so that "last" needs no versions, but beside one that is not ours.
-                ask = self._engine.is_unmanaged if self._naming_last else self._engine.exists
-                exists = ask(filepath)
-            except StoreError as error:
-                # Overwriting keeps the old content until the new is good, so training need not stop.
-                self._ask_exists = False
-                rank_zero_warn(f"names of this run may repeat those of earlier ones: {error}")
-        return bool(trainer.strategy.broadcast(exists))
+        return on_rank_0(trainer, lambda: self._ask_exists and self._is_taken(filepath))
+
+    def _is_taken(self, filepath: Any) -> bool:
+        try:
+            # Overwriting is atomic here, so that "last" needs no versions, but beside one that is not ours.
+            return (self._engine.is_unmanaged if self._naming_last else self._engine.exists)(filepath)
+        except StoreError as error:
+            # Overwriting keeps the old content until the new is good, so training need not stop.
+            self._ask_exists = False
+            rank_zero_warn(f"names of this run may repeat those of earlier ones: {error}")
+            return False
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:  # noqa: ARG002
         return {SentinelFileSystem.LAST}

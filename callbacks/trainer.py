@@ -78,6 +78,17 @@ def fail_together(trainer: Trainer, error: TieredCheckpointError | None) -> None
     raise_first(errors)
 
 
+@contextlib.contextmanager
+def failing_together(trainer: Trainer) -> Iterator[None]:
+    """A block whose error is raised on every rank, whichever of them has one; all ranks enter it."""
+    error: TieredCheckpointError | None = None
+    try:
+        yield
+    except TieredCheckpointError as caught:
+        error = caught
+    fail_together(trainer, error)
+
+
 def save_together(trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool) -> None:
     """Saves on all ranks, or raises the same error on all."""
     error: TieredCheckpointError | None = None

@@ -47,5 +47,5 @@ def save(
         return
     if io.config.replication_factor > 1:
         io.checkpointer.session.meet_peers()
-    options = {"tiers": sorted(wanted)}
+    options = {"tiers": wanted}
     strategy.save_checkpoint(name_of(step), _unwrap_objects(state), storage_options=options, filter=filter)

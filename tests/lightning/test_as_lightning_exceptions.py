@@ -125,6 +125,18 @@ def _(side):
     return left(side, hook="on_train_batch_start", steps=1, fit={"fast_dev_run": 3}, **on_exception())
 
 
+@EXCEPTIONS.different("in a `test` after the fit", lightning=["a.ckpt", "step=4.ckpt"], here=["a.ckpt"], since=SINCE)
+def _(side):
+    callback = side.callback(filename="{step}", every_n_epochs=9, **on_exception())
+    trainer = side.fit(callback, max_steps=4, max_epochs=-1)
+    trainer.save_checkpoint(side.path("a.ckpt"))
+    trainer.callbacks.insert(0, Failing("on_test_batch_start", Trouble("trouble"), 0))
+    with pytest.raises(Trouble):
+        trainer.test(trainer.lightning_module, verbose=False)
+    trainer.strategy.checkpoint_io.teardown()
+    return side.names()
+
+
 @EXCEPTIONS.same("in another callback's `setup`")
 def _(side):
     name, said, seen = left(side, hook="setup", steps=0)

@@ -162,6 +162,16 @@ def _(side):
     return side.files(), [sorted(state) for state in side.load("by/hand.ckpt", "weights.ckpt")]
 
 
+@OTHER.same('`trainer.save_checkpoint` after `test(ckpt_path="best")`')
+def _(side):
+    callback = side.callback(monitor="score")
+    trainer = side.fit(callback)
+    trainer.test(trainer.lightning_module, ckpt_path="best", verbose=False)
+    trainer.save_checkpoint(side.path("tested.ckpt"))
+    trainer.strategy.teardown()
+    return side.files()
+
+
 @OTHER.same("`trainer.save_checkpoint` to a local path elsewhere: a file")
 def _(side):
     trainer = side.fit(side.callback())

@@ -1,9 +1,11 @@
 """Resuming and starting again: with Lightning's ModelCheckpoint, and with TieredModelCheckpoint."""
 
+import contextlib
 import warnings
 
 import pytest
-from support.as_lightning import Tiny, Topic, number
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from support.as_lightning import Tiny, Topic, Trouble, number
 
 RESUME = Topic("Resuming and starting again")
 
@@ -72,6 +74,22 @@ def _(side):
     by_step = {**WITH_LAST, "filename": "epoch=0-{step}"}
     resume(side, newest(side, **by_step), newest(side, **by_step), lambda *_: "last")
     return side.names()
+
+
+@RESUME.same("without `ckpt_path`, beside an `OnExceptionCheckpoint`: from what that saved")
+def _(side):
+    class Stopping(Tiny):
+        def on_train_batch_end(self, *_):
+            if self.global_step == 3:
+                raise Trouble
+
+    steps = []
+    for model in (Stopping(), Tiny()):
+        callbacks = newest(side, every_n_train_steps=2, **WITH_LAST), OnExceptionCheckpoint(side.dirpath)
+        model.on_train_start = lambda: steps.append(model.global_step)
+        with pytest.raises(Trouble) if isinstance(model, Stopping) else contextlib.nullcontext():
+            side.fit(*callbacks, model=model, max_steps=5, max_epochs=-1)
+    return steps
 
 
 @RESUME.same('`ckpt_path="last"` where there is none: from scratch')

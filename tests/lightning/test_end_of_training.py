@@ -4,7 +4,7 @@ import threading
 
 import pytest
 from lightning.pytorch import Callback
-from support.training import Model
+from support.training import Model, Stop
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.ending import Resumable, is_in_memory_alone
@@ -108,6 +108,41 @@ def test_a_crash_is_no_end_and_the_run_after_it_makes_up_for_it(runs):
     # Ends before its own first step in memory.
     trainer, _ = runs.fit(memory_alone(), max_steps=5)
     assert trainer.io.checkpointer.restored.step == 4
+    assert runs.durable() == ["end_of_training.ckpt"]
+
+
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.matrix)])
+def test_a_restart_that_has_nothing_left_to_train_makes_up_for_it_as_well(asynchronous, runs_on_each):
+    runs = runs_on_each
+    # In the middle of the second epoch.
+    runs.fit(memory_alone(), max_steps=25, max_epochs=-1, limit_train_batches=10, stop_at=24)
+    assert runs.durable() == []
+    again = {"max_steps": 24, "max_epochs": -1, "limit_train_batches": 10, "asynchronous": asynchronous}
+    callback = every(save_last=None, save_on_train_end=False)
+    runs.fit(callback, **again)
+    assert runs.durable() == [], "is not wanted"
+    trainer, _ = runs.fit(every(), **again)
+    assert (trainer.io.checkpointer.restored.step, trainer.global_step) == (24, 24)
+    assert runs.durable() == ["end_of_training.ckpt"]
+    runs.wipe()
+    trainer, _ = runs.fit(every(), **again)
+    assert trainer.io.checkpointer.restored.name == "end_of_training.ckpt"
+    assert runs.durable() == ["end_of_training.ckpt"]
+    (saved, restored) = (runs.io().load_checkpoint("end_of_training.ckpt"), Batches())
+    assert saved["global_step"] == 24
+    runs.fit(model=restored, **{**again, "max_steps": 27})
+    assert [(step, epoch) for step, epoch, _ in restored.seen] == [(24, 2), (25, 2), (26, 2)]
+
+
+def test_a_restart_that_fails_before_it_trains_saves_nothing(runs):
+    class Failing(Callback):
+        def on_load_checkpoint(self, *_):
+            raise Stop
+
+    runs.fit(memory_alone(), max_steps=4, stop_at=4)
+    runs.fit(memory_alone(), Failing(), max_steps=4)
+    assert runs.durable() == []
+    runs.fit(memory_alone(), max_steps=4)
     assert runs.durable() == ["end_of_training.ckpt"]
 
 

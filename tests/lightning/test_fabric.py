@@ -41,6 +41,17 @@ def test_a_fabric_without_the_io_is_refused():
         save(Fabric(accelerator="cpu"), {"step": 10}, 10)
 
 
+def test_one_tier_may_be_named_as_a_text(tmp_path, memory_dir):
+    io = TieredCheckpointIO(dirpath=str(tmp_path / "run"), memory_dir=memory_dir, drain="thread")
+    fabric = Fabric(accelerator="cpu", plugins=[AsyncCheckpointIO(io)])
+    save(fabric, {"step": 3}, 3, tiers="memory")
+    save(fabric, {"step": 4}, 4, tiers="durable")
+    assert fabric.load("step=3.ckpt")["step"] == 3
+    assert io.checkpointer.restored.tier == "memory"
+    io.teardown()
+    assert [path.name for path in (tmp_path / "run").glob("*.ckpt")] == ["step=4.ckpt"]
+
+
 def test_a_model_saved_alone_is_not_what_a_loop_resumes_from(tmp_path, memory_dir):
     io = TieredCheckpointIO(dirpath=str(tmp_path / "run"), memory_dir=memory_dir, memory_every_n_train_steps=2)
     fabric = Fabric(accelerator="cpu", plugins=[AsyncCheckpointIO(io)])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from support.training import LogBook, Model, Runs
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
@@ -107,6 +108,33 @@ def test_of_a_checkpoint_and_its_copy_the_one_that_is_intact_is_resumed_from(run
     trainer, _ = runs.fit(newest(), ckpt_path="tiered:latest", max_steps=20)
     assert trainer.io.checkpointer.restored.name == "last.ckpt"
     assert trainer.global_step == 20
+
+
+@pytest.mark.parametrize("save_last", [None, True])
+def test_what_lightnings_on_exception_checkpoint_saved_is_a_last_as_well(runs, save_last):
+    """With it, Lightning's ``fit`` without ``ckpt_path`` means the last one."""
+
+    def both():
+        return newest(s3_every_n_train_steps=2, save_last=save_last), OnExceptionCheckpoint(runs.dirpath)
+
+    runs.fit(*both(), stop_at=5, ckpt_path=None)
+    assert {"on_exception.ckpt", "epoch=0-step=4.ckpt"} <= set(runs.durable())
+    trainer, _ = runs.fit(*both(), max_steps=9, ckpt_path=None)
+    assert trainer.io.checkpointer.restored.step == 5
+    # Lightning has it removed after a fit without an exception.
+    trainer.io.teardown()
+    assert "on_exception.ckpt" not in runs.durable()
+    trainer, _ = runs.fit(*both(), max_steps=11, ckpt_path="last")
+    restored = trainer.io.checkpointer.restored
+    # Some releases save "last" once more when training ends.
+    assert (restored and restored.step) in ((8, 9) if save_last else (None,))
+    trainer.io.teardown()
+
+
+def test_an_on_exception_checkpoint_that_is_in_no_tier_is_warned_of(runs, tmp_path, caplog):
+    for _ in range(2):
+        runs.fit(newest(save_last=True), OnExceptionCheckpoint(tmp_path / "elsewhere"), max_steps=5)
+    assert caplog.text.count("OnExceptionCheckpoint saves to") == 2, "once a run"
 
 
 def test_loggers_see_a_last_that_is_there(runs):

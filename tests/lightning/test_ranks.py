@@ -26,6 +26,7 @@ sys.path.insert(0, sys.argv[1])
 from support.training import Model
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.engine.drain.client import DrainHandle
 
 if __name__ == "__main__":
     _, _, dirpath, memory_dir, steps, ranks, strategy, asynchronous = sys.argv
@@ -33,9 +34,18 @@ if __name__ == "__main__":
              "enable_async_checkpointing": asynchronous == "1", "on_save_error": "raise",
              "s3_every_n_train_steps": 2, "memory_every_n_train_steps": 1,
              "preflight": os.environ.get("PREFLIGHT", "error")}
-    io = TieredCheckpointIO.from_config(block)
+    submit, refused = DrainHandle.submit, os.environ.get("REFUSED")
+
+    def submit_or_refuse(drain, request):
+        if request.action == refused:
+            raise OSError("no room for it")
+        submit(drain, request)
+
+    DrainHandle.submit = submit_or_refuse
+    io, filename = TieredCheckpointIO.from_config(block), os.environ.get("FILENAME", "{step}")
     trainer = Trainer(
-        plugins=[io], callbacks=[TieredModelCheckpoint.from_config(block, filename="{step}")],
+        plugins=[io],
+        callbacks=[TieredModelCheckpoint.from_config(block, filename=filename, save_last=bool(refused))],
         max_steps=int(steps), accelerator="cpu", devices=int(ranks), strategy=strategy, logger=False,
         enable_progress_bar=False, enable_model_summary=False,
     )
@@ -52,14 +62,14 @@ def launch(tmp_path, memory_dir):
     script = tmp_path / "ranks.py"
     script.write_text(textwrap.dedent(SCRIPT))
 
-    def launch(dirpath, steps, ranks, strategy="ddp", *, asynchronous=True):
+    def launch(dirpath, steps, ranks, strategy="ddp", *, asynchronous=True, timeout_s=LAUNCH_TIMEOUT_S):
         tests = str(Path(__file__).parents[1])
         arguments = [tests, dirpath, memory_dir, str(steps), str(ranks), strategy, str(int(asynchronous))]
         return subprocess.run(
             [sys.executable, str(script), *arguments],
             capture_output=True,
             text=True,
-            timeout=LAUNCH_TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         )
@@ -110,6 +120,26 @@ def test_an_error_of_rank_0_ends_all_ranks(preflight, error, launch, tmp_path, m
     for rank in (0, 1):
         assert f"[rank{rank}]" in done.stderr
     assert done.stderr.count(error) >= 2
+
+
+def test_a_name_that_rank_0_refuses_ends_all_ranks(launch, tmp_path, monkeypatch):
+    """It alone looks whether a name is taken; the others wait for its answer."""
+    monkeypatch.setenv("FILENAME", "../{step}")
+    done = launch(str(tmp_path / "durable"), 4, 2, timeout_s=100)
+    assert done.returncode != 0
+    assert done.stderr.count("InvalidNameError: ") >= 2
+    for rank in (0, 1):
+        assert f"[rank{rank}]" in done.stderr
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("submitted", ["copy", "delete"])
+def test_what_rank_0_alone_queues_and_can_not_ends_all_ranks(submitted, launch, tmp_path, monkeypatch):
+    monkeypatch.setenv("REFUSED", submitted)
+    done = launch(str(tmp_path / "durable"), 6, 2, timeout_s=100)
+    assert done.returncode != 0
+    assert done.stderr.count("SaveError: ") >= 2
+    assert done.stderr.count("no room for it") >= 2
 
 
 @pytest.mark.matrix

@@ -69,6 +69,15 @@ def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(fit, s3_url, memory_dir)
     assert {index: whole["losses"][index] for index in first["losses"]} == first["losses"], "bit for bit"
 
 
+def test_a_sharded_state_of_memory_alone_becomes_durable_where_nothing_is_left_to_train(fit, tmp_path):
+    manifest = tmp_path / "durable/.tiered/manifests/end_of_training.ckpt.json"
+    fit(6, held=True, config={"save_on_train_end": False})
+    assert not manifest.exists()
+    again, _ = fit(6)
+    assert again["from"] == ["memory/epoch=0-step=6.ckpt", 6, "memory"]
+    assert manifest.exists()
+
+
 def test_a_sharded_save_that_overlaps_training_is_the_state_at_its_moment(fit, memory_dir, tmp_path):
     """Captures begin only when the optimizer waits for them; a resume from memory, and one from the durable tier."""
     (whole, _) = fit(8, dirpath=tmp_path / "whole")

@@ -167,6 +167,8 @@ class TieredCheckpointIO(CheckpointIO):
         self.companion = ""
         #: What a checkpoint has to hold to resume from, where a loop of Fabric has said so.
         self.resumes_with: frozenset[str] = frozenset()
+        #: Whether what a trainer saves next has weights of one step and optimizers' states of another.
+        self.mixes_steps = False
         self._has_said_where = False
 
     @staticmethod
@@ -239,8 +241,12 @@ class TieredCheckpointIO(CheckpointIO):
             tiers=asked.tiers,
             wait=wait and asked.wait,
             metric=asked.metric,
-            resumable=is_resumable(checkpoint, path, self.resumes_with),
+            resumable=self.is_resumable(checkpoint, path),
         )
+
+    def is_resumable(self, checkpoint: Any, path: str | os.PathLike[str]) -> bool:
+        """Whether training can resume from what is saved now; see the function of that name."""
+        return not self.mixes_steps and is_resumable(checkpoint, path, self.resumes_with)
 
     def load_checkpoint(
         self,

@@ -24,7 +24,7 @@ from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredChe
 from tiered_checkpoint_io.adapters.optimizers import by_name, optimizer_state, set_optimizer_state, take_full
 from tiered_checkpoint_io.adapters.rest import Rest
 from tiered_checkpoint_io.adapters.state import SHARDED, as_save_error, part_off, put_back
-from tiered_checkpoint_io.adapters.storage_options import is_resumable, read_storage_options
+from tiered_checkpoint_io.adapters.storage_options import read_storage_options
 from tiered_checkpoint_io.adapters.strategy_io import MODEL_KEYS, StrategyPlanner, StrategyReader, StrategyWriter
 from tiered_checkpoint_io.engine.checkpointer import no_best, nothing_to_resume
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
@@ -165,7 +165,7 @@ class TieredSharding(_Base):
         writer.facts = {
             "epoch": checkpoint.get("epoch", -1),
             "metric": metric,
-            "resumable": is_resumable(checkpoint, path),
+            "resumable": self._tiered_io.is_resumable(checkpoint, path),
         }
         begun = None
         try:

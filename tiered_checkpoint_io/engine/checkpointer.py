@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
@@ -27,7 +26,6 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.logs import Logger, names_text
 from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.fallbacks import children_of
@@ -74,6 +72,8 @@ class Checkpointer:
         self.dirpath = config.dirpath
         self.session = session or Session(config, logger=logger)
         self.restored: Restored | None = None
+        #: Names that ``tiered:last`` means as well, beside those that are called "last".
+        self.also_last: frozenset[str] = frozenset()
         #: As the latest, and not compared yet with what others have saved beside it.
         self._latest: Restored | None = None
         self.saver = FullSaver(self.session)
@@ -253,30 +253,12 @@ class Checkpointer:
             companion: As :meth:`load` takes it.
             alone: As :meth:`load` takes it.
         """
-        tier: MemoryTier | None = None
-        error: Exception | None = None
-        dirpath, selector = self.dirpath, Selector("latest")
-        try:
-            tier = self.session.open().tier
+        clock, timeout_s = self.session.clock, float(self.config.wait_timeout_s)
+        with coordination.ready_together(
+            lambda: self.session.open().tier.root, clock, timeout_s=timeout_s, alone=alone
+        ) as group:
             dirpath, selector = self.select(os.fspath(path))
-            selector = replace(selector, companion=companion)
-        except Exception as caught:
-            # The others are on their way to the first exchange: they must hear of it there.
-            error = caught
-        root = tier.root if tier is not None else Path("/")
-        timeout_s = float(self.config.wait_timeout_s)
-        group = (
-            coordination.Group(coordination.node_of(root))
-            if alone
-            else coordination.current_group(root, self.session.clock, timeout_s=timeout_s)
-        )
-        try:
-            with group.failing_together():
-                coordination.agree(group, error)
-                assert tier is not None
-                return self._restore(group, dirpath, selector, read)
-        finally:
-            group.close()
+            return self._restore(group, dirpath, replace(selector, companion=companion), read)
 
     def _restore(
         self,
@@ -339,7 +321,7 @@ class Checkpointer:
         if text == ids.LATEST:
             return self.dirpath, Selector("latest")
         if text in (ids.LAST, ids.LAST_URL):
-            return self.dirpath, Selector("last")
+            return self.dirpath, Selector("last", also=self.also_last)
         best = ids.parse_best_url(text)
         if best is not None:
             monitor, mode = best

@@ -138,8 +138,8 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         super()._save_checkpoint(trainer, filepath)
         if self._shards > 1:
             self._landed = bool(trainer.strategy.broadcast(self._landed))
-            if self._landed and not trainer.is_global_zero:
-                self._remove_withheld(trainer)
+            # Rank 0 has removed its own already.
+            self._remove_withheld(trainer)
         if self._naming_last:
             self._slim_older(trainer)
         if self.always_save_nemo and self._durable_save != before:

@@ -252,10 +252,50 @@ def trains_here() -> bool:
     return threading.current_thread() is threading.main_thread() or getattr(_thread, "trains", False)
 
 
-def current_group(root: Path, clock: Clock, *, timeout_s: float) -> Group:
-    """The ranks that are to restore together: those of torch.distributed, or this process alone."""
+def current_group(root: Path, clock: Clock, *, timeout_s: float, what: str = "load_checkpoint") -> Group:
+    """The ranks that are to do something together: those of torch.distributed, or this process alone.
+
+    Args and errors: as :class:`TorchGroup`, but that ``root`` is the memory tier's, by which the node is known.
+    """
     node = node_of(root)
-    return TorchGroup(node, clock, timeout_s=timeout_s) if current_world_size() > 1 else Group(node)
+    return TorchGroup(node, clock, timeout_s=timeout_s, what=what) if current_world_size() > 1 else Group(node)
+
+
+@contextlib.contextmanager
+def ready_together(
+    open_root: Callable[[], Path],
+    clock: Clock,
+    *,
+    timeout_s: float,
+    what: str = "load_checkpoint",
+    alone: bool = False,
+) -> Iterator[Group]:
+    """A block that all ranks enter once each has opened its memory tier, and in which they fail together.
+
+    Args:
+        open_root: Opens this rank's memory tier, and gives its root.
+        clock: As :class:`TorchGroup` takes it.
+        timeout_s: As :class:`TorchGroup` takes it.
+        what: As :class:`TorchGroup` takes it.
+        alone: Whether this process does it without the others.
+
+    Raises:
+        TieredCheckpointError: What some rank met, in opening its memory tier or in the block; on all ranks.
+        UsageError: As :class:`TorchGroup`.
+    """
+    root, error = Path("/"), None
+    try:
+        root = open_root()
+    except Exception as caught:
+        # The others are on their way to the first exchange: they must hear of it there.
+        error = caught
+    group = Group(node_of(root)) if alone else current_group(root, clock, timeout_s=timeout_s, what=what)
+    try:
+        with group.failing_together():
+            agree(group, error)
+            yield group
+    finally:
+        group.close()
 
 
 def node_of(root: Path) -> str:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from lightning.pytorch import Trainer
-
+from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.engine.drain.events import note
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.metrics.collect import Source
-from tiered_checkpoint_io.metrics.exports import Exports
+from tiered_checkpoint_io.metrics.exports import ENVIRONMENT, Exports
 from tiered_checkpoint_io.model.metrics_export import MetricsTarget
 
 #: How often the step that training has reached is noted: as often as metrics are asked for.
@@ -26,34 +26,62 @@ class Recording:
         self._exports = Exports()
         self._noted = 0.0
 
-    def begin(self, trainer: Trainer, session: Session, targets: Iterable[MetricsTarget]) -> None:
-        """Notes that training starts, and begins to export; what can't be exported is logged, and training goes on."""
-        if trainer.local_rank != 0:
+    def begin(self, local_rank: int, step: int, session: Session, targets: Iterable[MetricsTarget]) -> None:
+        """Notes that training starts, and begins to export; what can't be exported is logged, and training goes on.
+
+        Args:
+            local_rank: Of this process on its node.
+            step: From which training starts.
+            session: The job's.
+            targets: Where metrics go.
+        """
+        if local_rank != 0:
             return
+        # A training that failed may have begun before this one, and have had no end.
+        self._exports.close()
         try:
             root = self._root = session.open().tier.root
         except TieredCheckpointError as error:
             # The first save meets it as well, and does what it has to do then.
             session.log.error("no metrics of this node: %s", error)
             return
-        note(root, "start", clock=session.clock, step=trainer.global_step)
+        note(root, "start", clock=session.clock, step=step)
         try:
             self._exports.start(targets, Source(lambda: [root], session.clock), session.log)
         except ConfigError as error:
             # The port may still be held by an earlier process, whose end must not be waited for.
             session.log.error("%s; training continues without", error)
 
-    def reach(self, trainer: Trainer, session: Session) -> None:
+    def reach(self, step: int, session: Session) -> None:
         """Notes the step that training has reached, every few seconds."""
         now = session.clock.monotonic()
         if self._root is not None and now - self._noted >= _STEP_EVERY_S:
             self._noted = now
-            note(self._root, "step", clock=session.clock, step=trainer.global_step)
+            note(self._root, "step", clock=session.clock, step=step)
 
-    def end(self, trainer: Trainer, session: Session, error: BaseException | None = None) -> None:
+    def end(self, step: int, session: Session, error: BaseException | None = None) -> None:
         """Notes that training has ended, and by what; ends the exports."""
         if self._root is not None:
             why = type(error).__name__ if error is not None else ""
-            note(self._root, "end", clock=session.clock, step=trainer.global_step, error=why)
+            note(self._root, "end", clock=session.clock, step=step, error=why)
         self._root = None
         self._exports.close()
+
+
+def say_not_exported(session: Session, what: str) -> None:
+    """Warns once where metrics are to be exported by what is not told when training begins and ends.
+
+    Args:
+        session: The job's.
+        what: Who exports none.
+    """
+    wanted = os.environ.get(ENVIRONMENT, session.config.metrics_export or "").strip()
+    if wanted and "metrics_export" not in session.warned:
+        session.warned.add("metrics_export")
+        session.log.warning(
+            "%s exports no metrics, because nothing tells it when training begins and ends; run beside it:"
+            " tiered-ckpt metrics --namespace %s --export %s",
+            what,
+            namespace_here(session.config),
+            wanted,
+        )

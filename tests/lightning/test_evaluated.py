@@ -1,0 +1,76 @@
+"""What a trainer saves after an evaluation: weights of one step beside optimizers of another are not resumed from."""
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+from support.as_lightning import INSTALLED
+from support.training import Model, Stop
+
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+
+
+def best(**more):
+    # Of steps 10 and 20, whose scores are 3 and 3 less: the first.
+    return TieredModelCheckpoint(**{"every_n_train_steps": 10, "monitor": "score", "mode": "max", **more})
+
+
+def newest(runs):
+    trainer, _ = runs.fit(best(), max_steps=20)
+    return trainer.io.checkpointer.restored.name
+
+
+class Failing(Callback):
+    def on_test_batch_start(self, *_):
+        raise Stop
+
+
+class NoTests(Model):
+    def test_dataloader(self):
+        raise Stop
+
+
+@pytest.mark.parametrize("how", ["tested", "failed", "another"])
+def test_a_trainer_that_evaluated_other_weights_saves_nothing_to_resume_from(how, runs, caplog):
+    callback = best()
+    trainer, model = runs.fit(callback, ckpt_path=None, model=NoTests() if how == "failed" else None)
+    older = callback.best_model_path
+    if how == "failed":
+        with pytest.raises(Stop):
+            trainer.test(model, ckpt_path=older, verbose=False)
+    else:
+        trainer.test(
+            Model() if how == "another" else model, ckpt_path=older if how == "tested" else None, verbose=False
+        )
+    trainer.save_checkpoint("final.ckpt")
+    trainer.io.teardown()
+    assert "final.ckpt" in runs.durable()
+    assert newest(runs) != "final.ckpt"
+    assert runs.io().load_checkpoint("final.ckpt")["global_step"] == 20
+    assert caplog.text.count("the weights are those of an evaluation") == 1
+
+
+@pytest.mark.parametrize("then", ["validated", "trained", "resumed"])
+def test_a_trainer_that_holds_what_it_trained_saves_what_to_resume_from(then, runs):
+    callback = best(save_last=True)
+    trainer, model = runs.fit(callback, ckpt_path=None)
+    last = callback.last_model_path
+    if then != "validated":
+        trainer.test(model, ckpt_path=callback.best_model_path, verbose=False)
+        trainer.fit_loop.max_epochs = 9
+        trainer.fit_loop.epoch_loop.max_steps = 20 if then == "resumed" else 22
+        trainer.fit(model, ckpt_path=last if then == "resumed" else None)
+    trainer.test(model, verbose=False)
+    trainer.save_checkpoint("final.ckpt")
+    trainer.io.teardown()
+    assert newest(runs) == "final.ckpt"
+
+
+@pytest.mark.skipif(INSTALLED < (2, 6), reason="save_on_exception came with Lightning 2.6")
+def test_an_exception_in_a_test_saves_nothing(runs):
+    callback = best(save_on_exception=True)
+    trainer, model = runs.fit(callback, ckpt_path=None, max_steps=15)
+    before = runs.durable()
+    trainer.callbacks.insert(0, Failing())
+    with pytest.raises(Stop):
+        trainer.test(model, ckpt_path="best", verbose=False)
+    trainer.io.teardown()
+    assert runs.durable() == before
