@@ -25,6 +25,7 @@ from tiered_checkpoint_io.errors import (
     StoreError,
     UsageError,
 )
+from tiered_checkpoint_io.metrics.recording import say_not_exported
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.silence import answer_within
@@ -69,6 +70,7 @@ class TieredStorageConfig(StorageConfig):  # type: ignore[misc]
         if self._engine is None:
             config = TieredCheckpointConfig.from_any(None, dirpath=self.dirpath, **self.options)
             self._engine = Checkpointer(config)
+            say_not_exported(self._engine.session, type(self).__name__)
         return self._engine
 
     def create_storage(self) -> TieredStorage:

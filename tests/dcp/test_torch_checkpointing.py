@@ -56,6 +56,16 @@ def write(storage, name, **files):
     storage.rename(Path(f"tmp_{name}"), Path(name), is_directory=True)
 
 
+def test_metrics_are_not_exported_and_one_warning_says_what_is_run_beside_it(tmp_path, memory_dir, monkeypatch, caplog):
+    monkeypatch.setenv("TIERED_CHECKPOINT_METRICS", "prometheus=9464")
+    config = TieredStorageConfig(str(tmp_path / "durable"), {"namespace": "gpt-1", "memory_dir": memory_dir})
+    for name in ("step_1", "step_2"):
+        write(config.create_storage(), name, model=b"1")
+    config.close()
+    (said,) = (each.getMessage() for each in caplog.records if "exports no metrics" in each.getMessage())
+    assert "tiered-ckpt metrics --namespace gpt-1 --export prometheus=9464" in said
+
+
 def test_the_rules_of_a_storage(config):
     storage = config.create_storage()
     assert not storage.exists(Path("tiered:latest"))

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launch import launch, said
+from support.launch import free_port, launch, said
+
+from tiered_checkpoint_io.engine.drain.events import read_events
+from tiered_checkpoint_io.model.events import totals_of
 
 pytest.importorskip("transformers", reason="pip install -c constraints.txt '.[huggingface]'")
 
@@ -18,7 +21,7 @@ WORKER = Path(__file__).with_name("worker.py")
 def train(tmp_path, memory_dir, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
-    def run(folder, ranks=1, **job):
+    def run(folder, ranks=1, more=(), **job):
         options = {
             "dirpath": str(tmp_path / folder / "durable"),
             "namespace": folder,
@@ -27,8 +30,10 @@ def train(tmp_path, memory_dir, monkeypatch):
             "s3_every_n_train_steps": 5,
             "wait_timeout_s": 60,
             "on_save_error": "raise",
+            **dict(more),
         }
-        jobs = [{"options": options, "output_dir": str(tmp_path / folder / "out"), "loop": "trainer", **job}] * ranks
+        job = {"output_dir": str(tmp_path / folder / "out"), "loop": "trainer", **job}
+        jobs = [{"options": {**options, **own}, **job} for own in job.pop("of_each", [{}] * ranks)]
         answers = launch(tmp_path, jobs, worker=WORKER)
         if not {"die_after", "die_evaluating"} & set(job):
             assert None not in answers, said(tmp_path, answers.index(None))
@@ -103,6 +108,25 @@ def test_what_json_does_not_know_is_logged_and_the_training_goes_on_and_resumes(
         assert (entry["value"], entry["of"]) == (1.5, "<class 'object'>")
 
 
+def test_a_trainer_exports_the_metrics_of_its_node_and_records_that_it_has_ended(train, tmp_path, memory_dir):
+    told = tmp_path / "node.prom"
+    train("measured", ranks=2, args={"max_steps": 3}, more={"metrics_export": f"textfile={told}"})
+    assert 'tiered_checkpoint_running{namespace="measured"} 0.0' in told.read_text()
+    (root,) = Path(memory_dir).glob("tiered-*/measured")
+    events = read_events(root)
+    assert [each["step"] for each in events if each["event"] == "start"] == [0], "one rank of the node speaks"
+    assert [(each["step"], each["error"]) for each in events if each["event"] == "end"] == [(3, "")]
+    assert not totals_of(events).running
+
+
+def test_a_node_whose_memory_can_not_be_used_ends_the_training_of_all_ranks(train, tmp_path):
+    answers = train("lost", ranks=2, of_each=[{}, {"memory_dir": str(tmp_path / "missing")}], starts_anew=True)
+    assert [answer["failed"] for answer in answers] == ["MemoryTierError"] * 2
+    for answer in answers:
+        assert "missing" in answer["said"]
+        assert answer["took_s"] < 60
+
+
 def test_a_resumed_trainer_goes_on_with_its_own_saves(train):
     args = {**EVALUATED, "save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
     assert train("both", args=args, die_after=6) == [None]
@@ -111,12 +135,13 @@ def test_a_resumed_trainer_goes_on_with_its_own_saves(train):
     assert resumed["left"] == ["checkpoint-24"]
 
 
-def test_a_resumed_trainer_that_looks_for_its_batch_size_begins_again_where_it_resumed(train):
+def test_a_resumed_trainer_that_looks_for_its_batch_size_begins_again_where_it_resumed(train, tmp_path):
     args = {"auto_find_batch_size": True, "max_steps": 12}
     assert train("short", args=args, die_after=6) == [None]
-    (answer,) = train("short", args=args, short_after=8)
+    (answer,) = train("short", args=args, short_after=8, more={"metrics_export": f"prometheus={free_port()}"})
     assert answer["began"] == [6, 6]
     assert answer["left"] == []
+    assert said(tmp_path, 0).count("metrics: http://") == 2, "the server of the first attempt gave its port back"
 
 
 @pytest.mark.parametrize(
@@ -179,6 +204,9 @@ def test_wrong_use_is_one_clear_message(tmp_path, memory_dir):
             "TieredCheckpointCallback with FSDP",
             "unknown key 'save_steps'",
             "the accelerator has 0 models, the checkpoint none",
+            "TieredCheckpointCallback with a model whose parameters are sharded",
+            "AcceleratorCheckpoints with a model whose parameters are sharded",
+            "AcceleratorCheckpoints with a model whose parameters are sharded",
         ],
         strict=True,
     ):
@@ -186,6 +214,7 @@ def test_wrong_use_is_one_clear_message(tmp_path, memory_dir):
         assert " — " in line, "says what to do"
     assert "the Trainer also saves by itself, to" in output
     assert "training does not resume" in output
+    assert output.count("AcceleratorCheckpoints exports no metrics") == 1
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
+from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.huggingface import AcceleratorCheckpoints, TieredCheckpointCallback
 
 EXAMPLES, LENGTH, BATCH, VOCABULARY = 24, 8, 2, 64
@@ -126,6 +127,12 @@ def by_trainer():
     data = Examples()
     callbacks = [tiered, Death(), Shortage(), Stop(), Cleaner()]
     trainer = LoggingTrainer(gpt2(), args, train_dataset=data, eval_dataset=data, callbacks=callbacks)
+    if told.get("starts_anew"):
+        began = time.monotonic()
+        try:
+            trainer.train()
+        except TieredCheckpointError as error:
+            return {"failed": type(error).__name__, "said": str(error), "took_s": time.monotonic() - began}
     folder = tiered.restore()
     if "beside" in told:
         other = TieredCheckpointCallback(**told["options"] | told["beside"])

@@ -4,8 +4,11 @@ import json
 import os
 import sys
 
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from tiered_checkpoint_io import TieredCheckpointIO
@@ -47,6 +50,17 @@ refused(ready.train)
 ready.args.distributed_state.distributed_type = DistributedType.NO
 refused(lambda: TieredCheckpointCallback(folder, save_steps=10))
 accelerator = Accelerator(cpu=True)
-refused(lambda: AcceleratorCheckpoints(folder + "/durable", **options).load(accelerator, "step=1.ckpt"))
+checkpoints = AcceleratorCheckpoints(folder + "/durable", metrics_export=f"textfile={folder}/m.prom", **options)
+refused(lambda: checkpoints.load(accelerator, "step=1.ckpt"))
+# As tensor parallelism and FSDP2 leave it, of which distributed_type says nothing.
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+sharded = trainer(tiered, save_strategy="no")
+distribute_module(sharded.model, init_device_mesh("cpu", (1,)))
+refused(sharded.train)
+accelerator._models.append(sharded.model)
+checkpoints.save(accelerator, 1)  # not due, so nothing is looked at
+refused(lambda: checkpoints.save(accelerator, 10))
+refused(lambda: checkpoints.load(accelerator))
+dist.destroy_process_group()
 with open(told["answer"], "w") as file:
     json.dump("done", file)

@@ -7,16 +7,15 @@ from collections.abc import Collection
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from tiered_checkpoint_io.adapters.steps import name_of, tiers_due
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
+from tiered_checkpoint_io.engine.restore.loaders import report_left_out
 from tiered_checkpoint_io.errors import RestoreError
-from tiered_checkpoint_io.huggingface.state import (
-    random_states,
-    refuse_sharded,
-    set_random_state,
-)
+from tiered_checkpoint_io.huggingface.state import random_state, refuse_sharded, set_random_state
 from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.metrics.recording import say_not_exported
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
@@ -50,24 +49,34 @@ class AcceleratorCheckpoints:
         """Saves a step in the background; every rank calls this.
 
         Args:
-            accelerator: What it has prepared is saved, with ``register_for_checkpointing`` and all random states.
+            accelerator: What it has prepared is saved, with ``register_for_checkpointing``, all random states, and the
+                position of each rank's data loaders where ``use_stateful_dataloader`` is set.
             step: The number of steps that are done.
             tiers: ``"memory"``, ``"durable"`` or both; None for those that the step is due for, which may be none.
 
         Raises:
-            UsageError: The state is sharded (FSDP, DeepSpeed), or the tiers are unknown.
+            UsageError: A save is due and the state is sharded (FSDP, DeepSpeed, tensor parallelism), or the tiers are
+                unknown.
             SaveError: A save failed, and ``on_save_error`` is ``raise``.
         """
-        refuse_sharded(accelerator.distributed_type, type(self).__name__)
         wanted = tiers_due(step, self.config) if tiers is None else tiers
         if tiers is None and not wanted:
             return
+        self._check(accelerator)
         if self.config.replication_factor > 1:
             self.checkpointer.session.meet_peers()
-        rng = random_states()
+        own = (random_state(), [each.state_dict() for each in _loaders(accelerator)])
+        of_ranks = gather_object([own])
         if accelerator.is_main_process:
             state = {entry: [each.state_dict() for each in parts] for entry, parts in _parts(accelerator).items()}
-            content = {**state, "rng": rng, "global_step": step, "accelerator_step": accelerator.step}
+            content = {
+                **state,
+                "rng": [rng for rng, _ in of_ranks],
+                # Of each rank, those of its data loaders.
+                **({"loaders": [loaders for _, loaders in of_ranks]} if own[1] else {}),
+                "global_step": step,
+                "accelerator_step": accelerator.step,
+            }
             self.checkpointer.save(content, name_of(step), tiers=wanted, wait=False)
 
     def load(self, accelerator: Accelerator, path: str = ids.LATEST) -> int | None:
@@ -81,12 +90,13 @@ class AcceleratorCheckpoints:
             Its step; None where ``tiered:latest`` finds no checkpoint at all.
 
         Raises:
-            UsageError: The state is sharded (FSDP, DeepSpeed).
+            UsageError: The state is sharded (FSDP, DeepSpeed, tensor parallelism).
             CheckpointNotFoundError: There is none of that name.
-            RestoreError: None is intact, or it holds other objects than the accelerator.
+            RestoreError: None is intact, or it holds other objects than the accelerator; or it has states of data
+                loaders that can't be restored, and ``on_unrestored_loader`` is ``raise``.
             StoreError: The durable tier could not be asked.
         """
-        refuse_sharded(accelerator.distributed_type, type(self).__name__)
+        self._check(accelerator)
         state = self.checkpointer.load(path, map_location="cpu")
         if isinstance(state, NoCheckpoint):
             return None
@@ -101,9 +111,12 @@ class AcceleratorCheckpoints:
                     key=path,
                     hint="prepare and register the same objects, in the same order, as when it was saved",
                 )
+        loaders = self._restored_loaders(accelerator, state.get("loaders"))
         for entry, here in parts.items():
             for part, content in zip(here, state[entry], strict=True):
                 part.load_state_dict(content)
+        for loader, content in loaders:
+            loader.load_state_dict(content)
         accelerator.step = state["accelerator_step"]
         if accelerator.process_index < len(state["rng"]):
             set_random_state(state["rng"][accelerator.process_index])
@@ -112,6 +125,41 @@ class AcceleratorCheckpoints:
     def close(self) -> None:
         """Waits for uploads, and frees everything; may be used again."""
         self.checkpointer.close()
+
+    def _check(self, accelerator: Accelerator) -> None:
+        refuse_sharded(accelerator.distributed_type, accelerator._models, type(self).__name__)
+        if accelerator.is_main_process:
+            say_not_exported(self.checkpointer.session, type(self).__name__)
+
+    def _restored_loaders(self, accelerator: Accelerator, held: list[list[Any]] | None) -> list[tuple[Any, Any]]:
+        """This rank's data loaders that have a state, with what a checkpoint has for each; none if it has not for all.
+
+        Args:
+            accelerator: With the data loaders.
+            held: Of each rank, the states that the checkpoint has; None where it has no such entry.
+
+        Raises:
+            RestoreError: Some that it has are left out, and ``on_unrestored_loader`` is ``raise``.
+        """
+        loaders, says, session = _loaders(accelerator), accelerator.is_main_process, self.checkpointer.session
+        if held is None:
+            if loaders and says:
+                session.log.warning("the checkpoint has no states of data loaders, so the data starts anew")
+            return []
+        count = len(held[0])
+        if (len(held), count) == (accelerator.num_processes, len(loaders)):
+            return list(zip(loaders, held[accelerator.process_index], strict=True))
+        why = (
+            f"it is of {len(held)} ranks with {count} each, here are {accelerator.num_processes} with {len(loaders)};"
+            " accelerator.skip_first_batches goes to the position that you give"
+        )
+        report_left_out(session, "the checkpoint", count, why, says=says)
+        return []
+
+
+def _loaders(accelerator: Accelerator) -> list[Any]:
+    """The prepared data loaders that have a state, in their order."""
+    return [each for each in accelerator._dataloaders if getattr(each, "use_stateful_dataloader", False)]
 
 
 def _parts(accelerator: Accelerator) -> dict[str, list[Any]]:

@@ -6,13 +6,14 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import WEIGHTS_NAME
@@ -33,6 +34,8 @@ from tiered_checkpoint_io.huggingface.state import (
     refuse_sharded,
 )
 from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.metrics.exports import targets_of_trainer
+from tiered_checkpoint_io.metrics.recording import Recording
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
@@ -66,6 +69,7 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, dirpath: str | os.PathLike[str], *, logger: Logger | None = None, **options: Any) -> None:
         self.config = TieredCheckpointConfig.from_any(None, dirpath=dirpath, **options)
         self._engine = Checkpointer(self.config, logger=logger)
+        self._recording = Recording()
         self._args: TrainingArguments | None = None
         #: An entry for each of the Trainer's callbacks that has a state, as its own checkpoints have them.
         self._callbacks: dict[str, Any] = {}
@@ -116,19 +120,22 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             )
         # Jobs that save nothing else there may have one output_dir.
         job = ids.namespace_of(f"{self.config.dirpath}/{self.config.namespace}")
-        folder = Path(args.output_dir, f".tiered-restored-{socket.gethostname()}-{job}")
+        here = Rank(socket.gethostname(), args.process_index, args.local_process_index)
 
-        def read(found: Restored) -> Path:
-            if args.local_process_index == 0:
+        def folder_of(writer: int) -> Path:
+            # A start that fails early leaves it, and the next one may be on other hosts: it takes the same places.
+            return Path(args.output_dir, f".tiered-restored-{writer}-{job}")
+
+        def read(found: Restored) -> None:
+            if here.local == 0:
                 state = found.load(Trust.of(self.config), map_location="cpu")
-                _write_folder(folder, state, found.name, self._callbacks)
-            return folder
+                _write_folder(folder_of(here.rank), state, found.name, self._callbacks)
 
         answer = self._engine.load_by(path, read)
         if isinstance(answer, NoCheckpoint):
             return None
-        self._folder = folder
-        return str(folder)
+        self._folder = folder_of(writer_for(here, gather_object([here])))
+        return str(self._folder)
 
     # ------------------------------------------------------------------------- what the Trainer calls
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002
@@ -141,8 +148,11 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         Raises:
             UsageError: The state is sharded, or callbacks' states are to be restored from checkpoints.
             StoreError, ConfigError, MemoryTierError: As :func:`preflight`, on all ranks.
+            ConfigError: Metrics are to go where they can't: metrics_export or TIERED_CHECKPOINT_METRICS can't be
+                understood, or names what is not installed.
         """
-        refuse_sharded(args.distributed_state.distributed_type, type(self).__name__)
+        refuse_sharded(args.distributed_state.distributed_type, [kw["model"]], type(self).__name__)
+        targets = targets_of_trainer(self.config.metrics_export)
         if args.restore_callback_states_from_checkpoint:
             raise UsageError(
                 "restore_callback_states_from_checkpoint: a callback can't see the states of the Trainer's others",
@@ -161,6 +171,7 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             session.meet_peers()
         if state.is_world_process_zero:
             self._warn(args, state)
+        self._recording.begin(args.local_process_index, state.global_step, session, targets)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:  # noqa: ARG002
         """Saves the step before this one, if it is due: only now the Trainer has logged and evaluated it."""
@@ -175,6 +186,7 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         With ``auto_find_batch_size`` a step that finds no memory has the Trainer begin once more, from there.
         """
         self._due = tiers_due(state.global_step, self.config)
+        self._recording.reach(state.global_step, self._engine.session)
         if not self._is_prepared and state.is_world_process_zero:
             # The optimizer has its state now.
             self._engine.prepare(size_here(kw["model"], [getattr(kw["optimizer"], "optimizer", kw["optimizer"])]))
@@ -202,6 +214,17 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
         The callback may be used again.
         """
+        error: BaseException | None = None
+        try:
+            self._finish(args, state, **kw)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self._recording.end(state.global_step, self._engine.session, error)
+
+    # ---------------------------------------------------------------------------------------- effects
+    def _finish(self, args: TrainingArguments, state: TrainerState, **kw: Any) -> None:
         try:
             # Whether there is a best one is looked up on each node's own disk, and all ranks save together, or none.
             if self._is_prepared and not args.load_best_model_at_end:
@@ -210,7 +233,6 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             self._remove_folder(args)
             self._engine.close()
 
-    # ---------------------------------------------------------------------------------------- effects
     def _save_last(self, state: TrainerState, **kw: Any) -> None:
         """Saves the step that ends a training, once."""
         if self._ended != state.global_step:
@@ -266,6 +288,24 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 found.content.step,
                 "memory" if found.held else "durable",
             )
+
+
+class Rank(NamedTuple):
+    """A process: its host's name, its rank in the job, and that on its node."""
+
+    host: str
+    rank: int
+    local: int
+
+
+def writer_for(own: Rank, ranks: Iterable[Rank]) -> int:
+    """The rank that wrote what is restored on a process' own node, by all ranks of the job.
+
+    A launcher may number ranks node by node, or give each node one in turn. Where all hosts have one name, as some
+    containers do, the former holds.
+    """
+    writers = [each.rank for each in ranks if each.host == own.host and each.local == 0 and each.rank <= own.rank]
+    return max(writers, default=own.rank)
 
 
 def _ends(state: TrainerState, control: TrainerControl) -> bool:

@@ -136,7 +136,8 @@ def failure_of(outcome: Outcome, config: TieredCheckpointConfig) -> SaveError:
     if outcome.action == "retain":
         what = "retention"
     again = f"is tried again; by hand: {drain_command(config)}"
-    if outcome.error_type == "CorruptCheckpointError":
+    # Of all else it is the durable tier that has something damaged, and nothing in memory was touched.
+    if outcome.error_type == "CorruptCheckpointError" and outcome.action in SAVES:
         hint = "its copy in node memory was moved to quarantine/, and it is not tried again"
     elif outcome.action == "unknown":
         hint = "it is not tried again"

@@ -1,0 +1,161 @@
+"""What a restart finds other than it was: fewer GPUs, another host name, other data loaders."""
+
+import logging
+import random
+import socket
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="pip install -c constraints.txt '.[huggingface]'")
+
+from accelerate import Accelerator
+from transformers import TrainerControl, TrainerState
+
+from tiered_checkpoint_io.errors import RestoreError
+from tiered_checkpoint_io.huggingface import AcceleratorCheckpoints, TieredCheckpointCallback
+from tiered_checkpoint_io.huggingface.state import random_states, set_random_state
+from tiered_checkpoint_io.huggingface.trainer import Rank, writer_for
+
+
+def test_a_restart_with_fewer_gpus_sets_the_random_states_of_those_it_has(monkeypatch):
+    (state,) = random_states()
+    expected = random.random()
+    state["cuda"] = [torch.tensor([device], dtype=torch.uint8) for device in range(4)]
+    were_set = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def set_rng_state(state, device="cuda"):
+        if device != "cuda" and device >= 2:
+            raise IndexError("tuple index out of range")
+        were_set[device] = state.item()
+
+    monkeypatch.setattr(torch.cuda, "set_rng_state", set_rng_state)
+    monkeypatch.setattr("torch.cuda.random.set_rng_state", set_rng_state)
+    set_random_state(state)
+    assert were_set == {0: 0, 1: 1}
+    assert random.random() == expected
+
+
+def test_each_start_that_fails_early_on_another_host_takes_the_place_of_the_one_before(
+    tmp_path, memory_dir, monkeypatch
+):
+    def callback():
+        made = TieredCheckpointCallback(str(tmp_path / "durable"), namespace="moved", memory_dir=memory_dir)
+        args = SimpleNamespace(output_dir=str(tmp_path / "out"), process_index=0, local_process_index=0)
+        made.on_init_end(args, TrainerState(stateful_callbacks={}), TrainerControl())
+        return made
+
+    first = callback()
+    rng = random_states()
+    state = {"model": {}, "optimizer": {}, "scheduler": {}, "rng": rng, "trainer_state": '{"stateful_callbacks": {}}'}
+    first.checkpointer.save(state, "step=1.ckpt", tiers=["memory"])
+    monkeypatch.setattr(socket, "gethostname", lambda: "a")
+    found = [first.restore()]
+    first.checkpointer.close()
+    monkeypatch.setattr(socket, "gethostname", lambda: "b")
+    second = callback()
+    found.append(second.restore())
+    second.checkpointer.close()
+    assert [str(path) for path in (tmp_path / "out").glob(".tiered-restored-*")] == [found[1]]
+    assert found[0] == found[1]
+
+
+class Loader:
+    """In place of a StatefulDataLoader that ``prepare`` has wrapped: torchdata need not be installed."""
+
+    use_stateful_dataloader = True
+
+    def __init__(self, seen=0):
+        self.seen = seen
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+@pytest.fixture
+def loop(tmp_path, memory_dir):
+    """Begins a loop with Accelerate anew, with these loaders; gives its checkpoints and its accelerator."""
+    made = []
+
+    def begin(*loaders, **options):
+        accelerator = Accelerator(cpu=True)
+        accelerator._dataloaders += loaders
+        options = {"namespace": "loop", "memory_dir": memory_dir, "preflight": "off", **options}
+        made.append(AcceleratorCheckpoints(str(tmp_path / "durable"), logger=logging.getLogger("loop"), **options))
+        return made[-1], accelerator
+
+    yield begin
+    for each in made:
+        each.close()
+
+
+def warnings(caplog):
+    return [each.getMessage() for each in caplog.records if each.name == "loop" and each.levelname == "WARNING"]
+
+
+def test_stateful_data_loaders_go_on_where_they_were(loop, caplog):
+    checkpoints, accelerator = loop(Loader(3), torch.utils.data.DataLoader([1]), Loader(5))
+    checkpoints.save(accelerator, 10)
+    checkpoints.close()
+    first, second = Loader(), Loader()
+    checkpoints, accelerator = loop(first, torch.utils.data.DataLoader([1]), second)
+    assert checkpoints.load(accelerator) == 10
+    assert (first.seen, second.seen) == (3, 5)
+    assert not warnings(caplog)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "words"),
+    [
+        ([], [Loader()], "the checkpoint has no states of data loaders, so the data starts anew"),
+        ([Loader(3)], [Loader(), Loader()], "it is of 1 ranks with 1 each, here are 1 with 2"),
+        ([Loader(3)], [], "does not restore the state of 1 data loader that the checkpoint holds"),
+    ],
+)
+def test_data_loaders_that_can_not_be_restored_start_anew_with_one_warning(loop, caplog, saved, loaded, words):
+    checkpoints, accelerator = loop(*saved)
+    checkpoints.save(accelerator, 10)
+    checkpoints.close()
+    checkpoints, accelerator = loop(*loaded)
+    assert checkpoints.load(accelerator) == 10
+    assert [each.seen for each in loaded] == [0] * len(loaded)
+    (warning,) = warnings(caplog)
+    assert words in warning
+    if saved:
+        checkpoints, accelerator = loop(*loaded, on_unrestored_loader="raise")
+        with pytest.raises(RestoreError, match="skip_first_batches"):
+            checkpoints.load(accelerator)
+
+
+def test_data_loaders_of_another_number_of_ranks_start_anew(loop, caplog):
+    checkpoints, accelerator = loop()
+    loader = Loader()
+    state = {"global_step": 10, "accelerator_step": 0, "rng": random_states() * 2, "loaders": [[{"seen": 3}]] * 2}
+    state |= {entry: [] for entry in ("models", "optimizers", "schedulers", "custom_objects", "scalers")}
+    checkpoints.checkpointer.save(state, "step=10.ckpt", tiers=["memory"])
+    checkpoints.close()
+    checkpoints, accelerator = loop(loader)
+    assert checkpoints.load(accelerator) == 10
+    assert loader.seen == 0
+    (warning,) = warnings(caplog)
+    assert "it is of 2 ranks with 1 each, here are 1 with 1" in warning
+
+
+@pytest.mark.parametrize(
+    ("ranks", "writers"),
+    [
+        # Numbered node by node; one to each node in turn; all hosts of one name.
+        ([("a", 0, 0), ("a", 1, 1), ("b", 2, 0), ("b", 3, 1)], [0, 0, 2, 2]),
+        ([("a", 0, 0), ("b", 1, 0), ("a", 2, 1), ("b", 3, 1)], [0, 1, 0, 1]),
+        ([("localhost", 0, 0), ("localhost", 1, 1), ("localhost", 2, 0), ("localhost", 3, 1)], [0, 0, 2, 2]),
+    ],
+)
+def test_each_rank_reads_what_was_written_on_its_node(ranks, writers):
+    job = [Rank(*each) for each in ranks]
+    assert [writer_for(each, job) for each in job] == writers

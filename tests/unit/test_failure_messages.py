@@ -1,0 +1,25 @@
+"""What the trainer's log says of operations that failed in the background."""
+
+import pytest
+
+from tiered_checkpoint_io.engine.drain.messages import failure_of
+from tiered_checkpoint_io.engine.drain.operations import Outcome
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        ("save", "moved to quarantine/, and it is not tried again"),
+        ("part", "moved to quarantine/, and it is not tried again"),
+        ("copy", "it stays queued and is tried again"),
+        ("alias", "it stays queued and is tried again"),
+        ("retain", "it stays queued and is tried again"),
+    ],
+)
+def test_only_a_damaged_part_in_memory_is_told_as_quarantined(action, words):
+    config = TieredCheckpointConfig(dirpath="s3://bucket/run", namespace="gpt-1")
+    outcome = Outcome("1", action, "last.ckpt", -1, "failed", error="damaged", error_type="CorruptCheckpointError")
+    hint = failure_of(outcome, config).hint
+    assert words in hint
+    assert ("quarantine" in hint) == (action in ("save", "part"))
