@@ -21,7 +21,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [
         *head,
         row["where"],
-        f"{statistics.median(row['stall']):.3f}",
+        f"{statistics.median(row['stall']):.4f}",
         f"{ratio(row['stall'], row['memcpy']):.2f}",
         f"{ratio(row['done'], row['memcpy']):.2f}",
         f"{row['load'] / statistics.median(row['memcpy']):.2f}" if "load" in row else "-",
@@ -294,7 +294,9 @@ measured: `make bench-gpu` does so where there is a GPU. The S3 server is on the
 
 States of {found["mebibytes"]} MiB (the GPT is smaller, what is uploaded by its changes four times as large), medians of
 {found["rounds"]} rounds, each beside a copy into warm tensors by one thread in the same process. The load is into
-tensors that exist, once. Peak memory is anonymous memory of the training process.
+tensors that exist, once. Peak memory is anonymous memory of the training process. Two have not copied the tensors when
+they return: ours, overlapped, which has taken all else by then; and torch_checkpointing, which has taken nothing: no
+part of the state may change until it has.
 
 ![Stall beside a copy](benchmarks.svg)
 
