@@ -18,14 +18,16 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from typer.testing import CliRunner
 
-from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter
+from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, find_latest
 from tiered_checkpoint_io import dcp as ours
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.chunks import fetch_chunk
+from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.engine.durable.manifests import Manifests, read_manifest
 from tiered_checkpoint_io.errors import CorruptCheckpointError, ExportError, StoreError, UsageError
 from tiered_checkpoint_io.export import folder
+from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.resharding import delivery, reshard_checkpoint
 from tiered_checkpoint_io.resharding.parts import plan_parts, shares_of
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -110,6 +112,33 @@ def test_every_step_of_a_chain_is_what_was_saved_bit_for_bit(tmp_path, memory_di
     listed = json.loads(CliRunner().invoke(app, ["ls", str(run), "--memory-dir", memory_dir, "--json"]).stdout)
     # Training resumes from the same checkpoint as before.
     assert [each["name"] for each in listed["checkpoints"] if each["is_latest"]] == ["step_4"]
+
+
+def test_what_others_wrote_never_is_what_a_running_job_resumes_from(tmp_path, memory_dir):
+    """Nothing tells whether training can: it is loaded by name."""
+    run = tmp_path / "run"
+
+    def save(step):
+        config = {"dirpath": str(run), "memory_dir": memory_dir}
+        ours.save(state(), checkpoint_id=f"step_{step}", wait=True, **config)
+
+    save(4)
+    torch.save({"w": torch.arange(9.0)}, run / "base.pt")
+    dcp.save({"w": torch.arange(9.0)}, checkpoint_id=run / "plain", no_dist=True)
+    for name, new, option in (("base.pt", "base", 2), ("plain", "parts", 2), ("plain", "plain.pt", None)):
+        document = reshard(run, name, "--name", new, *(["--full"] if option is None else ["--ranks", option]))
+        assert not document["resumable"]
+        assert find_latest(run).name == "step_4"
+        of_run, of_others = (read_manifest(DirectoryStore(run), each).content.save_id for each in ("step_4", new))
+        assert of_others < of_run, "what goes by the order of saves keeps its own"
+    # And once more.
+    assert not reshard(run, "parts", "--name", "again", "--ranks", 3)["resumable"]
+    save(5)
+    assert find_latest(run).name == "step_5"
+    for name in ("base", "again"):
+        loaded = {"w": torch.zeros(9)}
+        ours.load(loaded, checkpoint_id=name, dirpath=str(run), memory_dir=memory_dir)
+        assert torch.equal(loaded["w"], torch.arange(9.0))
 
 
 @pytest.mark.matrix
@@ -224,6 +253,46 @@ def test_what_fails_leaves_nothing(tmp_path, memory_dir, s3_url):
     for wrong in (["--ranks", 2, "--full"], [], ["--ranks", 0]):
         done = CliRunner().invoke(app, ["reshard", s3_url, "step_4", "--name", "x", *map(str, wrong)])
         assert done.exit_code == 2
+
+
+@pytest.mark.parametrize("parts", [None, 1, 3])
+def test_an_upload_that_fails_leaves_nothing_of_what_describes_it(parts, tmp_path, monkeypatch):
+    """A checkpoint of many chunks has an index beside its manifest, which is written before the file."""
+    run = tmp_path / "run"
+    dcp.save({"t": torch.randn(64, 50)}, checkpoint_id=run / "step_1", no_dist=True)
+    monkeypatch.setattr(commit, "_MAX_INLINE", 0)
+    with closing(DirectoryStore(run)) as store:
+        before = [entry.key for entry in store.list("")]
+
+        def stop(_):
+            if any(entry.key.startswith(".tiered/saves/") for entry in store.list("")):
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            reshard_checkpoint(run, "step_1", "new", parts=parts, progress=stop)
+        assert [entry.key for entry in store.list("")] == before
+        reshard_checkpoint(run, "step_1", "new", parts=parts)
+    assert CliRunner().invoke(app, ["verify", str(run), "new", "--tier", "durable"]).exit_code == 0
+
+
+@pytest.mark.parametrize("parts", [None, 1, 3])
+def test_where_the_manifest_cannot_be_written_its_files_go(parts, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    dcp.save({"t": torch.randn(64, 50)}, checkpoint_id=run / "step_1", no_dist=True)
+
+    def refused(*_):
+        raise StoreError("refused", operation="put")
+
+    with closing(DirectoryStore(run)) as store:
+        before = [entry.key for entry in store.list("")]
+        with monkeypatch.context() as patch:
+            patch.setattr(Manifests, "put", refused)
+            with pytest.raises(StoreError, match="refused"):
+                reshard_checkpoint(run, "step_1", "new", parts=parts)
+        # What marks that the file under this name was about to go is in no one's way.
+        assert [entry.key for entry in store.list("") if entry.key != manifest_key("new")] == before
+        assert read_manifest(store, "new") is None
+    reshard_checkpoint(run, "step_1", "new", parts=parts)
 
 
 @pytest.mark.parametrize("parts", [2, pytest.param(1, marks=pytest.mark.matrix)])

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.tenants import refuse
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from tiered_checkpoint_io.formats import shard_image
+from tiered_checkpoint_io.errors import ExportError
+from tiered_checkpoint_io.formats import image, shard_image
 from tiered_checkpoint_io.formats.image import plan
-from tiered_checkpoint_io.formats.shard_image import ALIGNMENT, plan_shard, skeleton_of
+from tiered_checkpoint_io.formats.shard_image import ALIGNMENT, Blank, TensorRow, plan_shard, skeleton_of
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -146,6 +148,39 @@ def test_a_stand_in_takes_no_memory_where_algorithms_are_deterministic(monkeypat
     finally:
         torch.use_deterministic_algorithms(before)
     assert taken[0] - begin < 64 << 20
+
+
+def test_a_stand_in_may_be_larger_than_the_machine(monkeypatch):
+    """Such a tensor lies in a checkpoint of many ranks, and is exported and resharded on one node."""
+    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "0":
+        pytest.skip("the kernel allows any size, or none")
+    info = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    nbytes = sum(int(info[key].split()[0]) for key in ("MemTotal", "SwapTotal")) * 1024 + (1 << 30)
+    monkeypatch.setattr(shard_image, "_skeletons", {})
+    begin = resident()
+    assert skeleton_of(torch.uint8, (nbytes,)).data_nbytes == nbytes
+    assert resident() - begin < 64 << 20
+
+
+def test_a_limit_of_address_space_is_what_the_error_names(monkeypatch):
+    monkeypatch.setattr(shard_image, "_skeletons", {})
+    with pytest.raises(ExportError, match=r"no address space for a tensor of \d+ bytes.*ulimit -v"):
+        skeleton_of(torch.uint8, (1 << 62,))
+
+
+def test_where_torch_lays_out_its_file_otherwise_the_elements_are_there_all_the_same(monkeypatch):
+    """A release of torch that is not known yet: its files are made by torch.save, at the cost of time and memory."""
+    monkeypatch.setattr(shard_image, "_skeletons", {})
+    monkeypatch.setattr(image, "_plan_by_layout", lambda _: refuse("a layout"))
+    items = [torch.arange(100.0), torch.arange(6.0).view(2, 3).t(), torch.empty(0, 3)]
+    data, placed = file_of(items)
+    for item, each in zip(items, placed, strict=True):
+        assert same(torch.load(io.BytesIO(data[each.offset : each.offset + each.length])), item)
+    with pytest.raises(ValueError, match="not copied"):
+        TensorRow(items)
+    with pytest.raises(ExportError, match="lays out"):
+        plan_shard([Blank(torch.float32, (5,))])
+    assert skeleton_of(torch.float32, (5,)).length == 0, "no item is taken for one of this layout"
 
 
 def resident():

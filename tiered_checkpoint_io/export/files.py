@@ -21,6 +21,7 @@ from tiered_checkpoint_io.export.blocks import TargetBlock, whole
 from tiered_checkpoint_io.export.folder import Folder
 from tiered_checkpoint_io.export.items import Items, Tensors
 from tiered_checkpoint_io.formats.image import plan
+from tiered_checkpoint_io.formats.shard_image import untouched
 
 #: The names of element types in safetensors.
 _SAFETENSORS = {
@@ -41,8 +42,6 @@ _SAFETENSORS = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-#: Linux's; Python's module has it since 3.13.
-_MAP_NORESERVE = 0x4000
 #: How a file system says that it has no files without names; the kernels before it say that a folder is one.
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 #: Where Lightning's sharded strategies keep the model.
@@ -165,12 +164,9 @@ def _write_safetensors(
 
 # ----------------------------------------------------------------------------------- torch's file
 def _placeholder(items: Items, name: str) -> torch.Tensor:
-    """A tensor of this shape that takes no memory until it is touched, and may be larger than what there is."""
-    entry, nbytes = items.tensors[name], items.nbytes(name)
-    if not nbytes:
-        return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-    nothing = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-    return torch.frombuffer(nothing, dtype=torch.uint8).view(entry.properties.dtype).view(entry.size)
+    """A tensor of this shape, for its place in the file alone."""
+    entry = items.tensors[name]
+    return untouched(items.nbytes(name)).view(entry.properties.dtype).view(entry.size)
 
 
 # ------------------------------------------------------------------------------------ safetensors

@@ -12,6 +12,7 @@ memory can be used in place. What lies between items is zero, and no reader look
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from tiered_checkpoint_io.errors import ExportError
 from tiered_checkpoint_io.formats.filling import (
     Region,
     Segment,
@@ -33,6 +35,8 @@ from tiered_checkpoint_io.formats.image import Image, plan
 ALIGNMENT = 64
 #: Skeletons that are kept: more than a model has different shapes, at about 2 KiB each.
 _MAX_SKELETONS = 4096
+#: Linux's; Python's module has it since 3.13.
+_MAP_NORESERVE = 0x4000
 
 #: Types whose tensors have scales beside their elements.
 QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
@@ -79,6 +83,7 @@ def plan_shard(items: Iterable[Item]) -> tuple[Image, list[Placed]]:
     items must not change until the image is filled.
 
     Raises:
+        ExportError: The place of a blank's elements is not known; or as :func:`skeleton_of`.
         Exception: Whatever ``torch.save`` raises for a tensor that it can't save.
     """
     segments: list[Segment] = []
@@ -90,6 +95,12 @@ def plan_shard(items: Iterable[Item]) -> tuple[Image, list[Placed]]:
             skeleton = _lay_out(item.detach(), position, regions)
         elif isinstance(item, Blank):
             skeleton = skeleton_of(*item)
+            if not skeleton.length:
+                raise ExportError(
+                    f"torch {torch.__version__} lays out its files in a way that is not known here",
+                    operation="plan",
+                    hint="use a release of torch that `tiered-ckpt doctor` supports",
+                )
         else:
             data = memoryview(item)
             skeleton = Skeleton(len(data), _padded((Segment(0, data),), len(data)), 0, 0)
@@ -111,6 +122,7 @@ class TensorRow:
         image, self.placed = plan_shard(tensors)
         self._filled = [index for index, tensor in enumerate(tensors) if tensor.nbytes]
         are_plain = not any(_is_awkward(tensor.detach()) for tensor in tensors)
+        are_plain = are_plain and len(image.regions) == len(self._filled)
         if not are_plain or any(isinstance(region, TensorRegion) for region in image.regions):
             raise ValueError("some tensors are not copied as they lie in their storages")
         self._size, self._segments = image.size, Segments.of(image.segments)
@@ -137,19 +149,45 @@ class TensorRow:
 
 
 def skeleton_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> Skeleton:
-    """The skeleton of the file of a tensor without gaps between its elements; they lie row by row by default."""
+    """The skeleton of the file of a tensor without gaps between its elements; they lie row by row by default.
+
+    Its length is 0 where it is not known: this release of torch lays out its file in another way.
+
+    Raises:
+        ExportError: This process may not have the address space of such a tensor.
+    """
     key = (dtype, shape, stride)
     known = _skeletons.get(key)
     if known is None:
         if len(_skeletons) >= _MAX_SKELETONS:
             _skeletons.clear()
-        # The pages of the stand-in are never touched, so that its size costs nothing. By torch.empty alone it would lie
-        # on the default device, whatever that is, and be filled where algorithms have to be deterministic.
-        make: Any = torch.UntypedStorage
-        storage = make(math.prod(shape) * dtype.itemsize, device="cpu")
+        # By torch.empty alone the stand-in would lie on the default device, whatever that is, and be filled where
+        # algorithms have to be deterministic.
+        storage: Any = untouched(math.prod(shape) * dtype.itemsize).untyped_storage()
         plain = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, stride or ())
-        known = _skeletons[key] = _skeleton(plan(plain))
+        image = plan(plain)
+        is_known = image.planned or not storage.nbytes()
+        known = _skeletons[key] = _skeleton(image) if is_known else Skeleton(0, (), 0, 0)
     return known
+
+
+def untouched(nbytes: int) -> torch.Tensor:
+    """Bytes that take no memory until they are touched, and may be more than the machine has.
+
+    Raises:
+        ExportError: This process may not have so much address space.
+    """
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    try:
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    except (OSError, OverflowError):
+        raise ExportError(
+            f"no address space for a tensor of {nbytes} bytes",
+            operation="plan",
+            hint="raise `ulimit -v`; with vm.overcommit_memory=2, set that to 0, or use a machine with more memory",
+        ) from None
+    return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 _skeletons: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None], Skeleton] = {}
@@ -165,11 +203,11 @@ def _skeleton(image: Image) -> Skeleton:
 def _lay_out(tensor: torch.Tensor, position: int, regions: list[Region]) -> Skeleton:
     """Adds where the elements of a tensor belong, whose file begins at ``position``, and gives the rest of that."""
     if _is_awkward(tensor):
-        image = plan(_alone(tensor))
-        regions += [StorageRegion(position + each.offset, each.nbytes, each.storage) for each in image.regions]
-        return _skeleton(image)
+        return _saved(tensor, position, regions)
     stride = None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
     skeleton = skeleton_of(tensor.dtype, tuple(tensor.shape), stride)
+    if not skeleton.length:
+        return _saved(tensor, position, regions)
     offset, nbytes = position + skeleton.data_offset, skeleton.data_nbytes
     if nbytes and stride is not None and stride != tensor.stride():
         regions.append(TensorRegion(offset, nbytes, tensor, stride))
@@ -177,6 +215,13 @@ def _lay_out(tensor: torch.Tensor, position: int, regions: list[Region]) -> Skel
         start = int(tensor.storage_offset()) * tensor.element_size()
         regions.append(StorageRegion(offset, nbytes, tensor.untyped_storage(), start))
     return skeleton
+
+
+def _saved(tensor: torch.Tensor, position: int, regions: list[Region]) -> Skeleton:
+    """As :func:`_lay_out`, of this tensor alone, by torch's own writer."""
+    image = plan(_alone(tensor))
+    regions += [StorageRegion(position + each.offset, each.nbytes, each.storage) for each in image.regions]
+    return _skeleton(image)
 
 
 def _is_awkward(tensor: torch.Tensor) -> bool:

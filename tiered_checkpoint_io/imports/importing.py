@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from tiered_checkpoint_io.engine.chunks import hashed
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.durable.files import files_of, paths_in
 from tiered_checkpoint_io.engine.durable.manifests import contents_of, exists, newest_save_id, read_manifest
+from tiered_checkpoint_io.engine.durable.removal import withdraw
 from tiered_checkpoint_io.engine.save.facts import position, versions
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError, TieredCheckpointError
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
@@ -31,6 +31,8 @@ _BY_FORCE = "give --force to replace it"
 _BY_NAME = "its files can't be replaced, as this one's have the same names; import it alone, with another --name"
 #: Where a training state of others tells how far it is.
 _STEPS = ("global_step", "step", "epoch")
+#: How Lightning's sharded strategies name each optimizer's states among the shards.
+_OPTIMIZER = "optimizer_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def import_checkpoints(
     """Commits checkpoints that others wrote, in the order of their steps; the last one is then the newest of the tier.
 
     Those that an earlier import of the same files made are left as they are: an import that was interrupted can be
-    repeated.
+    repeated. No one else may write to the durable tier meanwhile, so the caller holds its lease.
 
     Args:
         source: Where they are.
@@ -101,7 +103,7 @@ def import_checkpoints(
         except TieredCheckpointError as error:
             imported = Imported(each.name, "failed", kind, error=str(error))
         # Behind one that is made now, it would not be in order.
-        if imported.earlier and not all(before.earlier for before in made):
+        if imported.earlier and any(before.state == "imported" and not before.earlier for before in made):
             hint = _BY_FORCE if kind == "full" else _BY_NAME
             text = "an earlier import made it, before those above"
             imported = Imported(each.name, "exists", kind, error=text, hint=hint)
@@ -116,11 +118,13 @@ def _in_order(source: Store, found: list[ForeignCheckpoint]) -> list[ForeignChec
 
 
 def _step_of(source: Store, found: ForeignCheckpoint) -> int:
-    if found.step is not None or found.layout != "torch":
+    basename = found.told_by
+    # NeMo's archives hold weights alone.
+    if found.step is not None or found.layout == "nemo" or basename is None:
         return -1 if found.step is None else found.step
-    (key,) = found.files.values()
     try:
-        return _facts(Source(source, key, source.size(key)), found.name)[0]
+        key = found.files[basename]
+        return position(_outline(Source(source, key, source.size(key))), found.name)[0]
     except StoreError as error:
         if isinstance(error, StoreNotFoundError):
             return -1
@@ -153,22 +157,21 @@ def _import(
         hint = _BY_NAME if is_held else _BY_FORCE
         return Imported(name, "exists", kind, error="a checkpoint of this name is there", hint=hint)
     # Of an import that was killed, or others'.
-    there = {path for path in _new_paths(source, found, target, paths) if not force and exists(target, path)}
+    there = {path for path in _new_paths(source, found, target, paths) if exists(target, path)}
     files: dict[str, UploadContent] = {}
     for basename, key in found.files.items():
         files[basename] = Source(source, key, source.size(key))
     if found.layout == "nemo":
         (basename,) = files
         files = {basename: weights_in(_source(files[basename]), source)}
-    step, epoch, resumable = found.step if found.step is not None else -1, -1, True
-    if is_full:
-        step, epoch, resumable = _facts(_source(next(iter(files.values()))), name)
-    else:
-        files[METADATA] = memoryview(_metadata(found, files))
-    sizes = {path: target.size(path) for path in there}
+    names: set[str] = set()
+    if not is_full:
+        files[METADATA], names = _metadata(found, files)
+    step, epoch, resumable = _facts(found, files, names)
+    sizes = {} if force else {path: target.size(path) for path in there}
     taken = [paths[basename] for basename, data in files.items() if sizes.get(paths[basename], len(data)) != len(data)]
     entries = tuple(hashed(paths[each], data, progress=progress) for each, data in files.items() if not taken)
-    taken += [each.path for each in entries if each.path in there and not _is_there(target, each, progress)]
+    taken += [each.path for each in entries if each.path in sizes and not _is_there(target, each, progress)]
     if taken:
         text = f"a file that no manifest names is there: {taken[0]}"
         return Imported(name, "exists", kind, error=text, hint=_BY_FORCE)
@@ -184,18 +187,21 @@ def _import(
         parts=1,
         coordinator=0,
         switch=name.rpartition("/")[2] if is_full else METADATA,
-        resumable=resumable and found.layout != "nemo",
+        resumable=resumable,
     )
     part = Part(name, 0, content, place.dirpath, durable=True, server=place.server)
     for entry in entries:
         data = files[entry.basename]
         files[entry.basename] = Hashed(data, entry) if isinstance(data, Source) else data
+    fate: commit.Fate | None = None
     try:
         fate = commit.commit(target, part, files, progress=progress)
-    except BaseException:
-        if not force:
-            _clear(target, name, set(_new_paths(source, found, target, paths)) - there)
-        raise
+    finally:
+        if fate in (None, "replaced"):
+            sent = set(_new_paths(source, found, target, paths)) - there
+            switch = name if is_full else f"{name}/{METADATA}"
+            # The lease is held.
+            withdraw(target, name, save_id, sent, switch=switch, keep=set(paths.values()) - sent, alone=True)
     if fate == "replaced":
         return Imported(name, "exists", kind, error="a later save has taken its name meanwhile")
     return Imported(name, "imported", kind, step, content.resumable, content.size)
@@ -241,21 +247,42 @@ def _new_paths(source: Store, found: ForeignCheckpoint, target: Store, paths: Ma
     return [path for path, place in places.items() if place != ids.join_url(target.url, path)]
 
 
-def _clear(target: Store, name: str, paths: Collection[str]) -> None:
-    """Takes back what was sent of a checkpoint that did not become one; nothing had its name before."""
-    with contextlib.suppress(TieredCheckpointError):
-        if read_manifest(target, name) is None:
-            for path in paths:
-                target.delete(path)
-
-
 def _source(data: UploadContent) -> Source:
     assert isinstance(data, Source)
     return data
 
 
-def _facts(source: Source, name: str) -> tuple[int, int, bool]:
-    """Step, epoch, and whether training can resume from a file of torch.save; nothing in it is run.
+def _facts(
+    found: ForeignCheckpoint, files: Mapping[str, UploadContent], names: Collection[str]
+) -> tuple[int, int, bool]:
+    """Step, epoch, and whether training can resume from it; nothing in it is run.
+
+    Args:
+        found: The checkpoint.
+        files: Its files, by their basenames.
+        names: Of a sharded one, those of its tensors and objects.
+
+    Raises:
+        CorruptCheckpointError: As :func:`_outline`.
+    """
+    if found.told_by is None:
+        # Nothing tells more than its name.
+        return found.step if found.step is not None else -1, -1, True
+    held = _outline(_source(files[found.told_by]))
+    state = held if isinstance(held, dict) else {}
+    step, epoch = position(state, found.name)
+    if found.layout != "dcp":
+        is_whole = found.layout == "torch" and any(key in state for key in (*OPTIMIZERS, *_STEPS))
+        return step, epoch, is_whole and is_resumable(state, found.name)
+    # As it was before Lightning moved the model and the optimizers to the shards.
+    state = {**state, "state_dict": {}}
+    if any(each.startswith(_OPTIMIZER) for each in names):
+        state["optimizer_states"] = [True]
+    return step, epoch, is_resumable(state, found.name)
+
+
+def _outline(source: Source) -> Any:
+    """What a file of torch.save holds, see :func:`outline`.
 
     Raises:
         CorruptCheckpointError: It is no such file, or of the format that torch wrote before release 1.6.
@@ -263,7 +290,7 @@ def _facts(source: Source, name: str) -> tuple[int, int, bool]:
     try:
         with source.opened() as file:
             pickled = torch._C.PyTorchFileReader(file).get_record("data.pkl")
-        state: Any = outline(pickled)
+        return outline(pickled)
     except TieredCheckpointError:
         raise
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, KeyError) as error:
@@ -273,13 +300,10 @@ def _facts(source: Source, name: str) -> tuple[int, int, bool]:
             key=source.key,
             hint="load an older one by torch.load, and save it again",
         ) from error
-    step, epoch = position(state, name)
-    keys = state.keys() if isinstance(state, dict) else ()
-    return step, epoch, any(key in keys for key in (*OPTIMIZERS, *_STEPS)) and is_resumable(state, name)
 
 
-def _metadata(found: ForeignCheckpoint, files: Mapping[str, UploadContent]) -> bytes:
-    """``.metadata`` of a sharded checkpoint, after a look whether all that it names is there.
+def _metadata(found: ForeignCheckpoint, files: Mapping[str, UploadContent]) -> tuple[memoryview, set[str]]:
+    """``.metadata`` of a sharded checkpoint and what it names, after a look whether all of that is there.
 
     Raises:
         CorruptCheckpointError: It is missing or damaged, or a file is missing or too short.
@@ -299,8 +323,9 @@ def _metadata(found: ForeignCheckpoint, files: Mapping[str, UploadContent]) -> b
         if path not in files or len(files[path]) < end:
             size = f"has {len(files[path])} bytes" if path in files else "is missing"
             raise CorruptCheckpointError(f"{path} {size}; {end} were expected", operation="import", key=where)
+    names = set(metadata.state_dict_metadata)
     if found.layout != "sagemaker":
-        return data
+        return memoryview(data), names
     # The path that it was saved to is another class here than where it was written.
     metadata.storage_meta = None
-    return pickle.dumps(metadata)
+    return memoryview(pickle.dumps(metadata)), names

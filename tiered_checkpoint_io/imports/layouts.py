@@ -4,7 +4,7 @@
 
     name.ckpt, name.pt, name.pth                     torch.save: Lightning, NeMo, plain torch
     name.nemo                                        NeMo's archive; the weights in it
-    name/.metadata, name/__0_0.distcp ...            torch.distributed.checkpoint
+    name/.metadata, name/__0_0.distcp ...            torch.distributed.checkpoint; of Lightning's strategies, meta.pt
     rank_0/step_5/{checkpoint.pt,metadata.metadata}  the SageMaker library, one folder for each rank
     step_5/rank_0/...                                the same within Ray Train
 """
@@ -24,6 +24,8 @@ Layout = Literal["torch", "nemo", "dcp", "sagemaker"]
 _TORCH = (".ckpt", ".pt", ".pth")
 _NEMO = ".nemo"
 _SHARD, _SHARD_METADATA = "checkpoint.pt", "metadata.metadata"
+#: What Lightning's sharded strategies put beside the shards: all of the state but the model's and the optimizers'.
+_REST = "meta.pt"
 _OF_RANK = re.compile(
     r"(?P<base>(?:.*/)?)(?:rank_(?P<rank>\d+)/step_(?P<step>\d+)|step_(?P<step2>\d+)/rank_(?P<rank2>\d+))/[^/]+\Z"
 )
@@ -46,6 +48,13 @@ class ForeignCheckpoint:
     files: dict[str, str]
     step: int | None
     modified: float
+
+    @property
+    def told_by(self) -> str | None:
+        """The basename of the file that torch.save wrote, and that tells step and epoch; None where there is none."""
+        if self.layout in ("torch", "nemo"):
+            return next(iter(self.files))
+        return _REST if self.layout == "dcp" and _REST in self.files else None
 
 
 def find(listed: Iterable[tuple[str, float]], *, base: str) -> list[ForeignCheckpoint]:

@@ -12,11 +12,9 @@ from pathlib import Path
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.chunks import hashed
 from tiered_checkpoint_io.engine.durable.commit import commit, put_part
-from tiered_checkpoint_io.engine.durable.files import paths_in
-from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, read_manifest
-from tiered_checkpoint_io.engine.durable.removal import delete_all, remove_save, remove_unnamed
+from tiered_checkpoint_io.engine.durable.removal import withdraw
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
-from tiered_checkpoint_io.errors import ExportError, TieredCheckpointError, UsageError
+from tiered_checkpoint_io.errors import ExportError, UsageError
 from tiered_checkpoint_io.export.blocks import TargetBlock
 from tiered_checkpoint_io.export.items import Tensors
 from tiered_checkpoint_io.model import ids
@@ -71,10 +69,12 @@ class Delivery:
         self._store, self._place, self._facts, self._folder, self._progress = store, place, facts, folder, progress
 
     def send_file(self, data: Mapped) -> Content:
-        """Sends and commits a full checkpoint."""
-        part = self._part(0, {self._facts.name: data})
-        self._commit([part], {self._facts.name.rpartition("/")[2]: data})
-        return part.content
+        """Sends and commits a full checkpoint; takes back what was sent where that fails."""
+        name = self._facts.name
+        with self._taken_back([name], switch=name):
+            part = self._part(0, {name: data})
+            self._commit([part], {name.rpartition("/")[2]: data})
+            return part.content
 
     def send_parts(self, tensors: Tensors, planned: Sequence[Planned], beside: Mapping[str, memoryview]) -> Content:
         """Sends and commits a sharded checkpoint; takes back what was sent where that fails.
@@ -85,17 +85,14 @@ class Delivery:
             beside: ``.metadata``, and other small files of the first part, by their basenames.
         """
         facts, sizes = self._facts, [each.image.size for each in planned]
+        paths = [*map(facts.path, range(len(planned))), *(f"{facts.name}/{each}" for each in beside)]
         parts: list[Part] = []
-        try:
+        with self._taken_back(paths, switch=f"{facts.name}/{METADATA}"):
             for ranks in batches(sizes, _room(self._folder)):
                 parts += self._send(tensors, {rank: planned[rank] for rank in ranks}, beside)
             if len(parts) > 1:
                 self._commit(parts, {METADATA: beside[METADATA]})
             return parts[0].content
-        except BaseException:
-            paths = [facts.path(rank) for rank in range(len(planned))]
-            self._withdraw([*paths, *(f"{facts.name}/{each}" for each in beside if each != METADATA)])
-            raise
 
     def _send(self, tensors: Tensors, planned: Mapping[int, Planned], beside: Mapping[str, memoryview]) -> list[Part]:
         """Puts the files of some parts together, and sends them; a part that is alone is committed as well."""
@@ -138,17 +135,13 @@ class Delivery:
                 hint="give another one",
             )
 
-    def _withdraw(self, paths: Sequence[str]) -> None:
-        name, save_id = self._facts.name, self._facts.save_id
-        with contextlib.suppress(TieredCheckpointError):
-            manifest = read_manifest(self._store, name)
-            live = paths_in(self._store, contents_of([manifest]))
-            if live is None or (manifest is not None and manifest.content.save_id == save_id):
-                return
-            delete_all(self._store, set(paths) - live)
-            if manifest is None:
-                remove_unnamed(Manifests(self._store, save_id), name, f"{name}/{METADATA}")
-            remove_save(self._store, name, save_id, live)
+    @contextlib.contextmanager
+    def _taken_back(self, paths: Sequence[str], *, switch: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            withdraw(self._store, self._facts.name, self._facts.save_id, paths, switch=switch)
+            raise
 
 
 def _new_file(folder: Path, planned: Planned) -> mmap.mmap:

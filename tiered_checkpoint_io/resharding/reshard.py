@@ -19,7 +19,6 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.durable.manifests import exists, read_manifest
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.errors import ConfigError, ExportError, TieredCheckpointError, UsageError
@@ -82,7 +81,8 @@ def reshard_checkpoint(
     """Writes a checkpoint anew, as another number of parts or as one file, and commits it under a new name.
 
     Every byte of a checkpoint of ours is verified on the way, and all tensors keep their bits. The new checkpoint comes
-    right before the old one's run in the order of saves: ``tiered:latest`` goes on taking what it took.
+    right before the old one's run in the order of saves: ``tiered:latest`` goes on taking what it took. Made of what
+    others wrote, it comes before all saves, and is loaded by name.
 
     Args:
         dirpath: The durable tier.
@@ -292,17 +292,15 @@ class _Work:
                 coordinator=0,
                 resumable=resumable and content.resumable,
             )
-        name = self._found.name
-        written = max((entry.modified for entry in self._store.list(name)), default=SYSTEM.wall())
-        save_id = ids.save_id(ids.new_run_id(now=written), 1)
-        step = ids.step_in_name(name)
+        # Nothing tells when others saved it, nor whether training can resume from it: it comes before all saves.
+        step = ids.step_in_name(self._found.name)
         return SaveFacts(
             self._name,
-            save_id,
+            ids.save_id(ids.new_run_id(now=0), 1),
             step if step is not None else -1,
             parts,
             durable=True,
             payload=payload,
             coordinator=0,
-            resumable=resumable,
+            resumable=False,
         )
