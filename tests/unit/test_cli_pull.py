@@ -3,6 +3,7 @@
 import json
 import os
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.cli import app, pulling
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     ExportError,
+    MemoryFullError,
     StoreChangedError,
 )
 from tiered_checkpoint_io.memory import tier as memory
@@ -177,6 +180,34 @@ def test_of_an_overwrite_that_has_not_come_to_its_end_the_checkpoint_before_is_p
     done = command(*pull, "--to", str(tmp_path / "none"))
     assert isinstance(done.exception, CorruptCheckpointError)
     assert not [path for path in (tmp_path / "none").rglob("*") if path.is_file()]
+
+
+def test_what_an_overwrite_was_to_bring_decides_on_nothing_that_is_pulled(memory_dir, tmp_path, monkeypatch):
+    """Neither how many parts it would have, nor how much room it would take."""
+    store = DirectoryStore(str(tmp_path / "run"))
+    pull = ("pull", store.url, "--memory-dir", memory_dir, "--json")
+    committing.save(store, "parts", 1, kind="sharded")
+    committing.begin_overwrite(store, "parts", 2, kind="sharded")
+    manifest = read_manifest(store, "parts")
+    fewer = replace(manifest.content, parts=1, coordinator=0)
+    assert manifest.content.parts > 1
+    store.put(manifest_key("parts"), replace(manifest, content=fewer).to_json())
+    done = command(*pull, "parts", "--rank", "1")
+    assert (done.exit_code, json.loads(done.stdout)["step"]) == (0, 1), done.exception
+    committing.save(store, "a", 1)
+    committing.begin_overwrite(store, "a", 2)
+    acquire = MemoryTier.acquire
+    refused = []
+
+    def full(tier, size):
+        if not refused:
+            refused.append(size)
+            raise MemoryFullError("no room", operation="stage", tier="memory")
+        return acquire(tier, size)
+
+    monkeypatch.setattr(MemoryTier, "acquire", full)
+    done = command(*pull, "a")
+    assert (done.exit_code, json.loads(done.stdout)["step"], len(refused)) == (0, 1, 1), done.exception
 
 
 def test_to_a_folder_and_what_goes_wrong(run, memory_dir, tmp_path):

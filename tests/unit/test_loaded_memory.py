@@ -10,6 +10,7 @@ from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter
 from tiered_checkpoint_io import dcp as tiered_dcp
+from tiered_checkpoint_io.engine.restore.restore import NodeFetcher
 from tiered_checkpoint_io.memory.parts import PINNED
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
@@ -67,13 +68,17 @@ def test_a_node_that_only_loads_keeps_the_last_checkpoints(start, other_node):
     assert (io.checkpointer.restored.tier, steps(io)) == ("memory", [5, 6])
 
 
-def test_tensors_of_what_has_gone_stay_as_they_were_loaded(start, other_node):
+def test_what_a_process_has_mapped_stays_until_it_lets_go(start, other_node):
+    """Its removal would free nothing."""
     saved(start(), range(1, 5))
     io = start(memory_dir=other_node, memory_keep_last=1)
-    loaded = {step: io.load_checkpoint(f"step_{step}.ckpt") for step in range(1, 5)}
-    assert steps(io) == [4]
+    loaded = {step: io.load_checkpoint(f"step_{step}.ckpt") for step in range(1, 4)}
+    assert steps(io) == [1, 2, 3]
     io.save_checkpoint(state(9), "step_9.ckpt", storage_options={"tiers": ["memory"]})
     assert all(torch.equal(loaded[step]["w"], state(step)["w"]) for step in loaded)
+    loaded.clear()
+    io.load_checkpoint("step_4.ckpt")
+    assert steps(io) == [4, 9]
 
 
 def test_a_load_removes_nothing_that_only_memory_has_or_that_no_load_has_opened(start, other_node):
@@ -109,6 +114,27 @@ def test_what_loads_have_brought_makes_room_for_the_next(start, tmp_path, caplog
         assert steps(io) == [1, 4]
         assert "temporary file" not in caplog.text
         io.teardown()
+
+
+@pytest.mark.parametrize("moment", ["fetch", "hold"])
+def test_what_one_process_is_about_to_load_another_one_does_not_remove(start, other_node, monkeypatch, moment):
+    """Several evaluations on one node: what each has verified must be there until it has it."""
+    saved(start(), range(1, 5))
+    first, second = (start(memory_dir=other_node, memory_keep_last=1) for _ in range(2))
+    first.load_checkpoint("step_1.ckpt")
+    original, late = getattr(NodeFetcher, moment), ["step_3.ckpt", "step_2.ckpt"]
+
+    def beside(*arguments, **options):
+        done = original(*arguments, **options)
+        while late:
+            second.load_checkpoint(late.pop())
+        return done
+
+    monkeypatch.setattr(NodeFetcher, moment, beside)
+    assert torch.equal(first.load_checkpoint("step_1.ckpt")["w"], state(1)["w"])
+    assert first.checkpointer.restored.tier == "memory"
+    first.load_checkpoint("step_4.ckpt")
+    assert steps(first) == [4]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiered_checkpoint_io.engine.staging import loaded
 from tiered_checkpoint_io.engine.staging.retention import (
     Evidence,
     Scope,
@@ -235,15 +237,34 @@ def test_names_that_differ_by_step_and_epoch_are_one_series():
 
 
 def test_a_number_that_is_the_step_tells_no_series_apart():
-    names = ["checkpoint-{}/step_{}", "ckpt_{:06}", "global_step{}/x", "{}.ckpt", "{}/step_{}", "a/iter-{}-loss"]
+    names = ["checkpoint-{}/step_{}", "ckpt_{:06}", "global_step{}/x", "Iteration{}", "a/iter-{}-loss"]
     for name in names:
         assert len({ids.series_of(name.format(n, n), n) for n in (0, 1, 7, 10, 100, 2000)}) == 1, name
-    assert ids.series_of("snapshot-100", 100) == ids.series_of("snapshot-2000", 2000)
     assert ids.series_of("checkpoint-3/step_5", 5) != ids.series_of("checkpoint-4/step_5", 5), "not the step"
-    # Process groups, and values, whose number the step happens to have.
-    for name in ("tp{}/step_{}", "fold-{}/step_{}", "lr=0.{}/step_{}", "v{}.5/step_{}"):
-        assert ids.series_of(name.format(1, 1), 1) == ids.series_of(name.format(1, 1)), name
-        assert ids.series_of(name.format(1, 1), 1) == ids.series_of(name.format(1, 700), 700), name
+    # Process groups, models and values, whose number the step happens to have.
+    for name in (
+        "tp{}/step_{}",
+        "fold-{}/step_{}",
+        "a{}/step_{}",
+        "mp_rank_00_{:03}/step_{}",
+        "{}/step_{}",
+        "v{}.5/step_{}",
+    ):
+        for number in (0, 1, 50, 100, 128, 2000):
+            steps = (0, 1, 50, 100, 128, 2000)
+            assert len({ids.series_of(name.format(number, step), step) for step in steps}) == 1, (name, number)
+
+
+def test_a_load_makes_no_room_at_the_cost_of_another_payload(monkeypatch):
+    """An evaluation may load full checkpoints beside a training that saves sharded ones."""
+    shards = {"run": 1, "payload": "sharded"}
+    held = [part(1, run=0, payload="full"), part(8, **shards), part(9, **shards), part(3, dirpath="e")]
+    tier = SimpleNamespace(parts=lambda: held, is_spilled=lambda _: False, awaited=lambda _: ())
+    monkeypatch.setattr(loaded, "_may_go", lambda _: True)
+    monkeypatch.setattr(loaded, "acquire_for", lambda _, size, going_for: going_for(size))
+    coming = part(2, run=0, payload="full").part
+    assert sorted(numbers(loaded.slot_for(tier, coming, 20))) == [1, 3]
+    assert loaded.slot_for(tier, coming, 30) == []
 
 
 # -------------------------------------------------------------------------------------------- replicas

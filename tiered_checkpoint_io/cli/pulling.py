@@ -13,8 +13,9 @@ import typer
 from tiered_checkpoint_io.cli.answers import counter
 from tiered_checkpoint_io.cli.checking import check_part
 from tiered_checkpoint_io.cli.progress import Meter, progress
-from tiered_checkpoint_io.engine.chunks import fetch, fetch_chunk
+from tiered_checkpoint_io.engine.chunks import fetch_chunk
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
+from tiered_checkpoint_io.engine.durable.damage import contents_there
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.ranks.transfer import SlotDestination
 from tiered_checkpoint_io.errors import (
@@ -75,16 +76,16 @@ def bring(
 
     def work(manifest: Manifest) -> tuple[list[Part], list[Part]]:
         errors: list[TieredCheckpointError] = []
-        # While an overwrite is under way, the objects may still be those of the content before.
-        for content in (manifest.content, *manifest.previous):
+        for content in contents_there(store, manifest):
             try:
-                return bring_content(manifest, content)
-            except (CorruptCheckpointError, ManifestError, StoreNotFoundError) as error:
+                return bring_content(manifest.name, content)
+            except (CorruptCheckpointError, ManifestError, StoreNotFoundError, MemoryFullError) as error:
                 errors.append(error)
-        raise errors[0]
+        # What does not fit may be the one that is intact.
+        raise next((each for each in errors if isinstance(each, MemoryFullError)), errors[0])
 
-    def bring_content(manifest: Manifest, content: Content) -> tuple[list[Part], list[Part]]:
-        parts = _parts(config, store, manifest.name, content, ranks)
+    def bring_content(name: str, content: Content) -> tuple[list[Part], list[Part]]:
+        parts = _parts(config, store, name, content, ranks)
         with contextlib.ExitStack() as held:
             if to is not None:
                 fetched, views = parts, held.enter_context(_files(to, parts))
@@ -93,8 +94,6 @@ def bring(
                 fetched = [part for part in parts if not _has(tier, part)]
                 views = held.enter_context(_slots(tier, fetched))
             entries = [entry for part in fetched for entry in part.content.files]
-            if manifest.previous and fetched:
-                _check_switch(store, manifest.name, content, entries)
             jobs = [(entry, index) for entry in entries for index in range(len(entry.hashes))]
             meter = held.enter_context(progress("pull", sum(entry.size for entry in entries), silent=silent))
             count = counter("pull", store.url, stop, meter.add)
@@ -111,14 +110,6 @@ def _find(store: Store, wanted: str) -> Manifest:
         hint = "list what is there: tiered-ckpt ls; take over checkpoints of other libraries: tiered-ckpt import"
         raise CheckpointNotFoundError(text, operation="pull", tier="durable", key=store.url, hint=hint)
     return found
-
-
-def _check_switch(store: Store, name: str, content: Content, entries: Sequence[FileEntry]) -> None:
-    """Raises CorruptCheckpointError where a name has another content, which the files of some ranks do not tell."""
-    path = content.switch_path(name)
-    switch = files_of(store, content).entry(path.rpartition("/")[2]) if path is not None else None
-    if switch is not None and switch not in entries:
-        fetch(store, switch, memoryview(bytearray(switch.size)), concurrency=1)
 
 
 def _parts(

@@ -21,7 +21,7 @@ from tiered_checkpoint_io.cli.checking import (
 from tiered_checkpoint_io.cli.options import NODES, SERVER, Json, Nodes, Server, name_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
-from tiered_checkpoint_io.engine.durable.damage import Damage, damage_of
+from tiered_checkpoint_io.engine.durable.damage import Damage, content_or_damage
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, FormatVersionError
 from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, checkpoints, latest, read
@@ -29,6 +29,7 @@ from tiered_checkpoint_io.inventory.roots import tier_at
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Content
 from tiered_checkpoint_io.stores import Store
 
 
@@ -140,14 +141,14 @@ def _check_memory(tiers: Sequence[MemoryTier], held: _Parts, report: Report, *, 
 
 
 def _check_durable(store: Store, found: Sequence[DurableCheckpoint], report: Report, *, silent: bool) -> None:
-    sizes = {each.manifest.content.save_id: each.manifest.content.size for each in found if each.manifest is not None}
-    known: dict[str, Damage | None] = {}
+    sizes = {each.manifest.content.save_id: each.manifest.settled.size for each in found if each.manifest is not None}
+    known: dict[str, Content | Damage] = {}
     with progress("durable tier", sum(sizes.values()), silent=silent) as meter:
         for each in found:
             report(_checked(store, each, known, meter))
 
 
-def _checked(store: Store, each: DurableCheckpoint, known: dict[str, Damage | None], meter: Meter) -> Checked:
+def _checked(store: Store, each: DurableCheckpoint, known: dict[str, Content | Damage], meter: Meter) -> Checked:
     """Reads one checkpoint; a save that has several names is read once."""
     name, manifest = each.name, each.manifest
     if manifest is None:
@@ -156,12 +157,13 @@ def _checked(store: Store, each: DurableCheckpoint, known: dict[str, Damage | No
         return Checked(name, "durable", state, error=str(each.error))
     if manifest.alias_of and (target := read_manifest(store, manifest.alias_of)) is not None:
         manifest = target
-    content = manifest.content
+    save_id = manifest.content.save_id
+    if save_id not in known:
+        known[save_id] = content_or_damage(store, manifest, meter.add)
+    damage = known[save_id]
+    content = manifest.settled if isinstance(damage, Damage) else damage
     row = Checked(name, "durable", "intact", step=content.step, size_bytes=content.size)
-    if content.save_id not in known:
-        known[content.save_id] = damage_of(store, manifest, meter.add)
-    damage = known[content.save_id]
-    if damage is None:
+    if not isinstance(damage, Damage):
         return row
     if read(store, manifest.name).manifest != manifest:
         return replace(row, state="changed")

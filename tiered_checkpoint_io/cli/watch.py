@@ -126,7 +126,7 @@ def _pinned(config: TieredCheckpointConfig, each: CheckpointInfo) -> Iterator[No
 
     def hold(store: Store) -> str:
         meant = meant_by(store, name, operation="watch", undone="the command is not run")
-        if meant.content.save_id != each.save_id:
+        if meant.settled.save_id != each.save_id:
             raise _OverwrittenError
         return pin(store, name, reason="tiered-ckpt watch", expires_s=_PINNED_S).token
 

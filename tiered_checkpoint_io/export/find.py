@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from tiered_checkpoint_io.engine.chunks import fetch, fetch_chunk, unverified
+from tiered_checkpoint_io.engine.chunks import fetch_chunk, unverified
+from tiered_checkpoint_io.engine.durable.damage import contents_there
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -62,12 +63,10 @@ def find(store: Store, name: str, *, operation: str) -> SourceCheckpoint:
     manifest = durable.find(store, name, operation=operation, accepts="sharded")
     if manifest is None:
         return _plain(store, name, operation)
-    # While an overwrite is under way, its objects may still be those of the content before.
-    contents = (manifest.content, *manifest.previous)
-    kind = manifest.content.kind
+    contents = contents_there(store, manifest)
+    kind = contents[0].kind
     if kind == "sharded":
-        intact = (each for each in contents if _is_current(store, each)) if manifest.previous else iter(())
-        content = next(intact, manifest.content)
+        content = contents[0]
         files = files_of(store, content).all()
         return SourceCheckpoint(manifest.name, Folder(store, manifest.name, files), ((content, files),), manifest)
     if kind == "local":
@@ -121,17 +120,6 @@ def copy_file(store: Store, found: SourceCheckpoint, target: Path, *, operation:
         except (CorruptCheckpointError, StoreNotFoundError) as error:
             errors.append(error)
     raise errors[0]
-
-
-def _is_current(store: Store, content: Content) -> bool:
-    """Whether the file that changes over last is that of a content, and the description of it is intact."""
-    try:
-        entry = files_of(store, content).entry(METADATA)
-        if entry is not None:
-            fetch(store, entry, memoryview(bytearray(entry.size)), concurrency=1)
-    except (CorruptCheckpointError, StoreNotFoundError):
-        return False
-    return entry is not None
 
 
 def _plain(store: Store, name: str, operation: str) -> SourceCheckpoint:

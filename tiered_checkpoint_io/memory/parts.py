@@ -192,6 +192,22 @@ def mark_durable(stored: StoredPart) -> StoredPart:
     return replace(stored, part=part, drained=False)
 
 
+def is_read(stored: StoredPart) -> bool:
+    """Whether some process is in a block of :func:`opened` for a part, or can't be asked."""
+    for entry in stored.part.content.files:
+        try:
+            descriptor = os.open(stored.file(entry.basename), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False
+
+
 @contextlib.contextmanager
 def opened(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, int]]:
     """Opens a part's files for reading; while the block runs, they are not reused.

@@ -94,7 +94,7 @@ class Checkpoint:
     @classmethod
     def of(cls, manifest: Manifest, added: Mapping[str, Mapping[str, float]], pins: Iterable[Pin]) -> Checkpoint:
         """What a manifest says, with the metrics that were ``added`` to saves since, and the pins of its name."""
-        content = manifest.content
+        content = manifest.settled
         return cls(
             name=manifest.name,
             save_id=content.save_id,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from tiered_checkpoint_io.engine.chunks import PIECE_SIZE, fetch_pieces
+from tiered_checkpoint_io.engine.chunks import PIECE_SIZE, fetch, fetch_pieces
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError, StoreNotFoundError
 from tiered_checkpoint_io.formats.parallel import in_parallel
-from tiered_checkpoint_io.model.manifest import FileEntry, Manifest
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest
 from tiered_checkpoint_io.stores.base import Store
 from tiered_checkpoint_io.stores.silence import moving
 
@@ -31,8 +31,34 @@ class Damage:
         return f"{self.file}: {self.error}" if self.file else self.error
 
 
-def damage_of(store: Store, manifest: Manifest, progress: _Progress = lambda _: None) -> Damage | None:
-    """What is wrong with a checkpoint whose bytes match none of its contents; else None.
+def contents_there(store: Store, manifest: Manifest) -> tuple[Content, ...]:
+    """What a checkpoint's objects may be: while an overwrite is under way, those of the content before, too.
+
+    The file of a sharded one that changes over last tells which; of one file, only all of its bytes do.
+
+    Raises:
+        StoreError: The tier could not be asked.
+    """
+    contents = (manifest.content, *manifest.previous)
+    if not manifest.previous:
+        return contents
+    current = tuple(each for each in contents if each.kind == "sharded" and _has_switch(store, manifest.name, each))
+    return current or contents
+
+
+def _has_switch(store: Store, name: str, content: Content) -> bool:
+    path = content.switch_path(name)
+    try:
+        entry = files_of(store, content).entry(path.rpartition("/")[2]) if path is not None else None
+        if entry is not None:
+            fetch(store, entry, memoryview(bytearray(entry.size)), concurrency=1)
+    except (CorruptCheckpointError, ManifestError, StoreNotFoundError):
+        return False
+    return entry is not None
+
+
+def content_or_damage(store: Store, manifest: Manifest, progress: _Progress = lambda _: None) -> Content | Damage:
+    """The content that a checkpoint's bytes are; or what is wrong with them, where they are none that they may be.
 
     Args:
         store: Where it is.
@@ -43,7 +69,7 @@ def damage_of(store: Store, manifest: Manifest, progress: _Progress = lambda _: 
         StoreError: The tier could not be asked, which says nothing of the checkpoint.
     """
     first: Damage | None = None
-    for content in (manifest.content, *manifest.previous):
+    for content in contents_there(store, manifest):
         try:
             files = files_of(store, content)
             # Of one part, all files are its coordinator's.
@@ -54,9 +80,16 @@ def damage_of(store: Store, manifest: Manifest, progress: _Progress = lambda _: 
         except (CorruptCheckpointError, ManifestError, StoreNotFoundError) as error:
             found = Damage(error.message, file=error.key or "")
         if found is None:
-            return None
+            return content
         first = first or found
+    assert first is not None
     return first
+
+
+def damage_of(store: Store, manifest: Manifest) -> Damage | None:
+    """As :func:`content_or_damage`; None where it is intact."""
+    found = content_or_damage(store, manifest)
+    return found if isinstance(found, Damage) else None
 
 
 def _first_damage(

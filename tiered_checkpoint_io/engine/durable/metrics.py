@@ -18,7 +18,7 @@ from tiered_checkpoint_io.errors import ConfigError, ManifestError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import dump, load, located, value_of
-from tiered_checkpoint_io.model.manifest import Manifest, Metric
+from tiered_checkpoint_io.model.manifest import Content, Manifest, Metric
 from tiered_checkpoint_io.model.numbers import as_float
 from tiered_checkpoint_io.stores.base import Store
 from tiered_checkpoint_io.stores.refusals import Refusals, delete_each
@@ -42,7 +42,7 @@ def add_metrics(store: Store, name: str, metrics: Mapping[str, float]) -> str:
     if not isinstance(metrics, Mapping) or not metrics:
         raise ConfigError("no metric is given", hint="give at least one, such as val_loss=0.31")
     values = {metric: _checked(metric, value) for metric, value in metrics.items()}
-    content = meant_by(store, name, operation="metric", undone="no metric was added").content
+    content = meant_by(store, name, operation="metric", undone="no metric was added").settled
     save_id, now = content.origin, SYSTEM.wall()
 
     def put(metric: str) -> None:
@@ -69,14 +69,14 @@ def rated(store: Store, manifests: Iterable[Manifest], monitor: str) -> list[Man
     """Manifests with the values of a metric that were added since."""
     added = added_metrics(store)
 
-    def with_added(manifest: Manifest) -> Manifest:
-        content = manifest.content
+    def with_added(content: Content) -> Content:
         value = added.get(content.origin, {}).get(monitor)
-        if value is None:
-            return manifest
-        return replace(manifest, content=replace(content, metric=Metric(monitor, value)))
+        return content if value is None else replace(content, metric=Metric(monitor, value))
 
-    return [with_added(each) for each in manifests]
+    return [
+        replace(each, content=with_added(each.content), previous=tuple(map(with_added, each.previous)))
+        for each in manifests
+    ]
 
 
 def forget(store: Store, save_ids: Iterable[str]) -> None:

@@ -46,7 +46,7 @@ def pin(store: Store, name: str, *, reason: str = "", expires_s: float | None = 
     made = Pin(
         name=manifest.name,
         token=SYSTEM.token(8),
-        save_id=manifest.content.save_id,
+        save_id=manifest.settled.save_id,
         reason=reason,
         host=socket.gethostname(),
         created=now,

@@ -103,8 +103,9 @@ class NodeFetcher:
         self.tiers = tiers
         self._rank = part_rank
         self._started = tiers.clock.monotonic()
-        #: What was verified last in node memory, as it is mapped, and which file that is.
+        #: What was verified last in node memory, as it is mapped, and which file that is; open until it is held.
         self._mapped: tuple[torch.UntypedStorage, os.stat_result] | None = None
+        self._open = contextlib.ExitStack()
 
     def fetch(self, candidate: Candidate, tier: Tier, search: Search) -> Attempt[FetchedPart]:
         """The file from this node's memory, or from the durable tier."""
@@ -125,11 +126,14 @@ class NodeFetcher:
         stored = self.find(save_id)
         (entry,) = stored.part.content.files
         try:
-            with opened(stored) as descriptors:
-                descriptor = descriptors[entry.basename]
+            with contextlib.ExitStack() as open_until:
+                descriptor = open_until.enter_context(opened(stored))[entry.basename]
                 storage = privately_mapped(descriptor, entry.size)
                 chunks.verify(entry, bytes_of(storage), where=str(stored.file(entry.basename)))
                 self._mapped = storage, os.fstat(descriptor)
+                # A load of another process may remove what none has open.
+                self._open.close()
+                self._open = open_until.pop_all()
         except CorruptCheckpointError as error:
             self.tiers.quarantine(stored, error)
             raise
@@ -193,7 +197,7 @@ class NodeFetcher:
             seconds=self.tiers.clock.monotonic() - self._started,
         )
         if part.save_id and not fetched.temporary:
-            with contextlib.ExitStack() as held:
+            with self._open, contextlib.ExitStack() as held:
                 descriptors = held.enter_context(opened(self.find(part.save_id), keep=keep))
                 descriptor, (mapped, self._mapped) = descriptors[fetched.path.name], (self._mapped, None)
                 if mapped is not None and os.path.samestat(mapped[1], os.fstat(descriptor)):

@@ -1,7 +1,7 @@
 """What loads bring to a node's memory: as many checkpoints of it stay as of what is saved, and it makes room for more.
 
-A node or a process that only loads has no save that would remove anything. What a load removes, the durable tier has,
-or the peer that sent it: never a part that only this node has saved, or that waits to be uploaded.
+A node or a process that only loads has no save that would remove anything. A load removes parts of its own payload and
+series alone, and none that another process reads, that only this node has saved, or that waits to be uploaded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tiered_checkpoint_io.engine.staging.capture import acquire_for
 from tiered_checkpoint_io.engine.staging.retention import Scope, all_complete, removable, room_for
-from tiered_checkpoint_io.memory.parts import PINNED, StoredPart
+from tiered_checkpoint_io.memory.parts import PINNED, StoredPart, is_read
 from tiered_checkpoint_io.memory.slot import Slot
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
@@ -25,10 +25,13 @@ def slot_for(tier: MemoryTier, part: Part, size: int) -> Slot:
     """
 
     def going_for(missing: int) -> list[StoredPart]:
-        here = [each for each in tier.parts() if _may_go(each) and not tier.is_spilled(each.folder)]
+        scope = _scope(part)
+        # Of another payload or series of this job, it may be the newest.
+        ours = [each for each in tier.parts() if scope.covers(each) or each.part.place != scope.place]
+        here = [each for each in ours if not tier.is_spilled(each.folder) and _may_go(each)]
         # It counts as if it were there: what is older may go for it, even the newest that this node has.
         coming = StoredPart(part, Path(), drained=True)
-        return room_for(missing, [*here, coming], _scope(part), {part.save_id, *tier.awaited(True)})
+        return room_for(missing, [*here, coming], scope, {part.save_id, *tier.awaited(True)})
 
     return acquire_for(tier, size, going_for)
 
@@ -45,7 +48,8 @@ def retain_loaded(tier: MemoryTier, part: Part, keep: int) -> None:
 def _may_go(stored: StoredPart) -> bool:
     # A checkpoint of one part that is not pinned yet may be one that another process has fetched and is about to open;
     # of a shard, only the processes of one rank after the other do so.
-    return stored.drained and (stored.part.content.parts > 1 or (stored.folder / PINNED).exists())
+    was_opened = stored.part.content.parts > 1 or (stored.folder / PINNED).exists()
+    return stored.drained and was_opened and not is_read(stored)
 
 
 def _scope(part: Part) -> Scope:

@@ -23,11 +23,11 @@ from tiered_checkpoint_io.model.ids.urls import (
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+\Z")
 _STEP_IN_NAME = re.compile(r"(?:^|[^A-Za-z])step[=_-](?P<step>\d+)")
 _COUNTED = re.compile(r"(?P<what>(?:^|(?<=[^A-Za-z]))(?:step|epoch)[=_-])\d+")
-#: A number that is no part of a value such as 0.1, and the word before it.
-_NUMBER = re.compile(r"(?P<before>(?P<word>[A-Za-z]*)[=_-]?)(?<![\d.])(?P<number>\d+)(?!\.?\d)")
-_STEP_WORDS = {"", "step", "iter", "iteration", "ckpt", "checkpoint"}
-#: Below this, a number after another word may be that of a process group.
-_NO_GROUP = 100
+#: A number that may be the step's, by the word before it. Others may be those of process groups, or of a model.
+_OF_STEP = re.compile(
+    r"(?P<word>(?:^|(?<=[^A-Za-z]))(?:step|iter|iteration|ckpt|checkpoint)[=_-]?)(?P<number>\d+)(?!\.?\d)",
+    re.IGNORECASE,
+)
 #: As ModelCheckpoint writes a metric into the name of a file.
 _MEASURED = re.compile(r"(?<==)-?\d+\.\d+(?:e[+-]?\d+)?(?=[^/]*\Z)")
 _STEP_HINT = "give a step, or a checkpoint_id that holds step_N, such as 'step_42' or '/path/step_100/checkpoint'"
@@ -146,16 +146,14 @@ def without_companion(name: str, suffix: str) -> str:
 def series_of(name: str, step: int = -1) -> str:
     """What the names of one job's checkpoints have in common: all but the numbers of step and epoch, and metrics.
 
-    A number that is the ``step`` of the save (-1 where that is not known) counts as such wherever it stands, as in
-    ``checkpoint-100``. Process groups that save side by side (``tp0/step_5``, ``tp1/step_5``) are series of their own,
-    also at the step that has a group's number: one below 100 has to stand alone, or after a word for steps.
+    So does the number of ``checkpoint-100``, and of other words for one, where it is the ``step`` of the save (-1 where
+    that is not known). Process groups that save side by side (``tp0/step_5``, ``tp1/step_5``) are series of their own.
     """
 
     def without_step(match: re.Match[str]) -> str:
-        is_step = int(match["number"]) == step and (step >= _NO_GROUP or match["word"].lower() in _STEP_WORDS)
-        return f"{match['before']}#" if is_step else match[0]
+        return f"{match['word']}#" if int(match["number"]) == step else match[0]
 
-    return _MEASURED.sub("#", _COUNTED.sub(r"\g<what>#", _NUMBER.sub(without_step, name)))
+    return _MEASURED.sub("#", _COUNTED.sub(r"\g<what>#", _OF_STEP.sub(without_step, name)))
 
 
 class Located(NamedTuple):
