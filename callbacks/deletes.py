@@ -34,6 +34,8 @@ class SafeDeletes(PortableState):
     _lacking: list[str]
     #: While a checkpoint is saved that may replace others: what was kept before it.
     _before: set[str]
+    #: While a name is chosen: the path that the save replaces, whose name is free for it.
+    _replaced: str | None
 
     def _begin(self) -> None:
         """The state of a callback that has done nothing yet."""
@@ -41,6 +43,7 @@ class SafeDeletes(PortableState):
         self._landed = False
         self._withheld, self._lacking = [], []
         self._before = set()
+        self._replaced = None
 
     # ------------------------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
@@ -71,9 +74,27 @@ class SafeDeletes(PortableState):
         finally:
             self._before = set()
 
+    def _get_metric_interpolated_filepath_name(
+        self, monitor_candidates: dict[str, Any], trainer: Trainer, del_filepath: str | None = None
+    ) -> str:
+        """As upstream, but rank 0 alone compares with the path that is replaced, in ``file_exists``.
+
+        Ranks whose paths differ would come to different answers, and each further name that is asked for is a
+        collective call.
+        """
+        self._replaced = del_filepath
+        try:
+            name: str = super()._get_metric_interpolated_filepath_name(monitor_candidates, trainer)
+            return name
+        finally:
+            self._replaced = None
+
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:  # noqa: ARG002
-        # What lies elsewhere belongs to another run.
-        return previous != current and self._is_ours(previous)
+        """Always: the delete is a collective call, and the paths may differ between ranks, so none decides by its own.
+
+        On rank 0, :meth:`_remove_due` leaves out what is not to be deleted.
+        """
+        return True
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         if filepath not in self._withheld:
@@ -93,7 +114,7 @@ class SafeDeletes(PortableState):
     def _remove_due(self, trainer: Trainer) -> None:
         named = self._named()
         self._lacking = [path for path in self._lacking if path in named]
-        # What was saved again since, or left to another run by a change of dirpath, is not deleted.
+        # What was saved again under its name, or lies elsewhere and so belongs to another run, is not deleted.
         due = [path for path in self._withheld if path not in named and self._is_ours(path)]
         replaced = [path for path in due if not (self._is_restored(path) or ids.is_last(path))]
         spare = replaced[-len(self._lacking) :] if self._lacking else []

@@ -171,10 +171,15 @@ class DurableEnd(SafeDeletes):
         return trainer.state.fn == TrainerFn.FITTING and super()._should_save_on_exception(trainer)
 
     def _begin_training(self, trainer: Trainer) -> None:
-        """Begins with what was restored: it may be in memory alone."""
+        """Begins with what was restored: it may be in memory alone, or about to be removed."""
         restored, step = self._engine.restored, trainer.global_step
         self._resumable, self._began_at = Resumable(), step
-        if restored is not None and restored.step == step and restored.tier != "durable":
+        if restored is None or restored.step != step:
+            return
+        if restored.name in self._engine.also_last:
+            # Lightning has it removed when this fit ends.
+            self._resumable = Resumable(step, -1)
+        elif restored.tier != "durable":
             parts = [each.part for each in self._engine.session.open().tier.parts() if each.part.name == restored.name]
             self._resumable = Resumable(step, step if any(part.durable for part in parts) else -1)
 

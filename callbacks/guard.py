@@ -102,8 +102,8 @@ class StrategyGuard(Callback):
         """Tells the IO whether training can resume from what comes next; warns once where an evaluation is why not."""
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is not None:
-            io.mixes_steps = self._held.are_others
-            if trainer.is_global_zero:
+            io.mixes_steps = self._held.are_others(pl_module)
+            if io.mixes_steps and trainer.is_global_zero:
                 self._held.warn(io.checkpointer.session.log)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -178,26 +178,33 @@ class StrategyGuard(Callback):
                 key=str(trainer.ckpt_path),
                 hint="weights alone are loaded by their names: see `tiered-ckpt ls`",
             )
-
-        self._held.evaluate(pl_module, loaded=trainer.ckpt_path is not None)
+        self._note_load(trainer, pl_module, io)
 
     on_test_start = on_predict_start = on_validation_start
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Says where the newest checkpoints are: Lightning calls no teardown after an exception, Ctrl-C included."""
         io = tiered_io_of(trainer.strategy.checkpoint_io)
-        if io is not None and trainer.state.fn != TrainerFn.FITTING:
-            # Between the load and the evaluation's first hook.
-            self._held.evaluate(pl_module, loaded=io.checkpointer.restored is not self._restored)
+        if io is not None and trainer.state.fn != TrainerFn.FITTING and io.checkpointer.restored is not self._restored:
+            # Perhaps between the load and the evaluation's first hook.
+            self._held.load(pl_module)
         say_summary_last(trainer, self, exception)
         self._end(trainer, exception)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Says where the newest checkpoints are, once the IO has waited for uploads."""
         if stage == "fit":
             say_summary(trainer)
             self._end(trainer)
+        else:
+            # An evaluation of no batches calls no other hook after the load.
+            self._note_load(trainer, pl_module, tiered_io_of(trainer.strategy.checkpoint_io))
         self._forget_dirpaths()
+
+    def _note_load(self, trainer: Trainer, pl_module: LightningModule, io: TieredCheckpointIO | None) -> None:
+        """Notes whether an evaluation, whose load is over, has loaded a checkpoint into its module."""
+        if io is not None and trainer.ckpt_path is not None and not io.found_nothing:
+            self._held.load(pl_module)
 
     def _forget_dirpaths(self) -> None:
         """Where nothing is trained, Lightning gives its own callback a folder; a fit that follows would keep to it."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 from lightning.pytorch import LightningModule
 
 from tiered_checkpoint_io.logs import Logger
@@ -11,28 +14,36 @@ from tiered_checkpoint_io.model import ids
 class HeldWeights:
     """Whether a trainer holds the weights that it has trained.
 
-    An evaluation replaces these by what it loads, or by those of another module. The trainer still has the optimizers'
+    An evaluation may load others into the trained module, or hold another module. The trainer still has the optimizers'
     states, the loops and the step of the training that has ended, so what it saves then is nothing to resume from.
     """
 
     def __init__(self) -> None:
-        #: Whether they are others than those that it has trained.
-        self.are_others = False
-        #: The module that was trained. Its number does: while it is compared, a second module exists beside it.
-        self._trained: int | None = None
+        #: The module that was trained, for as long as it exists.
+        self._trained: weakref.ref[LightningModule] | None = None
+        #: Whether an evaluation has loaded a checkpoint into it since.
+        self._has_loaded = False
         self._has_warned = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For a process that is spawned: it has a module of its own.
+        return {**vars(self), "_trained": None, "_has_loaded": False}
 
     def train(self, module: LightningModule) -> None:
         """Notes that a training goes on with what the module holds now."""
-        self._trained, self.are_others = id(module), False
+        self._trained, self._has_loaded = weakref.ref(module), False
 
-    def evaluate(self, module: LightningModule, *, loaded: bool) -> None:
-        """Notes that a module is evaluated, which may have loaded its weights from a checkpoint."""
-        self.are_others |= self._trained is not None and (loaded or self._trained != id(module))
+    def load(self, module: LightningModule) -> None:
+        """Notes that an evaluation has loaded a checkpoint into a module."""
+        self._has_loaded |= self._trained is not None and self._trained() is module
+
+    def are_others(self, module: LightningModule) -> bool:
+        """Whether a module, the one that the trainer has now, holds other weights than those that it has trained."""
+        return self._trained is not None and (self._has_loaded or self._trained() is not module)
 
     def warn(self, log: Logger) -> None:
         """Says once what is left out of a resume."""
-        if self.are_others and not self._has_warned:
+        if not self._has_warned:
             self._has_warned = True
             log.warning(
                 "the weights are those of an evaluation, and the optimizers' states those of the training before it:"

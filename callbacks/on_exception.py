@@ -27,9 +27,8 @@ def count_as_last(trainer: Trainer, io: TieredCheckpointIO) -> None:
                 engine.session.warned.add(each.ckpt_path)
                 engine.session.log.warning(
                     "OnExceptionCheckpoint saves to %s, which is not below %s: its checkpoint is in neither tier, and"
-                    " ckpt_path='last' passes it by; give it dirpath=%r",
+                    " ckpt_path='last' passes it by; give it dirpath='', which stands for that folder",
                     each.ckpt_path,
-                    engine.dirpath,
                     engine.dirpath,
                 )
     engine.also_last = frozenset(names)

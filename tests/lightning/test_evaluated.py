@@ -28,17 +28,18 @@ class NoTests(Model):
         raise Stop
 
 
-@pytest.mark.parametrize("how", ["tested", "failed", "another"])
+@pytest.mark.parametrize("how", ["tested", "failed", "another", "without batches"])
 def test_a_trainer_that_evaluated_other_weights_saves_nothing_to_resume_from(how, runs, caplog):
     callback = best()
-    trainer, model = runs.fit(callback, ckpt_path=None, model=NoTests() if how == "failed" else None)
+    limit = {"limit_test_batches": 0} if how == "without batches" else {}
+    trainer, model = runs.fit(callback, ckpt_path=None, model=NoTests() if how == "failed" else None, **limit)
     older = callback.best_model_path
     if how == "failed":
         with pytest.raises(Stop):
             trainer.test(model, ckpt_path=older, verbose=False)
     else:
         trainer.test(
-            Model() if how == "another" else model, ckpt_path=older if how == "tested" else None, verbose=False
+            Model() if how == "another" else model, ckpt_path=None if how == "another" else older, verbose=False
         )
     trainer.save_checkpoint("final.ckpt")
     trainer.io.teardown()
@@ -62,6 +63,18 @@ def test_a_trainer_that_holds_what_it_trained_saves_what_to_resume_from(then, ru
     trainer.save_checkpoint("final.ckpt")
     trainer.io.teardown()
     assert newest(runs) == "final.ckpt"
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_another_module_that_was_evaluated_in_between_changes_nothing(loads, runs, caplog):
+    callback = best()
+    trainer, model = runs.fit(callback, ckpt_path=None)
+    trainer.test(Model(), ckpt_path=callback.best_model_path if loads else None, verbose=False)
+    trainer.test(model, verbose=False)
+    trainer.save_checkpoint("final.ckpt")
+    trainer.io.teardown()
+    assert newest(runs) == "final.ckpt"
+    assert "the weights are those of an evaluation" not in caplog.text
 
 
 @pytest.mark.skipif(INSTALLED < (2, 6), reason="save_on_exception came with Lightning 2.6")

@@ -28,6 +28,14 @@ from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 
+TieredModelCheckpoint.CHECKPOINT_NAME_LAST = os.environ.get("NAME_LAST", "last")
+
+class Ranked(Model):
+    def training_step(self, batch, index):
+        # Not synchronised between the ranks; on rank 0 always the same.
+        self.log("own", float(self.global_rank * self.global_step))
+        return super().training_step(batch, index)
+
 if __name__ == "__main__":
     _, _, dirpath, memory_dir, steps, ranks, strategy, asynchronous = sys.argv
     block = {"dirpath": dirpath, "memory_dir": memory_dir, "wait_timeout_s": 60,
@@ -45,11 +53,12 @@ if __name__ == "__main__":
     io, filename = TieredCheckpointIO.from_config(block), os.environ.get("FILENAME", "{step}")
     trainer = Trainer(
         plugins=[io],
-        callbacks=[TieredModelCheckpoint.from_config(block, filename=filename, save_last=bool(refused))],
+        callbacks=[TieredModelCheckpoint.from_config(block, filename=filename,
+                                                     save_last=bool(refused or os.environ.get("NAME_LAST")))],
         max_steps=int(steps), accelerator="cpu", devices=int(ranks), strategy=strategy, logger=False,
         enable_progress_bar=False, enable_model_summary=False,
     )
-    trainer.fit(Model(ballast=1_000_000), ckpt_path="tiered:latest")
+    trainer.fit(Ranked(ballast=1_000_000), ckpt_path="tiered:latest")
     restored = io.checkpointer.restored
     told = restored and (restored.step, restored.tier), io.checkpointer.session.asked
     # One write, so that ranks do not write into each other's lines.
@@ -130,6 +139,21 @@ def test_a_name_that_rank_0_refuses_ends_all_ranks(launch, tmp_path, monkeypatch
     assert done.stderr.count("InvalidNameError: ") >= 2
     for rank in (0, 1):
         assert f"[rank{rank}]" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("names", "saved"),
+    [
+        ({"NAME_LAST": "last-{own:.1f}"}, ["last-own=0.0.ckpt", "step=6.ckpt"]),
+        ({"FILENAME": "{own:.1f}"}, ["own=0.0.ckpt"]),
+    ],
+)
+def test_ranks_whose_names_differ_go_on_together(names, saved, launch, tmp_path, monkeypatch):
+    """A value in a name that is not synchronised: on rank 0 the name stays the same, on rank 1 it changes."""
+    for name, pattern in names.items():
+        monkeypatch.setenv(name, pattern)
+    told(launch(str(tmp_path / "durable"), 6, 2, timeout_s=100))
+    assert durable(str(tmp_path / "durable")) == saved
 
 
 @pytest.mark.matrix
