@@ -138,6 +138,10 @@ class StoreConfigError(StoreError):
     """The durable tier does not exist as configured: bucket, region or endpoint."""
 
 
+class StoreFullError(StoreError):
+    """The durable tier has no room for this. What was there before is intact."""
+
+
 class StoreUnavailableError(StoreError):
     """The durable tier is throttling, failing or unreachable. The same call may succeed later."""
 

@@ -1,5 +1,6 @@
 """What a directory promises beyond the contract: writers that die, folders that come and go."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ import threading
 
 import pytest
 
-from tiered_checkpoint_io.errors import InvalidNameError, StoreAccessError, StoreError
+from tiered_checkpoint_io.errors import InvalidNameError, StoreAccessError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 KILLED = """
@@ -55,6 +56,41 @@ def test_a_live_writers_file_is_not_taken_for_a_dead_ones(tmp_path):
     go_on.set()
     writer.join(30)
     assert other.get("x") == data
+
+
+@pytest.mark.parametrize("way", ["link", "bytes"])
+def test_a_copy_on_its_way_is_not_taken_for_a_dead_writers_file(way, tmp_path, monkeypatch):
+    if way == "bytes":
+
+        def refuse(*_, **__):
+            raise OSError(errno.EPERM, "no links here")
+
+        monkeypatch.setattr(os, "link", refuse)
+    store, data = DirectoryStore(str(tmp_path)), os.urandom(1 << 20)
+    store.put("epoch=1.ckpt", data)
+    # What another process' first write does, right before the copy gets its name.
+    for _ in range(2):
+        store.copy("epoch=1.ckpt", "last.ckpt", len(data), check=lambda: DirectoryStore(str(tmp_path)).put("y", b"1"))
+    assert store.get("last.ckpt") == store.get("epoch=1.ckpt") == data
+    assert os.path.samefile(tmp_path / "last.ckpt", tmp_path / "epoch=1.ckpt") == (way == "link")
+    assert temporary(tmp_path) == []
+
+
+def test_only_a_source_that_is_missing_is_said_to_be(tmp_path, monkeypatch):
+    store = DirectoryStore(str(tmp_path))
+    with pytest.raises(StoreNotFoundError):
+        store.copy("x", "last.ckpt", 1, check=lambda: None)
+    store.put("x", b"1")
+    removed = os.link
+
+    def link(source, target):
+        os.unlink(source)
+        removed(source, target)
+
+    monkeypatch.setattr(os, "link", link)
+    # It was open by then, and is copied as it was.
+    store.copy("x", "last.ckpt", 1, check=lambda: None)
+    assert store.get("last.ckpt") == b"1"
 
 
 def test_writers_and_deleters_of_one_folder_do_not_disturb_each_other(tmp_path):

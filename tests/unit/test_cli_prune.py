@@ -1,11 +1,13 @@
 """The command line over what is kept: prune, pin, unpin and metric, on a real S3 server."""
 
+import errno
 import itertools
 import json
 import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from support.committing import alias, save
@@ -20,6 +22,7 @@ from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.durable import pruning
 from tiered_checkpoint_io.engine.durable.retention import Survey
+from tiered_checkpoint_io.engine.leasing.leases import Lease
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
@@ -178,6 +181,57 @@ def test_what_the_server_refuses_stays_and_keeps_nothing_else(s3, s3_server, mon
     assert json.loads(command(*prune, "--yes", "--json").stdout)["removed"] == ["c1"]
     assert names(s3) == files(s3) == ["c6"]
     assert all_objects(s3) == named(s3), "and nothing is noted any more"
+
+
+def _full(monkeypatch):
+    """A disk on which nothing can be made until something was deleted."""
+    opened, made, removed, is_full = os.open, os.mkdir, os.unlink, True
+
+    def refuse_if_full(path):
+        if is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    def open_(path, flags, *arguments, **options):
+        if flags & os.O_CREAT and not os.path.exists(path):
+            refuse_if_full(path)
+        return opened(path, flags, *arguments, **options)
+
+    def mkdir(path, *arguments, **options):
+        if not os.path.exists(path):
+            refuse_if_full(path)
+        return made(path, *arguments, **options)
+
+    def unlink(path, *arguments, **options):
+        nonlocal is_full
+        removed(path, *arguments, **options)
+        is_full = False
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    monkeypatch.setattr(os, "unlink", unlink)
+
+
+@pytest.mark.parametrize("other", ["none", "dead", "another machine's", "not understood"])
+def test_a_full_disk_is_cleared_up_unless_another_run_may_write_there(other, tmp_path, monkeypatch):
+    store = DirectoryStore(str(tmp_path / "run"))
+    for number in range(1, 4):
+        save(store, f"c{number}", number)
+    lease = replace(Lease.of_this_process("other", "token"), held=True)
+    # No process began when this one says.
+    lease = replace(lease, born=1) if other == "dead" else replace(lease, boot_id="elsewhere")
+    if other != "none":
+        store.put(ids.lease_key("ns", "token"), b"?" if other == "not understood" else lease.to_json())
+    _full(monkeypatch)
+    done = command("prune", store.url, "--keep-latest", "1", "--yes", "--json")
+    if other in ("none", "dead"):
+        assert done.exit_code == 0, done.exception
+        assert json.loads(done.stdout)["removed"] == ["c1", "c2"]
+        assert names(store) == files(store) == ["c3"]
+        assert not list(store.list(ids.PRUNE_PREFIX))
+    else:
+        assert isinstance(done.exception, UsageError)
+        assert "may use this dirpath, and there is no room to ask it" in str(done.exception)
+        assert names(store) == ["c1", "c2", "c3"]
 
 
 @pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.matrix)])

@@ -117,6 +117,31 @@ def test_the_whole_story_of_a_lease_takes_no_time():
     assert not world.objects
 
 
+def test_processes_of_one_launch_do_not_take_each_other_for_another_run():
+    """Two sessions of one launch, or two processes of which one began the other, for a day; then another run comes."""
+    world, threads = World(0), []
+    first, second = (
+        _keeper(world, _Requests(world, SimpleNamespace(pause=lambda: None)), name, threads)
+        for name in ("launch", "launch/child")
+    )
+    world.clock.advance(60, *threads)
+    met = first.met, second.met
+    world.clock.advance(24 * 3600, *threads)
+    assert first.is_held and second.is_held
+    assert (first.met, second.met) == met, "each would give the next save a new run id"
+    assert world.puts <= 2 * 27, "each is a version in a bucket that keeps versions"
+    second.close(5.0)
+    threads.pop()
+    world.clock.advance(60, *threads)
+    assert first.met == met[0]
+    newcomer = _keeper(world, _Requests(world, SimpleNamespace(pause=lambda: None)), "other", threads)
+    world.clock.advance(40, *threads)
+    with pytest.raises(UsageError, match="launch.* is running"):
+        newcomer.check()
+    assert first.met > met[0]
+    first.close(5.0)
+
+
 def test_where_deletes_are_refused_a_run_is_as_safe_and_as_quiet_as_elsewhere(caplog):
     """The leases of ended runs stay in a bucket whose policy allows no deletes."""
     world, threads = World(0), []

@@ -106,7 +106,7 @@ def prune(
         return
     done = _Done()
     ending = told_to_end(logging.getLogger("tiered_checkpoint_io"), late=INTERRUPTED)
-    with ending as stop, claimed(config, stop) as is_ours:
+    with ending as stop, claimed(config, stop, makes_room=True) as is_ours:
         if is_ours:
             # The tier may have changed since the first look.
             plan = ask(config, lambda asked: _plan(asked, policies, older_than_s))

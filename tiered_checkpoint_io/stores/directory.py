@@ -11,17 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import StoreChangedError, StoreNotFoundError
+from tiered_checkpoint_io.errors import StoreChangedError, StoreFullError, StoreNotFoundError
 from tiered_checkpoint_io.stores.base import UploadContent, UploadJournal, changed, too_short
-from tiered_checkpoint_io.stores.files import FileStore
+from tiered_checkpoint_io.stores.duplicates import duplicate
+from tiered_checkpoint_io.stores.files import FileStore, kind_of
 
 _T = TypeVar("_T")
 _SLICE = 8 << 20
 #: How often folders are made again that others, who had emptied them, removed under our hands.
 _ATTEMPTS = 100
-#: The request of linux/fs.h that has two files share their blocks, until one is written to.
-_FICLONE = 0x40049409
-_SENT_AT_ONCE = 1 << 30
 #: In the scratch folder, where what no process has locked is removed.
 _LOCK = "conditional-write"
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
@@ -164,17 +162,30 @@ class DirectoryStore(FileStore):
     @contextlib.contextmanager
     def _unchanged(self, operation: str, key: str, path: str, expected: str | None) -> Iterator[None]:
         """A block that no other conditional write comes between; entered where the file is as expected."""
+        with self._alone(makes_room=operation == "delete"):
+            if _tag_at(path) != expected:
+                raise changed(operation, key)
+            yield
+
+    @contextlib.contextmanager
+    def _alone(self, *, makes_room: bool) -> Iterator[None]:
+        """A block that holds the lock of conditional writes; what ``makes_room`` needs none where there is no room."""
         lock = os.path.join(self._scratch, _LOCK)
         while True:
-            descriptor = _within(self._scratch, lambda: os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+            try:
+                descriptor = _within(
+                    self._scratch, lambda: os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                )
+            except OSError as error:
+                if not makes_room or kind_of(error) is not StoreFullError:
+                    raise
+                break
             try:
                 # Held for a rename. Where there are no locks, another writer may come between.
                 _lock(descriptor, fcntl.LOCK_EX)
                 if not os.fstat(descriptor).st_nlink:
                     continue
                 try:
-                    if _tag_at(path) != expected:
-                        raise changed(operation, key)
                     yield
                     return
                 finally:
@@ -182,6 +193,7 @@ class DirectoryStore(FileStore):
                         os.unlink(lock)
             finally:
                 os.close(descriptor)
+        yield
 
     def _write(self, key: str, path: str, data: UploadContent, report: Callable[[int], None]) -> None:
         self._replace(key, path, data, report, contextlib.nullcontext)
@@ -212,24 +224,27 @@ class DirectoryStore(FileStore):
         return tag
 
     def _copy(self, key: str, source: str, path: str, size: int, check: Callable[[], None]) -> None:
-        scratch = os.path.join(self._scratch, self._clock.token(12))
         with self._guarded("copy", key):
+            self._size(source)
             origin = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        # From here on the source is there, whatever else is missing.
         try:
-            with self._guarded("copy", key):
-                # A hard link is the same file: shared with a cleaner's lock, it is not taken for abandoned.
-                _lock(origin, fcntl.LOCK_SH)
-                _within(self._scratch, lambda: _duplicate(origin, source, scratch))
-                found = os.stat(scratch).st_size
-            self._check_size(key, found, size)
-            check()
-            with self._guarded("copy", key):
-                _within(os.path.dirname(path), lambda: os.rename(scratch, path))
+            with self._temporary(key) as (descriptor, temporary):
+                with self._guarded("put", key):
+                    # A hard link is the same file: shared with a cleaner's lock, it is not taken for abandoned.
+                    _lock(origin, fcntl.LOCK_SH)
+                    duplicate(origin, source, descriptor, temporary)
+                    found = os.stat(temporary).st_size
+                self._check_size(key, found, size)
+                check()
+                with self._guarded("put", key):
+                    _within(os.path.dirname(path), lambda: os.rename(temporary, path))
+                    # Two names of one file are not renamed onto each other: the first one stays.
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(temporary)
+            with self._guarded("put", key):
                 _sync_folder(os.path.dirname(path))
         finally:
-            # Two names of one file are not renamed onto each other: the first one stays.
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(scratch)
             os.close(origin)
 
     def _delete(self, path: str) -> None:
@@ -282,38 +297,6 @@ class DirectoryStore(FileStore):
                 os.unlink(path)
         finally:
             os.close(descriptor)
-
-
-def _duplicate(origin: int, source: str, path: str) -> None:
-    """Makes a file of the same bytes, in the cheapest way that there is.
-
-    A reflink has an inode of its own; a hard link has not, but files are replaced here and never written to.
-    """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            fcntl.ioctl(descriptor, _FICLONE, origin)
-        except OSError:
-            os.unlink(path)
-            try:
-                os.link(source, path)
-            except FileNotFoundError:
-                raise
-            except OSError:
-                _copy_bytes(origin, path)
-                return
-        else:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _copy_bytes(origin: int, path: str) -> None:
-    with open(path, "xb", buffering=0) as file:
-        # By the kernel, or by the server of a network file system where it can.
-        while os.sendfile(file.fileno(), origin, file.tell(), _SENT_AT_ONCE):
-            pass
-        os.fsync(file.fileno())
 
 
 def _tag_of(facts: os.stat_result) -> str:

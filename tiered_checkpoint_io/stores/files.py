@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import threading
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
@@ -16,6 +17,7 @@ from tiered_checkpoint_io.errors import (
     StoreAccessError,
     StoreConfigError,
     StoreError,
+    StoreFullError,
     StoreNotFoundError,
     StoreUnavailableError,
     TieredCheckpointError,
@@ -53,8 +55,12 @@ _CONNECTION_LOST = {
     "asyncio.TimeoutError",
     "aiohttp.ClientConnectionError",
     "aiohttp.ClientPayloadError",
+    "azure.IncompleteReadError",
+    "azure.ServiceRequestError",
+    "azure.ServiceResponseError",
     "botocore.ConnectionError",
     "botocore.HTTPClientError",
+    "google.TransportError",
     "paramiko.SSHException",
     "requests.ConnectionError",
     "requests.Timeout",
@@ -277,7 +283,7 @@ class FileStore(ABC):
             hint = self._access_hint
         elif kind is StoreUnavailableError:
             hint = self._network_hint
-        elif number in _FULL:
+        elif kind is StoreFullError:
             hint = "no room: free some, or save elsewhere; what was saved before is intact"
         # The text of others may hold credentials (URLs do), so just what kind of error it is goes on.
         status = _status(error)
@@ -310,7 +316,24 @@ def _status(error: Exception) -> int | None:
 
 
 def kind_of(error: Exception) -> type[StoreError]:
-    """Which of our errors a file system's error is: by type, HTTP status and errno, never by text."""
+    """Which of our errors a file system's error is: by type, HTTP status and errno, never by text.
+
+    One that says nothing itself is what the error is that led to it: libraries wrap those of others.
+    """
+    each: BaseException | None = error
+    judged: set[int] = set()
+    while isinstance(each, Exception) and id(each) not in judged:
+        kind = _own_kind(each)
+        if kind is not None:
+            # That something else was missing before does not prove that what we asked for is.
+            return StoreError if each is not error and kind is StoreNotFoundError else kind
+        judged.add(id(each))
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return StoreError
+
+
+def _own_kind(error: Exception) -> type[StoreError] | None:
+    """Which of our errors it is by itself; None where it says nothing."""
     status = _status(error)
     number = error.errno if isinstance(error, OSError) else None
     names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
@@ -322,4 +345,14 @@ def kind_of(error: Exception) -> type[StoreError]:
         return StoreUnavailableError
     if status in _RETRYABLE_STATUS or number in _RETRYABLE_ERRNO:
         return StoreUnavailableError
-    return StoreError
+    if number in _FULL:
+        return StoreFullError
+    if number is None and type(error) is OSError and _is_raised_by(error, "gcsfs.retry"):
+        # All that gcsfs says where a request is forbidden.
+        return StoreAccessError
+    return StoreError if status is not None or number is not None else None
+
+
+def _is_raised_by(error: Exception, module: str) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__") == module

@@ -13,7 +13,13 @@ import fsspec
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import StoreConfigError, StoreError, StoreUnavailableError
+from tiered_checkpoint_io.errors import (
+    StoreAccessError,
+    StoreConfigError,
+    StoreError,
+    StoreNotFoundError,
+    StoreUnavailableError,
+)
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.redaction import without_secrets
@@ -198,7 +204,9 @@ class RemoteStore(FileStore):
         self._fs.invalidate_cache()
         try:
             if self._is_object_store:
-                return dict(self._fs.find(folder, detail=True))
+                found = self._fs.find(folder, detail=True)
+                # Of a blob that has the folder's own name adlfs gives just that, in a list: it does not lie below.
+                return {path: found[path] for path in found if path != folder}
             # Elsewhere fsspec's own would leave out folders that it cannot list.
             entries = self._fs.ls(folder, detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -215,14 +223,20 @@ class RemoteStore(FileStore):
     def _check_bucket(self) -> None:
         """Distinguishes an empty prefix from a missing bucket."""
         bucket = self._root.lstrip("/").partition("/")[0]
-        # One may list a prefix and not look at the bucket.
-        with contextlib.suppress(PermissionError):
+        # gcsfs says that a bucket is missing also where it may not look at it.
+        for look in (self._fs.info, self._fs.ls):
             try:
-                self._fs.info(bucket)
-            except FileNotFoundError as error:
-                raise StoreConfigError(
-                    f"bucket {bucket!r} does not exist there", operation="list", key=self.url
-                ) from error
+                look(bucket)
+            except Exception as error:
+                missing, kind = error, kind_of(error)
+                # One may list a prefix, and not look at the bucket.
+                if kind is StoreAccessError:
+                    return
+                if kind is not StoreNotFoundError:
+                    raise
+            else:
+                return
+        raise StoreConfigError(f"bucket {bucket!r} does not exist there", operation="list", key=self.url) from missing
 
 
 def _throw_away(file: Any) -> None:

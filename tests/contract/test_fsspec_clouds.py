@@ -1,0 +1,160 @@
+"""gs:// and az://: outages, refusals and empty buckets, as gcsfs and adlfs tell of them.
+
+Neither has a server that runs here, so the file systems are ours, and raise what those libraries raise.
+"""
+
+import importlib
+import types
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from support.clocks import hurried, quick
+
+from tiered_checkpoint_io import TieredCheckpointIO
+from tiered_checkpoint_io.errors import (
+    StoreAccessError,
+    StoreConfigError,
+    StoreError,
+    StoreFullError,
+    StoreNotFoundError,
+    StoreUnavailableError,
+)
+from tiered_checkpoint_io.stores.files import kind_of
+from tiered_checkpoint_io.stores.remote import RemoteStore
+
+
+def _error_class(module, name, base=Exception):
+    return type(name, (base,), {"__module__": module})
+
+
+TransportError = _error_class("google.auth.exceptions", "TransportError")
+RefreshError = _error_class("google.auth.exceptions", "RefreshError")
+ServiceRequestError = _error_class("azure.core.exceptions", "ServiceRequestError")
+ServiceResponseError = _error_class("azure.core.exceptions", "ServiceResponseError")
+HttpResponseError = _error_class("azure.core.exceptions", "HttpResponseError")
+
+
+def _forbidden():
+    """As gcsfs.retry.validate_response raises it."""
+    module = types.ModuleType("gcsfs.retry")
+    exec("def validate_response():\n    raise OSError('Forbidden: https://x\\nno')", module.__dict__)
+    module.validate_response()
+
+
+def _http(status):
+    error = HttpResponseError("no")
+    error.status_code = status
+    return error
+
+
+def _raised(error, cause=None, context=None):
+    """An error as it is caught, with what led to it."""
+    try:
+        if context is not None:
+            try:
+                raise context
+            except Exception:
+                raise error
+        raise error from cause
+    except Exception as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "context", "kind"),
+    [
+        (TransportError(), None, None, StoreUnavailableError),
+        (RefreshError(), TransportError(), None, StoreUnavailableError),
+        (RefreshError(), None, None, StoreError),
+        (ServiceRequestError(), None, None, StoreUnavailableError),
+        (_error_class("azure.core.exceptions", "Timeout", ServiceResponseError)(), None, None, StoreUnavailableError),
+        (RuntimeError("Failed to upload block"), ServiceRequestError(), None, StoreUnavailableError),
+        (RuntimeError("Failed to upload block"), None, ServiceResponseError(), StoreUnavailableError),
+        (RuntimeError("Failed to upload block"), _http(403), None, StoreAccessError),
+        (RuntimeError("Failed to upload block"), _raised(OSError(), TimeoutError()), None, StoreUnavailableError),
+        (RuntimeError("not in a cache"), None, FileNotFoundError(), StoreError),
+        (_http(400), TransportError(), None, StoreError),
+        (OSError(28, "full"), None, TimeoutError(), StoreFullError),
+        (_http(404), None, None, StoreNotFoundError),
+        (OSError("Forbidden"), None, None, StoreError),
+    ],
+)
+def test_an_error_of_a_cloud_is_told_by_what_led_to_it(error, cause, context, kind):
+    assert kind_of(_raised(error, cause, context)) is kind
+
+
+class Cloud(MemoryFileSystem):
+    """An object store of which some calls fail."""
+
+    protocol = "gs"
+    store, pseudo_dirs = {}, [""]
+    #: What a call of that name does in place of its work.
+    instead = {}
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("gs://"))
+
+    def __getattribute__(self, name):
+        return type(self).instead.get(name) or super().__getattribute__(name)
+
+
+def _raising(error):
+    def call(*_, **__):
+        raise error
+
+    return call
+
+
+@pytest.fixture
+def cloud(monkeypatch):
+    cloud = type("Cloud", (Cloud,), {"store": {}, "pseudo_dirs": [""], "instead": {}})
+    monkeypatch.setitem(importlib.import_module("fsspec.registry")._registry, "gs", cloud)
+    return cloud
+
+
+def test_training_resumes_from_node_memory_while_the_cloud_is_away(cloud, memory_dir):
+    options = {"memory_dir": memory_dir, "drain": "thread", "namespace": "job", "durable_timeout_s": 1}
+    with hurried(retry_deadline_s=0.5):
+        io = TieredCheckpointIO("gs://bucket/run", **options)
+        io.save_checkpoint({"global_step": 7, "epoch": 0}, "gs://bucket/run/c7", storage_options={"tiers": ["memory"]})
+        io.teardown()
+        for name in ("find", "ls", "info", "cat_file", "open", "rm_file"):
+            cloud.instead[name] = _raising(TransportError("no route"))
+        io = TieredCheckpointIO("gs://bucket/run", **options)
+        assert io.load_checkpoint("tiered:latest")["global_step"] == 7
+        io.teardown()
+
+
+def test_an_empty_bucket_that_may_not_be_looked_at_is_an_empty_one(cloud):
+    store = RemoteStore("gs://bucket/run", clock=quick(retry_deadline_s=0.5))
+    cloud.instead |= {"find": lambda *_, **__: {}, "ls": lambda *_, **__: []}
+    # gcsfs without storage.buckets.get; adlfs with rights on blobs alone; gcsfs where it is forbidden.
+    for info in (_raising(FileNotFoundError("bucket")), _raising(_http(403)), lambda *_, **__: _forbidden()):
+        cloud.instead["info"] = info
+        assert list(store.list("")) == []
+    cloud.instead["info"] = _raising(_http(503))
+    with pytest.raises(StoreUnavailableError):
+        list(store.list(""))
+
+
+def test_a_bucket_that_is_not_there_is_no_empty_one(cloud):
+    store = RemoteStore("gs://bucket/run", clock=quick(retry_deadline_s=0.5))
+    cloud.instead |= dict.fromkeys(("find", "info", "ls"), _raising(FileNotFoundError("bucket")))
+    with pytest.raises(StoreConfigError, match="bucket 'bucket' does not exist"):
+        list(store.list(""))
+
+
+def test_a_blob_of_the_name_of_the_folder_is_not_below_it(cloud):
+    """Where that is all there is, adlfs gives its name in a list, and others the facts of it."""
+    store = RemoteStore("gs://bucket/run", clock=quick(retry_deadline_s=0.5))
+    for found in (["/bucket/run"], {"/bucket/run": {"size": 1}}):
+        cloud.instead |= {"find": lambda *_, found=found, **__: found, "info": lambda *_, **__: {}}
+        assert list(store.list("")) == []
+
+
+def test_what_gcsfs_calls_forbidden_is_a_refusal(cloud):
+    store = RemoteStore("gs://bucket/run", clock=quick(retry_deadline_s=0.5))
+    cloud.instead["cat_file"] = lambda *_, **__: _forbidden()
+    with pytest.raises(StoreAccessError):
+        store.get("x")
