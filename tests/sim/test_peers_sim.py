@@ -15,7 +15,7 @@ def lived(seed, kind, folder):
     "kind", [pytest.param(peers.CALM, marks=pytest.mark.matrix), peers.ROUGH], ids=["calm", "rough"]
 )
 def test_no_loss_of_a_machine_takes_what_was_marked_as_replicated(kind, memory_dir):
-    worlds = [lived(seed, kind, memory_dir) for seed in range(15)]
+    worlds = [lived(seed, kind, memory_dir) for seed in range(20)]
     assert [f"seed {seed}: {world.violation}" for seed, world in enumerate(worlds) if world.violation] == []
     history = "".join(line for world in worlds for line in world.history)
     # The lives are about something.
