@@ -37,6 +37,9 @@ class ReplicaReceiver:
         self._links = Links(member, sends=False)
         self._fates = fates
         self._missed = 0
+        held = [*self._tier.parts(), *self._tier.replicas.parts()]
+        #: The newest save that this node had when the ranks met.
+        self._newest_before = max((stored.save_id for stored in held), default="")
         self._closing = threading.Event()
         self._thread = self._clock.start(self._run, "tiered-keep-replicas")
 
@@ -123,16 +126,23 @@ class ReplicaReceiver:
             self._log.debug("%s's part is not kept: %s", link.name, error)
             return
         self._fates.arrived(part)
-        self._prune(part, keep=self._keep_last)
+        if not self._is_left_over(part):
+            self._prune(part, keep=self._keep_last)
 
     def _slot(self, size: int, part: Part) -> Slot:
         kept = self._tier.replicas
         try:
             return kept.acquire(size)
         except MemoryFullError:
+            if self._is_left_over(part):
+                raise
             # Keep one replica fewer, unless that is the only one of a complete save.
             self._prune(part, keep=max(1, self._keep_last - 1))
             return kept.acquire(size)
+
+    def _is_left_over(self, part: Part) -> bool:
+        """Whether an earlier run saved it: until this one saves, the ranks may be loading an older one than that."""
+        return part.save_id <= self._newest_before
 
     def _prune(self, part: Part, *, keep: int) -> None:
         """Removes what is outdated of the replicas that this rank keeps, and of those of earlier runs."""
