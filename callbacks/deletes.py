@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks.migration import WITHHELD, PortableState
-from tiered_checkpoint_io.callbacks.trainer import failing_together, is_below
+from tiered_checkpoint_io.callbacks.trainer import failing_together, is_below, of_rank_0
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.model import ids
@@ -35,7 +35,6 @@ class SafeDeletes(PortableState):
     #: While a checkpoint is saved that may replace others: what was kept before it.
     _before: set[str]
     #: While a name is chosen: the path that the save replaces, whose name is free for it.
-    _replaced: str | None
 
     def _begin(self) -> None:
         """The state of a callback that has done nothing yet."""
@@ -43,7 +42,6 @@ class SafeDeletes(PortableState):
         self._landed = False
         self._withheld, self._lacking = [], []
         self._before = set()
-        self._replaced = None
 
     # ------------------------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
@@ -60,11 +58,11 @@ class SafeDeletes(PortableState):
     # ---------------------------------------------------------------------------------- deletes
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
         with self._replacing(self._named() if self.save_top_k >= 1 else set()):
-            super()._save_topk_checkpoint(trainer, monitor_candidates)
+            super()._save_topk_checkpoint(trainer, of_rank_0(trainer, monitor_candidates))
 
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
         with self._replacing(self._named()):
-            super()._save_last_checkpoint(trainer, monitor_candidates)
+            super()._save_last_checkpoint(trainer, of_rank_0(trainer, monitor_candidates))
 
     @contextlib.contextmanager
     def _replacing(self, before: set[str]) -> Iterator[None]:
@@ -74,26 +72,8 @@ class SafeDeletes(PortableState):
         finally:
             self._before = set()
 
-    def _get_metric_interpolated_filepath_name(
-        self, monitor_candidates: dict[str, Any], trainer: Trainer, del_filepath: str | None = None
-    ) -> str:
-        """As upstream, but rank 0 alone compares with the path that is replaced, in ``file_exists``.
-
-        Ranks whose paths differ would come to different answers, and each further name that is asked for is a
-        collective call.
-        """
-        self._replaced = del_filepath
-        try:
-            name: str = super()._get_metric_interpolated_filepath_name(monitor_candidates, trainer)
-            return name
-        finally:
-            self._replaced = None
-
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:  # noqa: ARG002
-        """Always: the delete is a collective call, and the paths may differ between ranks, so none decides by its own.
-
-        On rank 0, :meth:`_remove_due` leaves out what is not to be deleted.
-        """
+        """Always: :meth:`_remove_due` leaves out what is not to be deleted."""
         return True
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:

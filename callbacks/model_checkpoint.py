@@ -298,7 +298,7 @@ class TieredModelCheckpoint(DurableEnd):
 
     def file_exists(self, filepath: Any, trainer: Trainer) -> bool:
         """As upstream, from what rank 0 knows: a LIST of each folder at first use, none later."""
-        return on_rank_0(trainer, lambda: self._ask_exists and filepath != self._replaced and self._is_taken(filepath))
+        return on_rank_0(trainer, lambda: self._ask_exists and self._is_taken(filepath))
 
     def _is_taken(self, filepath: Any) -> bool:
         try:

@@ -69,6 +69,20 @@ def on_rank_0(trainer: Trainer, work: Callable[[], _T]) -> _T:
     return cast("_T", answer)
 
 
+def of_rank_0(trainer: Trainer, metrics: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0's metrics, on every rank; tensors on the CPU.
+
+    Names and scores are made of them, and what ranks do together hangs on these: of a metric that is not synchronised,
+    each rank has another value.
+    """
+    if trainer.world_size == 1:
+        return metrics
+    return on_rank_0(
+        trainer,
+        lambda: {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()},
+    )
+
+
 def fail_together(trainer: Trainer, error: TieredCheckpointError | None) -> None:
     """Raises the error of the first rank that has one, on every rank; all ranks call this."""
     errors = [error]

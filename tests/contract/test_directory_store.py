@@ -1,6 +1,7 @@
 """What a directory promises beyond the contract: writers that die, folders that come and go."""
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -58,8 +59,15 @@ def test_a_live_writers_file_is_not_taken_for_a_dead_ones(tmp_path):
     assert other.get("x") == data
 
 
-@pytest.mark.parametrize("way", ["link", "bytes"])
+@pytest.mark.parametrize("way", ["reflink", "link", "bytes"])
 def test_a_copy_on_its_way_is_not_taken_for_a_dead_writers_file(way, tmp_path, monkeypatch):
+    def clone(target, _, origin):
+        # What a file system with reflinks does, whichever this is.
+        if way != "reflink":
+            raise OSError(errno.EOPNOTSUPP, "no reflinks here")
+        os.sendfile(target, origin, 0, 1 << 30)
+
+    monkeypatch.setattr(fcntl, "ioctl", clone)
     if way == "bytes":
 
         def refuse(*_, **__):

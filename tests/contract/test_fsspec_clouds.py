@@ -69,7 +69,7 @@ def _raised(error, cause=None, context=None):
         (ServiceRequestError(), None, None, StoreUnavailableError),
         (_error_class("azure.core.exceptions", "Timeout", ServiceResponseError)(), None, None, StoreUnavailableError),
         (RuntimeError("Failed to upload block"), ServiceRequestError(), None, StoreUnavailableError),
-        (RuntimeError("Failed to upload block"), None, ServiceResponseError(), StoreUnavailableError),
+        (RuntimeError("Failed to upload block"), None, ServiceResponseError(), StoreError),
         (RuntimeError("Failed to upload block"), _http(403), None, StoreAccessError),
         (RuntimeError("Failed to upload block"), _raised(OSError(), TimeoutError()), None, StoreUnavailableError),
         (RuntimeError("not in a cache"), None, FileNotFoundError(), StoreError),

@@ -20,7 +20,7 @@ LAUNCH_TIMEOUT_S = 300
 pytestmark = pytest.mark.timeout(LAUNCH_TIMEOUT_S + 60)
 
 SCRIPT = """
-import os, sys
+import json, os, sys
 from lightning.pytorch import Trainer
 sys.path.insert(0, sys.argv[1])
 from support.training import Model
@@ -32,8 +32,9 @@ TieredModelCheckpoint.CHECKPOINT_NAME_LAST = os.environ.get("NAME_LAST", "last")
 
 class Ranked(Model):
     def training_step(self, batch, index):
-        # Not synchronised between the ranks; on rank 0 always the same.
-        self.log("own", float(self.global_rank * self.global_step))
+        # Not synchronised between the ranks; on one of them always the same.
+        changes = self.global_rank != int(os.environ.get("SAME_ON", "0"))
+        self.log("own", float(changes * self.global_step))
         return super().training_step(batch, index)
 
 if __name__ == "__main__":
@@ -54,7 +55,8 @@ if __name__ == "__main__":
     trainer = Trainer(
         plugins=[io],
         callbacks=[TieredModelCheckpoint.from_config(block, filename=filename,
-                                                     save_last=bool(refused or os.environ.get("NAME_LAST")))],
+                                                     save_last=bool(refused or os.environ.get("NAME_LAST")),
+                                                     **json.loads(os.environ.get("BEST", "{}")))],
         max_steps=int(steps), accelerator="cpu", devices=int(ranks), strategy=strategy, logger=False,
         enable_progress_bar=False, enable_model_summary=False,
     )
@@ -146,10 +148,18 @@ def test_a_name_that_rank_0_refuses_ends_all_ranks(launch, tmp_path, monkeypatch
     [
         ({"NAME_LAST": "last-{own:.1f}"}, ["last-own=0.0.ckpt", "step=6.ckpt"]),
         ({"FILENAME": "{own:.1f}"}, ["own=0.0.ckpt"]),
+        (
+            {"FILENAME": "{own:.1f}", "SAME_ON": "1", "BEST": '{"monitor": "step", "mode": "max", "save_top_k": 2}'},
+            ["own=3.0.ckpt", "own=5.0.ckpt"],
+        ),
+        (
+            {"SAME_ON": "1", "BEST": '{"monitor": "own", "mode": "max", "save_top_k": 2}'},
+            ["step=4.ckpt", "step=6.ckpt"],
+        ),
     ],
 )
 def test_ranks_whose_names_differ_go_on_together(names, saved, launch, tmp_path, monkeypatch):
-    """A value in a name that is not synchronised: on rank 0 the name stays the same, on rank 1 it changes."""
+    """A value that is not synchronised is in a name, or rates: on one rank it stays the same, on the other it changes."""
     for name, pattern in names.items():
         monkeypatch.setenv(name, pattern)
     told(launch(str(tmp_path / "durable"), 6, 2, timeout_s=100))

@@ -1,5 +1,6 @@
 """What loads bring to a node's memory takes the room of so many checkpoints as saves may, and makes room for more."""
 
+import fcntl
 import os
 
 import pytest
@@ -11,6 +12,7 @@ from support.tenants import mounted_tmpfs
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter
 from tiered_checkpoint_io import dcp as tiered_dcp
 from tiered_checkpoint_io.engine.restore.restore import NodeFetcher
+from tiered_checkpoint_io.memory import parts
 from tiered_checkpoint_io.memory.parts import PINNED
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
@@ -135,6 +137,19 @@ def test_what_one_process_is_about_to_load_another_one_does_not_remove(start, ot
     assert first.checkpointer.restored.tier == "memory"
     first.load_checkpoint("step_4.ckpt")
     assert steps(first) == [4]
+
+
+def test_a_look_whether_it_is_read_does_not_hide_a_part(start, monkeypatch):
+    io = start()
+    saved(io, [1])
+    (stored,) = tier_of(io).parts()
+    descriptor = os.open(stored.file(stored.part.content.files[0].basename), os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    monkeypatch.setattr(parts.time, "sleep", lambda _: fcntl.flock(descriptor, fcntl.LOCK_UN))
+    with parts.opened(stored):
+        assert parts.is_read(stored)
+    os.close(descriptor)
+    assert not parts.is_read(stored)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

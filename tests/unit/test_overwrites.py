@@ -1,6 +1,7 @@
 """Amid an overwrite the objects are still those of the save before: all that asks the durable tier goes by that one."""
 
 import json
+from pathlib import Path
 
 import pytest
 from support import committing
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io import find_latest
 from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.durable.metrics import add_metrics, rated
 from tiered_checkpoint_io.model.retention import Checkpoint, Latest, kept
@@ -47,6 +49,18 @@ def test_a_metric_goes_to_the_save_that_is_there(store):
 def test_verify_tells_the_save_that_is_there(store):
     rows = json.loads(command("verify", store.url, "last", "--json").stdout)["checkpoints"]
     assert [(row["step"], row["state"]) for row in rows] == [(1, "intact")]
+
+
+def test_verify_tells_what_is_wrong_with_the_save_that_was_complete(store):
+    manifest = read_manifest(store, "last")
+    path = files_of(store, manifest.settled).all()[0].path
+    where = store.url + "/" + path
+    data = bytearray(Path(where).read_bytes())
+    data[-1] ^= 1
+    Path(where).write_bytes(data)
+    (row,) = json.loads(command("verify", store.url, "last", "--json").stdout)["checkpoints"]
+    assert (row["step"], row["state"]) == (1, "damaged")
+    assert "in place of" not in row["error"]
 
 
 def test_a_command_runs_for_what_is_there(store, memory_dir, capfd):

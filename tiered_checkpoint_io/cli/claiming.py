@@ -56,6 +56,8 @@ def _waits(
         failure, waited = keeper.failure, SYSTEM.monotonic() - began
         if makes_room and isinstance(failure, StoreFullError):
             _refuse_others(keeper, store_url)
+            # Once there is room, it would ask a run that is no more able to write its own than we were.
+            keeper.close(float(config.durable_timeout_s))
             break
         if isinstance(failure, TieredCheckpointError) and not failure.retryable:
             # No later try mends it.

@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,8 @@ MARKERS = (DRAINED, PINNED, REPLICATED)
 _RESERVED = {PART_FILE, *MARKERS, *(f".{name}" for name in MARKERS)}
 #: How the name of a folder ends that is still being made.
 NEW = ".new"
+#: How often, and how long apart, seconds, a file is asked for that another process has locked.
+_LOOKS, _LOOK_S = 20, 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +211,19 @@ def is_read(stored: StoredPart) -> bool:
     return False
 
 
+def _share(descriptor: int, stored: StoredPart) -> None:
+    """Locks a part's file for reading; raises CheckpointNotFoundError where its owner has taken it back."""
+    for left in reversed(range(_LOOKS)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            # An exclusive lock: the file is its owner's slot again, whose folder is gone then; or :func:`is_read`.
+            if not left or not stored.folder.exists():
+                raise gone(stored) from error
+            time.sleep(_LOOK_S)
+
+
 @contextlib.contextmanager
 def opened(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, int]]:
     """Opens a part's files for reading; while the block runs, they are not reused.
@@ -237,11 +253,7 @@ def opened(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, int]
                     "a file is missing", operation="read", tier="memory", key=str(path), rank=stored.part.rank
                 ) from error
             stack.callback(os.close, descriptor)
-            try:
-                # Never waits: an exclusive lock means that the file is its owner's slot again.
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise gone(stored) from error
+            _share(descriptor, stored)
             if os.fstat(descriptor).st_size != entry.size:
                 if not stored.folder.exists():
                     raise gone(stored)

@@ -328,7 +328,8 @@ def kind_of(error: Exception) -> type[StoreError]:
             # That something else was missing before does not prove that what we asked for is.
             return StoreError if each is not error and kind is StoreNotFoundError else kind
         judged.add(id(each))
-        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+        # Not what was being handled meanwhile, which may be an error of the caller's.
+        each = each.__cause__
     return StoreError
 
 

@@ -68,7 +68,7 @@ def content_or_damage(store: Store, manifest: Manifest, progress: _Progress = la
     Raises:
         StoreError: The tier could not be asked, which says nothing of the checkpoint.
     """
-    first: Damage | None = None
+    damage: Damage | None = None
     for content in contents_there(store, manifest):
         try:
             files = files_of(store, content)
@@ -81,9 +81,10 @@ def content_or_damage(store: Store, manifest: Manifest, progress: _Progress = la
             found = Damage(error.message, file=error.key or "")
         if found is None:
             return content
-        first = first or found
-    assert first is not None
-    return first
+        # Of several, that of the one that is known to have been complete, the last.
+        damage = found
+    assert damage is not None
+    return damage
 
 
 def damage_of(store: Store, manifest: Manifest) -> Damage | None:

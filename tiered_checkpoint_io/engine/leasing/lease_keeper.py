@@ -94,12 +94,12 @@ class LeaseKeeper:
         self._lease = Lease.of_this_process(owner, token)
         #: When it was last written, and when the store last answered.
         self._written = self._answered = 0.0
-        #: When each lease but ours was written, as of the last list; and which are of other launches.
+        #: When each lease but ours was written, as of the last list.
         self._seen: dict[str, float] = {}
-        self._foreign: set[str] = set()
         #: Of each lease of others, when it was last seen to change.
         self._watched: dict[str, _Watched] = {}
-        #: How often other launches have come, written theirs again, or gone; or may have, while we were cut off.
+        #: How often others have come or gone, or other launches have written theirs again; or may have, while we were
+        #: cut off.
         self.met = 0
         self._looked = threading.Event()
         self._stop = threading.Event()
@@ -274,8 +274,8 @@ class LeaseKeeper:
     def _meet(self, listed: Mapping[str, ObjectInfo], others: Sequence[Other]) -> list[Other]:
         """Takes note of the leases that are there, and of those of other launches; gives which of these are new."""
         new = [each for each in others if self._seen.get(each.key) != listed[each.key].modified]
-        self.met += bool(new or self._foreign - listed.keys())
-        self._foreign = (self._foreign & listed.keys()) | {each.key for each in others}
+        # A process of this launch that has come or gone may have saved, too.
+        self.met += bool(new or listed.keys() != self._seen.keys())
         self._seen = {key: info.modified for key, info in listed.items()}
         return new
 

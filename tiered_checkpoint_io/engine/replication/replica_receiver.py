@@ -13,7 +13,7 @@ from tiered_checkpoint_io.engine.ranks.transfer import (
     send_status,
     text_of,
 )
-from tiered_checkpoint_io.engine.replication.fates import Fates
+from tiered_checkpoint_io.engine.replication.fates import Fates, newest_of, series_key
 from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Link, Links, Member, take_request
 from tiered_checkpoint_io.engine.staging.retention import outdated_replicas
 from tiered_checkpoint_io.errors import ManifestError, MemoryFullError, PeerError, TieredCheckpointError
@@ -38,8 +38,8 @@ class ReplicaReceiver:
         self._fates = fates
         self._missed = 0
         held = [*self._tier.parts(), *self._tier.replicas.parts()]
-        #: The newest save that this node had when the ranks met.
-        self._newest_before = max((stored.save_id for stored in held), default="")
+        #: The newest save of each series that this node had when the ranks met.
+        self._newest_before = newest_of((series_key(stored.part), stored.save_id) for stored in held)
         self._closing = threading.Event()
         self._thread = self._clock.start(self._run, "tiered-keep-replicas")
 
@@ -142,7 +142,7 @@ class ReplicaReceiver:
 
     def _is_left_over(self, part: Part) -> bool:
         """Whether an earlier run saved it: until this one saves, the ranks may be loading an older one than that."""
-        return part.save_id <= self._newest_before
+        return part.save_id <= self._newest_before.get(series_key(part), "")
 
     def _prune(self, part: Part, *, keep: int) -> None:
         """Removes what is outdated of the replicas that this rank keeps, and of those of earlier runs."""
