@@ -25,9 +25,10 @@ def ended(memory_dir):
                 os.kill(pid, signal.SIGKILL)
 
 
-def queued_after_saves(ranks, s3_url, without, endpoint_url):
+def queued_after_saves(ranks, s3_url, without, endpoint_url, patience_s=3):
     """Of each rank, the durable saves that its node's memory has after seven; one rank is told of another server."""
-    options = {"pending_timeout_s": 3, "wait_timeout_s": BOUND_S, "of_rank": {without: {"endpoint_url": endpoint_url}}}
+    options = {"pending_timeout_s": patience_s, "wait_timeout_s": BOUND_S}
+    options["of_rank"] = {without: {"endpoint_url": endpoint_url}}
     saves = [["save", step, {"wait": False}] for step in range(1, 8)]
     for answer in ranks(2, *saves, nodes="ab", dirpath=s3_url, save_to_s3=True, **options):
         assert [step.get("message") for step in answer] == [None] * 7
@@ -71,7 +72,7 @@ def refusing():
 @pytest.mark.usefixtures("ended")
 def test_what_it_gives_up_the_coordinator_gives_up_as_well(ranks, s3_url, refusing):
     """Parts that do not come would hold up later saves."""
-    for queued in queued_after_saves(ranks, s3_url, 1, refusing):
+    for queued in queued_after_saves(ranks, s3_url, 1, refusing, patience_s=15):
         assert "step_7" in queued
         # Two wait, and three that were cancelled may not be taken off yet; and this one.
         assert len(queued) <= 6
