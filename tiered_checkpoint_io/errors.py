@@ -139,7 +139,7 @@ class StoreConfigError(StoreError):
 
 
 class StoreFullError(StoreError):
-    """The durable tier has no room for this. What was there before is intact."""
+    """The file system of the durable tier is full. What was there before is intact."""
 
 
 class StoreUnavailableError(StoreError):

@@ -1,4 +1,4 @@
-"""gs:// and az://: outages, refusals and empty buckets, as gcsfs and adlfs tell of them.
+"""Outages, refusals and empty buckets of Google's and Azure's storage, as gcsfs and adlfs report them.
 
 Neither has a server that runs here, so the file systems are ours, and raise what those libraries raise.
 """

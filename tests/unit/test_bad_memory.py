@@ -75,7 +75,7 @@ def test_a_spill_that_is_full_as_well_is_told_apart_from_memory(kept_in_small, t
     with mounted_tmpfs(tmp_path / "disk", 20 * MIB) as disk:
         io = kept_in_small.io(spill_dir=str(disk))
         both = (
-            "skipped: .* left of the node's memory, allow [0-9]+; and neither in the spill: .* the disk allows [0-9]+"
+            "skipped: .* the node's free memory allow [0-9]+; and neither in the spill: .* the disk allows [0-9]+"
             ".*name a spill_dir with more space"
         )
         with pytest.warns(UserWarning, match=both) as caught:
@@ -161,7 +161,7 @@ def test_other_processes_take_the_memory_of_the_node_or_job(kept, tmp_path, monk
     io = kept.io(memory_keep_last=9)
     io.save_checkpoint(large(2, mib=10), "2.ckpt", storage_options=MEMORY_ONLY)
     left(40)
-    with pytest.warns(UserWarning, match=r"skipped: .*does not fit: .* what is left of the node's memory, allow 4"):
+    with pytest.warns(UserWarning, match=r"skipped: .*does not fit: .* the node's free memory allow 4"):
         io.save_checkpoint(large(3, mib=60), "3.ckpt", storage_options=MEMORY_ONLY)
     with pytest.warns(UserWarning, match="memory tier can't hold.* goes through .*/tiered-"):
         io.save_checkpoint(large(4, mib=60), "4.ckpt")

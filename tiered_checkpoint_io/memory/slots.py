@@ -54,7 +54,7 @@ class SlotPool:
         self._clock = clock
         self.unmap = unmap
         #: What allows so many bytes, and what to do where that is too few; see :meth:`bounded_by_disk`.
-        self._bound = "the budget, and what is left of the node's memory, allow"
+        self._bound = "the budget and the node's free memory allow"
         self._hint = "raise memory_allocation_percentage, lower memory_keep_last, or give memory_dir more space"
         self._lock = threading.Lock()
         self._free: list[Slot] = []

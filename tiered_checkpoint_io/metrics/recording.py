@@ -27,7 +27,7 @@ class Recording:
         self._noted = 0.0
 
     def begin(self, local_rank: int, step: int, session: Session, targets: Iterable[MetricsTarget]) -> None:
-        """Notes that training starts, and begins to export; what can't be exported is logged, and training goes on.
+        """Notes that training starts, and begins to export; where that fails, this is logged.
 
         Args:
             local_rank: Of this process on its node.

@@ -81,8 +81,8 @@ def reshard_checkpoint(
     """Writes a checkpoint anew, as another number of parts or as one file, and commits it under a new name.
 
     Every byte of a checkpoint of ours is verified on the way, and all tensors keep their bits. The new checkpoint comes
-    right before the old one's run in the order of saves: ``tiered:latest`` goes on taking what it took. Made of what
-    others wrote, it comes before all saves, and is loaded by name.
+    right before the old one's run in the order of saves: ``tiered:latest`` stays what it was. A checkpoint that is
+    made of what others wrote comes before all saves, and is loaded by name.
 
     Args:
         dirpath: The durable tier.
