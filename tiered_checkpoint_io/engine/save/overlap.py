@@ -38,6 +38,7 @@ FOUND_CHANGED = "a capture has found the state changed"
 #: Set to anything, what was copied is compared, once it is, with another copy that was made when the save began.
 CHECK = "TIERED_CHECKPOINT_CHECK_STAGING"
 _SLOW = "see whether the node is out of memory or of processor time; or use staging: eager"
+_NO_ROOM = "the GPU has no room for copies of what others than the optimizers change"
 #: Where more than this part of a file is not the optimizers' alone, an eager copy into a slot is faster.
 _MOST_EAGER = 1 / 3
 #: So many tensors, so many bytes of each, are compared with what was captured.
@@ -86,15 +87,15 @@ class Overlapped:
     _ready: Sequence[Any] = ()
 
     def begin(self) -> None:
-        """Notes the witnesses; the copy may begin on another thread."""
+        """Notes the witnesses, once all else is copied, or to be copied by what is queued; another thread goes on."""
         self._versions = _versions(self.tensors)
         self._samples = list(_samples(self.tensors, self.addresses))
-        if not all(map(attrgetter("is_cpu"), self.tensors)):
-            devices = {each for each in map(attrgetter("device"), self.tensors) if each.type == "cuda"}
-            # Whatever computes the state has been queued by now.
-            self._ready = [torch.cuda.current_stream(each).record_event() for each in devices]
         if self.is_checked:
             self._expected = [_bytes_of(tensor).clone() for tensor in self.tensors]
+        if not all(map(attrgetter("is_cpu"), self.tensors)):
+            devices = {each for each in map(attrgetter("device"), self.tensors) if each.type == "cuda"}
+            # Whatever computes the state, and what copies it, has been queued by now.
+            self._ready = [torch.cuda.current_stream(each).record_event() for each in devices]
 
     def with_copies(self, image: Image) -> Image:
         """A planned file, with :attr:`copies` in place of what they are copies of."""
@@ -126,6 +127,8 @@ class Overlapped:
         """Has copies from a GPU wait for what computes the state, and for nothing that is queued later."""
         with contextlib.ExitStack() as streams:
             for ready in self._ready:
+                # Else the end of the stream would make this thread's own device, the first, the current one.
+                streams.enter_context(torch.cuda.device(ready.device))
                 stream = cast("Any", torch.cuda).Stream(ready.device)
                 stream.wait_event(ready)
                 streams.enter_context(torch.cuda.stream(stream))
@@ -164,6 +167,7 @@ class Overlapped:
             what = "a parameter, or an optimizer's tensor, changed while it was copied"
         elif not all(map(torch.equal, self._expected, map(_bytes_of, self.tensors))):
             what = f"a parameter, or an optimizer's tensor, is not what it was when the save began ({CHECK})"
+        self._expected = ()
         if what:
             raise ChangedError(
                 f"the checkpoint is not saved: {what}",
@@ -226,11 +230,10 @@ class Overlap:
         return taken, overlapped
 
     def _copy_others(self, found: Sequence[_Found]) -> tuple[Overlapped, list[_Found]] | None:
-        """Notes the witnesses and copies all else, which comes with it; None where the save is to be eager."""
+        """Copies all else, which comes with it, and notes the witnesses; None where the save is to be eager."""
         overlapped = self._left_for_later()
         if overlapped is None:
             return None
-        overlapped.begin()
         others = _others(found, overlapped.tensors, overlapped.addresses)
         storages = {storage._cdata: storage for storage in map(_storage_of, others)}
         copied = sum(map(torch.UntypedStorage.nbytes, storages.values()))
@@ -238,7 +241,12 @@ class Overlap:
         if copied and copied > sum(map(_nbytes_of, found)) * _MOST_EAGER:
             self._say_too_much()
             return None
-        overlapped.copies = {key: cast("Any", storage).clone() for key, storage in storages.items()}
+        try:
+            overlapped.copies = {key: cast("Any", storage).clone() for key, storage in storages.items()}
+        except torch.OutOfMemoryError:
+            say_eager(self._session, _NO_ROOM)
+            return None
+        overlapped.begin()
         return overlapped, others
 
     def begin_state(self, state: dict[str, Any]) -> tuple[dict[str, Any], Overlapped] | None:
@@ -254,7 +262,11 @@ class Overlap:
         if snapshot.copied_size > _MOST_EAGER * snapshot.size:
             self._say_too_much()
             return None
-        snapshot.copy()
+        try:
+            snapshot.copy()
+        except torch.OutOfMemoryError:
+            say_eager(self._session, _NO_ROOM)
+            return None
         overlapped.begin()
         overlapped.size = snapshot.size
         self._current = self.newest = overlapped
