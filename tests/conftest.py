@@ -168,8 +168,9 @@ def left_behind(before):
     left = []
     for pid in set(children(os.getpid())) - before - zygote_pids():
         line = command_line(pid)
-        # The session's own server, and helpers of multiprocessing, stay for later tests.
-        if line and "serve s3" not in line and "multiprocessing" not in line and "torch" not in line:
+        # The session's own server, and helpers of multiprocessing, stay for later tests; so does MPI's, which is started
+        # by Lightning's question whether there is MPI.
+        if line and not any(each in line for each in ("serve s3", "multiprocessing", "torch", "orted")):
             left.append(f"{pid}: {line}")
     return left
 

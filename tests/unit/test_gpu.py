@@ -56,18 +56,53 @@ def test_cuda_tensors_go_straight_into_the_buffer(pinned):
     same(torch.load(io.BytesIO(data), map_location="cpu"), state)
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_what_is_pinned_may_end_anywhere(share):
+    state = cuda_state()
+    image = plan(state)
+    buffer = mmap.mmap(-1, image.size)
+    pins = HostPins()
+    with memoryview(buffer) as view:
+        hashes = image.fill(view, pin=lambda whole: pins.pin(whole[: int(len(whole) * share)]))
+        assert pins._pinned
+        pins.unpin(view)
+    data = bytes(buffer)
+    buffer.close()
+    assert hashes == tuple(hash_bytes(data[start : start + size]) for start, size in chunk_ranges(len(data), 16 << 20))
+    same(torch.load(io.BytesIO(data), map_location="cpu"), state)
+
+
+def test_a_slot_is_pinned_before_the_first_save(memory_dir):
+    pins = HostPins()
+    tier = MemoryTier.open(memory_dir, "test", unmap=pins.unpin)
+    capturer = Capturer(tier, pins)
+    weight = torch.randn(40 << 20, device="cuda")
+    capturer.prepare(weight.nbytes, first=True)
+    capturer._preparing.join(60)
+    before = dict(pins._pinned)
+    assert [nbytes for nbytes, _ in before.values()] == [64 << 20, 64 << 20, 32 << 20]
+    stored = save_full(tier, capturer, {"w": weight}, "1.ckpt", ids.save_id(RUN, 1), 1, keep_last=1)
+    # The file is a little larger than its tensors.
+    assert pins._pinned == before
+    assert torch.equal(torch.load(stored.file("1.ckpt"))["w"], weight)
+    capturer.close()
+    tier.close()
+    assert not pins._pinned
+
+
 def test_memory_that_cannot_be_pinned_only_costs_speed():
     state = {"w": torch.randn(1 << 20, device="cuda")}
     image = plan(state)
     buffer = mmap.mmap(-1, image.size)
-    others, pins = HostPins(), HostPins()
+    pins, runtime = HostPins(), torch.cuda.cudart()
     with memoryview(buffer) as view:
         # CUDA refuses to register memory twice.
-        others.pin(view)
+        address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+        assert int(runtime.cudaHostRegister(address, len(view), 0)) == 0
         image.fill(view, pin=pins.pin)
         assert not pins._pinned
         assert (torch.ones(3, device="cuda") * 2).sum() == 6, "the refusal must not be raised by a kernel of training"
-        others.unpin(view)
+        runtime.cudaHostUnregister(address)
     same(torch.load(io.BytesIO(bytes(buffer)), map_location="cpu"), state)
     buffer.close()
 

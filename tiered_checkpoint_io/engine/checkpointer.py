@@ -136,7 +136,7 @@ class Checkpointer:
         if size < _LEAST_PREPARED:
             return
         try:
-            self.session.open().capturer.prepare(size, idly=True)
+            self.session.open().capturer.prepare(size, first=True)
         except Exception as error:
             self.session.log.info("nothing is prepared for the first save: %s", error)
 

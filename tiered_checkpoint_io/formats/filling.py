@@ -25,6 +25,9 @@ from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for
 #: it, large enough that threads seldom wait for the interpreter lock.
 _PIECE = 512 << 10
 _MAX_THREADS = 8
+#: Bytes that are registered as pinned memory at once: meanwhile, the driver lets no thread launch anything on a GPU. It
+#: refuses one copy into two registrations, or into what is registered and what is not.
+PINNED_PIECE = 64 << 20
 #: Where stretches are shorter, bytes, one thread is faster than two.
 _WORTH_A_THREAD = 20 << 10
 _ASKED_AT_ONCE = 256
@@ -173,9 +176,11 @@ class Filling:
         *,
         hashed: bool = True,
         untouched: Untouched | None = None,
+        pinned: int = 0,
     ) -> None:
         self._view = view
         self._hashed = hashed
+        self._pinned = pinned
         self._untouched = untouched
         self._chunk_size = chunk_size_for(len(view))
         self._anchor = (ctypes.c_char * len(view)).from_buffer(view)
@@ -272,11 +277,20 @@ class Filling:
 
     def _begin(self, region: Region) -> None:
         """Copies what is not to be had at an address; from devices, it only begins to."""
+        cuts = cuts_of(region.offset, region.offset + region.nbytes, self._pinned)
+        is_split = len(cuts) > 1 and region.storage.device.type == "cuda"
         if isinstance(region, TensorRegion):
-            self._gather(region)
+            if is_split:
+                self._begin(region.gathered())
+            else:
+                self._gather(region)
             return
         offset, nbytes, storage, start = region
         _check_sizes(storage.nbytes() - start - nbytes)
+        if is_split:
+            for low, high in cuts:
+                self._begin(region.cut(low - offset, high - low, low))
+            return
         with torch.no_grad():
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(cast("Any", storage))
             content = whole[start : start + nbytes]
@@ -290,7 +304,13 @@ class Filling:
                 target.copy_(content, non_blocking=True)
                 done = cast("Any", torch.cuda).Event()
                 done.record()
-            self._arrivals.append((offset + nbytes, done.synchronize))
+
+            def wait() -> None:
+                # Another thread's device is the first, where it would get a context, of hundreds of megabytes.
+                with torch.cuda.device(storage.device):
+                    done.synchronize()
+
+            self._arrivals.append((offset + nbytes, wait))
 
     def _gather(self, region: TensorRegion) -> None:
         tensor = region.tensor
@@ -299,6 +319,16 @@ class Filling:
                 self._view, dtype=tensor.dtype, offset=region.offset, count=region.nbytes // tensor.element_size()
             )
             target.as_strided(tensor.shape, region.stride).copy_(tensor)
+
+
+def cuts_of(start: int, end: int, pinned: int) -> list[tuple[int, int]]:
+    """The stretches between two offsets that a device may copy to at once, where the first bytes are ``pinned``."""
+    found = []
+    while start < end:
+        stop = end if start >= pinned else min(end, pinned, (start // PINNED_PIECE + 1) * PINNED_PIECE)
+        found.append((start, stop))
+        start = stop
+    return found
 
 
 def is_plain(regions: Sequence[Region]) -> bool:

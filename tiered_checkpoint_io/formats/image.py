@@ -84,7 +84,7 @@ class Image:
         view: memoryview,
         *,
         threads: int | None = None,
-        pin: Callable[[memoryview], None] | None = None,
+        pin: Callable[[memoryview], int] | None = None,
         hashed: bool = True,
         untouched: Untouched | None = None,
     ) -> tuple[str, ...]:
@@ -93,8 +93,8 @@ class Image:
         Args:
             view: Where to: writable, contiguous, at least ``size`` bytes. What follows is left as it is.
             threads: By default as many as this process's share of the node's cores.
-            pin: Called with the buffer before bytes are copied from a CUDA device, so that its
-                owner can register it as pinned memory.
+            pin: Called with the buffer before bytes are copied from a CUDA device, which is the current one then, so
+                that its owner can register it as pinned memory; it gives how many bytes, from the first on, are.
             hashed: Whether to hash it on the way; see :meth:`hashes` for later.
             untouched: What of the buffer is written by its file, and not through it. Only where :func:`is_plain`.
 
@@ -107,10 +107,12 @@ class Image:
         target = view.cast("B") if view.format != "B" or view.ndim != 1 else view
         if len(target) < self.size:
             raise ValueError(f"the buffer has {len(target)} bytes, the image {self.size}")
-        target = target[: self.size]
-        if pin is not None and any(device.type == "cuda" for device in devices_of(self.regions)):
-            pin(target)
-        return Filling(target, self.segments, hashed=hashed, untouched=untouched).run(
+        target, pinned = target[: self.size], 0
+        devices = [device for device in devices_of(self.regions) if device.type == "cuda"]
+        if pin is not None and devices:
+            with torch.cuda.device(devices[0]):
+                pinned = pin(target)
+        return Filling(target, self.segments, hashed=hashed, untouched=untouched, pinned=pinned).run(
             self.regions, threads or default_threads()
         )
 

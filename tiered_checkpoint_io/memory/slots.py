@@ -28,6 +28,8 @@ from tiered_checkpoint_io.memory.space import needs_space
 _ROUND = 2 << 20
 #: What is prepared at once: who acquires the slot waits for it, and others get at the memory map's lock between two.
 _PIECE = 8 << 20
+#: Between two pieces that are pinned, so that training launches what it has to.
+_PIN_PAUSE_S = 0.05
 #: Linux 5.14; older kernels answer EINVAL, and the pages are then touched by the first copy.
 _MADV_POPULATE_WRITE = 23
 #: Free slots that are worth their memory: one for the next save and one for a pending one.
@@ -100,14 +102,22 @@ class SlotPool:
         with self._lock:
             return any(min(slot.reserved, slot.touched) >= size and not slot.small(size) for slot in self._free)
 
-    def prepare(self, size: int, stopped: Callable[[], bool]) -> None:
+    def prepare(self, size: int, stopped: Callable[[], bool], pin: Callable[[memoryview], bool] | None = None) -> None:
         """Makes a free slot of ``size`` bytes and touches its pages, where there is room and need, until ``stopped``.
 
-        Piece by piece, and the slot can be acquired as far as it is: that waits for one piece at most.
+        Piece by piece, and the slot can be acquired as far as it is: that waits for one piece at most. Likewise,
+        ``pin`` is then called with the bytes of the slot, as often as it says that there is another piece.
         """
         slot = self._to_prepare(size, stopped)
         while slot is not None and self._prepare_piece(slot, size, stopped):
             pass
+        while slot is not None and pin is not None:
+            with self._lock:
+                if stopped() or slot not in self._free or min(slot.reserved, slot.touched) < size:
+                    return
+                if not pin(slot.view[:size]):
+                    return
+            self._clock.sleep(_PIN_PAUSE_S)
 
     def _to_prepare(self, size: int, stopped: Callable[[], bool]) -> Slot | None:
         with self._lock:

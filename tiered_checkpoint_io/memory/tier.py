@@ -247,9 +247,9 @@ class MemoryTier:
         """See :meth:`SlotPool.is_prepared`."""
         return self._pool.is_prepared(size)
 
-    def prepare(self, size: int, stopped: Callable[[], bool]) -> None:
+    def prepare(self, size: int, stopped: Callable[[], bool], pin: Callable[[memoryview], bool] | None = None) -> None:
         """See :meth:`SlotPool.prepare`."""
-        self._pool.prepare(size, stopped)
+        self._pool.prepare(size, stopped, pin)
 
     def give_back(self, slot: Slot) -> None:
         """Returns a slot that will not be committed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import sys
 import threading
@@ -14,7 +15,7 @@ import torch
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.staging.retention import Evidence, Scope, removable, room_for, spill_room_for
 from tiered_checkpoint_io.errors import MemoryFullError
-from tiered_checkpoint_io.formats.filling import is_plain
+from tiered_checkpoint_io.formats.filling import PINNED_PIECE, is_plain
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.writing import Untouched
 from tiered_checkpoint_io.memory.pages import are_slow
@@ -28,39 +29,79 @@ _ROUND = 2 << 20
 _PAUSE_S = 0.25
 #: The lowest priority.
 _IDLE = 19
+#: So often who pins a slot looks whether it is touched, seconds.
+_LOOK_S = 0.05
 
 
 class HostPins:
-    """Registers slots as pinned memory, once each, so that a GPU copies into them at full speed."""
+    """Registers slots as pinned memory, once each, so that a GPU copies into them at full speed.
+
+    Attributes:
+        device: By whose context it was done last: a thread's own is that of the first GPU, in which most ranks have
+            none, and would get one, of hundreds of megabytes.
+    """
 
     def __init__(self) -> None:
-        self._pinned: dict[int, int] = {}
+        self.device: int | None = None
+        self._lock = threading.Lock()
+        #: By the address of each piece: how many bytes, and by whose context.
+        self._pinned: dict[int, tuple[int, int]] = {}
 
-    def pin(self, view: memoryview) -> None:
-        """Registers the pages of ``view``; a refusal only costs speed."""
-        address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
-        if self._pinned.get(address, 0) >= len(view):
-            return
-        runtime: Any = cast("Any", torch.cuda).cudart()
-        if address in self._pinned:
-            runtime.cudaHostUnregister(address)
-        if int(runtime.cudaHostRegister(address, len(view), 0)) == 0:
-            self._pinned[address] = len(view)
-        else:
-            # CUDA remembers the error for this thread, and torch would raise it after the next kernel that training
-            # launches here. torch has no cudaGetLastError; its own check of a kernel takes the error as well.
-            with contextlib.suppress(RuntimeError):
-                torch.ones(1, device="cuda").neg_()
+    def pin(self, view: memoryview) -> int:
+        """Registers the whole pages of ``view``, a :data:`PINNED_PIECE` at a time, as far as they are not yet.
+
+        Returns:
+            How many bytes, from the first on, are registered. A refusal only costs speed.
+        """
+        return self._pin(view, len(view))[0]
+
+    def pin_piece(self, view: memoryview) -> bool:
+        """Registers one piece more; whether there is another."""
+        done, made = self._pin(view, 1)
+        return made > 0 and len(view) - done >= mmap.PAGESIZE
+
+    def _pin(self, view: memoryview, most: int) -> tuple[int, int]:
+        address, made = torch.frombuffer(view, dtype=torch.uint8).data_ptr(), 0
+        whole = len(view) - len(view) % mmap.PAGESIZE
+        with self._lock:
+            self.device = torch.cuda.current_device()
+            for start in range(0, whole, PINNED_PIECE):
+                wanted = min(PINNED_PIECE, whole - start)
+                before, _ = self._pinned.get(address + start, (0, 0))
+                if before >= wanted:
+                    continue
+                if made == most:
+                    return start, made
+                if before:
+                    self._end(address + start)
+                if int(_runtime().cudaHostRegister(address + start, wanted, 0)) != 0:
+                    # CUDA remembers the error for this thread, and torch would raise it after the next kernel that
+                    # training launches here. torch has no cudaGetLastError; its own check of a kernel takes it as well.
+                    with contextlib.suppress(RuntimeError):
+                        torch.ones(1, device="cuda").neg_()
+                    return start, 0
+                self._pinned[address + start] = wanted, self.device
+                made += 1
+        return whole, made
 
     def unpin(self, view: memoryview, left: int = 0) -> None:
-        """Ends the registration of a mapping of which only the first bytes keep their pages, if it is of more."""
+        """Ends the registration of the pages of a mapping of which only the first bytes keep theirs."""
         if not self._pinned:
             return
         address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
-        if self._pinned.get(address, 0) > left:
-            del self._pinned[address]
-            runtime: Any = cast("Any", torch.cuda).cudart()
-            runtime.cudaHostUnregister(address)
+        with self._lock:
+            for start in range(0, len(view), PINNED_PIECE):
+                if start + self._pinned.get(address + start, (-start, 0))[0] > left:
+                    self._end(address + start)
+
+    def _end(self, address: int) -> None:
+        _, device = self._pinned.pop(address)
+        with torch.cuda.device(device):
+            _runtime().cudaHostUnregister(address)
+
+
+def _runtime() -> Any:
+    return cast("Any", torch.cuda).cudart()
 
 
 class Capturer:
@@ -145,12 +186,15 @@ class Capturer:
             going = [stored for stored in going if stored not in here]
         self._remove(going)
 
-    def prepare(self, size: int, *, idly: bool = False) -> None:
+    def prepare(self, size: int, *, first: bool = False) -> None:
         """Makes a slot for the next file of this size, in the background; the next save takes what there is by then.
+
+        It is pinned, too, where the state is on a GPU.
 
         Args:
             size: Bytes of the file.
-            idly: Whether at the lowest priority, which may take long.
+            first: Whether the thread that trains asks for it, before the first save: it is made at the lowest priority,
+                which may take long.
         """
         self._stopped.set()
         if self._tier.is_prepared(size):
@@ -159,11 +203,11 @@ class Capturer:
         self._stopped = stopped = threading.Event()
         before = self._preparing
 
-        def work() -> None:
+        def touch() -> None:
             if before is not None:
                 # It was stopped, and ends after a piece.
                 self._clock.join(before, self._clock.timing.space_wait_s)
-            if idly and sys.platform == "linux":
+            if first and sys.platform == "linux":
                 # Training has the cores. Only there it is of this thread alone.
                 with contextlib.suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IDLE)
@@ -173,7 +217,20 @@ class Capturer:
 
         # Where no thread is left for it, the next save takes its pages itself, and this one is there.
         with contextlib.suppress(OSError):
-            self._preparing = self._clock.start(work, "tiered-prepare")
+            self._preparing = touching = self._clock.start(touch, "tiered-prepare")
+            device = self._pins.device
+            if first and cast("Any", torch.cuda).is_initialized():
+                device = torch.cuda.current_device()
+            if device is not None:
+                # A thread of ordinary priority: what it locks in the GPU's driver, training may wait for.
+                self._preparing = self._clock.start(lambda: self._pin(touching, size, stopped, device), "tiered-pin")
+
+    def _pin(self, touching: threading.Thread, size: int, stopped: threading.Event, device: int) -> None:
+        """Pins what another thread touches, once it has."""
+        while touching.is_alive() and not stopped.is_set():
+            self._clock.join(touching, _LOOK_S)
+        with torch.cuda.device(device):
+            self._tier.prepare(size, stopped.is_set, self._pins.pin_piece)
 
     def close(self) -> None:
         """Ends background preparation."""
