@@ -20,6 +20,7 @@ from tiered_checkpoint_io import dcp as ours
 from tiered_checkpoint_io.adapters import pinned_reads
 from tiered_checkpoint_io.engine.restore import shard_files
 from tiered_checkpoint_io.errors import RestoreError
+from tiered_checkpoint_io.formats.filling import default_threads
 from tiered_checkpoint_io.model import hashing
 from tiered_checkpoint_io.model.manifest import FileEntry
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 #: The smallest that a save may have: as much is copied at once.
 CHUNK = 512 << 10
-#: Bytes of a buffer, where four chunks of node memory are read at once.
+#: Bytes of a buffer, where four threads read node memory, a chunk each.
 BUFFER = 4 * CHUNK
 #: Of this type are the tensors that are on the CPU in any case.
 ON_HOST = torch.float16
@@ -231,7 +232,7 @@ def test_a_gpu_copies_from_pinned_memory(config, monkeypatch):
     with torch.cuda.stream(torch.cuda.Stream()):
         # Another stream sees it, too, without a wait.
         assert torch.equal(weight, saved)
-    assert [len(buffer) for buffer in made] == [64 << 20] * 2
+    assert [len(buffer) for buffer in made] == [default_threads() * (16 << 20)] * 2
     assert all(buffer.is_pinned() for buffer in made)
 
 

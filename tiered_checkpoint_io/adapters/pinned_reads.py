@@ -17,7 +17,7 @@ from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model.manifest import FileEntry
 
-#: Bytes of one buffer, at most, unless a chunk is larger. From node memory, 64 MiB are read at once.
+#: Bytes of one buffer, at most, unless a chunk is larger. From node memory, each thread reads a chunk at once.
 _MOST = 256 << 20
 
 #: Where in the file bytes begin, and where on a device they go: a flat tensor of bytes.

@@ -21,7 +21,7 @@ from tiered_checkpoint_io.engine.chunks import Span, chunks_of, verify
 from tiered_checkpoint_io.engine.durable.files import Files, files_of
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate
-from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, clear_reads
+from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder
 from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, read_chunk
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryFullError, RestoreError
 from tiered_checkpoint_io.formats.filling import default_threads
@@ -30,9 +30,6 @@ from tiered_checkpoint_io.memory.parts import StoredPart, mapped, opened
 from tiered_checkpoint_io.memory.private import problem_with
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry
-
-#: Few fill the memory's bus. More than there are cores would wait for each other.
-_READ_THREADS = 4
 
 
 @dataclass(slots=True)
@@ -184,7 +181,7 @@ class ShardFiles:
             As :meth:`ensure`.
         """
         if basename in self._held:
-            return self._held[basename].entry, _READ_THREADS
+            return self._held[basename].entry, default_threads()
         spans = list(spans)
 
         def fetch_shared(file: FetchedFile) -> None:
@@ -215,7 +212,7 @@ class ShardFiles:
             read_chunk(file.entry, index, file.descriptor, wanted[index], where=None if known else where)
 
         try:
-            in_parallel(one, wanted, min(_READ_THREADS, default_threads()))
+            in_parallel(one, wanted, default_threads())
         except CorruptCheckpointError as error:
             self._tiers.quarantine(self._held.pop(basename).stored, error)
             raise
@@ -237,7 +234,6 @@ class ShardFiles:
         if problem:
             hint = "remove it, or set TMPDIR to another folder"
             raise RestoreError(f"the folder for what is read {problem}", operation="restore", key=str(root), hint=hint)
-        clear_reads(root)
         self._aside = SharedFolder(root, self._key, self._tiers.clock)
         self._exits.callback(self._aside.close)
         # What was read from the earlier files stays valid: they are closed at the end.
