@@ -159,7 +159,7 @@ class Agreement:
                 self.is_reached = True
                 return True
         mine = -math.inf if notice.received is None else -notice.left_s(self._session)
-        tensor = torch.tensor([mine], dtype=torch.float64)
+        tensor = torch.tensor([mine], dtype=torch.float64, device="cpu")
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._told = tensor, work, self._session.clock.monotonic()
         return False
@@ -168,7 +168,7 @@ class Agreement:
         """The least of all ranks' numbers; all ranks call this together."""
         if self._group is None:
             return count
-        numbers = torch.tensor([count], dtype=torch.float64)
+        numbers = torch.tensor([count], dtype=torch.float64, device="cpu")
         dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self._group)
         return float(numbers)
 
@@ -193,7 +193,7 @@ class Agreement:
                 self._pass(dist.irecv, [0], ends)
 
     def _pass(self, how: Callable[..., Any], ranks: Iterable[int], ends: float) -> None:
-        passing = [(how(box, rank, group=self._group), box) for rank in ranks for box in [torch.zeros(1)]]
+        passing = [(how(box, rank, group=self._group), box) for rank in ranks for box in [torch.zeros(1, device="cpu")]]
         for work, _ in passing:
             work.wait(timedelta(seconds=max(0.001, ends - self._session.clock.monotonic())))
 

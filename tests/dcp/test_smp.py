@@ -1,12 +1,14 @@
 """The calls of the SageMaker library's users: coordinators, finalizing, and the full checkpoint at the end."""
 
 import concurrent.futures
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tiered_checkpoint_io import TieredCheckpointIO, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
+from tiered_checkpoint_io.adapters.state import _on_cpu
 from tiered_checkpoint_io.engine.ranks.coordination import device_of
 from tiered_checkpoint_io.errors import SaveError
 
@@ -127,4 +129,15 @@ def test_ranks_send_by_way_of_the_device_that_their_group_is_of(job):  # noqa: F
     assert [got(answers) for answers in job(2, ["send_over", "cpu"], ["send_over", "cpu:0"])] == [
         ["0123456789"] * 2
     ] * 2
-    assert [device_of(each) for each in ("cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo")] == ["cuda", "cpu", "cpu"]
+    groups = [
+        SimpleNamespace(_device_types=list(map(torch.device, each))) for each in (["cuda"], ["cpu", "cuda"], ["cpu"])
+    ]
+    assert [device_of(each) for each in groups] == ["cuda", "cpu", "cpu"]
+
+
+def test_shards_are_gathered_on_the_cpu_whatever_the_default_device_is():
+    shard = SimpleNamespace(tensor=torch.arange(3.0), metadata=SimpleNamespace(shard_offsets=[4]))
+    with torch.device("meta"):
+        offsets, copied = _on_cpu(shard)
+    assert offsets == [4]
+    assert copied.tolist() == [0, 1, 2]

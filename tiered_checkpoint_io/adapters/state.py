@@ -244,12 +244,14 @@ def gathered(
 def _on_cpu(shard: Any) -> tuple[list[int], torch.Tensor]:
     """Where a shard lies, and a copy without the memory around it, which would be sent as well."""
     tensor = shard.tensor.detach()
-    return shard.metadata.shard_offsets, torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    return shard.metadata.shard_offsets, torch.empty_like(
+        tensor, device="cpu", memory_format=torch.contiguous_format
+    ).copy_(tensor)
 
 
 def _assembled(value: ShardedTensor, parts: Sequence[Any]) -> torch.Tensor:
     # torch's own gather() takes all numbers for float32 on its way.
-    whole = torch.empty(value.size(), dtype=value.dtype)
+    whole = torch.empty(value.size(), dtype=value.dtype, device="cpu")
     # Of a rank that has failed there are none; it says why, and nothing is saved.
     here = [each for part in parts for each in part or ()]
     wanted = {tuple(shard.shard_offsets) for shard in value.metadata().shards_metadata}

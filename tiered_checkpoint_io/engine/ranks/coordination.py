@@ -129,7 +129,7 @@ class GivenGroup(Group):
         self._group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
-        self._device = device_of(str(dist.get_backend_config(process_group)))
+        self._device = device_of(process_group or dist.group.WORLD)
 
     def send(self, data: memoryview, rank: int) -> None:
         sent = tensor_of(data)
@@ -176,13 +176,13 @@ class GivenGroup(Group):
             ) from error
 
 
-def device_of(backends: str) -> str:
-    """Where tensors have to lie that ranks exchange by such backends, as ``cpu:gloo,cuda:nccl``: the CPU if they may.
+def device_of(process_group: Any) -> str:
+    """Where tensors have to lie that the ranks of a group exchange: the CPU if they may; NCCL takes none from there.
 
-    NCCL alone takes none that lie there.
+    By what the group has: its configuration may name what a mesh has not made.
     """
-    devices = [each.partition(":")[0] for each in backends.split(",")]
-    return "cpu" if "cpu" in devices else devices[0]
+    devices: list[str] = [device.type for device in process_group._device_types]
+    return "cpu" if "cpu" in devices or not devices else devices[0]
 
 
 class TorchGroup(GivenGroup):
