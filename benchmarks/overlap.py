@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -30,6 +31,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -72,6 +74,16 @@ class Layers(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Batches(torch.utils.data.IterableDataset[torch.Tensor]):
+    """A few batches, again and again: for a GPU, all that a fit takes would not fit into memory."""
+
+    def __init__(self, batch: int, width: int) -> None:
+        self.batches = [torch.randn(batch, width) for _ in range(4)]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return itertools.cycle(self.batches)
 
 
 class Measuring(Callback):
@@ -268,9 +280,8 @@ def main() -> None:
             default_root_dir=folder,
         )
         waited = Times(Overlap, "wait")
-        data = torch.randn(steps * arguments.batch, arguments.width)
         with waited, measuring.ours, measuring.of_call:
-            trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=arguments.batch))
+            trainer.fit(model, torch.utils.data.DataLoader(Batches(arguments.batch, arguments.width), batch_size=None))
         state = [each for group in trainer.optimizers[0].state.values() for each in group.values()]
         show(measuring, copy_s(list(map(local, [*model.parameters(), *state]))), waited.total / steps)
 

@@ -287,8 +287,8 @@ def write(found: dict[str, Any], docs: Path) -> None:
 Made by `make bench ARGS='{found["options"]}'` from one run, on {machine["date"]}: {machine["cores"]} cores,
 {machine["memory_GiB"]} GiB, {machine["system"]}, no GPU; Python {machine["python"]}, {versions};
 commit {machine["commit"]}. The load was {machine["load_before"]:.1f} before and {machine["load_after"]:.1f} after;
-where it is above the number of cores, other work ran beside it, and only large factors mean anything. CUDA is not
-measured: `make bench-gpu` does so where there is a GPU. The S3 server is on the same machine, and uses the same cores.
+where it is above the number of cores, other work ran beside it, and only large factors mean anything. The S3 server is
+on the same machine, and uses the same cores. A GPU has [a page of its own](benchmarks-gpu.md).
 
 ## How long training waits
 
