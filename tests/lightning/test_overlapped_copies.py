@@ -7,7 +7,7 @@ import torch
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.save.full import FullSaver
-from tiered_checkpoint_io.engine.save.overlap import Overlap
+from tiered_checkpoint_io.engine.save.overlap import CHECK, Overlap
 from tiered_checkpoint_io.engine.save.snapshot import Snapshot
 
 from .test_overlapped import OPTIMIZERS, Moments, Normed, same
@@ -17,14 +17,16 @@ def no_room(*_):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_where_a_gpu_has_no_room_for_copies_saves_are_eager(runs, monkeypatch, caplog):
-    """A stand-in for a full GPU: no copy of a storage is made."""
+@pytest.mark.parametrize("what", [torch.UntypedStorage, torch.Tensor], ids=["of the rest", "to compare with"])
+def test_where_a_gpu_has_no_room_for_copies_saves_are_eager(what, runs, monkeypatch, caplog):
+    """A stand-in for a full GPU: no copy is made there."""
+    monkeypatch.setenv(CHECK, "1")
     caplog.set_level("INFO")
     save = FullSaver.save
 
     def when_full(*args, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(torch.UntypedStorage, "clone", no_room)
+            patch.setattr(what, "clone", no_room)
             return save(*args, **options)
 
     monkeypatch.setattr(FullSaver, "save", when_full)
@@ -34,7 +36,7 @@ def test_where_a_gpu_has_no_room_for_copies_saves_are_eager(runs, monkeypatch, c
     model = Normed(OPTIMIZERS["AdamW foreach"], "automatic")
     trainer, _ = runs.fit(callback, model=model, io=io, ckpt_path=None, max_steps=7)
     assert moments.overlapped == 0
-    assert len([line for line in caplog.messages if "the GPU has no room for copies" in line]) == 1
+    assert len([line for line in caplog.messages if "the GPU has no room for the copies" in line]) == 1
     for name, state in moments.states.items():
         assert same(trainer.io.load_checkpoint(name, weights_only=False), state), name
     trainer.io.teardown()

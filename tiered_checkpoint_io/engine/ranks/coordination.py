@@ -129,7 +129,7 @@ class GivenGroup(Group):
         self._group = process_group
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
-        self._device = device_of(process_group or dist.group.WORLD)
+        self._device = device_of(process_group)
 
     def send(self, data: memoryview, rank: int) -> None:
         sent = tensor_of(data)

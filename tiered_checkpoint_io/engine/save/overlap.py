@@ -38,7 +38,7 @@ FOUND_CHANGED = "a capture has found the state changed"
 #: Set to anything, what was copied is compared, once it is, with another copy that was made when the save began.
 CHECK = "TIERED_CHECKPOINT_CHECK_STAGING"
 _SLOW = "see whether the node is out of memory or of processor time; or use staging: eager"
-_NO_ROOM = "the GPU has no room for copies of what others than the optimizers change"
+_NO_ROOM = "the GPU has no room for the copies that an overlapped save makes there"
 #: Where more than this part of a file is not the optimizers' alone, an eager copy into a slot is faster.
 _MOST_EAGER = 1 / 3
 #: So many tensors, so many bytes of each, are compared with what was captured.
@@ -243,10 +243,10 @@ class Overlap:
             return None
         try:
             overlapped.copies = {key: cast("Any", storage).clone() for key, storage in storages.items()}
+            overlapped.begin()
         except torch.OutOfMemoryError:
             say_eager(self._session, _NO_ROOM)
             return None
-        overlapped.begin()
         return overlapped, others
 
     def begin_state(self, state: dict[str, Any]) -> tuple[dict[str, Any], Overlapped] | None:
@@ -264,10 +264,10 @@ class Overlap:
             return None
         try:
             snapshot.copy()
+            overlapped.begin()
         except torch.OutOfMemoryError:
             say_eager(self._session, _NO_ROOM)
             return None
-        overlapped.begin()
         overlapped.size = snapshot.size
         self._current = self.newest = overlapped
         return snapshot.state, overlapped
