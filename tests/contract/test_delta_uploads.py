@@ -6,6 +6,7 @@ import os
 import pytest
 from support.fault_proxy import FaultProxy, lose_answer, refuse
 
+from tiered_checkpoint_io.errors import StoreAccessError
 from tiered_checkpoint_io.model.delta import Same
 from tiered_checkpoint_io.stores.base import Delta
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
@@ -149,6 +150,28 @@ def test_after_two_refusals_in_a_row_copies_are_not_tried_any_more(store, proxy)
         assert sending(store, new, key)["requests.copy"] >= 1
     assert "requests.copy" not in sending(store, new, "c")
     assert store.get("c") == new
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "RequestTimeTooSkewed", "InvalidAccessKeyId"])
+def test_credentials_that_end_on_the_way_say_nothing_of_the_server(store, proxy, copying, copying_bucket, code):
+    _, new = changed_file(store)
+    status = 400 if code == "ExpiredToken" else 403
+    for key in ("a", "b"):
+        journal, first = MemoryJournal(), proxy.counts["part"] + 1
+        # The first copy arrives; then the credentials are not good any more.
+        copies = of_copies(refuse(status, code))
+        proxy.plan = lambda request, count, copies=copies, first=first: (
+            copies(request, count) if count > first else None
+        )
+        with pytest.raises(StoreAccessError):
+            sending(store, new, key, journal=journal)
+        assert journal.read() is not None
+        assert len(copying.uploads(copying_bucket)) == 1, "what has arrived stays for the next try"
+        proxy.plan = lambda *_: None
+        took = sending(store, new, key, journal=journal)
+        assert "requests.create" not in took
+        assert (store.get(key), took["bytes.copied"]) == (new, COPIED)
+    assert sending(store, new, "c")["bytes.copied"] == COPIED
 
 
 def test_a_source_that_is_gone_says_nothing_of_the_server(store):

@@ -1,6 +1,7 @@
 """One rank of a job that saves in the SageMaker library's style; steps as in ``worker.py``."""
 
 import contextlib
+import errno
 import functools
 import os
 import signal
@@ -109,6 +110,10 @@ def same(mine, theirs):
     return mine == theirs
 
 
+def refused(*_, **__):
+    raise OSError(errno.EMFILE, "too many open files")
+
+
 def save_local(
     job,
     number,
@@ -121,20 +126,28 @@ def save_local(
     large=0,
     sync=False,
     lock=None,
+    name=None,
+    breaks=None,
     **more,
 ):
     """Saves a local checkpoint; the tensors change at once behind it. A rank may fail, or die, in the middle.
 
-    What the rank ``lock`` has of the state can't be pickled.
+    What the rank ``lock`` has of the state can't be pickled; ``breaks`` is a rank, and what fails there at the start.
     """
     step, shard = step or number, dist.get_rank() if shard is None else shard
+    name = name or f"step_{step}"
     if only is not None and dist.get_rank() not in only:
         return None
     state = state_of(shard, content or number, large=large)
     state |= {"lock": threading.Lock()} if lock == dist.get_rank() else {}
     kept = [state["model"]["weight"].to_local(), state["model"]["local"], *([state["ballast"]] if large else [])]
     began = time.monotonic()
-    tier = worker.writer(job).session.open().tier
+    session = worker.writer(job).session
+    tier, undo = session.open().tier, contextlib.ExitStack()
+    if breaks and breaks[0] == dist.get_rank():
+        where = {"parts": tier, "surface": session}[breaks[1]]
+        undo.callback(delattr, where, breaks[1])
+        setattr(where, breaks[1], refused)
     if fail == dist.get_rank():
 
         def refuse(*_, **__):
@@ -147,10 +160,11 @@ def save_local(
     try:
         with counted(calls):
             if sync:
-                report = dcp.save(state, checkpoint_id=f"step_{step}", kind="local", **{**job["options"], **more})
+                report = dcp.save(state, checkpoint_id=name, kind="local", **{**job["options"], **more})
                 return {"calls": calls, "tiers": sorted(report.tiers), "seconds": time.monotonic() - began}
-            future = dcp.async_save(state, checkpoint_id=f"step_{step}", kind="local", **{**job["options"], **more})
+            future = dcp.async_save(state, checkpoint_id=name, kind="local", **{**job["options"], **more})
     finally:
+        undo.close()
         if fail == dist.get_rank():
             del tier.commit
     for tensor in kept:

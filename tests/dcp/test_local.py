@@ -165,6 +165,34 @@ def test_nodes_keep_what_is_whole_while_a_rank_has_nothing_that_can_be_saved(job
     assert [answer["same"] for answer in got(loaded)] == [True, True]
 
 
+@pytest.mark.parametrize("breaks", ["parts", pytest.param("surface", marks=pytest.mark.matrix)])
+def test_a_save_that_fails_on_one_rank_before_it_has_begun_leaves_later_ones_in_step(job, tmp_path, breaks):
+    """The name has no step, so each rank has to count all saves of it: else parts of two would make one checkpoint."""
+    name = {"name": "last", "require_step": False}
+    first, _, failed, _, loaded, _, saved, _, again = job(
+        2,
+        ["save_local", 1, name],
+        ["meet"],
+        ["save_local", 2, {**name, "sync": True, "breaks": [1, breaks]}],
+        ["meet"],
+        ["load_local", 1, {"checkpoint_id": "last"}],
+        ["meet"],
+        ["save_local", 3, name],
+        ["meet"],
+        ["load_local", 3, {"checkpoint_id": "last"}],
+        on_save_error="raise",
+        wait_timeout_s=40,
+    )
+    assert [answer["ended"] for answer in got(first)] == [["last"]] * 2
+    assert "too many open files" in failed[1]["message"]
+    assert "a rank has no part of it" in failed[0]["message"], "it is told, and waits no longer"
+    assert failed[0]["seconds"] < 20
+    assert [answer["same"] for answer in got(loaded)] == [True, True], "the checkpoint before is as it was"
+    assert [answer["ended"] for answer in got(saved)] == [["last"]] * 2
+    assert [answer["same"] for answer in got(again)] == [True, True]
+    assert (tmp_path / "durable" / ids.manifest_key("last")).exists()
+
+
 def test_one_rank_of_each_replication_group_writes_and_all_load_its_file(job, tmp_path, memory_dir):
     # Ranks 0 and 1 on node a, their replicas on node b.
     saved, held, _, loaded, brought, told, _, named = job(

@@ -1,8 +1,11 @@
 """Chunks that a node fetches: each once, whoever needs it first, and none unverified."""
 
+import fcntl
 import os
+import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -38,8 +41,8 @@ class Durable:
         buffer[:] = self.data[offset : offset + len(buffer)]
 
 
-def opened(folder, store, *, timeout_s=10.0):
-    return FetchedFile(ENTRY, lambda: store, folder.path, concurrency=4, timeout_s=timeout_s)
+def opened(folder, store, *, timeout_s=10.0, concurrency=4):
+    return FetchedFile(ENTRY, lambda: store, folder.path, concurrency=concurrency, timeout_s=timeout_s)
 
 
 @pytest.fixture
@@ -118,6 +121,19 @@ def test_the_wait_for_another_reader_is_bounded(folder):
     second.close()
 
 
+def test_readers_of_a_slow_store_wait_as_long_as_chunks_arrive(folder):
+    """All of it takes longer than the wait for a chunk may; each of the two fetches a part, and waits for the rest."""
+    store = Durable(wait_s=0.2)
+    files = [opened(folder, store, timeout_s=0.8, concurrency=1) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(file.ensure, [(0, len(DATA))]) for file in files]:
+            done.result(30)
+    assert sorted(store.asked) == [offset for offset, _ in ENTRY.chunks]
+    assert all(bytes(file.view[: len(DATA)]) == DATA for file in files)
+    for file in files:
+        file.close()
+
+
 def test_a_span_beyond_the_file_is_damage(folder):
     with pytest.raises(CorruptCheckpointError, match="names bytes up to"):
         chunks_of(ENTRY, [(0, len(DATA) + 1)])
@@ -131,6 +147,49 @@ def test_the_last_reader_removes_the_folder(tmp_path):
     assert second.path.exists(), "somebody reads from it"
     second.close()
     assert not second.path.exists()
+
+
+def left_behind(root):
+    """A folder as a power loss leaves it: what says that chunks are verified is on the disk, and the chunks are not."""
+    dead = SharedFolder(root, "save")
+    file = opened(dead, Durable())
+    file.ensure([(0, len(DATA))])
+    file.view[: len(DATA)] = bytes(len(DATA))
+    file.close()
+    os.close(dead._descriptor)
+    return dead.path
+
+
+def joined_and_read(root):
+    folder = SharedFolder(root, "save")
+    file = opened(folder, Durable())
+    file.ensure([(0, len(DATA))])
+    data = bytes(file.view[: len(DATA)])
+    file.close()
+    folder.close()
+    return data
+
+
+def test_what_dead_readers_left_is_not_read_whichever_rank_comes_first(tmp_path):
+    left_behind(tmp_path)
+    with ThreadPoolExecutor(8) as threads:
+        for read in [threads.submit(joined_and_read, tmp_path) for _ in range(8)]:
+            assert read.result(30) == DATA
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_folder_that_another_rank_is_removing_is_not_joined(tmp_path, dies):
+    path = left_behind(tmp_path)
+    clearing = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(clearing, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as threads:
+        read = threads.submit(joined_and_read, tmp_path)
+        time.sleep(0.2)
+        assert not read.done()
+        if not dies:
+            shutil.rmtree(path)
+        os.close(clearing)
+        assert read.result(30) == DATA
 
 
 def test_folders_of_the_dead_are_cleared(tmp_path):

@@ -38,15 +38,25 @@ def save_local_state(
         None where another rank saves the same, where the save failed and ``on_save_error`` is ``warn``, or where it is
         of memory alone and was skipped for want of room.
     """
-    show_failures()
     role = shard_role_of(process_group, replication_group, coordinator_rank, alone=no_dist)
     writer.reset(checkpoint_id)
     session, located, settings = writer.session, writer.located, writer.settings
-    session.surface()
     if not no_dist:
         # The one time that ranks wait for each other, where peers are to keep copies.
         session.meet_peers(process_group)
+
+    earlier: list[Exception] = []
+
+    def surface() -> None:
+        try:
+            show_failures()
+            session.surface()
+        except Exception as error:
+            earlier.append(error)
+            raise
+
     if not role.writes:
+        surface()
         return None
     settings.check_world_size(role.degree, writer.checkpoint_id)
 
@@ -61,6 +71,7 @@ def save_local_state(
     try:
         return save_local(
             session,
+            surface,
             planned,
             role,
             name=located.name,
@@ -72,6 +83,9 @@ def save_local_state(
     except (ConfigError, InvalidNameError, UsageError):
         raise
     except Exception as error:
+        if error in earlier:
+            # It was told of and counted when it happened.
+            raise
         session.failed(located.name, located.step, error)
         return None
 

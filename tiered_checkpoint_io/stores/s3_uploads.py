@@ -199,8 +199,9 @@ class MultipartUploads:
                 try:
                     answer = self._client.ask("upload_part_copy", key, given, cancelled=cancelled, doubt=is_gone)
                 except (StoreError, CorruptCheckpointError) as error:
-                    # The latter where the source ends before the range, and the server says so.
-                    if isinstance(error, StoreError) and error.retryable:
+                    # The latter where the source ends before the range, and the server says so. That it is busy, or
+                    # wants other credentials, says nothing of copies.
+                    if (isinstance(error, StoreError) and error.retryable) or lacks_credentials(error):
                         raise
                     text = f"the server did not copy from {source.key!r}: {error.message}"
                     raise CopyRefusedError(text, operation="copy", key=key, hint=error.hint) from error

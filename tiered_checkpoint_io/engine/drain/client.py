@@ -150,17 +150,25 @@ class DrainHandle:
         is_late = self._clock.monotonic() - self._stuck_since >= self._config.pending_timeout_s
         return set(waiting) if is_late else set()
 
-    def wait(self, op_id: str, timeout_s: float, *, moving_s: float = math.inf) -> Outcome:
+    def wait(
+        self,
+        op_id: str,
+        timeout_s: float,
+        is_hopeless: Callable[[], bool] = lambda: False,
+        *,
+        moving_s: float = math.inf,
+    ) -> Outcome:
         """The outcome of an operation: its commit, or its first failure.
 
         Args:
             op_id: Which one.
             timeout_s: For how long to wait in all, seconds.
+            is_hopeless: Whether another rank has said that its part of the save will not come.
             moving_s: For how long while the drain moves nothing, seconds; not at all once the process has to end.
 
         Raises:
             StandstillError: Nothing has moved for ``moving_s`` seconds, or the process has to end, where
-                ``moving_s`` is given. The operation stays queued.
+                ``moving_s`` is given; or it is hopeless. The operation stays queued.
             DrainError: It had none within ``timeout_s`` seconds, or how it ended is not known.
         """
         self._standstill.begin()
@@ -181,6 +189,9 @@ class DrainHandle:
             if is_leaving or (moving_s < math.inf and self._standstill.lasts(moving_s)):
                 where, hint = tier_label(self._config.dirpath), "it stays queued, and is uploaded once that is possible"
                 text = "the job is told to end" if is_leaving else f"nothing has reached {where} for {moving_s:.0f} s"
+                raise StandstillError(text, operation="drain", tier="durable", key=self._config.dirpath, hint=hint)
+            if is_hopeless():
+                text, hint = "a rank has no part of it", "see that rank's log; it stays in node memory"
                 raise StandstillError(text, operation="drain", tier="durable", key=self._config.dirpath, hint=hint)
         raise self._too_slow(f"operation {op_id}", timeout_s)
 

@@ -12,7 +12,8 @@ So
   parts of two starts never mix, even where both saved the same name at the same step. The run's id begins with the
   time, and sorts after all ids that its maker has seen, so that later starts count as newer;
 - a name that is saved again gets another id, because its step does not grow: that is a repeat;
-- a save that fails on one rank, or is skipped, does not put later ones out of step: nothing is counted;
+- a save that fails on one rank, or is skipped, does not put later ones out of step: each rank counts it before anything
+  can fail;
 - process groups that save side by side, in names of their own, are series of their own.
 
 Steps may fall only together: a rank that goes back alone makes parts that no other has a part for.
@@ -74,22 +75,37 @@ class Run:
         self._loads: Counter[str] = Counter()
         self._counted: dict[str, str] = {}
 
-    def save_id(self, namespace: str, series: str, step: int, new_run_id: Callable[[], str]) -> str:
-        """The id of a save that begins now; to be called once for each save.
+    def count_save(self, namespace: str, series: str, step: int) -> int:
+        """Counts a save that begins now: how often its series has gone back to a step that it had saved.
+
+        To be called once for each save, and before anything that can fail on this rank alone: the ids of later saves
+        follow from it.
 
         Args:
             namespace: The job's.
             series: Which saves belong together, see :func:`ids.series_of`.
             step: The training step; -1 where it is not known.
+        """
+        with self._lock:
+            last, repeat = self._saved.get((namespace, series), (-1, 0))
+            if step <= last or (step < 0 and (namespace, series) in self._saved):
+                repeat += 1
+            self._saved[namespace, series] = step, repeat
+            return repeat
+
+    def save_id(self, namespace: str, series: str, step: int, repeat: int, new_run_id: Callable[[], str]) -> str:
+        """The id of a save; with the arguments of :meth:`count_save`.
+
+        Args:
+            namespace: The job's.
+            series: Which saves belong together.
+            step: The training step.
+            repeat: What :meth:`count_save` has given.
             new_run_id: Makes the id of a run, where this rank is the first.
         """
         with self._lock:
             if self._run_id is None:
                 self._run_id = self.first(f"run/{_attempt()}", new_run_id())
-            last, repeat = self._saved.get((namespace, series), (-1, 0))
-            if step <= last or (step < 0 and (namespace, series) in self._saved):
-                repeat += 1
-            self._saved[namespace, series] = step, repeat
             return ids.save_id_of_ranks(self._run_id, f"{namespace}/{series}", repeat, step)
 
     def report_missing(self, save_id: str, where: Where) -> None:

@@ -17,7 +17,6 @@ from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
 from tiered_checkpoint_io.engine.restore.part_moves import restore_owners
 from tiered_checkpoint_io.engine.restore.search import Attempt, Found, Search
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
-from tiered_checkpoint_io.engine.restore.shared_reads import clear_reads
 from tiered_checkpoint_io.errors import CorruptCheckpointError
 from tiered_checkpoint_io.model.manifest import METADATA
 
@@ -89,7 +88,8 @@ def _try(tiers: Tiers, candidate: Candidate, search: Search) -> OpenShards | Non
     """Opens a candidate on all ranks; None where what lies beside its shards is intact on none."""
     if candidate.in_memory:
         restore_owners(search.group, tiers, candidate, search.nodes)
-    files = search.together(lambda: _open_files(tiers, candidate, search), ShardFiles.close)
+    readers_here = search.nodes.count(search.group.node)
+    files = search.together(lambda: ShardFiles(tiers, candidate, readers=readers_here), ShardFiles.close)
     leaders = sorted(search.leader_of(node) for node in candidate.coordinators)
     readers: list[tuple[int, Tier]] = [(rank, "memory") for rank in leaders]
     readers += [(0, "durable")] if candidate.durable is not None else []
@@ -115,12 +115,6 @@ def _try(tiers: Tiers, candidate: Candidate, search: Search) -> OpenShards | Non
         raise
     files.close()
     return None
-
-
-def _open_files(tiers: Tiers, candidate: Candidate, search: Search) -> ShardFiles:
-    if search.leads:
-        clear_reads(tiers.memory.root)
-    return ShardFiles(tiers, candidate, readers=search.nodes.count(search.group.node))
 
 
 def _small(files: ShardFiles, tier: Tier) -> dict[str, bytes]:

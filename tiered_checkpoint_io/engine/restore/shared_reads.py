@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import mmap
 import os
 import shutil
@@ -40,13 +41,20 @@ class SharedFolder:
     def __init__(self, root: Path, key: str, clock: Clock = SYSTEM) -> None:
         """Makes the folder below a memory tier's root, or joins those that read from it.
 
+        What dead readers left there is removed first, by each rank that comes: it may be from before a power loss, and
+        say of chunks that they are verified which never reached the disk. So each reader of a folder is one that lives.
+
         Raises:
             RestoreError: Another process has been removing it for too long.
         """
         self.path = root / READS / key
         deadline = clock.monotonic() + clock.timing.chunk_folder_s
         while True:
-            os.makedirs(self.path, mode=0o700, exist_ok=True)
+            # Each time: who was removing a folder may have died on the way.
+            clear_reads(root)
+            with contextlib.suppress(FileExistsError):
+                # Even exist_ok raises that, where another one removes the folder at this moment.
+                os.makedirs(self.path, mode=0o700)
             self._descriptor = _hold(self.path, fcntl.LOCK_SH)
             if self._descriptor is not None:
                 return
@@ -108,7 +116,7 @@ class FetchedFile:
             store: Opens the durable tier.
             folder: A :class:`SharedFolder`'s path.
             concurrency: Requests in flight at once, at most.
-            timeout_s: Bound of the wait for a chunk that another rank fetches, seconds.
+            timeout_s: Bound of the wait for the next chunk that another rank fetches, seconds.
             clock: For waits.
 
         Raises:
@@ -141,15 +149,19 @@ class FetchedFile:
             CorruptCheckpointError: A chunk differs from its hash, or the object is short.
             StoreError: It could not be read.
             MemoryFullError: No space for it.
-            RestoreError: Another rank has been fetching a chunk for longer than ``timeout_s``.
+            RestoreError: Other ranks have been fetching chunks, of which none has arrived for ``timeout_s``.
         """
         missing = self._missing(chunks_of(self.entry, spans))
-        deadline = self._clock.monotonic() + self._timeout_s
+        deadline = math.inf
         while missing:
+            before = len(missing)
             in_parallel_as_needed(self._fetch, missing, self._concurrency)
             # What others were fetching is here by now, or theirs to finish, or ours if they died.
-            missing = self._missing(missing)
-            if missing and self._clock.monotonic() > deadline:
+            missing, now = self._missing(missing), self._clock.monotonic()
+            if deadline == math.inf or len(missing) < before:
+                # This rank's own fetching is no wait, and as long as chunks arrive, others are alive.
+                deadline = now + self._timeout_s
+            if missing and now > deadline:
                 raise RestoreError(
                     f"another process of this node has not fetched {len(missing)} chunks in time",
                     operation="restore",

@@ -218,8 +218,13 @@ def alone(
     )
 
 
+def count_save(session: Session, name: str, step: int) -> int:
+    """Counts a save that each rank makes by itself: see :meth:`Run.count_save`."""
+    return current_run().count_save(session.config.namespace, ids.series_of(name, step), step)
+
+
 def uncoordinated(
-    session: Session, name: str, *, step: int, degree: int, durable: bool, held: Collection[StoredPart]
+    session: Session, name: str, *, step: int, repeat: int, degree: int, durable: bool, held: Collection[StoredPart]
 ) -> SaveFacts:
     """The facts of a save that each of ``degree`` ranks makes by itself.
 
@@ -227,6 +232,7 @@ def uncoordinated(
         session: Both tiers.
         name: The checkpoint's name.
         step: The training step; -1 where it is not known.
+        repeat: See :func:`count_save`.
         degree: How many ranks save.
         durable: Whether it is to go to the durable tier.
         held: All parts in this node's memory.
@@ -234,9 +240,9 @@ def uncoordinated(
     Raises:
         UsageError: The run's id could not be asked.
     """
-    series = ids.series_of(name, step)
+    namespace, series = session.config.namespace, ids.series_of(name, step)
     seen = [*(stored.save_id for stored in held), session.save_ids.newest]
-    save_id = current_run().save_id(session.config.namespace, series, step, lambda: session.save_ids.new_run(seen))
+    save_id = current_run().save_id(namespace, series, step, repeat, lambda: session.save_ids.new_run(seen))
     session.save_ids.follow(save_id)
     return SaveFacts(name, save_id, step, degree, durable, payload="local", series=series, coordinator=0)
 

@@ -8,7 +8,7 @@ its upload is queued; and reported. Where neither has room, a durable part is st
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tiered_checkpoint_io.engine.chunks import hashed
@@ -312,11 +312,11 @@ class PartSave:
             self.session.open().tier.give_back(slot)
 
     # ----------------------------------------------------------------------------------- report
-    def wait(self) -> bool:
-        """Waits until the durable tier has what the drain uploads.
+    def wait(self, is_hopeless: Callable[[], bool] = lambda: False) -> bool:
+        """Waits until the durable tier has what the drain uploads; for ``is_hopeless`` see :meth:`DrainHandle.wait`.
 
         Returns:
-            Whether it has; not where nothing moves for ``pending_timeout_s``, or the job has to end: it stays queued.
+            Whether it has; not where nothing moves for ``pending_timeout_s``, or ever will, or the job has to end.
 
         Raises:
             SaveError: It does not get there; or nothing moves or it was left out, and ``on_save_error`` is ``raise``.
@@ -328,7 +328,7 @@ class PartSave:
         if self.op_id is None:
             return True
         try:
-            outcome = drain.wait(self.op_id, config.wait_timeout_s, moving_s=float(config.pending_timeout_s))
+            outcome = drain.wait(self.op_id, config.wait_timeout_s, is_hopeless, moving_s=config.pending_timeout_s)
         except StandstillError as still:
             ends = drain.leave_by is not None
             if ends or config.on_save_error == "warn":

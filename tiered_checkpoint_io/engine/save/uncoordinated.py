@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.local_run import Where, current_run
-from tiered_checkpoint_io.engine.save.facts import SaveFacts, uncoordinated
+from tiered_checkpoint_io.engine.save.facts import SaveFacts, count_save, uncoordinated
 from tiered_checkpoint_io.engine.save.overlap import OF_PARTS, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.save.room import admit
@@ -58,6 +58,7 @@ class LocalSave:
 
 def save_local(
     session: Session,
+    surface: Callable[[], None],
     planned: Callable[[], tuple[Image, Stretches]],
     role: ShardRole,
     *,
@@ -75,8 +76,9 @@ def save_local(
 
     Args:
         session: Both tiers.
-        planned: Plans the state's file; gives it, and where it holds the model's tensors, and the optimizer's. Called
-            here, so that the other ranks are told where it fails, and remove nothing for this save.
+        surface: Raises failures of earlier saves, which stop this one. It is called here, as ``planned`` is, because
+            ranks must count alike, and are told of each failure: they then remove nothing for this save.
+        planned: Plans the state's file; gives it, and where it holds the model's tensors, and the optimizer's.
         role: Which shard it is.
         name: The checkpoint's name.
         step: The training step; -1 where it is not known.
@@ -90,20 +92,23 @@ def save_local(
     Raises:
         SaveError: It did not reach the durable tier while we waited; then on all ranks that wait.
         UsageError: The run's id could not be learnt; or another live run writes to the same dirpath.
-        Exception: Whatever ``planned`` raises.
+        Exception: Whatever ``surface`` or ``planned`` raises.
     """
-    started = session.clock.monotonic()
-    session.claims.check()
-    if role.shard == 0:
-        say_eager(session, OF_PARTS)
-        if durable:
-            session.claims.claim()
-    held = session.open().tier.parts()
-    facts = _answered(
-        session, lambda: uncoordinated(session, name, step=step, degree=role.degree, durable=durable, held=held)
-    )
+    started, repeat = session.clock.monotonic(), count_save(session, name, step)
+    held, failure = _look(session, surface, role, durable=durable)
+
+    def ask() -> SaveFacts:
+        degree = role.degree
+        return uncoordinated(session, name, step=step, repeat=repeat, degree=degree, durable=durable, held=held)
+
+    try:
+        facts = _answered(session, ask)
+    except UsageError as error:
+        raise (failure or error) from None
     run = _RunWide(session, facts, role.shard)
     try:
+        if failure is not None:
+            raise failure
         facts = admit(session, facts, held)
         if durable and not facts.durable:
             run.report_missing("durable")
@@ -129,6 +134,22 @@ def save_local(
         part.wait()
     waited = wait and facts.durable and run.wait(part)
     return LocalSave(part.report(waited=waited), part.op_id)
+
+
+def _look(
+    session: Session, surface: Callable[[], None], role: ShardRole, *, durable: bool
+) -> tuple[Collection[StoredPart], Exception | None]:
+    """The parts in this node's memory; and what keeps this rank from saving, to be raised once the others are told."""
+    try:
+        surface()
+        session.claims.check()
+        if role.shard == 0:
+            say_eager(session, OF_PARTS)
+            if durable:
+                session.claims.claim()
+        return session.open().tier.parts(), None
+    except Exception as error:
+        return (), error
 
 
 def _answered(session: Session, ask: Callable[[], _T]) -> _T:
@@ -190,7 +211,8 @@ class _RunWide:
         if self._shard != part.facts.coordinator:
             return part.wait() and self._wait_for_commit(part)
         try:
-            waited = part.wait()
+            with self.watch() as is_hopeless:
+                waited = part.wait(is_hopeless)
         except Exception as error:
             self._report_end(str(error))
             raise
