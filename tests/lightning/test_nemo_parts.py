@@ -1,6 +1,7 @@
 """What of the support for NeMo needs Lightning alone, on whichever release is installed."""
 
 import pickle
+import threading
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ from omegaconf import OmegaConf
 from support.training import Model, Runs, durable
 
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, SaveError, UsageError
+from tiered_checkpoint_io.nemo import checkpoint
 from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
 from tiered_checkpoint_io.nemo.connector import RESUME, NeMoCheckpointConnector
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO, S3CheckpointIO
 from tiered_checkpoint_io.nemo.layouts import Rules
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
 class NeMoParts(Runs):
@@ -86,6 +89,67 @@ def test_finalize_fn_is_called_once_the_checkpoint_is_committed_and_never_for_on
     io.save_checkpoint({"cannot": lambda: None}, "c.ckpt", storage_options={"finalize_fn": lambda: called.append("c")})
     io.teardown()
     assert len(called) == 2
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """An event until which no upload of a name with ``held`` or ``step=10`` in it comes to an end."""
+    free, upload = threading.Event(), DirectoryStore._upload
+
+    def waits(store, key, *args, **options):
+        assert not ("held" in key or "step=10" in key) or free.wait(30)
+        return upload(store, key, *args, **options)
+
+    monkeypatch.setattr(DirectoryStore, "_upload", waits)
+    yield free
+    free.set()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_finalize_fn_waits_for_the_commit_also_where_the_save_does_not_wait_any_longer(job, held, asynchronous):
+    options = {"memory_dir": job.memory_dir, "drain": "thread", "pending_timeout_s": 1, "max_pending": 1}
+    io = NeMoCheckpointIO(job.dirpath, async_checkpointing=asynchronous, on_pending="skip", **options)
+    called = []
+    # There is no room for the second in the queue: it stays in memory, and the durable tier never gets it.
+    for name in ("held-1.ckpt", "held-2.ckpt"):
+        state = {"global_step": 1, "w": torch.ones(3)}
+        io.save_checkpoint(state, name, storage_options={"finalize_fn": lambda name=name: called.append(name)})
+    assert called == []
+    held.set()
+    io.maybe_finalize_save_checkpoint(blocking=True)
+    assert called == durable(job.dirpath) == ["held-1.ckpt"]
+    then = {"tiers": ["memory"], "finalize_fn": lambda: called.append("memory")}
+    io.save_checkpoint({"global_step": 1}, "held-3.ckpt", storage_options=then)
+    assert called[1:] == ["memory"]
+    io.teardown()
+
+
+@pytest.mark.parametrize("whose", ["own", "another's"])
+def test_old_files_stay_while_the_new_one_of_any_rank_is_only_queued(job, held, monkeypatch, whose):
+    monkeypatch.setattr(checkpoint, "ranks_with_files", lambda: 2)
+    removed = []
+
+    class Watching(TieredNeMoCheckpoint):
+        def setup(self, trainer, pl_module, stage):
+            super().setup(trainer, pl_module, stage)
+            remove = self._io.remove_checkpoint
+            self._io.remove_checkpoint = lambda path: (removed.append((trainer.global_step, path)), remove(path))
+            if whose == "another's":
+                held.set()
+                trainer.strategy.reduce_boolean_decision = lambda mine, **how: (
+                    mine if how.get("all", True) else mine or trainer.global_step == 10
+                )
+
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 12:
+                held.set()
+
+    callback = job.callback(save_top_k=1)
+    callback.__class__ = Watching
+    job.train(20, rules=FRESH, callback=callback, pending_timeout_s=1, drain="thread")
+    assert removed[0] == (15, f"{job.dirpath}/score=8.0-step=5-last.ckpt")
+    # The one that step 10 replaces is kept for it.
+    assert {"score=3.0-step=10.ckpt", "score=8.0-step=5.ckpt"} <= set(durable(job.dirpath))
 
 
 def test_checkpoints_with_omegaconfs_objects_load_and_those_that_would_run_code_do_not(job):
@@ -203,6 +267,24 @@ def test_the_connector_without_rules_is_lightnings(job):
     trainer.fit(trainer.module, ckpt_path="score=8.0-step=5.ckpt")
     assert trainer.global_step == 7
     assert RESUME not in (trainer.ckpt_path or "")
+
+
+def test_what_follows_a_resumed_fit_goes_on_with_its_weights(job):
+    """Not with those of the checkpoint that it resumed from, which may be gone from memory by now."""
+    job.train(7, rules=FRESH)
+    trainer = job.train(9, rules=Rules())
+    assert trainer.io.checkpointer.restored.step == 7
+    weights = trainer.module.layer.weight.clone()
+    trainer.test(trainer.module)
+    assert torch.equal(trainer.module.layer.weight, weights)
+    trainer.test(trainer.module, ckpt_path=f"{job.dirpath}/score=8.0-step=5.ckpt")
+    assert trainer.io.checkpointer.restored.step == 5
+    assert not torch.equal(trainer.module.layer.weight, weights)
+    # A start that only evaluates does so with what it finds.
+    evaluates = job.trainer([], io=NeMoCheckpointIO(job.dirpath, memory_dir=job.memory_dir), asynchronous=False)
+    NeMoCheckpointConnector.of(evaluates).resume_by(Rules())
+    evaluates.test(Model())
+    assert evaluates.io.checkpointer.restored.step == 9
 
 
 @pytest.mark.matrix

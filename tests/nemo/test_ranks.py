@@ -91,6 +91,13 @@ def test_ranks_above_0_ask_s3_for_nothing_when_they_resume(ranks, count, way, s3
     assert [answer["asked"] for answer in answers[1:]] == [{}] * (count - 1)
 
 
+def test_a_rank_that_can_make_no_temporary_folder_ends_all_ranks(ranks):
+    """The others would wait for it, in the export or after it."""
+    answers = ranks.launch(2, 2, EXPORT, one={1: {"no_folder": True}})
+    assert [answer and re.match(r"ExportError: the model could not be exported: OSError: no folder", answer["error"])
+            is not None for answer in answers] == [True, True], said(ranks.folder, 0)  # fmt: skip
+
+
 def test_an_error_of_rank_0_ends_all_ranks_with_its_text(ranks):
     """NeMo: the others wait for a broadcast that never comes."""
     config = {"exp_manager": {"resume_ignore_no_checkpoint": False}}
@@ -125,6 +132,19 @@ def test_ranks_with_files_of_their_own_go_on_from_the_newest_step_that_all_have(
     ], said(ranks.folder, 0)
     assert [answer["asked"].get("requests.list", 0) for answer in answers] == [3, 0]
     assert set(best) <= set(ranks.objects())
+
+
+@pytest.mark.parametrize("save_last", [True, False])
+def test_ranks_with_files_of_their_own_go_on_from_the_latest_save_whatever_it_is_called(ranks, save_last):
+    """NeMo's default names tell no step, and sort the best first; with save_last off, none is called "last"."""
+    names = {"filename": "gpt--{val_loss:.4f}-{epoch}", "save_last": save_last}
+    config = {"exp_manager": {"checkpoint_callback_params": names}}
+    for steps in (5, 10, 15):
+        answers = ranks.launch(2, steps, config, parallel=True, falling=True)
+        assert [answer["steps"][0] for answer in answers] == [steps - 5] * 2, said(ranks.folder, 0)
+    name = "gpt--val_loss=0.1000-epoch=0" + ("-last.ckpt" if save_last else ".ckpt")
+    assert [answer["from"] for answer in answers] == [[f"mp_rank_{rank:02d}/{name}", 10, "memory"] for rank in range(2)]
+    assert {f"mp_rank_{rank:02d}/{name.replace('0.1000', '0.0667')}" for rank in range(2)} <= set(ranks.objects())
 
 
 def test_a_preempted_training_saves_and_goes_on_from_there(ranks):

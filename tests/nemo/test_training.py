@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from omegaconf import OmegaConf
-from support.nemo_training import Model, callback_of, io_of, restored, same_weights
+from support.nemo_training import Falling, Model, callback_of, io_of, restored, same_weights
 
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint
 from tiered_checkpoint_io.engine.durable.manifests import current
@@ -109,6 +109,22 @@ def test_a_nemo_file_with_each_checkpoint(runs):
     assert "gpt.nemo" in runs.objects()
 
 
+def test_a_nemo_file_with_each_best_checkpoint_stays_that_of_the_best_after_a_resume(runs, tmp_path):
+    settings = params(always_save_nemo=True, save_best_model=True, save_top_k=3)
+    # The best is that of step 10; the one of step 15 is kept beside it.
+    runs.fit(settings, max_steps=10)
+    trainer, _ = runs.fit(settings, max_steps=15)
+    best = callback_of(trainer).best_model_path
+    assert best.endswith("step=10.ckpt")
+    saved = io_of(trainer).load_checkpoint(best)["state_dict"]
+    io_of(trainer).teardown()
+    S3Utils.download_s3_file_to_path(f"{runs.dirpath}/gpt.nemo", tmp_path / "got.nemo")
+    with tarfile.open(tmp_path / "got.nemo") as tar:
+        (weights,) = (name for name in tar.getnames() if name.endswith(".ckpt"))
+        state = torch.load(tar.extractfile(weights))
+    assert torch.equal(state["layer.weight"], saved["layer.weight"])
+
+
 def test_a_model_that_cannot_be_exported_says_so(runs):
     class Stubborn(Model):
         def save_to(self, save_path):
@@ -120,13 +136,6 @@ def test_a_model_that_cannot_be_exported_says_so(runs):
 
 
 # ---------------------------------------------------------------------------------- optimizer states
-class Falling(Model):
-    """Each checkpoint is better than all before it, as in most trainings."""
-
-    def validation_step(self, *_):
-        self.log("val_loss", torch.tensor(1.0 / self.global_step), sync_dist=True)
-
-
 def slimming(keep, **changes):
     """NeMo's default names, which tell no step and, of a falling loss, sort the newest first."""
     settings = {"save_top_k": -1, "save_last_n_optim_states": keep, "filename": "m--{val_loss:.4f}-{epoch}"}
@@ -229,6 +238,18 @@ def test_a_job_that_is_told_to_end_saves_the_averages_too(runs, amid, tmp_path):
     assert restored(trainer)[:2] == ("preempted.ckpt", 13 if amid == "training" else 15)
     assert all(torch.equal(a, b) for a, b in zip(averages(trainer), averages(whole), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(averages(trainer), module.parameters(), strict=True))
+
+
+def test_the_averages_of_another_run_are_loaded_from_where_its_checkpoint_is(runs, tmp_path):
+    runs.fit(EMA, max_steps=5)
+    other = type(runs)(runs.dirpath + "-2", runs.memory_dir, tmp_path / "logs-2", namespace="second")
+    named = {"exp_manager": {"resume_from_checkpoint": f"{runs.dirpath}/gpt--val_loss=6.00-step=5.ckpt"}}
+    trainer, _ = other.fit(EMA, named, max_steps=6)
+    assert restored(trainer)[:2] == ("gpt--val_loss=6.00-step=5.ckpt", 5)
+    whole, _ = type(runs)(runs.dirpath + "-3", runs.memory_dir, tmp_path / "logs-3", namespace="third").fit(
+        EMA, max_steps=6
+    )
+    assert all(torch.equal(a, b) for a, b in zip(averages(trainer), averages(whole), strict=True))
 
 
 def test_a_crash_between_the_two_files_leaves_the_checkpoint_before(runs):

@@ -7,13 +7,19 @@ import sys
 
 import torch
 from omegaconf import OmegaConf
-from support.nemo_training import Model, NeMoRuns, PerRank, become_model_parallel, callback_of, io_of, restored
+from support.nemo_training import Falling, Model, NeMoRuns, PerRank, become_model_parallel, callback_of, io_of, restored
+
+from tiered_checkpoint_io.nemo import checkpoint
 
 
 def write(path, answer):
     with open(path + ".new", "w") as file:
         json.dump(answer, file)
     os.rename(path + ".new", path)
+
+
+def no_folder(**_):
+    raise OSError("no folder")
 
 
 if __name__ == "__main__":
@@ -24,6 +30,8 @@ if __name__ == "__main__":
         os.environ["AWS_ENDPOINT_URL_S3"] = told["endpoint_url"]
     runs = NeMoRuns(told["dirpath"], told["memory_dir"], told["logs"])
     config = runs.config(*told.get("config", []))
+    if told.get("no_folder"):
+        checkpoint.tempfile.TemporaryDirectory = no_folder
     strategy = {"strategy": PerRank() if told.get("parallel") else "ddp"} if told["ranks"] > 1 else {}
     module = None
     try:
@@ -32,7 +40,8 @@ if __name__ == "__main__":
         )
         if told.get("parallel"):
             become_model_parallel(told["ranks"], int(os.environ["RANK"]))
-        module = Model(OmegaConf.create(config["model"]), trainer, stop_at=told.get("stop_at", 0), how=told.get("how"))
+        kind = Falling if told.get("falling") else Model
+        module = kind(OmegaConf.create(config["model"]), trainer, stop_at=told.get("stop_at", 0), how=told.get("how"))
         trainer.fit(module)
     except Exception as error:
         write(told["answer"], {"error": f"{type(error).__name__}: {error}"})

@@ -15,6 +15,7 @@ from tiered_checkpoint_io.nemo.layouts import (
     Rules,
     choose,
     complete_checkpoints,
+    newest_of_ranks,
     rank_folder_of,
     without_rank,
 )
@@ -81,6 +82,23 @@ def test_the_choice_is_the_greatest_step_that_every_rank_has(steps, count, data)
     names = data.draw(st.permutations(names))
     found = complete_checkpoints(keys(*names), shards=count)
     assert [ids.step_in_name(path) for path in found] == sorted(whole)
+
+
+def test_the_latest_save_of_all_ranks_is_of_one_step():
+    """Names and steps in the order of the saves, the latest first."""
+
+    def shards(name, *steps):
+        return [(f"mp_rank_{rank:02d}/{name}", step) for rank, step in enumerate(steps)]
+
+    older = shards("x.ckpt", 5, 5)
+    assert newest_of_ranks([*shards("y-step=7.ckpt", 7), *older], shards=2) == "x.ckpt"
+    assert newest_of_ranks([*shards("y.ckpt", 7, 6), *older], shards=2) == "x.ckpt"
+    assert newest_of_ranks([*shards("preempted.ckpt", 7, 7), *older], shards=2) == "preempted.ckpt"
+    # What a name held before is not there any more.
+    assert newest_of_ranks([*shards("x.ckpt", 7), *older], shards=2) is None
+    # All ranks read a distributed checkpoint.
+    assert newest_of_ranks([("gpt-step=7", 7), *older], shards=2) == "gpt-step=7"
+    assert newest_of_ranks([], shards=2) is None
 
 
 def test_a_distributed_checkpoint_is_its_folder_once_its_last_file_is_there():

@@ -278,6 +278,7 @@ class TieredSharding(_Base):
         engine.restored = Restored(
             name=opened.name,
             content=opened.content,
+            dirpath=dirpath,
             tier=reader.tier,
             path=session.open().tier.root,
             seconds=session.clock.monotonic() - started,

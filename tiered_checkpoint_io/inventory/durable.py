@@ -114,6 +114,21 @@ def latest(
 ) -> Candidate | None:
     """What ``tiered:latest`` means of these, by the engine's own choice; None where it means none.
 
+    Arguments and errors are those of :func:`resumable`.
+    """
+    return next(iter(resumable(found, held, aliases=aliases, accepts=accepts)), None)
+
+
+def resumable(
+    found: Sequence[DurableCheckpoint],
+    held: Iterable[StoredPart] = (),
+    *,
+    aliases: Mapping[str, str] | None = None,
+    accepts: Kind | None = None,
+    companion: str = "",
+) -> list[Candidate]:
+    """The checkpoints that training can resume from, the latest save first, by the engine's own choice.
+
     A name that is being overwritten counts as what it was before.
 
     Args:
@@ -121,6 +136,7 @@ def latest(
         held: What this node's memory has of it.
         aliases: The targets of those that are queued.
         accepts: See :func:`choose`.
+        companion: See :class:`Selector`.
 
     Raises:
         FormatVersionError: See :func:`newer`; a restart is refused as well.
@@ -135,7 +151,7 @@ def latest(
         for each in held
     ]
     catalog = Catalog({"here": parts}, manifests, aliases or {})
-    return next(iter(choose(catalog, Selector("latest"), accepts, replicas=True)), None)
+    return choose(catalog, Selector("latest", companion=companion), accepts, replicas=True)
 
 
 def find(store: Store, name: str, *, operation: str, accepts: Kind | None = None) -> Manifest | None:

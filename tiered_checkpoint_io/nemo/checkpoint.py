@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
-from tiered_checkpoint_io.callbacks.trainer import fail_together, nemo_averages, on_rank_0
+from tiered_checkpoint_io.callbacks.trainer import failing_together, nemo_averages, on_rank_0
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.errors import ExportError, StoreUnavailableError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
@@ -50,7 +53,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
         Args:
             dirpath: The IO's by default; otherwise a folder below it.
-            always_save_nemo: A ``.nemo`` file with each durable checkpoint.
+            always_save_nemo: A ``.nemo`` file with each durable checkpoint, or with each new best one.
             save_nemo_on_train_end: A ``.nemo`` file at the end of training.
             save_best_model: Whether ``.nemo`` files hold the best checkpoint, not the latest state.
             prefix: The ``.nemo`` file's name, without its extension.
@@ -70,7 +73,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         self._slim: set[str] = set()
         #: How many ranks save a file of their own of each checkpoint.
         self._shards = 1
-        self._exported_best = ""
         if self.filename is not None:
             self.CHECKPOINT_NAME_LAST = f"{self.filename}-last"
 
@@ -143,9 +145,8 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         if self._naming_last:
             self._slim_older(trainer)
         if self.always_save_nemo and self._durable_save != before:
-            if self.save_best_model and self.best_model_path == self._exported_best:
+            if self.save_best_model and filepath != self.best_model_path:
                 return
-            self._exported_best = self.best_model_path
             self._export(trainer, trainer.lightning_module)
 
     def _alias(self, filepath: str, target: str) -> None:
@@ -160,6 +161,16 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     def _save(
         self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
     ) -> SaveReport | None:
+        report = self._save_files(trainer, filepath, options, weights_only=weights_only)
+        if report is not None and report.queued and self._shards > 1:
+            # What is queued on one rank may fail there alone: the ranks must not delete what it is to replace.
+            return replace(report, tiers=report.tiers - {"durable"})
+        return report
+
+    def _save_files(
+        self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
+    ) -> SaveReport | None:
+        """Saves the checkpoint, and before it the averages; the report is ``queued`` where any file of any rank is."""
         ema = nemo_averages(trainer)
         if ema is None:
             return self._save_one(trainer, filepath, options, weights_only=weights_only)
@@ -171,11 +182,15 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             # Without its averages, the checkpoint must not look complete.
             return None
         with ema.save_original_optimizer_state(trainer):
-            return self._save_one(trainer, filepath, {**options, "tiers": tiers}, weights_only=weights_only)
+            report = self._save_one(trainer, filepath, {**options, "tiers": tiers}, weights_only=weights_only)
+        if report is not None and averages is not None and averages.queued:
+            return replace(report, queued=True)
+        return report
 
     def _save_one(
         self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
     ) -> SaveReport | None:
+        """Saves one file of each rank; the report is rank 0's, and ``queued`` where that of any rank is."""
         if self._shards == 1:
             return super()._save(trainer, filepath, options, weights_only=weights_only)
         session = self._engine.session
@@ -183,13 +198,15 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         report = super()._save(trainer, filepath, options, weights_only=weights_only)
         mine = session.last_save
         # Data-parallel copies of a rank save nothing.
-        reached = mine is before or mine is None or mine.tiers >= set(options["tiers"])
+        saved = mine if mine is not before else None
+        reached = saved is None or saved.tiers >= set(options["tiers"])
         good = trainer.strategy.reduce_boolean_decision(reached and session.counts["failed"] == failed)
-        return report if good else None
+        queued = trainer.strategy.reduce_boolean_decision(saved is not None and saved.queued, all=False)
+        return replace(report, queued=queued) if report is not None and good else None
 
     def _is_restored(self, path: str) -> bool:
         restored = self._engine.restored
-        return restored is not None and path == ids.join_url(self._engine.dirpath, without_rank(restored.name))
+        return restored is not None and path == without_rank(restored.url)
 
     def _delete(self, trainer: Trainer, path: str) -> None:
         super()._delete(trainer, path)
@@ -208,9 +225,8 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         except StoreUnavailableError as error:
             engine.session.log.warning('could not look for the "last" checkpoints of earlier runs: %s', error)
             names = frozenset()
-        known = {without_rank(name) for name in names}
-        known |= {without_rank(engine.restored.name)} if engine.restored is not None else set()
-        paths = {ids.join_url(engine.dirpath, name) for name in known} | {self.last_model_path}
+        paths = {ids.join_url(engine.dirpath, without_rank(name)) for name in names} | {self.last_model_path}
+        paths |= {without_rank(engine.restored.url)} if engine.restored is not None else set()
         return sorted((path for path in paths if pattern.match(path.removeprefix(f"{self.dirpath}/"))), key=_progress)
 
     def _slim_older(self, trainer: Trainer) -> None:
@@ -248,7 +264,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         """Writes the model's ``.nemo`` file to the durable tier, atomically; on all ranks.
 
         Raises:
-            ExportError: The model could not write it; the same on all ranks.
+            ExportError: The model could not write it, or there is no temporary folder; the same on all ranks.
             StoreError: The upload failed; the same on all ranks.
         """
         save_to = getattr(pl_module, "save_to", None)
@@ -256,22 +272,29 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             rank_zero_warn(f"{type(pl_module).__name__} does not implement save_to(): there will be no .nemo file")
             return
         path = ids.join_url(str(self.dirpath), self.prefix + self.postfix)
-        failed: TieredCheckpointError | None = None
-        with tempfile.TemporaryDirectory(prefix="tiered-nemo-") as folder:
-            file = os.path.join(folder, os.path.basename(path))
-            try:
-                # On every rank: a model whose parts lie on several gathers them here.
+        with contextlib.ExitStack() as held:
+            with failing_together(trainer), _as_export_error(trainer, path):
+                folder = held.enter_context(tempfile.TemporaryDirectory(prefix="tiered-nemo-"))
+                file = os.path.join(folder, os.path.basename(path))
+            # All ranks have got here: a model whose parts lie on several gathers them now.
+            with failing_together(trainer), _as_export_error(trainer, path):
                 save_to(save_path=file)
                 if trainer.is_global_zero:
                     upload_file(self._engine.session.durable(), ids.name_in(self._engine.dirpath, path), file)
-            except TieredCheckpointError as error:
-                failed = error
-            except Exception as error:
-                text, where = f"the model could not be exported: {type(error).__name__}: {error}", trainer.global_rank
-                failed = ExportError(text, operation="export", key=path, step=trainer.global_step, rank=where)
-        fail_together(trainer, failed)
         if trainer.is_global_zero:
             self._engine.session.log.info("Step %d: exported %s", trainer.global_step, path)
+
+
+@contextlib.contextmanager
+def _as_export_error(trainer: Trainer, path: str) -> Iterator[None]:
+    """Makes an ExportError of what is raised, unless this package has raised it."""
+    try:
+        yield
+    except TieredCheckpointError:
+        raise
+    except Exception as error:
+        text, where = f"the model could not be exported: {type(error).__name__}: {error}", trainer.global_rank
+        raise ExportError(text, operation="export", key=path, step=trainer.global_step, rank=where) from error
 
 
 def _progress(path: str) -> tuple[int, list[int]]:

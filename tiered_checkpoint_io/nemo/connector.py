@@ -6,13 +6,23 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
 
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks.trainer import on_rank_0
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreUnavailableError
+from tiered_checkpoint_io.inventory.durable import read_all, resumable
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.nemo.layouts import Rules, check_not_completed, choose, ranks_with_files
+from tiered_checkpoint_io.nemo.layouts import (
+    EMA,
+    Rules,
+    check_not_completed,
+    choose,
+    complete_checkpoints,
+    newest_of_ranks,
+    ranks_with_files,
+)
 
 #: The value of ``trainer.ckpt_path`` until the process group exists and rank 0 can look for a checkpoint.
 RESUME = "tiered:nemo"
@@ -70,6 +80,9 @@ class NeMoCheckpointConnector(_CheckpointConnector):
         else:
             # Without a path, Lightning skips all of a restore.
             super().resume_start(path, *args, **kwargs)
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            # What follows in this process, such as a test, goes on with what was trained.
+            self._user_managed = False
 
 
 def _find(io: TieredCheckpointIO, rules: Rules, shards: int, *, restored: bool) -> str | None:
@@ -84,17 +97,21 @@ def _find(io: TieredCheckpointIO, rules: Rules, shards: int, *, restored: bool) 
             names = frozenset()
         check_not_completed(names, rules, dirpath=dirpath)
         return None
-    path = None
+    path, incomplete = None, frozenset[str]()
     if shards > 1:
         # Each rank's file is a checkpoint of its own to the engine, so the choice among them is made here.
-        path = choose(((name, 0.0) for name in session.known.all()), rules, dirpath=dirpath, shards=shards)
-    if path is None:
+        path, incomplete = _newest_of_ranks(io, shards)
+        passed_by = session.known.all()
+        ended = complete_checkpoints(((name, 0.0) for name in passed_by), shards=shards)
+        check_not_completed(ended, rules, dirpath=dirpath)
+    else:
         # What has a manifest is weights alone: the engine takes all else. With an EMA, it may also lack its averages.
-        passed_by = session.known.all() if shards == 1 and not io.companion else frozenset()
+        passed_by = session.known.all() if not io.companion else frozenset()
         check_not_completed(passed_by, rules, dirpath=dirpath)
+    if path is None:
         listed = session.durable().list("")
         written_by_nemo = ((entry.key, entry.modified) for entry in listed if entry.key not in passed_by)
-        path = choose(written_by_nemo, rules, dirpath=dirpath, shards=shards)
+        path = choose(written_by_nemo, rules, dirpath=dirpath, shards=shards, incomplete=incomplete)
     if path is not None:
         return ids.join_url(dirpath, path)
     if not rules.resume_ignore_no_checkpoint:
@@ -106,3 +123,26 @@ def _find(io: TieredCheckpointIO, rules: Rules, shards: int, *, restored: bool) 
             hint="set exp_manager.resume_ignore_no_checkpoint: true to start from scratch where there is none",
         )
     return rules.resume_from_checkpoint
+
+
+def _newest_of_ranks(io: TieredCheckpointIO, shards: int) -> tuple[str | None, frozenset[str]]:
+    """The path of the latest checkpoint of all ranks, and the names of those that it was chosen from.
+
+    Of those in node memory, the ones whose upload is queued count: steps of memory alone are on each node by itself.
+
+    Raises:
+        FormatVersionError: A newer release wrote one, which may be the latest.
+        StoreError: The durable tier could not be asked.
+    """
+    session = io.checkpointer.session
+    found = read_all(session.durable(), clock=session.clock)
+    session.known.remember(each.name for each in found)
+    for each in found:
+        if each.error is not None:
+            session.log.warning("skipping this checkpoint: %s", each.error)
+    held = [each for each in session.open().tier.parts() if each.part.durable and each.part.place == session.place]
+    saved = [(each.name, each.content.step) for each in resumable(found, held, companion=io.companion)]
+    path = newest_of_ranks(saved, shards=shards)
+    # Also those that lack their averages: with them there alone, training must not start from scratch.
+    names = frozenset(each.name for each in resumable(found, held) if not ids.is_companion(each.name, EMA))
+    return path, names

@@ -209,8 +209,8 @@ class TieredEMA(upstream.EMA):  # type: ignore[misc]
         if ids.is_companion(str(trainer.ckpt_path), EMA):
             # As NeMo does it: training continues with the averages as weights.
             return
-        # From the name that was loaded: with files of each rank, each has averages of its own.
-        beside = ids.companion_of(ids.join_url(io.config.dirpath, restored.name), EMA)
+        # From what was loaded: with files of each rank, each has averages of its own.
+        beside = ids.companion_of(restored.url, EMA)
         found = io.load_checkpoint(beside)
         # The run resumed from the checkpoint, not from its averages.
         io.checkpointer.restored = restored

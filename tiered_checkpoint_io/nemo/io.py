@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.adapters.storage_options import read_storage_options
 from tiered_checkpoint_io.errors import ConfigError, DrainError, UsageError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -27,7 +28,8 @@ class NeMoCheckpointIO(TieredCheckpointIO):
     """A TieredCheckpointIO that understands what NeMo's callbacks and strategies pass to a checkpoint IO.
 
     ``storage_options`` may hold ``finalize_fn``, called on the ranks that saved once the checkpoint is
-    committed, and ``include_optimizer``. A path in a folder such as ``mp_rank_00/`` belongs to one rank.
+    committed, never for one that the durable tier does not get, and ``include_optimizer``. A path in a folder such
+    as ``mp_rank_00/`` belongs to one rank.
     """
 
     def __init__(self, dirpath: Any = None, *, async_checkpointing: bool | None = False, **options: Any) -> None:
@@ -59,10 +61,10 @@ class NeMoCheckpointIO(TieredCheckpointIO):
         self._save(checkpoint, path, storage_options, wait=not self.async_checkpointing)
         report = session.last_save
         if finalize is not None and report is not None and report is not before:
-            if self.async_checkpointing and report.tiers == {"memory", "durable"}:
+            if report.queued:
                 self._to_finalize[report.save_id] = finalize
-            else:
-                # Every tier of this save has it already.
+            elif report.is_durable or "durable" not in read_storage_options(storage_options).tiers:
+                # Every tier of this save has it already; not where too many wait for the durable one: see max_pending.
                 finalize()
         self.maybe_finalize_save_checkpoint()
 

@@ -97,11 +97,42 @@ def complete_checkpoints(keys: Iterable[tuple[str, float]], *, shards: int = 1) 
     return sorted(complete, key=lambda path: (step_of(path), written[path], path))
 
 
-def choose(keys: Iterable[tuple[str, float]], rules: Rules, *, dirpath: str, shards: int = 1) -> str | None:
-    """The path of the checkpoint to resume from, by NeMo's rules.
+def newest_of_ranks(saved: Iterable[tuple[str, int]], *, shards: int) -> str | None:
+    """The path of the latest checkpoint of which each rank has a shard, all of the same step; None where there is none.
+
+    One that is in no rank's folder is complete by itself.
+
+    Args:
+        saved: Name and step of each shard that training can resume from, the latest save first.
+        shards: How many ranks have one of each checkpoint.
+    """
+    # By path, the latest first: the step of what each rank has under it.
+    steps: dict[str, dict[str | None, int]] = {}
+    for name, step in saved:
+        steps.setdefault(without_rank(name), {}).setdefault(rank_folder_of(name), step)
+    complete = (path for path, of in steps.items() if None in of or len(of) >= shards)
+    return next((path for path in complete if len({*steps[path].values()}) == 1), None)
+
+
+def choose(
+    keys: Iterable[tuple[str, float]],
+    rules: Rules,
+    *,
+    dirpath: str,
+    shards: int = 1,
+    incomplete: Collection[str] = (),
+) -> str | None:
+    """The path of the checkpoint to resume from, by NeMo's rules: of names alone.
 
     Where several are called "last", as after a crash, the one of the greatest step; a completed training
-    continues from its end. Arguments are as :func:`complete_checkpoints` takes them.
+    continues from its end.
+
+    Args:
+        keys: As :func:`complete_checkpoints` takes them, and ``shards``.
+        rules: How to resume.
+        dirpath: For errors.
+        shards: See above.
+        incomplete: Names beside these that training can't resume from, because shards of other ranks are missing.
 
     Returns:
         None where there is none.
@@ -116,10 +147,11 @@ def choose(keys: Iterable[tuple[str, float]], rules: Rules, *, dirpath: str, sha
     wanted = [path for path in complete if _is_end(path)] or [path for path in complete if ids.is_last(path)]
     if wanted:
         return wanted[-1]
-    broken = sorted(key for key, _ in listed if _would_resume(key))
+    broken = sorted({key for key, _ in listed if _would_resume(key)} | {*incomplete})
     if broken:
         raise CheckpointNotFoundError(
-            f"{broken[-1]} is unfinished, or lacks the shards of some ranks, and there is no other to resume from",
+            f"{broken[-1]} is unfinished, or lacks the shards of some ranks or their averages, and there is no other to"
+            " resume from",
             operation="resume",
             tier="durable",
             key=dirpath,

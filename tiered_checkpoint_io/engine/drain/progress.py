@@ -39,6 +39,11 @@ class SaveReport:
     overlapped: bool = False
     resumable: bool = True
 
+    @property
+    def is_durable(self) -> bool:
+        """Whether the durable tier has it by now, and not only its turn in the queue."""
+        return "durable" in self.tiers and not self.queued
+
     def line(self, dirpath: str, what: str = "") -> str:
         """What to log of it: where it is by now, and what is still to be done.
 
@@ -46,9 +51,7 @@ class SaveReport:
             dirpath: The durable tier.
             what: What was saved, in place of the name.
         """
-        there = [
-            tier for tier in ("memory", "durable") if tier in self.tiers and not (tier == "durable" and self.queued)
-        ]
+        there = [tier for tier in ("memory", "durable") if tier in self.tiers and (tier == "memory" or self.is_durable)]
         here = "the node's disk" if self.spilled else "memory"
         places = " and ".join(here if tier == "memory" else tier_label(dirpath) for tier in there)
         done = f"saved {what or self.name} to {places}" if places else f"captured {what or self.name}"

@@ -43,6 +43,7 @@ class Restored(Found):
     """A checkpoint's file that lies, verified, on this node, and stays there until it is released.
 
     Attributes:
+        dirpath: The durable tier that it belongs to.
         tier: Where this node had it from.
         path: The local file.
         seconds: How long it took to find, fetch and verify.
@@ -51,12 +52,18 @@ class Restored(Found):
             these never gets into the file. Where this process has verified them there, each page is touched once.
     """
 
+    dirpath: str
     tier: Tier
     path: Path
     seconds: float = 0.0
     bytes_read: int = 0
     mapped: torch.UntypedStorage | None = field(default=None, repr=False)
     _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
+
+    @property
+    def url(self) -> str:
+        """Where the durable tier has it, or will."""
+        return ids.join_url(self.dirpath, self.name)
 
     def __enter__(self) -> Restored:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         return self
@@ -191,6 +198,7 @@ class NodeFetcher:
             content=part.content if part.save_id else None,
             rejected=search.rejected,
             newest_save_id=max(filter(None, (search.newest, part.save_id)), default=None),
+            dirpath=self.tiers.dirpath,
             tier=fetched.tier,
             path=fetched.path,
             bytes_read=fetched.bytes_read,

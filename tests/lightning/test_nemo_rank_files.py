@@ -1,0 +1,99 @@
+"""Which checkpoint is resumed from where each rank has a file of its own; needs Lightning alone."""
+
+import pytest
+from support.training import Runs
+
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
+from tiered_checkpoint_io.nemo import connector
+from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
+from tiered_checkpoint_io.nemo.layouts import Rules
+
+
+class Ranks:
+    """What two ranks save, and what rank 0 then chooses to resume from."""
+
+    def __init__(self, job):
+        self.job = job
+        self.io = NeMoCheckpointIO(job.dirpath, memory_dir=job.memory_dir, wait_timeout_s=60, drain="thread")
+
+    def save(self, name, *steps, **changes):
+        """``steps``: that of each rank's shard, the first ranks' alone where there are fewer."""
+        for rank, step in enumerate(steps):
+            state = {"global_step": step, "pytorch-lightning_version": "2.4", "state_dict": {}, "optimizer_states": [1]}
+            state |= changes
+            kept = {key: value for key, value in state.items() if value is not None}
+            self.io.save_checkpoint(kept, f"mp_rank_{rank:02d}/{name}")
+
+    def chosen(self, shards=2, **rules):
+        self.io.teardown()
+        # As the next start: what it knows of the durable tier, it asks.
+        found = connector._find(Ranks(self.job).io, Rules(**rules), shards, restored=False)
+        return found and found.removeprefix(f"{self.job.dirpath}/")
+
+
+@pytest.fixture
+def ranks(tmp_path, memory_dir):
+    return Ranks(Runs(str(tmp_path / "durable"), memory_dir, tmp_path))
+
+
+@pytest.mark.parametrize("name", ["preempted.ckpt", "end_of_training.ckpt", "gpt--val_loss=0.1-epoch=0.ckpt"])
+def test_of_files_of_each_rank_the_latest_save_counts_whatever_its_name(ranks, name):
+    ranks.save("gpt--val_loss=0.9-epoch=0-last.ckpt", 5, 5)
+    ranks.save(name, 7, 7)
+    assert ranks.chosen() == name
+    # Weights alone are nothing to train on from.
+    ranks.save("gpt--val_loss=0.0-epoch=0-last.ckpt", 9, 9, optimizer_states=None)
+    assert ranks.chosen() == name
+
+
+def test_shards_of_different_steps_are_never_loaded_together(ranks):
+    """A name that is saved again and again, and a crash between two ranks' saves."""
+    ranks.save("gpt-last.ckpt", 5, 5)
+    ranks.save("gpt-step=6.ckpt", 6, 6)
+    ranks.save("gpt-last.ckpt", 7)
+    assert ranks.chosen() == "gpt-step=6.ckpt"
+    for rank in range(2):
+        ranks.io.remove_checkpoint(f"mp_rank_{rank:02d}/gpt-step=6.ckpt")
+    with pytest.raises(CheckpointNotFoundError, match="lacks the shards of some ranks"):
+        ranks.chosen(resume_ignore_no_checkpoint=True)
+
+
+def test_a_crash_within_the_first_save_leaves_what_nemo_wrote(ranks):
+    folders = [ranks.job.root / "durable" / f"mp_rank_{rank:02d}" for rank in range(2)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "gpt--step=900-last.ckpt").write_bytes(b"NeMo's")
+    ranks.save("gpt--step=1000-last.ckpt", 1000)
+    assert ranks.chosen() == "gpt--step=900-last.ckpt"
+    (folders[1] / "gpt--step=900-last.ckpt").unlink()
+    with pytest.raises(CheckpointNotFoundError, match="lacks the shards of some ranks"):
+        ranks.chosen(resume_ignore_no_checkpoint=True)
+
+
+def test_averages_belong_to_each_ranks_shard(ranks):
+    for step in (5, 7):
+        ranks.save(f"gpt-step={step}-EMA.ckpt", step, step)
+        ranks.save(f"gpt-step={step}.ckpt", step, step)
+    ranks.io.remove_checkpoint("mp_rank_01/gpt-step=7-EMA.ckpt")
+    ranks.io.teardown()
+
+    def find():
+        io = Ranks(ranks.job).io
+        io.companion = "-EMA"
+        return connector._find(io, Rules(resume_ignore_no_checkpoint=True), 2, restored=False)
+
+    assert find() == f"{ranks.job.dirpath}/gpt-step=5.ckpt"
+    ranks.io.remove_checkpoint("mp_rank_00/gpt-step=5-EMA.ckpt")
+    ranks.io.teardown()
+    with pytest.raises(CheckpointNotFoundError, match="or their averages"):
+        find()
+
+
+def test_an_end_counts_once_all_ranks_have_it(ranks):
+    ranks.save("gpt--step=9-last.ckpt", 9, 9)
+    ranks.save("gpt--step=10--end.ckpt", 10)
+    assert ranks.chosen() == "gpt--step=9-last.ckpt"
+    ranks.save("gpt--step=10--end.ckpt", 10, 10)
+    with pytest.raises(ConfigError, match="has completed"):
+        ranks.chosen()
+    assert ranks.chosen(resume_past_end=True) == "gpt--step=10--end.ckpt"
