@@ -1,5 +1,6 @@
 """Which bytes of a slot are registered as pinned memory, and when; a stand-in for CUDA's runtime notes what it is told."""
 
+import contextlib
 import mmap
 import threading
 
@@ -8,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_checkpoint_io.engine.staging import capture
-from tiered_checkpoint_io.engine.staging.capture import Capturer, HostPins
+from tiered_checkpoint_io.engine.staging import capture, host_pins
+from tiered_checkpoint_io.engine.staging.capture import Capturer
+from tiered_checkpoint_io.engine.staging.host_pins import HostPins
 from tiered_checkpoint_io.formats.filling import PINNED_PIECE, cuts_of
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
@@ -56,7 +58,8 @@ class Runtime:
 @pytest.fixture
 def runtime(monkeypatch):
     made = Runtime()
-    monkeypatch.setattr(capture, "_runtime", lambda: made)
+    monkeypatch.setattr(host_pins, "_runtime", lambda: made)
+    monkeypatch.setattr(capture, "beside_graphs", lambda: contextlib.nullcontext(True))
     monkeypatch.setattr(torch.cuda, "current_device", made.current_device)
     monkeypatch.setattr(torch.cuda, "device", made.device)
     with made.device(3):

@@ -28,8 +28,9 @@ from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.meeting import Peering
 from tiered_checkpoint_io.engine.staging.background import BackgroundTask
-from tiered_checkpoint_io.engine.staging.capture import Capturer, HostPins
+from tiered_checkpoint_io.engine.staging.capture import Capturer
 from tiered_checkpoint_io.engine.staging.durable_names import DurableNameCache
+from tiered_checkpoint_io.engine.staging.host_pins import HostPins
 from tiered_checkpoint_io.engine.staging.last_tensors import LastTensors
 from tiered_checkpoint_io.engine.staging.save_ids import SaveIds
 from tiered_checkpoint_io.engine.staging.turn import Turn

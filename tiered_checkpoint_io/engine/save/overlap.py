@@ -24,6 +24,7 @@ import torch
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.save.snapshot import Snapshot, UncopiedError
 from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.engine.staging.host_pins import beside_graphs
 from tiered_checkpoint_io.engine.staging.latch import Latch
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.filling import StorageRegion, StorageRegions
@@ -126,6 +127,8 @@ class Overlapped:
     def on_side_streams(self) -> Iterator[None]:
         """Has copies from a GPU wait for what computes the state, and for nothing that is queued later."""
         with contextlib.ExitStack() as streams:
+            if self._ready:
+                streams.enter_context(beside_graphs())
             for ready in self._ready:
                 # Else the end of the stream would make this thread's own device, the first, the current one.
                 streams.enter_context(torch.cuda.device(ready.device))
