@@ -161,7 +161,8 @@ def save_local(
         with counted(calls):
             if sync:
                 report = dcp.save(state, checkpoint_id=name, kind="local", **{**job["options"], **more})
-                return {"calls": calls, "tiers": sorted(report.tiers), "seconds": time.monotonic() - began}
+                tiers, failed = sorted(report.tiers) if report else [], session.counts["failed"]
+                return {"calls": calls, "tiers": tiers, "seconds": time.monotonic() - began, "failed": failed}
             future = dcp.async_save(state, checkpoint_id=name, kind="local", **{**job["options"], **more})
     finally:
         undo.close()
@@ -228,13 +229,13 @@ def save_replicated(job, number, groups, **more):
     return save_local(job, number, shard=index, replication_group=groups[index], **more)
 
 
-def save_told(job, number, groups, sharding, writers):
+def save_told(job, number, groups, sharding, writers, **more):
     """With the sharding groups as process groups, and the rank of each replication group that saves."""
     made = [dist.new_group(ranks) for ranks in sharding]
     (index,) = [index for index, group in enumerate(groups) if dist.get_rank() in group]
     (mine,) = [group for group, ranks in zip(made, sharding, strict=True) if dist.get_rank() in ranks]
     how = {"process_group": mine, "replication_group": groups[index], "coordinator_rank": writers[index]}
-    return save_local(job, number, shard=index, **how)
+    return save_local(job, number, shard=index, **how, **more)
 
 
 def load_replicated(job, number, groups, **more):

@@ -192,6 +192,26 @@ def test_a_folder_that_another_rank_is_removing_is_not_joined(tmp_path, dies):
         assert read.result(30) == DATA
 
 
+def test_nobody_waits_until_the_bytes_of_the_dead_are_gone(tmp_path, monkeypatch):
+    left_behind(tmp_path)
+    removing, may_end, remove = threading.Event(), threading.Event(), shutil.rmtree
+
+    def slow(*args, **options):
+        removing.set()
+        assert may_end.wait(30)
+        remove(*args, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(SharedFolder, tmp_path, "save")
+        assert removing.wait(30)
+        folder = SharedFolder(tmp_path, "save")
+        may_end.set()
+        other.result(30).close()
+    folder.close()
+    assert not list((tmp_path / "reads").iterdir())
+
+
 def test_folders_of_the_dead_are_cleared(tmp_path):
     folder = SharedFolder(tmp_path, "save")
     os.close(folder._descriptor)

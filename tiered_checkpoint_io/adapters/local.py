@@ -15,6 +15,7 @@ from tiered_checkpoint_io.engine.restore.loaders import warn_of_left_out
 from tiered_checkpoint_io.engine.restore.local_restore import LocalRestorer
 from tiered_checkpoint_io.engine.restore.restore import note_restore
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
+from tiered_checkpoint_io.engine.save.facts import count_save
 from tiered_checkpoint_io.engine.save.sameness import Stretches, stretches_of_state
 from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, ShardRole, save_local
 from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
@@ -41,6 +42,8 @@ def save_local_state(
     role = shard_role_of(process_group, replication_group, coordinator_rank, alone=no_dist)
     writer.reset(checkpoint_id)
     session, located, settings = writer.session, writer.located, writer.settings
+    # Also where another rank of its replicas saves: that may be this one the next time.
+    repeat = count_save(session, located.name, located.step)
     if not no_dist:
         # The one time that ranks wait for each other, where peers are to keep copies.
         session.meet_peers(process_group)
@@ -76,6 +79,7 @@ def save_local_state(
             role,
             name=located.name,
             step=located.step,
+            repeat=repeat,
             durable=settings.is_durable(located.step, writer.save_to_s3),
             wait=writer.waits,
             threads=writer.threads,

@@ -168,8 +168,8 @@ class DrainHandle:
 
         Raises:
             StandstillError: Nothing has moved for ``moving_s`` seconds, or the process has to end, where
-                ``moving_s`` is given; or it is hopeless. The operation stays queued.
-            DrainError: It had none within ``timeout_s`` seconds, or how it ended is not known.
+                ``moving_s`` is given. The operation stays queued.
+            DrainError: It had none within ``timeout_s`` seconds, it is hopeless, or how it ended is not known.
         """
         self._standstill.begin()
         for _ in self._looks(timeout_s):
@@ -192,7 +192,7 @@ class DrainHandle:
                 raise StandstillError(text, operation="drain", tier="durable", key=self._config.dirpath, hint=hint)
             if is_hopeless():
                 text, hint = "a rank has no part of it", "see that rank's log; it stays in node memory"
-                raise StandstillError(text, operation="drain", tier="durable", key=self._config.dirpath, hint=hint)
+                raise DrainError(text, operation="drain", tier="durable", key=self._config.dirpath, hint=hint)
         raise self._too_slow(f"operation {op_id}", timeout_s)
 
     def flush(self, timeout_s: float, *, only: Collection[str] | None = None) -> None:

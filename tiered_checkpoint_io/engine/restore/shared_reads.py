@@ -11,6 +11,7 @@ import fcntl
 import math
 import mmap
 import os
+import secrets
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Sequence
@@ -68,7 +69,7 @@ class SharedFolder:
         if descriptor is not None:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(self.path, ignore_errors=True)
+                _remove(self.path)
             os.close(descriptor)
 
 
@@ -78,8 +79,17 @@ def clear_reads(root: Path) -> None:
         with contextlib.suppress(OSError):
             descriptor = _hold(folder, fcntl.LOCK_EX)
             if descriptor is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
                 os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder that this process has locked; under another name, as others wait for theirs."""
+    going = folder.with_name(f"{folder.name}~{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError):
+        os.rename(folder, going)
+        folder = going
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _hold(folder: Path, kind: int) -> int | None:

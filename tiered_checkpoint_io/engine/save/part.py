@@ -316,11 +316,11 @@ class PartSave:
         """Waits until the durable tier has what the drain uploads; for ``is_hopeless`` see :meth:`DrainHandle.wait`.
 
         Returns:
-            Whether it has; not where nothing moves for ``pending_timeout_s``, or ever will, or the job has to end.
+            Whether it has; not where nothing moves for ``pending_timeout_s``, or the job has to end.
 
         Raises:
             SaveError: It does not get there; or nothing moves or it was left out, and ``on_save_error`` is ``raise``.
-            DrainError: It is not there within ``wait_timeout_s``.
+            DrainError: It is not there within ``wait_timeout_s``, or it is hopeless.
         """
         drain, config, facts = self.session.open().drain, self.session.config, self.facts
         if (left_out := why_left_out(self.session, facts)) is not None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.local_run import Where, current_run
-from tiered_checkpoint_io.engine.save.facts import SaveFacts, count_save, uncoordinated
+from tiered_checkpoint_io.engine.save.facts import SaveFacts, uncoordinated
 from tiered_checkpoint_io.engine.save.overlap import OF_PARTS, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.save.room import admit
@@ -64,6 +64,7 @@ def save_local(
     *,
     name: str,
     step: int,
+    repeat: int,
     durable: bool,
     wait: bool = False,
     threads: int | None = None,
@@ -82,6 +83,7 @@ def save_local(
         role: Which shard it is.
         name: The checkpoint's name.
         step: The training step; -1 where it is not known.
+        repeat: See :func:`count_save`, which is called first of all, on ranks that do not save as well.
         durable: Whether it is to go to the durable tier, where there is room on the way.
         wait: Whether to return, on all ranks, only when the checkpoint is committed there; see :meth:`PartSave.wait`.
         threads: How many threads copy.
@@ -94,7 +96,7 @@ def save_local(
         UsageError: The run's id could not be learnt; or another live run writes to the same dirpath.
         Exception: Whatever ``surface`` or ``planned`` raises.
     """
-    started, repeat = session.clock.monotonic(), count_save(session, name, step)
+    started = session.clock.monotonic()
     held, failure = _look(session, surface, role, durable=durable)
 
     def ask() -> SaveFacts:
@@ -140,16 +142,19 @@ def _look(
     session: Session, surface: Callable[[], None], role: ShardRole, *, durable: bool
 ) -> tuple[Collection[StoredPart], Exception | None]:
     """The parts in this node's memory; and what keeps this rank from saving, to be raised once the others are told."""
+    held: Collection[StoredPart] = ()
     try:
+        # First: the id of a run follows from what is here.
+        held = session.open().tier.parts()
         surface()
         session.claims.check()
         if role.shard == 0:
             say_eager(session, OF_PARTS)
             if durable:
                 session.claims.claim()
-        return session.open().tier.parts(), None
     except Exception as error:
-        return (), error
+        return held, error
+    return held, None
 
 
 def _answered(session: Session, ask: Callable[[], _T]) -> _T:
