@@ -17,6 +17,13 @@ from tiered_checkpoint_io.nemo.layouts import Rules
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
+class Validated(Model):
+    def validation_step(self, batch, _):
+        self.layer(batch)
+
+    val_dataloader = Model.train_dataloader
+
+
 class NeMoParts(Runs):
     """Trainings as NeMo's exp_manager sets them up, without NeMo."""
 
@@ -285,6 +292,21 @@ def test_what_follows_a_resumed_fit_goes_on_with_its_weights(job):
     NeMoCheckpointConnector.of(evaluates).resume_by(Rules())
     evaluates.test(Model())
     assert evaluates.io.checkpointer.restored.step == 9
+
+
+def test_and_so_does_what_follows_a_fit_after_a_validation(job):
+    job.train(7, rules=FRESH)
+    trainer = job.trainer(
+        [], io=NeMoCheckpointIO(job.dirpath, memory_dir=job.memory_dir), asynchronous=False, max_steps=9
+    )
+    NeMoCheckpointConnector.of(trainer).resume_by(Rules())
+    module = Validated()
+    trainer.validate(module)
+    trainer.fit(module)
+    assert trainer.global_step == 9
+    weights = module.layer.weight.clone()
+    trainer.test(module)
+    assert torch.equal(module.layer.weight, weights)
 
 
 @pytest.mark.matrix

@@ -3,7 +3,7 @@
 import pytest
 from support.training import Runs
 
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, RestoreError
 from tiered_checkpoint_io.nemo import connector
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
 from tiered_checkpoint_io.nemo.layouts import Rules
@@ -68,6 +68,27 @@ def test_a_crash_within_the_first_save_leaves_what_nemo_wrote(ranks):
     (folders[1] / "gpt--step=900-last.ckpt").unlink()
     with pytest.raises(CheckpointNotFoundError, match="lacks the shards of some ranks"):
         ranks.chosen(resume_ignore_no_checkpoint=True)
+
+
+def test_a_sole_first_save_that_was_cut_off_is_nothing_to_resume_from(ranks):
+    ranks.save("gpt-step=5.ckpt", 5)
+    assert ranks.chosen(resume_ignore_no_checkpoint=True) is None
+    # Of several, the missing shards may be lost: nobody starts from scratch.
+    ranks.save("gpt-step=10.ckpt", 10)
+    with pytest.raises(CheckpointNotFoundError, match=r"gpt-step=10.ckpt, mp_rank_00/gpt-step=5.ckpt: each is unf"):
+        ranks.chosen(resume_ignore_no_checkpoint=True)
+
+
+def test_ranks_that_load_different_steps_fail_together(ranks, monkeypatch):
+    """A node has a newer save of the name in its memory, which is not uploaded yet. Rank 0's answer is a stand-in."""
+    trainer = ranks.job.trainer([], io=ranks.io, asynchronous=False)
+    resuming = connector.NeMoCheckpointConnector.of(trainer)
+    resuming._loaded_checkpoint = {"global_step": 7}
+    resuming._check_steps("gpt-last.ckpt")
+    monkeypatch.setattr(trainer.strategy, "broadcast", lambda _: 5)
+    with pytest.raises(RestoreError, match="this one's is of step 7, rank 0's of step 5"):
+        resuming._check_steps("gpt-last.ckpt")
+    ranks.io.teardown()
 
 
 def test_averages_belong_to_each_ranks_shard(ranks):

@@ -64,7 +64,7 @@ def test_steps_are_numbers_and_all_shards_are_needed(layout):
     # A crash left the newest without its last shard.
     assert chosen(*whole[:-1]) == "gpt--step=900-last.ckpt"
     assert chosen(*(key for key in whole if not key.startswith(layout.format(3) + "/")), shards=3) is not None
-    with pytest.raises(CheckpointNotFoundError, match=r"lacks the shards of some ranks.*remove it to start from"):
+    with pytest.raises(CheckpointNotFoundError, match=r"lacks the shards of some ranks.*remove these to start from"):
         chosen(*whole[:3], shards=4)
 
 

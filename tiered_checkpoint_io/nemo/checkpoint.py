@@ -139,7 +139,8 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         before = self._durable_save
         super()._save_checkpoint(trainer, filepath)
         if self._shards > 1:
-            self._landed = bool(trainer.strategy.broadcast(self._landed))
+            # Else each rank would count what only rank 0's save tells.
+            self._landed, self._lacking = trainer.strategy.broadcast((self._landed, self._lacking))
             # Rank 0 has removed its own already.
             self._remove_withheld(trainer)
         if self._naming_last:

@@ -10,8 +10,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
-from tiered_checkpoint_io.callbacks.trainer import on_rank_0
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreUnavailableError
+from tiered_checkpoint_io.callbacks.trainer import failing_together, on_rank_0
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError, StoreUnavailableError
 from tiered_checkpoint_io.inventory.durable import read_all, resumable
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.nemo.layouts import (
@@ -68,7 +68,13 @@ class NeMoCheckpointConnector(_CheckpointConnector):
         rules = self._rules
         if checkpoint_path != RESUME or rules is None:
             super().resume_start(checkpoint_path, *args, **kwargs)
-            return
+        else:
+            self._resume_by(rules, *args, **kwargs)
+        if rules is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            # What follows in this process, such as a test, goes on with what was trained.
+            self._user_managed = False
+
+    def _resume_by(self, rules: Rules, *args: Any, **kwargs: Any) -> None:
         io = require_tiered_io(self.trainer.strategy, "resuming by NeMo's rules")
         shards = ranks_with_files()
         if shards == 1:
@@ -77,12 +83,28 @@ class NeMoCheckpointConnector(_CheckpointConnector):
         path = on_rank_0(self.trainer, lambda: _find(io, rules, shards, restored=restored is not None))
         if restored is not None:
             self._ckpt_path = ids.join_url(io.config.dirpath, restored.name)
-        else:
+        elif path is None or shards == 1:
             # Without a path, Lightning skips all of a restore.
             super().resume_start(path, *args, **kwargs)
-        if self.trainer.state.fn == TrainerFn.FITTING:
-            # What follows in this process, such as a test, goes on with what was trained.
-            self._user_managed = False
+        else:
+            with failing_together(self.trainer):
+                super().resume_start(path, *args, **kwargs)
+            self._check_steps(path)
+
+    def _check_steps(self, path: str) -> None:
+        """Refuses files of different steps: by its name, a rank takes the newest that its own node has."""
+        mine = self._loaded_checkpoint.get("global_step")
+        first = self.trainer.strategy.broadcast(mine)
+        with failing_together(self.trainer):
+            if mine != first:
+                raise RestoreError(
+                    f"the ranks have files of different steps: this one's is of step {mine}, rank 0's of step {first}",
+                    operation="load",
+                    key=path,
+                    rank=self.trainer.global_rank,
+                    hint="wait until what nodes have in memory is uploaded (tiered-ckpt status), or name another"
+                    " checkpoint by resume_from_checkpoint",
+                )
 
 
 def _find(io: TieredCheckpointIO, rules: Rules, shards: int, *, restored: bool) -> str | None:

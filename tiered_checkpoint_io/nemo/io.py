@@ -27,9 +27,9 @@ NEMO_DEFAULTS: Mapping[str, Any] = {
 class NeMoCheckpointIO(TieredCheckpointIO):
     """A TieredCheckpointIO that understands what NeMo's callbacks and strategies pass to a checkpoint IO.
 
-    ``storage_options`` may hold ``finalize_fn``, called on the ranks that saved once the checkpoint is
-    committed, never for one that the durable tier does not get, and ``include_optimizer``. A path in a folder such
-    as ``mp_rank_00/`` belongs to one rank.
+    ``storage_options`` may hold ``finalize_fn``, called on the ranks that saved once each tier that was asked for has
+    the checkpoint, never where one does not get it, and ``include_optimizer``. A path in a folder such as
+    ``mp_rank_00/`` belongs to one rank.
     """
 
     def __init__(self, dirpath: Any = None, *, async_checkpointing: bool | None = False, **options: Any) -> None:

@@ -139,7 +139,7 @@ def choose(
 
     Raises:
         ConfigError: The training has completed.
-        CheckpointNotFoundError: There are some, and none of them is complete.
+        CheckpointNotFoundError: There are some, and none of them is complete; but for a sole one by another name.
     """
     listed = list(keys)
     complete = complete_checkpoints(listed, shards=shards)
@@ -147,15 +147,18 @@ def choose(
     wanted = [path for path in complete if _is_end(path)] or [path for path in complete if ids.is_last(path)]
     if wanted:
         return wanted[-1]
-    broken = sorted({key for key, _ in listed if _would_resume(key)} | {*incomplete})
+    broken = sorted({key for key, _ in (*listed, *((name, 0.0) for name in incomplete)) if _would_resume(key)})
+    if len({*map(without_rank, incomplete)}) > 1:
+        # One alone is a first save that was cut off: there has never been anything to resume from.
+        broken = sorted({*broken, *incomplete})
     if broken:
         raise CheckpointNotFoundError(
-            f"{broken[-1]} is unfinished, or lacks the shards of some ranks or their averages, and there is no other to"
-            " resume from",
+            f"{', '.join(broken)}: each is unfinished, or lacks the shards of some ranks or their averages, and there"
+            " is no other to resume from",
             operation="resume",
             tier="durable",
             key=dirpath,
-            hint="remove it to start from scratch",
+            hint="remove these to start from scratch",
         )
     return None
 
