@@ -28,7 +28,7 @@ from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.full import FullSaver
 from tiered_checkpoint_io.engine.save.overlap import Overlap, Overlapped, local, say_eager
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.formats.filling import default_threads
+from tiered_checkpoint_io.formats.filling import cores_of_rank
 
 #: Steps without a capture beside them, to compare the others with.
 _STEPS = 33
@@ -162,7 +162,8 @@ class OverlappedCapture(Callback):
         begun, report = self._overlap.newest, self._session.last_save
         if begun is not None and begun is not self._begun:
             self._cost = begun.stall_s
-        elif report is not None and report is not self._report and not report.overlapped:
+        elif report is not None and report is not self._report and not report.overlapped and not report.is_durable:
+            # Of one that is durable already, most was the wait for that.
             self._choice.note_eager(report.stall_s)
         self._begun, self._report = begun, report
 
@@ -192,4 +193,4 @@ def _buffers_of(module: torch.nn.Module) -> list[torch.Tensor]:
 
 def _has_idle_cores(device: torch.device) -> bool:
     """Whether training leaves a core: on those that it fills, an overlapped capture costs more than an eager one."""
-    return device.type != "cpu" or torch.get_num_threads() < default_threads()
+    return device.type != "cpu" or torch.get_num_threads() < cores_of_rank()

@@ -17,6 +17,7 @@ from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
 from tiered_checkpoint_io import dcp as ours
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -127,9 +128,19 @@ def test_which_steps_go_to_the_durable_tier(memory_dir, tmp_path):
     assert [durable(every, step) for step in range(4)] == [True, False, True, False]
     assert durable(TieredStorageWriter(**options, s3_every_n_steps=2, save_to_s3=True), 5)
     assert durable(TieredStorageWriter(**options), 7)
+    # A configuration in another form says the same.
+    assert durable(TieredStorageWriter(TieredCheckpointConfig(**options)), 9)
+    assert not durable(TieredStorageWriter(TieredCheckpointConfig(**options, s3_every_n_train_steps=2)), 11)
+    # None of them, by itself.
+    for block in (
+        {**options, "s3_every_n_train_steps": None},
+        TieredCheckpointConfig(**options, s3_every_n_train_steps=None),
+    ):
+        assert not durable(TieredStorageWriter(block), 12)
+        assert durable(TieredStorageWriter(block, save_to_s3=True), 13)
     every.wait(60)
     every.close()
-    assert sorted(os.listdir(tmp_path / "durable")) == [".tiered", "step_0", "step_2", "step_5", "step_7"]
+    assert sorted(os.listdir(tmp_path / "durable")) == [".tiered", *(f"step_{step}" for step in (0, 13, 2, 5, 7, 9))]
 
 
 def test_our_async_save_holds_what_was_there_and_tells_when_it_is_durable(memory_dir, tmp_path):

@@ -73,6 +73,9 @@ def test_what_is_pinned_stays_until_the_pin_is_gone(s3):
     assert [entry.key for entry in s3.list(ids.PINS_PREFIX)] == [
         ids.pin_key("c3", each.token) for each in pins(s3)["c3"]
     ]
+    assert [each.name for each in unpin(s3, "newest")] == ["c3"], "as it was pinned"
+    assert unpin(s3, "newest") == []
+    assert unpin(s3, "no-such") == []
 
 
 def test_a_pin_that_can_not_hold_is_refused(s3):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tiered_checkpoint_io.adapters.given import check_positive
@@ -22,6 +22,8 @@ _BASE_PATHS = ("s3_tier_base_path", "s3_base_path")
 #: The attributes of ``SageMakerCheckpointConfig``.
 _SAGEMAKER = ("namespace", "world_size", "s3_tier_base_path", "save_to_s3", "logger")
 _ALIASES = {"in_memory_namespace": "namespace"}
+#: Where nothing was said.
+_EVERY = {each.name: each.default for each in fields(TieredCheckpointConfig)}["s3_every_n_train_steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +89,16 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
         ConfigError: A key or value is not allowed.
     """
     given = {key: value for key, value in options.items() if value is not None or key == "spill_dir"}
-    if isinstance(config, TieredCheckpointConfig) and not given:
-        # It was validated when it was made.
-        return Settings(config, True, None, None, config.s3_every_n_train_steps, None, config.is_named)
     if isinstance(config, str | os.PathLike):
         config = {"dirpath": os.fspath(config)}
     elif not isinstance(config, TieredCheckpointConfig | Mapping) and hasattr(config, "namespace"):
         config = {key: getattr(config, key) for key in _SAGEMAKER if getattr(config, key, None) is not None}
         config.setdefault("namespace", None)
-    raw = {**as_mapping(config, "the configuration"), **given}
+    named = as_mapping(config, "the configuration")
+    if isinstance(config, TieredCheckpointConfig) and config.s3_every_n_train_steps == _EVERY:
+        # It does not tell a key that was given from one that has its default.
+        del named["s3_every_n_train_steps"]
+    raw = {**named, **given}
     raw = {_ALIASES.get(key, key): value for key, value in raw.items()}
     extra = {key: raw.pop(key) for key in _EXTRA if key in raw}
     if raw.get("namespace", "default") in (None, ""):
@@ -123,12 +126,15 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
         # Checkpoints of memory alone belong to no durable tier; this one holds nothing, and never will.
         nowhere = namespace_root(validated.memory_dir, validated.namespace) / "no-durable-tier"
         validated = replace(validated, dirpath=str(nowhere))
-    # The caller decides which steps are saved; without a word on the durable tier, each save goes there.
-    every = extra.get("s3_every_n_steps")
-    every = raw.get("s3_every_n_train_steps") if every is None else every
+    # The caller decides which steps are saved; without a word on the durable tier, each save goes there. A block that
+    # names null wants none of them there.
+    every, save_to_s3 = extra.get("s3_every_n_steps"), extra.get("save_to_s3")
+    if every is None:
+        every = raw.get("s3_every_n_train_steps")
+        if every is None and "s3_every_n_train_steps" in raw and save_to_s3 is None:
+            save_to_s3 = False
     check_positive("world_size", extra.get("world_size"))
     check_positive("s3_every_n_steps", every)
-    save_to_s3 = extra.get("save_to_s3")
     if save_to_s3 is not None and not isinstance(save_to_s3, bool):
         raise ConfigError(f"save_to_s3 is {save_to_s3!r}", hint="allowed: true, false or null")
     settings = Settings(

@@ -159,11 +159,16 @@ class Sliced(Protocol):
     def __getitem__(self, piece: slice, /) -> AbstractContextManager[memoryview]: ...
 
 
-def default_threads() -> int:
-    """How many threads copy by default: the node's cores, shared with the other local ranks."""
+def cores_of_rank() -> int:
+    """The node's cores, shared with the other local ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, min(_MAX_THREADS, cores // max(1, int(ranks) if ranks.isdigit() else 1)))
+    return max(1, cores // max(1, int(ranks) if ranks.isdigit() else 1))
+
+
+def default_threads() -> int:
+    """How many threads copy by default."""
+    return min(_MAX_THREADS, cores_of_rank())
 
 
 class Filling:

@@ -99,7 +99,7 @@ class TieredCheckpointConfig:
             ``TieredModelCheckpoint.from_config``.
         s3_every_n_train_steps: A checkpoint to the durable tier every so many steps; None leaves that to
             ModelCheckpoint's other triggers. Read by ``TieredModelCheckpoint.from_config``.
-        memory_keep_last: How many checkpoints memory keeps.
+        memory_keep_last: How many checkpoints memory keeps; of DCP and local ones, of each series of names.
         retention: Which checkpoints the durable tier keeps, such as ``{latest: 3, every_steps: 1000}``; without a
             policy all that are not deleted otherwise. See docs/retention.md.
         memory_allocation_percentage: Per cent of the node's memory that checkpoints may take,
@@ -129,10 +129,11 @@ class TieredCheckpointConfig:
         safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside tensors and
             plain data.
         drain: Upload from a ``process`` of its own, or a ``thread`` of the trainer.
-        save_on_train_end: Whether the newest checkpoint that training can resume from is uploaded when ``fit`` ends,
-            where it is in memory alone.
+        save_on_train_end: Whether the newest checkpoint that training can resume from, of those that
+            ``TieredModelCheckpoint`` has saved, is uploaded when ``fit`` ends, where it is in memory alone.
         preflight: What follows at the start of ``fit`` where the durable tier can't be used and no retry can mend
-            that: an ``error``, a warning (``warn``), or nothing is tried (``off``).
+            that: an ``error``, a warning (``warn``; also where node memory holds a checkpoint to resume from), or
+            nothing is tried (``off``).
         durable_timeout_s: How long a restart waits for a durable tier that does not answer, seconds.
         pending_timeout_s: How long a save waits for a durable tier that does not answer before the checkpoint stays
             in memory and training continues, seconds.

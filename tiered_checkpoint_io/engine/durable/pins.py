@@ -6,6 +6,7 @@ manifest after its own write. So where the two meet, the delete puts the manifes
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -65,9 +66,14 @@ def pin(store: Store, name: str, *, reason: str = "", expires_s: float | None = 
 def unpin(store: Store, name: str, token: str | None = None) -> list[Pin]:
     """Removes the pins of a checkpoint, or the one with a token; gives those that are gone.
 
-    Nothing is deleted by this: what had to go without the pin goes at the next retention or prune.
+    Of an alias, as :func:`pin` does, those of what it stands for now. Nothing is deleted by this: what had to go
+    without the pin goes at the next retention or prune.
     """
-    gone = [each for each in pins_of(store, name) if token in (None, each.token)]
+    held = pins_of(store, name)
+    if not held:
+        with contextlib.suppress(CheckpointNotFoundError):
+            held = pins_of(store, meant_by(store, name, operation="unpin", undone="it has no pin").name)
+    gone = [each for each in held if token in (None, each.token)]
     in_parallel(lambda each: store.delete(ids.pin_key(each.name, each.token)), gone)
     return gone
 
