@@ -179,7 +179,7 @@ class DurableEnd(SafeDeletes):
         if restored.name in self._engine.also_last:
             # Lightning has it removed when this fit ends.
             self._resumable = Resumable(step, -1)
-        elif restored.tier != "durable":
+        elif not restored.is_durable:
             parts = [each.part for each in self._engine.session.open().tier.parts() if each.part.name == restored.name]
             self._resumable = Resumable(step, step if any(part.durable for part in parts) else -1)
 

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 from support.counting_proxy import CountingProxy
+from support.draining import names
 from support.launch import launch, said
 from support.losing import lose_memory
+
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import open_store
 
 WORKER = Path(__file__).with_name("training_worker.py")
 LAUNCH_TIMEOUT_S = 60
@@ -19,13 +23,13 @@ pytestmark = pytest.mark.timeout(3 * LAUNCH_TIMEOUT_S)
 
 @pytest.fixture
 def fit(tmp_path, memory_dir, s3_url):
-    """Trains on nodes a and b; the answers of the ranks."""
+    """Trains on nodes a and b, unless others are named for the ranks; the answers of the ranks."""
 
-    def fit(strategy, job="run", dead=False, endpoint_url=None, **more):
+    def fit(strategy, job="run", dead=False, endpoint_url=None, nodes="aabb", factor=2, **more):
         jobs = []
-        for node in "aabb":
+        for node in nodes:
             os.makedirs(f"{memory_dir}/{node}", exist_ok=True)
-            options = {"dirpath": f"{s3_url}/{job}", "namespace": job, "replication_factor": 2}
+            options = {"dirpath": f"{s3_url}/{job}", "namespace": job, "replication_factor": factor}
             options |= {"memory_dir": f"{memory_dir}/{node}", "endpoint_url": endpoint_url}
             jobs.append({"strategy": strategy, "steps": STEPS, "options": options, **more})
         answers = launch(tmp_path, jobs, worker=WORKER, deadline_s=LAUNCH_TIMEOUT_S)
@@ -55,3 +59,13 @@ def test_a_killed_training_goes_on_from_the_memory_of_peers(fit, s3_server, memo
         assert answer["weights"] == {step: unbroken["weights"][step] for step in steps}
     if strategy == "ddp":
         assert [answer["from"][1] for answer in answers] == ["peer"] * 2 + ["memory"] * 2
+
+
+def test_what_rank_0_resumes_from_other_nodes_is_uploaded_at_the_end(fit, s3_url):
+    fit("fsdp2", factor=1, steps=4)
+    store = open_store(TieredCheckpointConfig(dirpath=f"{s3_url}/run"))
+    assert names(store) == []
+    # Rank 0 is now on a node that held nothing, and there is nothing left to train.
+    answers = fit("fsdp2", factor=1, steps=4, nodes="cabb", save_on_train_end=True)
+    assert names(store) == ["end_of_training.ckpt"]
+    assert [answer["from"] for answer in answers] == [[4, "peer"], *[[4, "memory"]] * 3]

@@ -51,10 +51,15 @@ class Toy(LightningModule):
 class Watch(Callback):
     """Notes the weights of each step; kills the rank at one, once its copies are on peers."""
 
+    def __init__(self):
+        #: None where there is nothing left to train.
+        self.began_at = None
+        #: By step, what the weights are before it.
+        self.weights = {}
+
     def on_train_start(self, trainer, _):
         self.began_at = trainer.global_step
-        #: By step, what the weights are before it.
-        self.weights = {self.began_at: digest(model)}
+        self.weights[self.began_at] = digest(model)
 
     def on_train_batch_end(self, trainer, *_):
         self.weights[trainer.global_step] = digest(model)
@@ -87,7 +92,8 @@ if __name__ == "__main__":
     seed_everything(1, verbose=False)
     strategy = TieredModelParallelStrategy(4, 1) if told["strategy"] == "fsdp2" else DDPStrategy()
     block = {**told["options"], "memory_every_n_train_steps": 1, "wait_timeout_s": 60, "on_save_error": "raise"}
-    block |= {"enable_async_checkpointing": True, "s3_every_n_train_steps": None, "save_on_train_end": False}
+    block |= {"enable_async_checkpointing": True, "s3_every_n_train_steps": None}
+    block["save_on_train_end"] = told.get("save_on_train_end", False)
     io = TieredCheckpointIO.from_config(block)
     watch, model = Watch(), Toy()
     trainer = Trainer(

@@ -179,7 +179,8 @@ class TieredStorageReader(OverTiers, StorageReader):
         if opened is None or opened.files is None or self._metadata is None:
             raise RestoreError("read_data without read_metadata", operation="load")
         session, log = self.session, self.session.log.at_step(opened.step)
-        self.tier = "memory" if opened.files.held else "durable"
+        # Of what lies in the memory of several nodes, this one may hold nothing.
+        self.tier = "memory" if opened.files.held else "peer" if opened.scattered else "durable"
         try:
             reader = PlanReader(self._metadata, opened.files, self._transforms, Trust.of(self.settings.config), log)
             if opened.scattered:

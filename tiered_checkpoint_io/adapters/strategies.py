@@ -280,6 +280,7 @@ class TieredSharding(_Base):
             content=opened.content,
             dirpath=dirpath,
             tier=reader.tier,
+            is_durable=opened.is_durable,
             path=session.open().tier.root,
             seconds=session.clock.monotonic() - started,
             bytes_read=session.asked.get("bytes.down", 0) - before,

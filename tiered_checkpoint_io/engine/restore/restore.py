@@ -45,6 +45,7 @@ class Restored(Found):
     Attributes:
         dirpath: The durable tier that it belongs to.
         tier: Where this node had it from.
+        is_durable: Whether it is known to be on the durable tier, wherever this node had it from.
         path: The local file.
         seconds: How long it took to find, fetch and verify.
         bytes_read: Bytes that this process read from the durable tier.
@@ -55,6 +56,7 @@ class Restored(Found):
     dirpath: str
     tier: Tier
     path: Path
+    is_durable: bool = False
     seconds: float = 0.0
     bytes_read: int = 0
     mapped: torch.UntypedStorage | None = field(default=None, repr=False)
@@ -190,8 +192,15 @@ class NodeFetcher:
         """The part of a save in this node's memory, or the replica of it that this node keeps."""
         return find_part(self.tiers.memory, save_id, self._rank)
 
-    def hold(self, fetched: FetchedPart, search: Search, *, keep: bool) -> Restored:
-        """Holds a file that is on this node until it is loaded; with ``keep``, mappings of it may outlive that."""
+    def hold(self, fetched: FetchedPart, search: Search, *, keep: bool, is_durable: bool = False) -> Restored:
+        """Holds a file that is on this node until it is loaded.
+
+        Args:
+            fetched: The file.
+            search: What found it.
+            keep: Whether mappings of it may outlive that.
+            is_durable: Whether the durable tier has it too, where it came from elsewhere.
+        """
         part = fetched.part
         restored = Restored(
             name=part.name,
@@ -200,6 +209,7 @@ class NodeFetcher:
             newest_save_id=max(filter(None, (search.newest, part.save_id)), default=None),
             dirpath=self.tiers.dirpath,
             tier=fetched.tier,
+            is_durable=is_durable or fetched.tier == "durable",
             path=fetched.path,
             bytes_read=fetched.bytes_read,
             seconds=self.tiers.clock.monotonic() - self._started,
@@ -358,7 +368,8 @@ def _try(fetcher: NodeFetcher, candidate: Candidate, search: Search) -> Restored
         return None
     if not search.leads:
         here.bytes_read = 0
-    restored = search.together(lambda: fetcher.hold(here, search, keep=True), Restored.release)
+    is_durable = candidate.durable is not None
+    restored = search.together(lambda: fetcher.hold(here, search, keep=True, is_durable=is_durable), Restored.release)
     if search.leads:
         fetcher.retain(here)
     return restored

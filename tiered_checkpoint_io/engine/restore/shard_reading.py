@@ -30,12 +30,14 @@ class OpenShards(Found):
         files: The bytes that it names; None where they are not read piece by piece.
         scattered: Whether its bytes lie in the memory of several nodes.
         shared: Whether it comes from the durable tier, and several ranks of a node read it.
+        is_durable: Whether it is known to be on the durable tier, wherever its bytes come from.
     """
 
     small: dict[str, bytes] = field(default_factory=dict)
     files: ShardFiles | None = None
     scattered: bool = False
     shared: bool = False
+    is_durable: bool = False
 
     @property
     def metadata(self) -> bytes:
@@ -109,6 +111,7 @@ def _try(tiers: Tiers, candidate: Candidate, search: Search) -> OpenShards | Non
                     files=files,
                     scattered=candidate.in_memory and len(set(search.nodes)) > 1,
                     shared=not candidate.in_memory and len(set(search.nodes)) < len(search.nodes),
+                    is_durable=candidate.durable is not None,
                 )
     except BaseException:
         files.close()

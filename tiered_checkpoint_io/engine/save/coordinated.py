@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NoReturn
 
-from tiered_checkpoint_io.engine.save.facts import SaveFacts
+from tiered_checkpoint_io.engine.save.facts import SaveFacts, may_be_taken
 from tiered_checkpoint_io.engine.save.overlap import FOUND_CHANGED, OF_PARTS, Overlap, Overlapped, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.save.room import admit, arrived_votes
@@ -27,7 +27,7 @@ from tiered_checkpoint_io.engine.save.sameness import Stretches
 from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Evidence
-from tiered_checkpoint_io.errors import MemoryFullError, SaveError, StoreError
+from tiered_checkpoint_io.errors import MemoryFullError, SaveError
 from tiered_checkpoint_io.formats.filling import Segment
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.model import ids
@@ -181,7 +181,7 @@ class CoordinatedSaver:
             step,
             world_size,
             durable,
-            taken=durable and self._is_taken(name),
+            taken=may_be_taken(session, name, step, durable=durable),
             completed=tuple(self._completed.get(series, ())),
             epoch=epoch,
             metric=Metric(*metric) if metric is not None else None,
@@ -193,15 +193,6 @@ class CoordinatedSaver:
         )
         self._incomplete = facts.save_id
         return admit(session, facts, votes=arrived_votes())
-
-    def _is_taken(self, name: str) -> bool:
-        try:
-            return name in self._session.known.all(self._session.config.durable_timeout_s)
-        except StoreError as error:
-            self._session.log.warning(
-                "cannot ask whether %s exists, so the files beside its shards get other names: %s", name, error
-            )
-            return True
 
     def finish(
         self,
@@ -220,8 +211,7 @@ class CoordinatedSaver:
             save_id: Which save.
             metadata: Makes the content of ``.metadata``; in the background, where the part is sealed there.
             wait: Whether to return only when a durable save is committed there; not with ``background``.
-            extra: The name and content of a small file that goes with it; it gets another name where the
-                checkpoint's own is taken.
+            extra: The name and content of a small file that goes with it; see :meth:`SaveFacts.name_beside`.
             in_memory: Whether all ranks have their parts on their nodes.
 
         Raises:

@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Scope
-from tiered_checkpoint_io.errors import SaveError
+from tiered_checkpoint_io.errors import SaveError, StoreError
 from tiered_checkpoint_io.memory.parts import StoredPart, check_file_name
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
@@ -43,7 +43,7 @@ class SaveFacts:
         world_size: How many ranks the job has; of a checkpoint of several parts, how many save one.
         durable: Whether it is to go to the durable tier.
         payload: The payload format.
-        taken: Whether the checkpoint's name is, or may be, in use already.
+        taken: Whether another save may have the checkpoint's name: see :func:`may_be_taken`.
         completed: The newest saves of this run that are complete, the oldest first.
         epoch: The epoch; -1 where it is not known.
         metric: What a ModelCheckpoint monitored.
@@ -216,6 +216,31 @@ def alone(
         coordinator=rank,
         resumable=resumable,
     )
+
+
+def may_be_taken(session: Session, name: str, step: int, *, durable: bool) -> bool:
+    """Whether another save, of any run, may have a name: then each save's small files get names of their own.
+
+    What is known of the durable tier does not settle it: a part that an earlier run left on another node may be
+    uploaded at any time. So only a name that tells the step of its save can be free.
+
+    Args:
+        session: Both tiers.
+        name: The checkpoint's name.
+        step: The training step; -1 where it is not known.
+        durable: Whether the save is to go to the durable tier, which is asked then.
+    """
+    if ids.step_in_name(name) != step:
+        return True
+    if any(each.part.name == name and each.part.place == session.place for each in session.open().tier.held()):
+        return True
+    try:
+        return durable and name in session.known.all(session.config.durable_timeout_s)
+    except StoreError as error:
+        session.log.warning(
+            "cannot ask whether %s exists, so the files beside its shards get other names: %s", name, error
+        )
+        return True
 
 
 def count_save(session: Session, name: str, step: int) -> int:
