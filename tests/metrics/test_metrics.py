@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -107,7 +108,9 @@ def test_a_dead_trainer_and_one_that_resumes(dead, tmp_path):
     trainer = dead.trainer([checkpoints], io=io, max_steps=20)
     trainer.callbacks.sort(key=lambda each: type(each).__name__ == guard)
     trainer.fit(Asked(), ckpt_path="tiered:latest")
-    assert (seen["running"], seen["step"], seen["restores_total"], seen["repeated_steps_total"]) == (1, 15, 1, 2)
+    # A figure may be a moment old: on a busy machine it is of the batch that has just ended.
+    assert seen["step"] in (15, 16)
+    assert (seen["running"], seen["restores_total"], seen["repeated_steps_total"]) == (1, 1, 2)
     assert seen["lost_seconds_total repeated_steps"] > 0
     # Ended: files have the last values, and nothing is left running.
     ended = steady(values(root))
@@ -214,6 +217,36 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch):
         ConfigError, match=r"prometheus_client is not installed — pip install 'tiered-checkpoint-io\[metrics\]'"
     ):
         exports.parse_targets("prometheus=9464")
+
+
+def test_opentelemetry_needs_its_exporter_only_where_the_program_has_no_provider(monkeypatch):
+    """Before training, on all ranks: only one of them exports, and it would fail alone."""
+    from opentelemetry import metrics
+    from opentelemetry.sdk.metrics import MeterProvider
+
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.metric_exporter", None)
+    with pytest.raises(ConfigError, match=r"metric_exporter is not installed — pip install .*\[otel\]"):
+        exports.parse_targets("otel")
+    done = command("metrics", "--export", "otel")
+    assert (done.exit_code, "is not installed" in done.output) == (2, True)
+    monkeypatch.setattr(metrics, "get_meter_provider", MeterProvider)
+    assert [each.kind for each in exports.parse_targets("otel")] == ["otel"]
+
+
+def test_a_training_goes_on_with_the_exports_that_start(runs, tmp_path, monkeypatch, caplog):
+    """A port that an earlier process still has, and a setting that OpenTelemetry's exporter refuses."""
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "0")
+    told = tmp_path / "m.prom"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        io = runs.io(metrics_export=f"prometheus={port}, otel, textfile={told}")
+        runs.trainer([TieredModelCheckpoint(memory_every_n_train_steps=1)], io=io, max_steps=2).fit(Model())
+    assert "running" in parsed(told.read_text())
+    assert f"metrics can't be served on 127.0.0.1:{port}: Address already in use" in caplog.text
+    assert "metrics can't go to otel: ValueError: " in caplog.text
+    assert caplog.text.count("; training continues without") == 2
+    failed = command("metrics", "--export", "otel")
+    assert "metrics can't go to otel: ValueError: " in str(failed.exception)
 
 
 @pytest.mark.matrix

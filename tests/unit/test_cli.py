@@ -20,7 +20,7 @@ from support.sharded import full_part, make_part
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.engine.drain.locks import release, try_lock
+from tiered_checkpoint_io.engine.drain.locks import is_lost, release, try_lock
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import ConfigError, DrainError
@@ -126,7 +126,7 @@ def test_status_tells_what_is_safe_with_peers_and_what_is_kept_for_them(node, me
     assert (*kept[:3], kept[5], kept[7]) == ("step_7", "7", "3", "no", node.dirpath)
 
 
-def test_status_calls_durable_only_what_is_there(node, memory_dir):
+def test_status_and_show_call_durable_only_what_is_there(node, memory_dir):
     where = ("--memory-dir", memory_dir)
     node.save("old.ckpt", b"A")
     node.save("new.ckpt", b"B")
@@ -139,6 +139,9 @@ def test_status_calls_durable_only_what_is_there(node, memory_dir):
     states = {cells[0]: cells[4] for cells in rows(shown, ".ckpt")}
     assert states == {"old.ckpt": "memory only", "new.ckpt": "durable", "given-up.ckpt": "memory only"}
     assert {cells[0]: cells[7] for cells in rows(command("ls", *where).stdout, ".ckpt")} == states
+    for name, state in states.items():
+        (part,) = rows(command("show", node.dirpath, name, *where).stdout.partition("Parts on this node")[2], "0")
+        assert (name, part[3]) == (name, state)
 
 
 def rows(table, name):
@@ -258,6 +261,32 @@ def test_clean_keeps_a_newest_checkpoint_that_is_nowhere_else(node, memory_dir):
     assert "removed 2.ckpt (step 2): 1 part" in done.stdout
     assert "removed 4 parts" in done.stdout
     assert not node.root.exists()
+
+
+def test_clean_ends_a_sidecar_that_has_nothing_to_do(node):
+    """As a DaemonSet runs it: it holds the drain's lock for ever. One that works on something is waited for first."""
+    where = ("--root", str(node.root))
+    op = node.save("1.ckpt", b"A")
+    ours = [sys.executable, "-m", "tiered_checkpoint_io", "drain", "--stay", *where]
+    with subprocess.Popen(ours, stderr=subprocess.PIPE, text=True) as sidecar:
+        try:
+            until(lambda: node.states() == {op: "committed"})
+            trainer = try_lock(node.root / TRAINERS_FILE, shared=True)
+            assert "a trainer or drain uses it" in str(command("clean", *where).exception)
+            release(trainer)
+            done = command("clean", *where)
+            assert (done.exit_code, "removed 1.ckpt" in done.stdout, node.root.exists()) == (0, True, False), done
+            assert (sidecar.wait(30), "error" in sidecar.stderr.read()) == (0, False)
+        finally:
+            sidecar.kill()
+
+
+def test_clean_leaves_what_a_drain_works_on(node):
+    node.save("1.ckpt", b"A")
+    drain = try_lock(node.root / LOCK_FILE)
+    assert "a trainer or drain uses it" in str(command("clean", "--root", str(node.root)).exception)
+    assert not is_lost(drain)
+    release(drain)
 
 
 @pytest.mark.parametrize("folder", ["saves", "replicas"])

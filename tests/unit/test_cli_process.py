@@ -64,7 +64,8 @@ def test_ctrl_c_is_one_line_and_ends_at_once(silent):
         assert end(process) == (130, "", "interrupted\n")
 
 
-def test_a_drain_that_waits_for_a_server_ends_soon_after_sigterm(silent, memory_dir):
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_drain_that_waits_for_a_server_ends_soon_after_a_signal(number, expected, silent, memory_dir):
     assert GRACE_S <= 5, "with the rest of a process' end it is less than ten seconds"
     endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
     node = Node(memory_dir, "s3://bucket/run", endpoint_url=endpoint)
@@ -75,10 +76,23 @@ def test_a_drain_that_waits_for_a_server_ends_soon_after_sigterm(silent, memory_
     process = start("drain", "--stay", "--root", str(node.root), run=["-c", code])
     connection, _ = silent.accept()
     with connection:
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         status, _, err = end(process)
-    assert (status, err.count("queued operations stay queued")) == (0, 1), err
+    assert (status, err.count("queued operations stay queued")) == (expected, 1), err
     assert [each.op_id for each in node.queue.look(node.tier)] == [save]
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, (0, 0)), (signal.SIGINT, (130, 1))])
+def test_commands_that_run_until_they_are_ended_tell_ctrl_c_from_an_end_in_order(number, expected, memory_dir):
+    node = Node(memory_dir, "s3://bucket/run")
+    where = ["--root", str(node.root), "--export", "prometheus=0"]
+    pytest.importorskip("prometheus_client")
+    for command in (["drain", "--stay"], ["metrics"]):
+        process = start(*command, *where)
+        assert "http://" in process.stderr.readline()
+        process.send_signal(number)
+        status, _, err = end(process)
+        assert (status, err.count("interrupted\n")) == expected, (command, err)
 
 
 def test_a_pipe_that_nothing_reads_is_silent(dirpath, memory_dir):

@@ -10,7 +10,7 @@ from support.sharded import make_part, views_of
 from support.story import op_id
 from typer.testing import CliRunner
 
-from tiered_checkpoint_io import list_checkpoints
+from tiered_checkpoint_io import find_latest, list_checkpoints
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, StoreUnavailableError
@@ -87,6 +87,10 @@ def test_parts_without_a_manifest_are_incomplete(node, memory_dir):
     row = listed(node, memory_dir)["step_7"]
     assert (row["state"], row["step"], row["save_id"], row["is_latest"]) == ("incomplete", 7, op_id(7), False)
     assert row["problem"] == "1 of 2 parts on the durable tier, and no manifest"
+    # To programs as to people, with and without node memory.
+    for where in ({}, {"memory_dir": memory_dir}):
+        assert [each.state for each in list_checkpoints(node.dirpath, **where)] == ["incomplete"]
+        assert find_latest(node.dirpath, **where) is None
     # The same save is still on its way from this node.
     node.part("step_7", 7, 0)
     row = listed(node, memory_dir)["step_7"]

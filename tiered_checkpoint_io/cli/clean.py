@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +15,9 @@ from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.documents import Cleaned, Removed
 from tiered_checkpoint_io.cli.options import NODE, Json, Node
 from tiered_checkpoint_io.cli.output import printable, say, write_json
-from tiered_checkpoint_io.engine.drain.locks import release, try_lock
+from tiered_checkpoint_io.clock import SYSTEM
+from tiered_checkpoint_io.engine.drain.locks import flock, release, try_lock
+from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
@@ -28,6 +31,11 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import config_at
+
+#: What a process that may add to the memory holds: a trainer, of this release or an earlier one, and a job.
+_TRAINERS = (TRAINERS_FILE, EARLIER_TRAINERS_FILE, JOB_FILE)
+#: How long a drain that has nothing to do may take to leave, seconds: it looks at its lock every 2 s.
+_LEAVE_S = 10.0
 
 
 def clean(
@@ -43,7 +51,7 @@ def clean(
     """Deletes a namespace's checkpoints from node memory, and from its spill on the node's disk.
 
     Refused where something waits for the durable tier, is in use, or can't be read, and where the newest checkpoint is
-    not on the durable tier.
+    not on the durable tier. A drain that has nothing to do is ended.
     """
     root = node.path
     tier = tier_at(root)
@@ -58,15 +66,17 @@ def clean(
     if root.is_dir() and not force:
         owned(root)
     with contextlib.ExitStack() as held:
-        in_use = False
-        for name in (LOCK_FILE, TRAINERS_FILE, EARLIER_TRAINERS_FILE, JOB_FILE) if root.is_dir() else ():
-            lock = try_lock(root / name)
-            if lock is not None:
-                held.callback(release, lock)
-            in_use = in_use or lock is None
+        locks = {name: try_lock(root / name) for name in (*_TRAINERS, LOCK_FILE)} if root.is_dir() else {}
+        for lock in filter(None, locks.values()):
+            held.callback(release, lock)
+        busy = {name for name, lock in locks.items() if lock is None}
         parts, unread = _parts(tier), _unread(tier)
         if not force:
+            # Where no trainer can add to the queue, a drain without work stays without.
+            in_use = bool(busy - {LOCK_FILE}) or (bool(busy) and undone(root) > 0)
             _refuse(root, parts, unread, in_use=in_use)
+            if busy:
+                held.callback(release, _end_drain(root))
         spill = tier.spill
         for folder in (root, *([spill.root] if spill is not None else [])):
             if folder.is_dir():
@@ -100,6 +110,28 @@ def _unread(tier: MemoryTier) -> list[tuple[Path, Exception]]:
         with contextlib.suppress(FileNotFoundError):
             found |= dict(each.damaged()) if each is not None else {}
     return sorted(found.items())
+
+
+def _end_drain(root: Path) -> int:
+    """Has the drain that holds the lock leave; gives the lock that keeps others from taking its place.
+
+    Raises:
+        ConfigError: It has not left, or something was queued meanwhile.
+    """
+    path = root / LOCK_FILE
+    ours = root / f"{LOCK_FILE}.clean"
+    lock, drains = try_lock(ours), os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if lock is not None:
+            # A drain leaves once the file that it has locked is not the one at this path any more.
+            ours.replace(path)
+            Queue(root).ring()
+            if flock(drains, _LEAVE_S, SYSTEM.timing.lock_poll_s, SYSTEM) and not undone(root):
+                return lock
+            release(lock)
+    finally:
+        os.close(drains)
+    raise ConfigError(f"{root} was left as it is: a drain uses it", hint="end that first, or give --force")
 
 
 def _refuse(root: Path, parts: list[StoredPart], unread: list[tuple[Path, Exception]], *, in_use: bool) -> None:

@@ -13,7 +13,8 @@ import typer
 from tiered_checkpoint_io.cli.documents import Status, drain_document, latest_saves, namespace_document
 from tiered_checkpoint_io.cli.metrics import Export, source_of, targets_of
 from tiered_checkpoint_io.cli.options import NODE, NODES, Json, Node, Nodes
-from tiered_checkpoint_io.cli.output import is_terminal, printable, say, show, write_json
+from tiered_checkpoint_io.cli.output import INTERRUPTED, is_terminal, printable, say, show, write_json
+from tiered_checkpoint_io.cli.rows import part_text
 from tiered_checkpoint_io.engine.drain import standalone
 from tiered_checkpoint_io.engine.drain.ending import told_to_end
 from tiered_checkpoint_io.engine.drain.locks import is_locked
@@ -42,15 +43,18 @@ def drain(
     if as_json and not once:
         raise typer.BadParameter("--json needs --once: it prints what was done")
     root = owned(existing(node.path))
-    log, targets, exports = get_logger(root.name), targets_of(export), Exports()
+    log, targets, source, exports = get_logger(root.name), targets_of(export), source_of(root), Exports()
     before = set(Queue(root).outcomes()) if as_json else set()
     with told_to_end(log, late=int(once)) as stop, contextlib.closing(exports):
-        exports.start(targets, source_of(root), log)
+        for target in targets:
+            exports.start(target, source, log)
         worker = Drain(root, logger=log, stop=stop, stay=stay)
         standalone.run(worker, root, log, stop, once=once, stay=stay)
     left = undone(root) if once else 0
     if as_json:
         write_json("drain", drain_document(root, before, left))
+    if stop.is_interrupt:
+        raise typer.Exit(INTERRUPTED)
     if left:
         progress = Queue(root).progress()
         hint = f"last error: {progress.last_error or 'none'}"
@@ -145,5 +149,5 @@ def _row(stored: StoredPart, state: str, latest: set[str], named: Mapping[Place,
 
 
 def _state(held: HeldPart) -> str:
-    state = "waits for the durable tier" if held.stored.pending else "durable" if held.is_uploaded else "memory only"
+    state = part_text(is_pending=held.stored.pending, is_uploaded=held.is_uploaded)
     return f"{state} (on disk)" if held.tier == "spill" else state

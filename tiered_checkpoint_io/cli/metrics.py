@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.options import NODES, Json, Nodes, wrong_use
-from tiered_checkpoint_io.cli.output import say, show, write_json
+from tiered_checkpoint_io.cli.output import INTERRUPTED, say, show, write_json
 from tiered_checkpoint_io.engine.drain.ending import told_to_end
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import get_logger
@@ -63,14 +64,14 @@ def targets_of(export: str | None) -> list[MetricsTarget]:
 
 
 def export_until_ended(targets: Iterable[MetricsTarget], source: Source) -> None:
-    """Exports until SIGTERM or Ctrl-C."""
+    """Exports until SIGTERM, or Ctrl-C, after which the status is 130."""
     log, exports = get_logger("metrics"), Exports()
-    with told_to_end(log, late=0) as stop:
-        exports.start(targets, source, log)
-        try:
-            stop.wait()
-        finally:
-            exports.close()
+    with told_to_end(log, late=0) as stop, contextlib.closing(exports):
+        for each in targets:
+            exports.start(each, source, log)
+        stop.wait()
+    if stop.is_interrupt:
+        raise typer.Exit(INTERRUPTED)
 
 
 def _write_once(target: MetricsTarget, samples: list[Sample]) -> None:

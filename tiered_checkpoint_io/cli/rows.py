@@ -55,6 +55,11 @@ def state_text(each: CheckpointInfo) -> str:
     return _STATES.get(each.state, each.state)
 
 
+def part_text(*, is_pending: bool, is_uploaded: bool) -> str:
+    """What has become of a part in node memory, for people."""
+    return "waits for the durable tier" if is_pending else "durable" if is_uploaded else "memory only"
+
+
 def note_of(each: CheckpointInfo, names: dict[str, str]) -> str:
     """What else is to be said of a checkpoint; ``names`` are those of the other saves, by their ids."""
     notes = ["latest"] if each.is_latest else []

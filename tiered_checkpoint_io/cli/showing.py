@@ -13,7 +13,7 @@ from tiered_checkpoint_io.cli.documents import Shown
 from tiered_checkpoint_io.cli.listing import look_at
 from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server, name_of
 from tiered_checkpoint_io.cli.output import printable, say, show, write_json
-from tiered_checkpoint_io.cli.rows import age_text, names_of, note_of, state_text
+from tiered_checkpoint_io.cli.rows import age_text, names_of, note_of, part_text, state_text
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
 from tiered_checkpoint_io.inventory.details import PartHere, Save, details_of
 from tiered_checkpoint_io.inventory.record import iso
@@ -106,7 +106,7 @@ def _part_row(each: PartHere) -> tuple[str, ...]:
         str(each.rank),
         each.tier,
         size_text(each.size_bytes),
-        "waits for the durable tier" if each.is_pending else "durable" if each.is_for_durable else "memory only",
+        part_text(is_pending=each.is_pending, is_uploaded=each.is_uploaded),
         "yes" if each.is_replicated else "no",
         each.namespace,
         str(each.folder),

@@ -37,7 +37,7 @@ EVERY_S = 10.0
 def list_checkpoints(
     dirpath: str | os.PathLike[str], *, memory_dir: str | None = None, **options: Any
 ) -> list[CheckpointInfo]:
-    """All checkpoints of a durable tier, the latest save first; what can't be read is last.
+    """All checkpoints of a durable tier, incomplete ones too, the latest save first; what can't be read is last.
 
     Args:
         dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory.
@@ -51,7 +51,14 @@ def list_checkpoints(
         ConfigError: A value is not allowed, or there is no such memory_dir.
         StoreError: The durable tier could not be asked.
     """
-    with contextlib.closing(_Tiers(dirpath, memory_dir, options, metrics=True)) as tiers:
+    return _listed(dirpath, memory_dir, options, with_incomplete=True)
+
+
+def _listed(
+    dirpath: str | os.PathLike[str], memory_dir: str | None, options: dict[str, Any], *, with_incomplete: bool
+) -> list[CheckpointInfo]:
+    tiers = _Tiers(dirpath, memory_dir, options, metrics=True, with_incomplete=with_incomplete)
+    with contextlib.closing(tiers):
         return tiers.look().checkpoints
 
 
@@ -74,7 +81,8 @@ def find_latest(
         StoreError: As :func:`list_checkpoints`.
     """
     try:
-        found = list_checkpoints(dirpath, memory_dir=memory_dir, **options)
+        # None that is incomplete is the latest.
+        found = _listed(dirpath, memory_dir, options, with_incomplete=False)
     except CheckpointNotFoundError:
         return None
     for each in found:
@@ -206,12 +214,13 @@ class _Tiers:
         clock: Clock = SYSTEM,
         *,
         metrics: bool = False,
+        with_incomplete: bool = False,
     ) -> None:
         self._config = TieredCheckpointConfig.from_any(dirpath=dirpath, **options)
         self.place = place_of(self._config)
         self._clock = clock
         self._looker = Looker(self.place, memory_dir, metrics=metrics, clock=clock)
-        self._with_incomplete = memory_dir is not None
+        self._with_incomplete = with_incomplete
         self._store: Store | None = None
 
     def close(self) -> None:

@@ -37,6 +37,7 @@ class PartHere:
     size_bytes: Annotated[int, "Its bytes."]
     is_for_durable: Annotated[bool, "Whether it was to go to the durable tier."]
     is_pending: Annotated[bool, "Whether it waits for the durable tier."]
+    is_uploaded: Annotated[bool, "Whether it was to go to the durable tier, and nothing tells that it is not there."]
     is_replicated: Annotated[bool, "Whether all parts of its save are in the memory of other nodes as well."]
 
 
@@ -108,6 +109,7 @@ def _details(row: CheckpointInfo, rows: list[CheckpointInfo], look: Look, store:
                 size_bytes=each.stored.part.content.size,
                 is_for_durable=each.stored.part.durable,
                 is_pending=each.stored.pending,
+                is_uploaded=each.is_uploaded,
                 is_replicated=each.stored.replicated,
             )
             for each in held

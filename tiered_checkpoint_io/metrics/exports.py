@@ -51,9 +51,12 @@ def _library(kind: str) -> None:
     """
     try:
         if kind in ("prometheus", "textfile"):
-            import tiered_checkpoint_io.metrics.prometheus
+            import tiered_checkpoint_io.metrics.prometheus  # noqa: F401
         elif kind == "otel":
-            import tiered_checkpoint_io.metrics.otel  # noqa: F401
+            from tiered_checkpoint_io.metrics.otel import program_provider
+
+            if program_provider() is None:
+                import opentelemetry.exporter.otlp.proto.http.metric_exporter  # noqa: F401
     except ModuleNotFoundError as missing:
         extra = "otel" if kind == "otel" else "metrics"
         raise ConfigError(
@@ -68,6 +71,16 @@ def start(target: MetricsTarget, source: Source, log: Logger) -> Export:
     Raises:
         ConfigError: It can't be used: the port is taken, for one.
     """
+    try:
+        return _start(target, source, log)
+    except ConfigError:
+        raise
+    except Exception as error:
+        # Libraries of others read settings of their own.
+        raise ConfigError(f"metrics can't go to {target.kind}: {type(error).__name__}: {error}") from error
+
+
+def _start(target: MetricsTarget, source: Source, log: Logger) -> Export:
     if target.kind == "prometheus":
         from tiered_checkpoint_io.metrics.prometheus import Server
 
@@ -107,18 +120,13 @@ class Exports:
     def __init__(self) -> None:
         self._running: list[Export] = []
 
-    def start(self, targets: Iterable[MetricsTarget], source: Source, log: Logger) -> None:
-        """Starts all of them.
+    def start(self, target: MetricsTarget, source: Source, log: Logger) -> None:
+        """Starts one more of them.
 
         Raises:
-            ConfigError: As :func:`start`; those that were started are ended.
+            ConfigError: As :func:`start`; those that were started before go on.
         """
-        try:
-            for target in targets:
-                self._running.append(start(target, source, log))
-        except BaseException:
-            self.close()
-            raise
+        self._running.append(start(target, source, log))
 
     def close(self) -> None:
         """Ends them; files get their last values."""

@@ -27,7 +27,7 @@ class Recording:
         self._noted = 0.0
 
     def begin(self, local_rank: int, step: int, session: Session, targets: Iterable[MetricsTarget]) -> None:
-        """Notes that training starts, and begins to export; where that fails, this is logged.
+        """Notes that training starts, and begins to export; each target where that fails is logged, and left out.
 
         Args:
             local_rank: Of this process on its node.
@@ -46,11 +46,13 @@ class Recording:
             session.log.error("no metrics of this node: %s", error)
             return
         note(root, "start", clock=session.clock, step=step)
-        try:
-            self._exports.start(targets, Source(lambda: [root], session.clock), session.log)
-        except ConfigError as error:
-            # The port may still be held by an earlier process, whose end must not be waited for.
-            session.log.error("%s; training continues without", error)
+        source = Source(lambda: [root], session.clock)
+        for target in targets:
+            try:
+                self._exports.start(target, source, session.log)
+            except ConfigError as error:
+                # The port may still be held by an earlier process, whose end must not be waited for.
+                session.log.error("%s; training continues without", error)
 
     def reach(self, step: int, session: Session) -> None:
         """Notes the step that training has reached, every few seconds."""

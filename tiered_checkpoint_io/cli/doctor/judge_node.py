@@ -47,6 +47,12 @@ def _shm_advice(node: NodeFacts, size: int) -> str:
     return f"docker run --shm-size={wanted}g; on a host, mount -o remount,size={wanted}g {node.memory_dir}"
 
 
+def _small(node: NodeFacts, state: StateSize) -> tuple[Status, str]:
+    """What it means that memory does not hold one checkpoint: saves fail only where the spill does not, either."""
+    has_room = node.spill_free is not None and not node.spill_is_tmpfs and node.spill_free >= (state.size or 0)
+    return ("warn", f"; saves go through the spill at {node.spill_dir}") if has_room else ("fail", "")
+
+
 def _tmpfs(node: NodeFacts, state: StateSize, config: TieredCheckpointConfig) -> Check:
     def check(status: Status, measured: str, do: str = "") -> Check:
         return Check(_GROUP, status, "memory tier", f"{node.memory_dir}: {measured}", do)
@@ -60,14 +66,16 @@ def _tmpfs(node: NodeFacts, state: StateSize, config: TieredCheckpointConfig) ->
         return check("fail", f"{measured}; this user may not write there", "chmod 1777 it, or set another memory_dir")
     needed = memory_needed(state, config)
     if state.size is not None and state.size > node.memory.size:
-        measured += f"; one checkpoint takes {size_text(state.size)} ({state.source})"
-        return check("fail", measured, _shm_advice(node, needed or 0))
+        status, spills = _small(node, state)
+        measured += f"; one checkpoint takes {size_text(state.size)} ({state.source}){spills}"
+        return check(status, measured, _shm_advice(node, needed or 0))
     if needed is not None and needed > node.memory.size:
         measured += f"; {config.memory_keep_last} checkpoints and one being written take {size_text(needed)}"
         return check("warn", measured, _shm_advice(node, needed))
     if state.size is None and node.memory.size <= DOCKERS_SHM:
         advice = _shm_advice(node, 8 * GIB) + " (8 is an example: give --state-size to get yours)"
-        return check("fail", f"{measured}; that is Docker's default, too small for any model", advice)
+        status, spills = _small(node, state)
+        return check(status, f"{measured}; that is Docker's default, too small for any model{spills}", advice)
     if not node.is_tmpfs:
         return check("warn", f"{measured}: saves are as fast as that disk", "set memory_dir to a folder on tmpfs")
     if needed is not None and needed > node.memory.free:
@@ -89,9 +97,11 @@ def _memory(node: NodeFacts, state: StateSize, config: TieredCheckpointConfig) -
             f"; {config.memory_allocation_percentage} % of it are {size_text(budget)}, needed {size_text(needed)}"
         )
         what = "raise the container's memory limit" if node.memory_limit < node.machine_memory else "take a larger node"
-        return check(
-            "warn" if state.size is not None and state.size <= budget else "fail", f"{what}, or keep less there"
-        )
+        status: Status = "warn"
+        if state.size is not None and state.size > budget:
+            status, spills = _small(node, state)
+            measured += spills
+        return check(status, f"{what}, or keep less there")
     if needed is not None and needed > node.memory_left:
         return check("warn", "other processes leave less than checkpoints need: end them")
     return check("ok")
