@@ -31,7 +31,7 @@ def imported(*arguments):
     return done.exit_code, {row["name"]: row for row in document_of("import", done)["checkpoints"]}
 
 
-def as_lightning_saves(folder, step, *, weights_only=False):
+def as_lightning_saves(folder, step, *, weights_only=False, rest_name="meta.pt"):
     """What FSDPStrategy and ModelParallelStrategy write: shards, and ``meta.pt`` with all else of the state."""
     shards = {"model": {"w": torch.full((9,), float(step))}}
     rest = {"pytorch-lightning_version": "2.5.0", "global_step": step, "epoch": step // 4, "loops": {}}
@@ -39,7 +39,7 @@ def as_lightning_saves(folder, step, *, weights_only=False):
         shards["optimizer_0"] = {"state": {"w": {"exp_avg": torch.ones(9)}}}
         rest["lr_schedulers"] = []
     torch_dcp.save(shards, checkpoint_id=folder, no_dist=True)
-    torch.save(rest, folder / "meta.pt")
+    torch.save(rest, folder / rest_name)
 
 
 def test_the_last_of_lightnings_sharded_checkpoints_is_the_latest(tmp_path):
@@ -48,6 +48,8 @@ def test_the_last_of_lightnings_sharded_checkpoints_is_the_latest(tmp_path):
     as_lightning_saves(source / "last.ckpt", 9)
     as_lightning_saves(source / "weights.ckpt", 11, weights_only=True)
     as_lightning_saves(source / "epoch=0-step=5.ckpt", 5)
+    # As our own strategies name it where runs share a name.
+    as_lightning_saves(source / "preempted.ckpt", 7, rest_name="meta-0123abcd.pt")
     torch_dcp.save({"w": torch.ones(9)}, checkpoint_id=source / "plain", no_dist=True)
     status, rows = imported(source, run)
     assert (status, [(name, row["step"], row["resumable"]) for name, row in rows.items()]) == (
@@ -55,6 +57,7 @@ def test_the_last_of_lightnings_sharded_checkpoints_is_the_latest(tmp_path):
         [
             ("plain", None, True),
             ("epoch=0-step=5.ckpt", 5, True),
+            ("preempted.ckpt", 7, True),
             ("last.ckpt", 9, True),
             ("weights.ckpt", 11, False),
         ],

@@ -121,5 +121,8 @@ def test_what_others_read_has_its_own_name_where_no_other_save_can_have_it(nodes
     node.save(8, "step=8.ckpt")
     assert small_files(node) != ["meta.pt"]
     # What memory alone holds may be uploaded later, by tiered-ckpt flush.
+    node.session.known.remember({"step=10.ckpt"})
+    node.save(10, "step=10.ckpt", durable=False)
+    assert small_files(node) != ["meta.pt"]
     node.save(12, NAME, durable=False)
     assert small_files(node) != ["meta.pt"]

@@ -26,8 +26,6 @@ from tiered_checkpoint_io.model import ids
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-#: The file beside the shards in which Lightning keeps loops, callbacks and hyperparameters.
-REST = "meta.pt"
 #: What Lightning's strategies call the model in a sharded checkpoint: ModelParallel, and FSDP.
 MODEL_KEYS = ("state_dict", "model")
 
@@ -59,7 +57,7 @@ class StrategyWriter(_OfStrategy, TieredStorageWriter):
         """As :meth:`TieredStorageWriter.storage_meta`."""
         try:
             if self.rest is not None:
-                self.extra = (REST, self.rest.file())
+                self.extra = (ids.REST, self.rest.file())
         except Exception as error:
             self.failed = as_save_error(error)
         return super().storage_meta()
@@ -162,15 +160,14 @@ class StrategyPlanner(DefaultLoadPlanner):
                 del state[name]
 
     def _read_rest(self, small: Mapping[str, bytes]) -> dict[str, Any]:
-        stem, _, ending = REST.partition(".")
-        data = next((d for n, d in small.items() if n.startswith(stem) and n.endswith(ending)), None)
-        if data is None:
+        basename = ids.rest_in(small)
+        if basename is None:
             raise RestoreError(
-                f"there is no {REST} beside the shards",
+                f"there is no {ids.REST} beside the shards",
                 operation="load",
                 key=self._reader.checkpoint_id,
                 hint="it was not saved by a strategy of Lightning's; load it by tiered_checkpoint_io.dcp",
             )
         where = {"key": self._reader.checkpoint_id}
-        found: dict[str, Any] = self._trust.read(io.BytesIO(data), REST, where, map_location="cpu")
+        found: dict[str, Any] = self._trust.read(io.BytesIO(small[basename]), basename, where, map_location="cpu")
         return found

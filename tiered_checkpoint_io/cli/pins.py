@@ -69,7 +69,10 @@ def unpin(
     server: Server = SERVER,
     json: Json = False,
 ) -> None:
-    """Removes all pins of a checkpoint. Deletes nothing: what has to go goes at the next retention, or by prune."""
+    """Removes all pins of a checkpoint, or of what an alias stands for now; deletes nothing.
+
+    What has to go goes at the next retention, or by prune.
+    """
     config = server.config(dirpath)
     wanted = name_of(config, name)
 

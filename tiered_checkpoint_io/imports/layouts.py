@@ -25,7 +25,6 @@ _TORCH = (".ckpt", ".pt", ".pth")
 _NEMO = ".nemo"
 _SHARD, _SHARD_METADATA = "checkpoint.pt", "metadata.metadata"
 #: What Lightning's sharded strategies put beside the shards: all of the state but the model's and the optimizers'.
-_REST = "meta.pt"
 _OF_RANK = re.compile(
     r"(?P<base>(?:.*/)?)(?:rank_(?P<rank>\d+)/step_(?P<step>\d+)|step_(?P<step2>\d+)/rank_(?P<rank2>\d+))/[^/]+\Z"
 )
@@ -54,7 +53,7 @@ class ForeignCheckpoint:
         """The basename of the file that torch.save wrote, and that tells step and epoch; None where there is none."""
         if self.layout in ("torch", "nemo"):
             return next(iter(self.files))
-        return _REST if self.layout == "dcp" and _REST in self.files else None
+        return ids.rest_in(self.files) if self.layout == "dcp" else None
 
 
 def find(listed: Iterable[tuple[str, float]], *, base: str) -> list[ForeignCheckpoint]:

@@ -34,8 +34,6 @@ from tiered_checkpoint_io.resharding.delivery import Delivery, Mapped
 from tiered_checkpoint_io.resharding.parts import plan_parts
 from tiered_checkpoint_io.stores import Store, open_store, place_of
 
-#: Where Lightning's sharded strategies put what is in no shard.
-_REST = "meta"
 #: What only a whole training state of Lightning's has.
 _LIGHTNINGS = "pytorch-lightning_version"
 _MOST_PARTS = 100_000
@@ -207,13 +205,13 @@ class _Work:
 
     def _rest(self, items: Items, folder: Folder) -> Mapping[str, Any] | None:
         """What Lightning put beside the shards, as its own consolidation adds it to the state."""
-        for basename, size in self._beside(items).items():
-            if basename.startswith(_REST) and basename.endswith(".pt"):
-                data = io.BytesIO(folder.read(basename, 0, size))
-                rest = loaded(data, basename, folder.where, weights_only=self._weights_only)
-                if isinstance(rest, dict):
-                    return rest
-        return None
+        beside = self._beside(items)
+        basename = ids.rest_in(beside)
+        if basename is None:
+            return None
+        data = io.BytesIO(folder.read(basename, 0, beside[basename]))
+        rest = loaded(data, basename, folder.where, weights_only=self._weights_only)
+        return rest if isinstance(rest, dict) else None
 
     def _beside(self, items: Items) -> dict[str, int]:
         """Basenames and sizes of the files that are neither shards nor their metadata."""

@@ -222,7 +222,9 @@ def may_be_taken(session: Session, name: str, step: int, *, durable: bool) -> bo
     """Whether another save, of any run, may have a name: then each save's small files get names of their own.
 
     What is known of the durable tier does not settle it: a part that an earlier run left on another node may be
-    uploaded at any time. So only a name that tells the step of its save can be free.
+    uploaded at any time. A name that tells the step of its save counts as free all the same, so that others find the
+    files by the names that they know; where a run saves the step of an earlier one again, which another node uploads
+    meanwhile, one of the two is refused.
 
     Args:
         session: Both tiers.
@@ -234,8 +236,11 @@ def may_be_taken(session: Session, name: str, step: int, *, durable: bool) -> bo
         return True
     if any(each.part.name == name and each.part.place == session.place for each in session.open().tier.held()):
         return True
+    if not durable:
+        # Memory alone asks nothing; it may be flushed later.
+        return session.known.may_be_durable(name)
     try:
-        return durable and name in session.known.all(session.config.durable_timeout_s)
+        return name in session.known.all(session.config.durable_timeout_s)
     except StoreError as error:
         session.log.warning(
             "cannot ask whether %s exists, so the files beside its shards get other names: %s", name, error

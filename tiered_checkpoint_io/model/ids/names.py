@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from tiered_checkpoint_io.errors import InvalidNameError
@@ -20,6 +21,8 @@ from tiered_checkpoint_io.model.ids.urls import (
     url_scheme,
 )
 
+#: The file beside the shards in which Lightning's strategies save loops, callbacks and hyperparameters.
+REST = "meta.pt"
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+\Z")
 _STEP_IN_NAME = re.compile(r"(?:^|[^A-Za-z])step[=_-](?P<step>\d+)")
 _COUNTED = re.compile(r"(?P<what>(?:^|(?<=[^A-Za-z]))(?:step|epoch)[=_-])\d+")
@@ -234,3 +237,16 @@ def validate_namespace(namespace: str) -> str:
             hint=f"allowed: 1 to {_MAX_NAMESPACE} letters, digits, '_' and '-'",
         )
     return namespace
+
+
+def rest_in(basenames: Iterable[str]) -> str | None:
+    """Of the files of a sharded checkpoint, the one in which Lightning's strategies save all else; None for none.
+
+    It is called :data:`REST`, or that with a save's mark, as in ``meta-0123abcd.pt``.
+    """
+    stem, _, ending = REST.rpartition(".")
+    return next((each for each in sorted(basenames) if each == REST or _is_marked(each, stem, ending)), None)
+
+
+def _is_marked(basename: str, stem: str, ending: str) -> bool:
+    return basename.startswith(f"{stem}-") and basename.endswith(f".{ending}")
