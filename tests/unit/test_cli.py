@@ -20,6 +20,7 @@ from support.sharded import full_part, make_part
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.cli import clean as cleaning
 from tiered_checkpoint_io.engine.drain.locks import is_lost, release, try_lock
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
@@ -279,6 +280,28 @@ def test_clean_ends_a_sidecar_that_has_nothing_to_do(node):
             assert (sidecar.wait(30), "error" in sidecar.stderr.read()) == (0, False)
         finally:
             sidecar.kill()
+
+
+def test_clean_leaves_what_is_queued_in_the_last_moment(node, monkeypatch):
+    node.save("1.ckpt", b"A")
+    Drain(node.root).run()
+    refuse, late = cleaning._refuse, []
+
+    def and_then(*args, **options):
+        refuse(*args, **options)
+        late.append(node.save("2.ckpt", b"B"))
+
+    monkeypatch.setattr(cleaning, "_refuse", and_then)
+    where = ("--root", str(node.root))
+    assert "something was queued just now" in str(command("clean", *where).exception)
+    assert [each.op_id for each in node.queue.look(node.tier)] == late
+    monkeypatch.undo()
+    # What a killed command has put away goes with the next one.
+    left = node.root.with_name(f".{node.root.name}.cleaned-0123")
+    (left / "saves").mkdir(parents=True)
+    assert command("clean", *where, "--force").exit_code == 0
+    assert not left.exists()
+    assert not node.root.exists()
 
 
 def test_clean_leaves_what_a_drain_works_on(node):

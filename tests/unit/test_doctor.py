@@ -53,6 +53,7 @@ CASES = {
     "64 MiB, state known": ({"memory": SMALL}, STATE, "memory tier", "warn", "docker run --shm-size=120g"),
     "64 MiB, a spill": ({"memory": SMALL}, STATE, "memory tier", "warn", "saves go through the spill at /tmp"),
     "64 MiB, no spill": ({"memory": SMALL, **NO_SPILL}, STATE, "memory tier", "fail", "docker run --shm-size=120g"),
+    "64 MiB, full spill": ({"memory": SMALL, "spill_free": 0}, UNKNOWN, "memory tier", "fail", "Docker's default"),
     "64 MiB alone": ({"memory": SMALL, **NO_SPILL}, UNKNOWN, "memory tier", "fail", "Docker's default"),
     "64 MiB, spill in it": ({"memory": SMALL, "spill_is_tmpfs": True}, STATE, "memory tier", "fail", "=120g"),
     "64 MiB, small spill": ({"memory": SMALL, "spill_free": GIB}, STATE, "memory tier", "fail", "=120g"),

@@ -51,6 +51,7 @@ def test_the_last_of_lightnings_sharded_checkpoints_is_the_latest(tmp_path):
     # As our own strategies name it where runs share a name.
     as_lightning_saves(source / "preempted.ckpt", 7, rest_name="meta-0123abcd.pt")
     torch_dcp.save({"w": torch.ones(9)}, checkpoint_id=source / "plain", no_dist=True)
+    (source / "plain" / "meta-info.pt").write_text("of somebody's own")
     status, rows = imported(source, run)
     assert (status, [(name, row["step"], row["resumable"]) for name, row in rows.items()]) == (
         0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,8 +15,7 @@ from tiered_checkpoint_io.cli.documents import Cleaned, Removed
 from tiered_checkpoint_io.cli.options import NODE, Json, Node
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.clock import SYSTEM
-from tiered_checkpoint_io.engine.drain.locks import flock, release, try_lock
-from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
@@ -34,8 +32,6 @@ from tiered_checkpoint_io.stores import config_at
 
 #: What a process that may add to the memory holds: a trainer, of this release or an earlier one, and a job.
 _TRAINERS = (TRAINERS_FILE, EARLIER_TRAINERS_FILE, JOB_FILE)
-#: How long a drain that has nothing to do may take to leave, seconds: it looks at its lock every 2 s.
-_LEAVE_S = 10.0
 
 
 def clean(
@@ -54,6 +50,9 @@ def clean(
     not on the durable tier. A drain that has nothing to do is ended.
     """
     root = node.path
+    for left in root.parent.iterdir() if root.parent.is_dir() else ():
+        if left.name.startswith(_left_by(root)):
+            shutil.rmtree(left, ignore_errors=True)
     tier = tier_at(root)
     if not root.is_dir() and tier.spill is None:
         if as_json:
@@ -72,13 +71,12 @@ def clean(
         busy = {name for name, lock in locks.items() if lock is None}
         parts, unread = _parts(tier), _unread(tier)
         if not force:
-            # Where no trainer can add to the queue, a drain without work stays without.
+            # A drain that has nothing to do is no reason to keep anything.
             in_use = bool(busy - {LOCK_FILE}) or (bool(busy) and undone(root) > 0)
             _refuse(root, parts, unread, in_use=in_use)
-            if busy:
-                held.callback(release, _end_drain(root))
         spill = tier.spill
-        for folder in (root, *([spill.root] if spill is not None else [])):
+        going = [_put_away(root, force=force)] if root.is_dir() else []
+        for folder in (*going, *([spill.root] if spill is not None else [])):
             if folder.is_dir():
                 shutil.rmtree(folder)
     with contextlib.suppress(OSError):
@@ -112,26 +110,25 @@ def _unread(tier: MemoryTier) -> list[tuple[Path, Exception]]:
     return sorted(found.items())
 
 
-def _end_drain(root: Path) -> int:
-    """Has the drain that holds the lock leave; gives the lock that keeps others from taking its place.
+def _put_away(root: Path, *, force: bool) -> Path:
+    """Renames the memory of a namespace, so that no process finds it, and nothing can be queued there any more.
+
+    A drain without work that holds its lock leaves, since its file is gone.
 
     Raises:
-        ConfigError: It has not left, or something was queued meanwhile.
+        ConfigError: Something was queued in the last moment; all is as it was.
     """
-    path = root / LOCK_FILE
-    ours = root / f"{LOCK_FILE}.clean"
-    lock, drains = try_lock(ours), os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        if lock is not None:
-            # A drain leaves once the file that it has locked is not the one at this path any more.
-            ours.replace(path)
-            Queue(root).ring()
-            if flock(drains, _LEAVE_S, SYSTEM.timing.lock_poll_s, SYSTEM) and not undone(root):
-                return lock
-            release(lock)
-    finally:
-        os.close(drains)
-    raise ConfigError(f"{root} was left as it is: a drain uses it", hint="end that first, or give --force")
+    going = root.with_name(f"{_left_by(root)}{SYSTEM.token(8)}")
+    root.rename(going)
+    if not force and undone(going):
+        going.rename(root)
+        raise ConfigError(f"{root} was left as it is: something was queued just now", hint="run the drain first")
+    return going
+
+
+def _left_by(root: Path) -> str:
+    """How the names begin that :func:`_put_away` gives, under which a killed command has left something."""
+    return f".{root.name}.cleaned-"
 
 
 def _refuse(root: Path, parts: list[StoredPart], unread: list[tuple[Path, Exception]], *, in_use: bool) -> None:

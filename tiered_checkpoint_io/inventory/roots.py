@@ -22,7 +22,7 @@ def all_roots(memory_dir: str) -> list[Path]:
     if not os.path.isdir(memory_dir):
         raise ConfigError(f"there is no folder {memory_dir}", hint="check --memory-dir")
     folder = namespace_root(memory_dir, "default").parent
-    return sorted(each for each in folder.glob("*") if _is_tier(each))
+    return sorted(each for each in folder.glob("[!.]*") if _is_tier(each))
 
 
 def roots_of(memory_dir: str, dirpath: str) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -43,6 +44,14 @@ def parse_targets(text: str) -> list[MetricsTarget]:
     return targets
 
 
+#: What each kind imports. The exporter also where a program has a provider of its own: other ranks may have none.
+_NEEDED = {
+    "prometheus": ("tiered_checkpoint_io.metrics.prometheus",),
+    "textfile": ("tiered_checkpoint_io.metrics.prometheus",),
+    "otel": ("opentelemetry.exporter.otlp.proto.http.metric_exporter", "tiered_checkpoint_io.metrics.otel"),
+}
+
+
 def _library(kind: str) -> None:
     """Imports what a kind needs.
 
@@ -50,13 +59,8 @@ def _library(kind: str) -> None:
         ConfigError: It is not installed; names the extra.
     """
     try:
-        if kind in ("prometheus", "textfile"):
-            import tiered_checkpoint_io.metrics.prometheus  # noqa: F401
-        elif kind == "otel":
-            from tiered_checkpoint_io.metrics.otel import program_provider
-
-            if program_provider() is None:
-                import opentelemetry.exporter.otlp.proto.http.metric_exporter  # noqa: F401
+        for module in _NEEDED.get(kind, ()):
+            importlib.import_module(module)
     except ModuleNotFoundError as missing:
         extra = "otel" if kind == "otel" else "metrics"
         raise ConfigError(

@@ -49,7 +49,9 @@ def _shm_advice(node: NodeFacts, size: int) -> str:
 
 def _small(node: NodeFacts, state: StateSize) -> tuple[Status, str]:
     """What it means that memory does not hold one checkpoint: saves fail only where the spill does not, either."""
-    has_room = node.spill_free is not None and not node.spill_is_tmpfs and node.spill_free >= (state.size or 0)
+    # Of an unknown size, it is larger than what Docker gives.
+    least = DOCKERS_SHM + 1 if state.size is None else state.size
+    has_room = node.spill_free is not None and not node.spill_is_tmpfs and node.spill_free >= least
     return ("warn", f"; saves go through the spill at {node.spill_dir}") if has_room else ("fail", "")
 
 

@@ -23,6 +23,7 @@ from tiered_checkpoint_io.model.ids.urls import (
 
 #: The file beside the shards in which Lightning's strategies save loops, callbacks and hyperparameters.
 REST = "meta.pt"
+_REST = re.compile(r"meta(?:-[0-9a-f]{8})?\.pt\Z")
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+\Z")
 _STEP_IN_NAME = re.compile(r"(?:^|[^A-Za-z])step[=_-](?P<step>\d+)")
 _COUNTED = re.compile(r"(?P<what>(?:^|(?<=[^A-Za-z]))(?:step|epoch)[=_-])\d+")
@@ -244,9 +245,4 @@ def rest_in(basenames: Iterable[str]) -> str | None:
 
     It is called :data:`REST`, or that with a save's mark, as in ``meta-0123abcd.pt``.
     """
-    stem, _, ending = REST.rpartition(".")
-    return next((each for each in sorted(basenames) if each == REST or _is_marked(each, stem, ending)), None)
-
-
-def _is_marked(basename: str, stem: str, ending: str) -> bool:
-    return basename.startswith(f"{stem}-") and basename.endswith(f".{ending}")
+    return next((each for each in sorted(basenames) if _REST.match(each)), None)
