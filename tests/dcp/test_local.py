@@ -185,7 +185,7 @@ def test_a_save_that_fails_on_one_rank_before_it_has_begun_leaves_later_ones_in_
     )
     assert [answer["ended"] for answer in got(first)] == [["last"]] * 2
     assert "too many open files" in failed[1]["message"]
-    assert "a rank has no part of it" in failed[0]["message"], "it is told, and waits no longer"
+    assert "a rank has no part of it" in failed[0]["message"], "it does not wait for that part"
     assert failed[0]["seconds"] < 20
     assert [answer["same"] for answer in got(loaded)] == [True, True], "the checkpoint before is as it was"
     assert [answer["ended"] for answer in got(saved)] == [["last"]] * 2

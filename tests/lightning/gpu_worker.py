@@ -1,4 +1,4 @@
-"""A training on a GPU, as a user's script has it; is told what to do by a JSON object, and prints one at its end."""
+"""A training on a GPU, as a user's script has it; its argument is a JSON object, and so is the last line that it prints."""
 
 import contextlib
 import hashlib

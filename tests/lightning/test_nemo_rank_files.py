@@ -73,7 +73,7 @@ def test_a_crash_within_the_first_save_leaves_what_nemo_wrote(ranks):
 def test_a_sole_first_save_that_was_cut_off_is_nothing_to_resume_from(ranks):
     ranks.save("gpt-step=5.ckpt", 5)
     assert ranks.chosen(resume_ignore_no_checkpoint=True) is None
-    # Of several, the missing shards may be lost: nobody starts from scratch.
+    # Where several lack shards, these may be lost: no start from scratch.
     ranks.save("gpt-step=10.ckpt", 10)
     with pytest.raises(CheckpointNotFoundError, match=r"gpt-step=10.ckpt, mp_rank_00/gpt-step=5.ckpt: each is unf"):
         ranks.chosen(resume_ignore_no_checkpoint=True)

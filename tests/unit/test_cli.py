@@ -299,6 +299,10 @@ def test_clean_leaves_what_is_queued_in_the_last_moment(node, monkeypatch):
     # What a killed command has put away goes with the next one.
     left = node.root.with_name(f".{node.root.name}.cleaned-0123")
     (left / "saves").mkdir(parents=True)
+    another = try_lock(left / TRAINERS_FILE)
+    assert "not yet durable" in str(command("clean", *where).exception)
+    assert left.exists(), "another command is at work there"
+    release(another)
     assert command("clean", *where, "--force").exit_code == 0
     assert not left.exists()
     assert not node.root.exists()

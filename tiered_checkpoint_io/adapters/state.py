@@ -244,9 +244,8 @@ def gathered(
 def _on_cpu(shard: Any) -> tuple[list[int], torch.Tensor]:
     """Where a shard lies, and a copy without the memory around it, which would be sent as well."""
     tensor = shard.tensor.detach()
-    return shard.metadata.shard_offsets, torch.empty_like(
-        tensor, device="cpu", memory_format=torch.contiguous_format
-    ).copy_(tensor)
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+    return shard.metadata.shard_offsets, copied
 
 
 def _assembled(value: ShardedTensor, parts: Sequence[Any]) -> torch.Tensor:

@@ -51,8 +51,10 @@ def clean(
     """
     root = node.path
     for left in root.parent.iterdir() if root.parent.is_dir() else ():
-        if left.name.startswith(_left_by(root)):
+        # One that is locked is another command's, which may put it back.
+        if left.name.startswith(_left_by(root)) and (lock := try_lock(left / TRAINERS_FILE)) is not None:
             shutil.rmtree(left, ignore_errors=True)
+            release(lock)
     tier = tier_at(root)
     if not root.is_dir() and tier.spill is None:
         if as_json:

@@ -31,7 +31,8 @@ class Instruments:
         """Takes a provider; by default the one that this program has set, or one that exports by OTLP."""
         self._own: MeterProvider | None = None
         if provider is None:
-            provider = program_provider() or self._by_otlp()
+            known = metrics.get_meter_provider()
+            provider = known if isinstance(known, MeterProvider) else self._by_otlp()
         self._source = source
         if provider not in _sources:
             _make(provider)
@@ -49,12 +50,6 @@ class Instruments:
         if self._own is not None:
             self._own.shutdown(_FLUSH_MS)
         self._sources.remove(self._source)
-
-
-def program_provider() -> MeterProvider | None:
-    """The meter provider that this program has set; None where it has set none, and OTLP's exporter is needed."""
-    known = metrics.get_meter_provider()
-    return known if isinstance(known, MeterProvider) else None
 
 
 def _make(provider: MeterProvider) -> None:

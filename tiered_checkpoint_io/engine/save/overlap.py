@@ -88,7 +88,7 @@ class Overlapped:
     _ready: Sequence[Any] = ()
 
     def begin(self) -> None:
-        """Notes the witnesses, once all else is copied, or to be copied by what is queued; another thread goes on."""
+        """Notes the witnesses. All else has been copied by now, or its copy is queued on the GPU."""
         self._versions = _versions(self.tensors)
         self._samples = list(_samples(self.tensors, self.addresses))
         if self.is_checked:

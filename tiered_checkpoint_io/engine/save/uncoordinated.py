@@ -77,8 +77,8 @@ def save_local(
 
     Args:
         session: Both tiers.
-        surface: Raises failures of earlier saves, which stop this one. It is called here, as ``planned`` is, because
-            ranks must count alike, and are told of each failure: they then remove nothing for this save.
+        surface: Raises failures of earlier saves, which stop this one. It is called here, as ``planned`` is, so that
+            the other ranks hear of a failure: they then remove nothing for this save.
         planned: Plans the state's file; gives it, and where it holds the model's tensors, and the optimizer's.
         role: Which shard it is.
         name: The checkpoint's name.

@@ -75,7 +75,8 @@ class HostPins:
         address = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
         with self._lock:
             for start in range(0, len(view), PINNED_PIECE):
-                if start + self._pinned.get(address + start, (-start, 0))[0] > left:
+                nbytes, _ = self._pinned.get(address + start, (0, 0))
+                if nbytes and start + nbytes > left:
                     self._end(address + start)
 
     def _end(self, address: int) -> None:
