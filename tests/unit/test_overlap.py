@@ -322,6 +322,17 @@ def test_an_optimizer_may_hold_tensors_without_memory_of_their_own(job, monkeypa
         assert [each["codes"].a[0] for each in loaded["optimizer"]["state"].values()] == [step - 1] * (4 * (step > 1))
 
 
+def test_a_save_is_eager_where_an_optimizer_holds_what_has_no_memory_of_its_own(job, caplog):
+    caplog.set_level("INFO")
+    job = job(memory_keep_last=100)
+    kept = job.overlap._tensors
+    job.overlap._tensors = lambda: [*kept(), torch.eye(3).to_sparse()]
+    for step in range(1, 5):
+        assert not job.save(step, tiers=["memory"]).overlapped
+        assert job.checkpointer.load(f"step={step}.ckpt")["global_step"] == step
+    assert caplog.text.count("it holds what can't be copied as it is") == 1
+
+
 def test_sharded_and_local_saves_are_eager_which_is_said_once(memory_dir, tmp_path, caplog):
     caplog.set_level("INFO")
     options = {"dirpath": str(tmp_path), "memory_dir": memory_dir, "staging": "overlapped", "drain": "thread"}

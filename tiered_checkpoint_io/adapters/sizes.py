@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,9 +37,7 @@ def tensors_of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> list[t
             found += state.values() if isinstance(state, dict) else ()
     # Asked at each overlapped save. Most optimizers hold nothing else.
     if set(map(type, found)) <= WHOLE:
-        strided = set(map(attrgetter("layout"), found)) <= {torch.strided}
-        return found if strided else [each for each in found if each.layout == torch.strided]
-    # LBFGS has lists. Each question to a DTensor itself takes long.
+        return found
+    # LBFGS has lists.
     flat = itertools.chain.from_iterable(each if isinstance(each, list) else [each] for each in found)
-    tensors = [each for each in flat if isinstance(each, torch.Tensor)]
-    return [each for each in tensors if getattr(each, "_local_tensor", each).layout == torch.strided]
+    return [each for each in flat if isinstance(each, torch.Tensor)]

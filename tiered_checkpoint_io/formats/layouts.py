@@ -6,7 +6,7 @@ import contextlib
 import copyreg
 import functools
 from collections import OrderedDict
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -61,13 +61,8 @@ class Layouts:
             kept, so that this one may not be, either.
         """
         if self._repeats:
-            try:
-                with collecting_later():
-                    taken = scan(state, self._paths)
-                # Others have no memory of their own that could be copied.
-                return taken if set(map(attrgetter("layout"), taken.tensors)) <= {torch.strided} else None
-            except Exception:
-                return None
+            with contextlib.suppress(Exception), collecting_later():
+                return scan(state, self._paths)
         return None
 
     def plan_taken(self, taken: Skeleton) -> Image:

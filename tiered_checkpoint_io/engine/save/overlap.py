@@ -39,11 +39,13 @@ FOUND_CHANGED = "a capture has found the state changed"
 #: Set to anything, what was copied is compared, once it is, with another copy that was made when the save began.
 CHECK = "TIERED_CHECKPOINT_CHECK_STAGING"
 _SLOW = "see whether the node is out of memory or of processor time; or use staging: eager"
+#: A sparse tensor, for one, has no memory of its own.
+_UNCOMMON = "it holds what can't be copied as it is: {}"
 _NO_ROOM = "the GPU has no room for the copies that an overlapped save makes there"
 #: Where more than this part of a file is not the optimizers' alone, an eager copy into a slot is faster.
 _MOST_EAGER = 1 / 3
 #: So many tensors, so many bytes of each, are compared with what was captured.
-_SAMPLES, _SAMPLE_BYTES = 8, 64
+_SAMPLES, _SAMPLE_BYTES = 4, 64
 #: So long the copy waits, seconds, so that the save's caller returns before another thread needs the interpreter.
 _HEAD_START_S = 0.005
 
@@ -93,7 +95,7 @@ class Overlapped:
         self._samples = list(_samples(self.tensors, self.addresses))
         if self.is_checked:
             self._expected = [_bytes_of(tensor).clone() for tensor in self.tensors]
-        if not all(map(attrgetter("is_cpu"), self.tensors)):
+        if cast("Any", torch.cuda).is_initialized():
             devices = {each for each in map(attrgetter("device"), self.tensors) if each.type == "cuda"}
             # Whatever computes the state, and what copies it, has been queued by now.
             self._ready = [torch.cuda.current_stream(each).record_event() for each in devices]
@@ -227,7 +229,7 @@ class Overlap:
             try:
                 taken = apart(taken, cast("Sequence[torch.Tensor]", others), overlapped.copies)
             except Exception as error:
-                say_eager(self._session, f"it holds what can't be copied as it is: {error}")
+                say_eager(self._session, _UNCOMMON.format(error))
                 return None
         self._current = self.newest = overlapped
         return taken, overlapped
@@ -237,7 +239,11 @@ class Overlap:
         overlapped = self._left_for_later()
         if overlapped is None:
             return None
-        others = _others(found, overlapped.tensors, overlapped.addresses)
+        try:
+            others = _others(found, overlapped.tensors, overlapped.addresses)
+        except RuntimeError as error:
+            say_eager(self._session, _UNCOMMON.format(error))
+            return None
         storages = {storage._cdata: storage for storage in map(_storage_of, others)}
         copied = sum(map(torch.UntypedStorage.nbytes, storages.values()))
         # What shares a storage counts twice: this is about time alone.
@@ -276,8 +282,12 @@ class Overlap:
         return snapshot.state, overlapped
 
     def _left_for_later(self) -> Overlapped | None:
-        tensors = self._tensors()
-        addresses = _addresses(tensors)
+        try:
+            tensors = self._tensors()
+            addresses = _addresses(tensors)
+        except RuntimeError as error:
+            say_eager(self._session, _UNCOMMON.format(error))
+            return None
         if not all(addresses):
             # What is empty, freed, or made of other tensors, as one of 8 bits is, lies nowhere itself.
             tensors = [each for each, address in zip(tensors, addresses, strict=True) if address]
