@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.launch import launch
 from support.losing import lose_memory
 from support.sharded import incomplete
 
-from tiered_checkpoint_io import TieredStorageWriter, dcp
+from tiered_checkpoint_io import dcp
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, OtherKindError, RestoreError, UsageError
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -313,19 +312,3 @@ def test_ids_that_ranks_make_alone_sort_as_their_saves():
     assert ids.save_id_of_ranks(run, "job/tp0/step_#", 0, 7) not in made
     later = ids.new_run_id(after=made[-1], now=1_600_000_000)
     assert ids.save_id_of_ranks(later, "job/step_#", 0, 0) > made[-1]
-
-
-def test_an_attempt_does_not_load_what_the_one_before_it_chose(tmp_path, memory_dir, monkeypatch):
-    """As torchrun restarts a job: one store for all attempts."""
-    store = dist.HashStore()
-    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread"}
-    for attempt in range(3):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        try:
-            writer = TieredStorageWriter(**options, save_to_s3=False)
-            if attempt:
-                assert dcp.load({"x": torch.zeros(2)}, kind="local", **options).opened.step == attempt
-            dcp.save({"x": torch.ones(2)}, checkpoint_id=f"step_{attempt + 1}", kind="local", storage_writer=writer)
-        finally:
-            dist.destroy_process_group()

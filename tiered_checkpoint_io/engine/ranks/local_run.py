@@ -8,9 +8,9 @@ torch.distributed, and all others get its value: one request, answered at once, 
 knows by itself: the series of the name, the step, and how often the series has gone back to a step that it had saved.
 So
 
-- after a restart the store is a new one, or its keys are those of another attempt, and so are the run and all ids:
-  parts of two starts never mix, even where both saved the same name at the same step. The run's id begins with the
-  time, and sorts after all ids that its maker has seen, so that later starts count as newer;
+- after a restart the store is a new one, or its keys are those of another attempt (see ``attempt``), and so are the run
+  and all ids: parts of two starts never mix, even where both saved the same name at the same step. The run's id begins
+  with the time, and sorts after all ids that its maker has seen, so that later starts count as newer;
 - a name that is saved again gets another id, because its step does not grow: that is a repeat;
 - a save that fails on one rank, or is skipped, does not put later ones out of step: each rank counts it before anything
   can fail;
@@ -43,6 +43,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.ranks.attempt import name_attempt
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.errors import PeerError, UsageError
 from tiered_checkpoint_io.logs import Logger
@@ -70,6 +71,7 @@ class Run:
         #: Which start it is, in this process.
         self.number = next(_numbers)
         self._lock = threading.Lock()
+        self._attempt: str | None = None
         self._run_id: str | None = None
         self._saved: dict[tuple[str, str], tuple[int, int]] = {}
         self._loads: Counter[str] = Counter()
@@ -105,7 +107,7 @@ class Run:
         """
         with self._lock:
             if self._run_id is None:
-                self._run_id = self.first(f"run/{_attempt()}", new_run_id())
+                self._run_id = self.first(f"run/{self._name_attempt()}", new_run_id())
             return ids.save_id_of_ranks(self._run_id, f"{namespace}/{series}", repeat, step)
 
     def report_missing(self, save_id: str, where: Where) -> None:
@@ -178,7 +180,7 @@ class Run:
         """The key of a load that begins now: equal on all ranks that load the same as often."""
         with self._lock:
             self._loads[what] += 1
-            return f"load/{_attempt()}/{self._loads[what]}/{what}"
+            return f"load/{self._name_attempt()}/{self._loads[what]}/{what}"
 
     def chosen(self, load: str) -> str | None:
         """What the first rank has chosen to load; None where this one is the first so far."""
@@ -223,6 +225,13 @@ class Run:
     def _add(self, key: str, number: int) -> int:
         return self._ask(lambda client: client.add(key, number))
 
+    def _name_attempt(self) -> str:
+        """See :mod:`attempt`; the same for the life of this run."""
+        if self._attempt is None:
+            with self._asking():
+                self._attempt = name_attempt(self.store, _PREFIX, self._clock) if self.store is not None else "0"
+        return self._attempt
+
     def close(self) -> None:
         """Ends the connection to the store, until something is asked again."""
         if self._client is not None and self._client[0] == os.getpid():
@@ -233,19 +242,19 @@ class Run:
             # A forked child has none of its parent's threads.
             client = StoreClient(self.store, _PREFIX, timeout_s=self._clock.timing.store_answer_s)
             self._client = os.getpid(), client
-        try:
+        with self._asking():
             return question(self._client[1])
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
         except PeerError as error:
             raise UsageError(
                 f"the store of torch.distributed does not answer: {error.message}",
                 operation="agree",
                 hint="local checkpoints need it to name what ranks save together; is its host alive?",
             ) from error
-
-
-def _attempt() -> str:
-    """Which attempt of its launcher this is: torchrun keeps one store, and what was agreed in it, over all restarts."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _missing_key(save_id: str, where: Where) -> str:
