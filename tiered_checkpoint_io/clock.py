@@ -60,10 +60,6 @@ class Timing:
     namespace_poll_s: float = 0.05
     #: Bound of one request to the store of torch.distributed: it answers at once, or its host is away.
     store_answer_s: float = 10.0
-    #: How often the rank that has named an attempt of torchrun shows that it lives: a request that is answered at once.
-    attempt_beat_s: float = 0.25
-    #: One that has not for so long is dead, unless something has held Python's lock for all that time.
-    attempt_dead_s: float = 5.0
     #: Ranks reach a load within this time of each other, or one of them never will.
     rendezvous_s: float = 600.0
     #: Bound of one message between ranks, mostly a chunk of 16 MiB.

@@ -1,4 +1,4 @@
-"""Local checkpoints under a real torchrun that replaces a node: its agent counts restarts from the beginning."""
+"""Local checkpoints under real agents of torchrun, which count the restarts of their own ranks alone."""
 
 import contextlib
 import json

@@ -1,69 +1,46 @@
-"""Which attempt of torchrun the ranks of this process group are in, agreed without waiting for each other.
+"""Which attempt of torchrun a rank is in, agreed without waiting for other ranks.
 
 torchrun starts ranks again that have failed, or whose number changes, and keeps the store of torch.distributed, with
-all that was agreed in it. How often it has done so it tells each rank by the count of the rank's own agent, and that of
-a node which takes the place of another begins at nought. So the first rank of an attempt that asks names it, and shows
-for the rest of its life that it lives. Who finds a name that none shows the life of is in a later attempt: torchrun
-ends all ranks of one before it begins the next.
+all that was agreed in it. How often it has done so it tells each rank by the count of the rank's own agent: others
+count otherwise, and that of a node which takes the place of another begins at nought. So ranks name an attempt, and
+each enters itself there once. A rank that finds itself entered is in a later attempt, and names that one.
+
+One that had ended before it was entered may find itself in the attempt before, until another rank names the next.
+Whoever is in an attempt that is not the newest must neither save nor load.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-from typing import Any
 
-from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
-from tiered_checkpoint_io.errors import PeerError
 
 _KEY = "attempt"
 
 
-def name_attempt(origin: Any, prefix: str, clock: Clock) -> str:
-    """The name of this attempt; where another launcher starts ranks, its store is a new one, and so there is none.
+def outlives_attempts() -> bool:
+    """Whether the store is kept from one attempt to the next: that of torchrun's agents is."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def enter(client: StoreClient, rank: int, token: str) -> str:
+    """Enters a rank into its attempt, once in its life; PeerError where the store does not answer within a bound.
 
     Args:
-        origin: The store of torch.distributed.
-        prefix: Of all keys.
-        clock: The clock, with the bounds.
+        client: Asks the store.
+        rank: The rank, among all.
+        token: What the attempt is named, where this rank is the first.
 
-    Raises:
-        PeerError: The store does not answer within a bound.
+    Returns:
+        The attempt's name.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return "0"
-    client = StoreClient(origin, prefix, timeout_s=clock.timing.store_answer_s)
-    mine, named = clock.token(8), ""
-    try:
-        while True:
-            named = client.swap(_KEY, named, mine)
-            if named == mine:
-                threading.Thread(target=_live, args=(client, mine, clock), name="tiered-attempt", daemon=True).start()
-                return mine
-            if _is_alive(client, named, clock):
-                client.close()
-                return named
-    except BaseException:
-        client.close()
-        raise
+    named = ""
+    while True:
+        named = client.swap(_KEY, named, token)
+        if client.add(f"{_KEY}/{named}/{rank}") == 1:
+            return named
 
 
-def _live(client: StoreClient, name: str, clock: Clock) -> None:
-    try:
-        while True:
-            client.add(f"{_KEY}/{name}")
-            clock.sleep(clock.timing.attempt_beat_s)
-    except PeerError:
-        # The rank or the agent that holds the store has ended, and nobody else can ask it, either.
-        client.close()
-
-
-def _is_alive(client: StoreClient, name: str, clock: Clock) -> bool:
-    key, end = f"{_KEY}/{name}", clock.monotonic() + clock.timing.attempt_dead_s
-    beats = client.add(key, 0)
-    while clock.monotonic() < end:
-        clock.sleep(clock.timing.attempt_beat_s)
-        if client.add(key, 0) != beats:
-            return True
-    return False
+def newest(client: StoreClient) -> str | None:
+    """The name of the attempt that was named last."""
+    return client.get(_KEY)

@@ -43,8 +43,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.ranks.attempt import name_attempt
+from tiered_checkpoint_io.engine.ranks.attempt import enter, newest, outlives_attempts
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
+from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.errors import PeerError, UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
@@ -59,7 +60,7 @@ _T = TypeVar("_T")
 class Run:
     """One start of a job, as one process takes part in it.
 
-    Its methods raise ``UsageError`` where the store does not answer within a bound.
+    Its methods raise ``UsageError`` where the store does not answer within a bound, or the job has gone on without it.
     """
 
     def __init__(self, store: Any, clock: Clock = SYSTEM) -> None:
@@ -106,8 +107,9 @@ class Run:
             new_run_id: Makes the id of a run, where this rank is the first.
         """
         with self._lock:
+            attempt = self.attempt
             if self._run_id is None:
-                self._run_id = self.first(f"run/{self._name_attempt()}", new_run_id())
+                self._run_id = self.first(f"run/{attempt}", new_run_id())
             return ids.save_id_of_ranks(self._run_id, f"{namespace}/{series}", repeat, step)
 
     def report_missing(self, save_id: str, where: Where) -> None:
@@ -180,7 +182,7 @@ class Run:
         """The key of a load that begins now: equal on all ranks that load the same as often."""
         with self._lock:
             self._loads[what] += 1
-            return f"load/{self._name_attempt()}/{self._loads[what]}/{what}"
+            return f"load/{self.attempt}/{self._loads[what]}/{what}"
 
     def chosen(self, load: str) -> str | None:
         """What the first rank has chosen to load; None where this one is the first so far."""
@@ -225,11 +227,27 @@ class Run:
     def _add(self, key: str, number: int) -> int:
         return self._ask(lambda client: client.add(key, number))
 
-    def _name_attempt(self) -> str:
-        """See :mod:`attempt`; the same for the life of this run."""
+    @property
+    def attempt(self) -> str:
+        """The name of the attempt that this run is, see :mod:`attempt`; asked of the store each time.
+
+        Raises:
+            UsageError: Ranks were started anew, and this one is of an attempt before.
+        """
+        if self.store is None or not outlives_attempts():
+            return "0"
+        token = self._clock.token(8)
         if self._attempt is None:
-            with self._asking():
-                self._attempt = name_attempt(self.store, _PREFIX, self._clock) if self.store is not None else "0"
+            self._attempt = self._ask(lambda client: enter(client, current_rank(), token))
+        elif self._ask(newest) != self._attempt:
+            # The next process of this rank is to find that it was in this one.
+            self._ask(lambda client: enter(client, current_rank(), token))
+            raise UsageError(
+                "other ranks of this job were started anew, and this one was not",
+                operation="agree",
+                rank=current_rank(),
+                hint="end this process: torchrun starts all ranks again once one has ended",
+            )
         return self._attempt
 
     def close(self) -> None:
@@ -242,13 +260,8 @@ class Run:
             # A forked child has none of its parent's threads.
             client = StoreClient(self.store, _PREFIX, timeout_s=self._clock.timing.store_answer_s)
             self._client = os.getpid(), client
-        with self._asking():
-            return question(self._client[1])
-
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
         try:
-            yield
+            return question(self._client[1])
         except PeerError as error:
             raise UsageError(
                 f"the store of torch.distributed does not answer: {error.message}",

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.coordination import GivenGroup, Group, TorchGroup, agree, node_of, trains_here
+from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.engine.replication.fates import Fates, SeriesKey, newest_of, newest_replicated
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
@@ -206,6 +207,9 @@ class Peering:
         """What ranks have for each other when they load local checkpoints; None where there are no copies, or others.
 
         Makes no collective call.
+
+        Raises:
+            UsageError: As :attr:`Run.attempt`.
         """
         import torch.distributed as dist
 
@@ -213,7 +217,10 @@ class Peering:
             return None
         store = dist.distributed_c10d._get_default_store()
         if self._local is None or self._local[0] is not store:
-            where = f"local/{self._config.namespace}"
+            if self._local is not None:
+                self._local[1].close()
+            # What ranks that have died asked for is of another attempt.
+            where = f"local/{current_run().attempt}/{self._config.namespace}"
             interface = self._interface(store, logger)
             member = self._member(tier, store, where, dist.get_rank(), dist.get_world_size(), logger, interface)
             self._local = store, LocalPeers(member)
