@@ -66,6 +66,19 @@ def test_other_numbers_of_ranks_and_nodes_use_what_memory_covers(ranks, lose):
     assert all(answer.get("matches") for answer in answers), answers
 
 
+@pytest.mark.parametrize(("before", "then", "after"), [("aabb", "bbcc", "ccdd"), ("abc", "bc", "bd")])
+def test_nodes_may_be_lost_one_after_the_other_where_ranks_come_to_other_nodes(ranks, lose, before, then, after):
+    ranks(before, ["save", 1], ["save", 2], ["close"], replication_factor=2)
+    lose("a")
+    (loaded, _, _, _) = ranks(then, ["load", 2], ["meet_all"], ["settle"], ["close"], replication_factor=2)
+    assert all(answer.get("matches") for answer in loaded), loaded
+    lose(*set(then) - set(after))
+    (answers,) = ranks(after, ["load", 2], replication_factor=2)
+    assert [(answer["matches"], answer["name"], gets(answer)) for answer in answers] == [(True, "step_2", {})] * len(
+        after
+    )
+
+
 @pytest.mark.matrix
 def test_more_lost_nodes_than_copies_lead_to_the_durable_tier_never_to_half_a_state(ranks, lose):
     options = {"replication_factor": 2}

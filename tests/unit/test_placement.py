@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_checkpoint_io.engine.replication.placement import holders_in_turn, node_peers, peers_of_ranks
+from tiered_checkpoint_io.engine.replication.placement import holders_in_turn, node_peers, peers_of_ranks, sender_of
 from tiered_checkpoint_io.errors import UsageError
 
 
@@ -89,3 +89,11 @@ def test_the_ranks_of_a_lost_node_begin_with_holders_of_their_own(nodes, lost):
 def test_each_holder_is_asked_once(held, rank):
     holders = holders_in_turn(held, 1, rank)
     assert sorted(holders) == sorted(other for other, parts in held.items() if 1 in parts)
+
+
+@given(nodes=st.lists(st.sampled_from("abc"), min_size=1, max_size=8), part=st.integers(0, 9))
+def test_a_part_is_sent_by_one_rank_of_each_node_that_holds_it_its_own_if_it_is_there(nodes, part):
+    for node in set(nodes):
+        sender = sender_of(part, node, nodes)
+        assert nodes[sender] == node
+        assert sender == part or nodes[part:][:1] != [node]

@@ -17,7 +17,7 @@ from tiered_checkpoint_io.engine.replication.fates import Fates, SeriesKey, newe
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.network import Interface, interface_for, megabits_of, rate_text
 from tiered_checkpoint_io.engine.replication.peer_link import Member
-from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks
+from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks, sender_of
 from tiered_checkpoint_io.engine.replication.replica_receiver import ReplicaReceiver
 from tiered_checkpoint_io.engine.replication.replica_sender import ReplicaSender
 from tiered_checkpoint_io.errors import UsageError
@@ -33,6 +33,7 @@ class _Member(NamedTuple):
     Attributes:
         node: Where it runs.
         replicas: Of which saves and ranks its node keeps replicas.
+        parts: Of which it has parts as its own.
         newest: The newest save of which it has a part of its own.
         replicated: The newest saves that are marked as replicated there.
         token: The first rank's tells this group from all others that used the same store.
@@ -40,6 +41,7 @@ class _Member(NamedTuple):
 
     node: str
     replicas: set[tuple[str, int]]
+    parts: set[tuple[str, int]]
     newest: str
     replicated: dict[SeriesKey, str]
     token: str
@@ -155,6 +157,7 @@ class Peering:
                     _Member(
                         node,
                         {(each.save_id, each.part.rank) for each in replicas},
+                        {(each.save_id, each.part.rank) for each in parts},
                         "".join(each.save_id for each in own[-1:]),
                         newest_replicated([*parts, *replicas]),
                         self._clock.token(8),
@@ -176,7 +179,22 @@ class Peering:
             lacks = any(key not in gathered[peer].replicas for peer in peers[group.rank])
             if counts or (lacks and (is_newest or was_replicated)):
                 made.sender.offer(stored, again=not counts)
+        for stored in self._of_others(parts, gathered, group.rank):
+            if stored.save_id in replicated.values() or newest.count(stored.save_id) < stored.part.content.parts:
+                made.sender.offer(stored, again=True)
         return made
+
+    def _of_others(self, parts: Sequence[StoredPart], gathered: Sequence[_Member], rank: int) -> list[StoredPart]:
+        """The newest parts that this rank sends, of ranks that are elsewhere now: too few nodes have them."""
+        nodes = [each.node for each in gathered]
+        elsewhere = {each.part.rank: each for each in parts if nodes[each.part.rank :][:1] != [nodes[rank]]}
+        found = []
+        for part, stored in elsewhere.items():
+            key = stored.save_id, part
+            copies = {each.node for each in gathered if key in each.parts or key in each.replicas}
+            if sender_of(part, nodes[rank], nodes) == rank and len(copies) < self._config.replication_factor:
+                found.append(stored)
+        return found
 
     def _peers_of(self, nodes: Sequence[str]) -> list[tuple[int, ...]]:
         return peers_of_ranks(nodes, factor=self._config.replication_factor, jump=self._config.replication_jump)

@@ -50,6 +50,20 @@ def peers_of_ranks(nodes: Sequence[str], *, factor: int, jump: int) -> list[tupl
     return peers
 
 
+def sender_of(part: int, node: str, nodes: Sequence[str]) -> int:
+    """The rank that sends its peers a part which a node holds: the part's own, where that runs there.
+
+    Where ranks have come to other nodes, or are fewer than they were, the others of the node share those that are left.
+
+    Args:
+        part: The part's number.
+        node: A node of some rank.
+        nodes: The node of each rank, by rank.
+    """
+    here = [rank for rank, each in enumerate(nodes) if each == node]
+    return part if part in here else here[part % len(here)]
+
+
 def node_peers(count: int, *, factor: int, jump: int) -> list[tuple[int, ...]]:
     """The nodes that keep copies for each of ``count`` nodes; each node keeps ``factor - 1``.
 
