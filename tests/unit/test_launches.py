@@ -262,3 +262,6 @@ def test_one_process_of_each_node_leads_whatever_started_it(rank, environment, l
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(world, "current_rank", lambda: rank)
     assert world.leads_node() == leads
+    # Where nothing tells the first rank of a node, any may take up what the node has left.
+    is_told = "LOCAL_RANK" in environment or str(rank) in (environment.get(of_all) for of_all, _ in world._LAUNCHERS)
+    assert world.may_lead_node() == (leads or not is_told)

@@ -167,9 +167,9 @@ def async_save(
 ) -> AsyncSave:
     """Saves as :func:`save` does, and returns once the state is captured in node memory, before it is durable.
 
-    That takes hardly longer than copying the tensors once, because they go straight to where the
-    upload reads them. Of kind ``sharded``, each rank then hashes its part in the background, at several gigabytes
-    a second and thread, and commits it in memory; a process that is killed meanwhile leaves the checkpoint before
+    The tensors are copied once, straight to where the upload reads them; of kind ``sharded``, DCP's exchanges between
+    the ranks come on top. Each rank then hashes such a part in the background, at several gigabytes a second and
+    thread, and commits it in memory; a process that is killed meanwhile leaves the checkpoint before
     as the newest. Where neither memory nor ``spill_dir`` has room for it, the call returns once it is on the durable
     tier.
 

@@ -127,8 +127,8 @@ class TieredCheckpointIO(CheckpointIO):
             weights_only: For ``torch.load``, where the caller does not say; None leaves it to torch.
             safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside plain data.
             drain: Upload from a ``process`` of its own, or a ``thread`` of the trainer.
-            save_on_train_end: Whether the newest checkpoint that training can resume from is uploaded when ``fit``
-                ends, where it is in memory alone.
+            save_on_train_end: Whether the last state is saved to the durable tier when ``fit`` ends and the newest
+                checkpoint that training can resume from is in memory alone.
             preflight: What follows at the start of ``fit`` where the durable tier can't be used and no retry can mend
                 that: an ``error``, a warning (``warn``), or nothing is tried (``off``).
             durable_timeout_s: How long a restart waits for a durable tier that does not answer, seconds.

@@ -24,7 +24,7 @@ from tiered_checkpoint_io.engine.durable.manifests import names_of
 from tiered_checkpoint_io.engine.leasing.claims import Claims
 from tiered_checkpoint_io.engine.leasing.lease_keeper import launch_rank
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
-from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_size, leads_node
+from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_size, leads_node, may_lead_node
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.meeting import Peering
 from tiered_checkpoint_io.engine.staging.background import BackgroundTask
@@ -349,9 +349,9 @@ class Session:
         self.failed(name, -1, not_done(action, name, self.dirpath, reason))
 
     def take_up(self) -> None:
-        """Starts the drain for what an earlier process left; one rank of each node does so."""
+        """Starts the drain for what an earlier process left; one rank of each node does so, if that can be told."""
         tier, _, drain = self.open()
-        if leads_node() and any(stored.pending for stored in tier.parts()):
+        if may_lead_node() and any(stored.pending for stored in tier.parts()):
             try:
                 drain.start()
             except MemoryFullError as full:

@@ -129,8 +129,8 @@ class TieredCheckpointConfig:
         safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside tensors and
             plain data.
         drain: Upload from a ``process`` of its own, or a ``thread`` of the trainer.
-        save_on_train_end: Whether the newest checkpoint that training can resume from, of those that
-            ``TieredModelCheckpoint`` has saved, is uploaded when ``fit`` ends, where it is in memory alone.
+        save_on_train_end: Whether the last state is saved to the durable tier, as ``end_of_training.ckpt``, when
+            ``fit`` ends and the newest of ``TieredModelCheckpoint`` that training can resume from is in memory alone.
         preflight: What follows at the start of ``fit`` where the durable tier can't be used and no retry can mend
             that: an ``error``, a warning (``warn``; also where node memory holds a checkpoint to resume from), or
             nothing is tried (``off``).

@@ -37,6 +37,13 @@ def leads_node() -> bool:
     return rank == 0 or any(os.environ.get(local) == "0" for local in names)
 
 
+def may_lead_node() -> bool:
+    """As :func:`leads_node`; also where no launcher says which ranks are on this node."""
+    rank = str(current_rank())
+    told = "LOCAL_RANK" in os.environ or any(os.environ.get(of_all) == rank for of_all, _ in _LAUNCHERS)
+    return leads_node() or not told
+
+
 def _initialized() -> Any:
     # Asked several times at each save. Who has not imported it has no ranks.
     found: Any = sys.modules.get("torch.distributed")

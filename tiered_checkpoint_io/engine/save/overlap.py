@@ -265,7 +265,7 @@ class Overlap:
             return None
         try:
             snapshot = Snapshot(state, overlapped.addresses)
-        except UncopiedError as error:
+        except (UncopiedError, RuntimeError) as error:
             say_eager(self._session, str(error))
             return None
         if snapshot.copied_size > _MOST_EAGER * snapshot.size:
