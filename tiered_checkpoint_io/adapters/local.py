@@ -15,7 +15,7 @@ from tiered_checkpoint_io.engine.restore.loaders import warn_of_left_out
 from tiered_checkpoint_io.engine.restore.local_restore import LocalRestorer
 from tiered_checkpoint_io.engine.restore.restore import note_restore
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
-from tiered_checkpoint_io.engine.save.facts import count_save
+from tiered_checkpoint_io.engine.save.facts import check_attempt, count_save
 from tiered_checkpoint_io.engine.save.sameness import Stretches, stretches_of_state
 from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, ShardRole, save_local
 from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
@@ -60,6 +60,7 @@ def save_local_state(
 
     if not role.writes:
         surface()
+        check_attempt()
         return None
     settings.check_world_size(role.degree, writer.checkpoint_id)
 

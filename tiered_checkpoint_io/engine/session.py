@@ -356,6 +356,8 @@ class Session:
                 drain.start()
             except MemoryFullError as full:
                 self.log.warning("queued uploads wait until memory_dir has room for the drain: %s", full)
+            except DrainError as error:
+                self.log.warning("queued uploads wait for the next save: %s", error)
 
     def surface(self, *, looks: bool = True) -> None:
         """Raises failures of the background, each once; before that, it :meth:`looks <look>`.

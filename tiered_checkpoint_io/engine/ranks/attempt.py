@@ -6,7 +6,7 @@ count otherwise, and that of a node which takes the place of another begins at n
 each enters itself there once. A rank that finds itself entered is in a later attempt, and names that one.
 
 One that had ended before it was entered may find itself in the attempt before, until another rank names the next.
-Whoever is in an attempt that is not the newest must neither save nor load.
+Whoever is in an attempt that is not the newest must neither save nor load, nor name another one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
+from tiered_checkpoint_io.errors import UsageError
 
 _KEY = "attempt"
 
@@ -23,13 +24,18 @@ def outlives_attempts() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
+class LeftBehindError(UsageError):
+    """Other ranks of the job were started anew, and this one was not."""
+
+
 def enter(client: StoreClient, rank: int, token: str) -> str:
-    """Enters a rank into its attempt, once in its life; PeerError where the store does not answer within a bound.
+    """Enters a rank into its attempt; PeerError where the store does not answer within a bound.
 
     Args:
         client: Asks the store.
         rank: The rank, among all.
-        token: What the attempt is named, where this rank is the first.
+        token: Of this process, and the same where it asks again, as an answer may have been lost. What the attempt is
+            named, where this rank is the first.
 
     Returns:
         The attempt's name.
@@ -37,10 +43,27 @@ def enter(client: StoreClient, rank: int, token: str) -> str:
     named = ""
     while True:
         named = client.swap(_KEY, named, token)
-        if client.add(f"{_KEY}/{named}/{rank}") == 1:
+        if _mark(client, named, rank, token):
             return named
 
 
-def newest(client: StoreClient) -> str | None:
-    """The name of the attempt that was named last."""
-    return client.get(_KEY)
+def check(client: StoreClient, rank: int, token: str, attempt: str) -> None:
+    """Checks whether a rank's attempt is the newest; as :func:`enter`.
+
+    Raises:
+        LeftBehindError: It is not.
+    """
+    newest = client.get(_KEY) or attempt
+    if newest != attempt:
+        # The next process of this rank is to find that it was in that one.
+        _mark(client, newest, rank, token)
+        raise LeftBehindError(
+            "other ranks of this job were started anew, and this one was not",
+            operation="agree",
+            rank=rank,
+            hint="end this process: torchrun starts all ranks again once one has ended",
+        )
+
+
+def _mark(client: StoreClient, attempt: str, rank: int, token: str) -> bool:
+    return client.swap(f"{_KEY}/{attempt}/{rank}", "", token) == token

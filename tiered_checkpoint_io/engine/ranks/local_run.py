@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.ranks.attempt import enter, newest, outlives_attempts
+from tiered_checkpoint_io.engine.ranks.attempt import LeftBehindError, check, enter, outlives_attempts
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.errors import PeerError, UsageError
@@ -72,6 +72,7 @@ class Run:
         #: Which start it is, in this process.
         self.number = next(_numbers)
         self._lock = threading.Lock()
+        self._token = clock.token(8)
         self._attempt: str | None = None
         self._run_id: str | None = None
         self._saved: dict[tuple[str, str], tuple[int, int]] = {}
@@ -181,8 +182,9 @@ class Run:
     def begin_load(self, what: str) -> str:
         """The key of a load that begins now: equal on all ranks that load the same as often."""
         with self._lock:
+            attempt = self.attempt
             self._loads[what] += 1
-            return f"load/{self.attempt}/{self._loads[what]}/{what}"
+            return f"load/{attempt}/{self._loads[what]}/{what}"
 
     def chosen(self, load: str) -> str | None:
         """What the first rank has chosen to load; None where this one is the first so far."""
@@ -232,22 +234,21 @@ class Run:
         """The name of the attempt that this run is, see :mod:`attempt`; asked of the store each time.
 
         Raises:
-            UsageError: Ranks were started anew, and this one is of an attempt before.
+            LeftBehindError: Other ranks were started anew, and this one is of an attempt before.
         """
         if self.store is None or not outlives_attempts():
             return "0"
-        token = self._clock.token(8)
+        if self._attempt is not None:
+            token, named = self._token, self._attempt
+            try:
+                self._ask(lambda client: check(client, current_rank(), token, named))
+            except LeftBehindError:
+                if self._run_id is not None or self._loads:
+                    raise
+                # Nothing was agreed in it yet.
+                self._attempt, self._token = None, self._clock.token(8)
         if self._attempt is None:
-            self._attempt = self._ask(lambda client: enter(client, current_rank(), token))
-        elif self._ask(newest) != self._attempt:
-            # The next process of this rank is to find that it was in this one.
-            self._ask(lambda client: enter(client, current_rank(), token))
-            raise UsageError(
-                "other ranks of this job were started anew, and this one was not",
-                operation="agree",
-                rank=current_rank(),
-                hint="end this process: torchrun starts all ranks again once one has ended",
-            )
+            self._attempt = self._ask(lambda client: enter(client, current_rank(), self._token))
         return self._attempt
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.coordination import GivenGroup, Group, TorchGroup, agree, node_of, trains_here
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
-from tiered_checkpoint_io.engine.replication.fates import Fates, SeriesKey, newest_of, newest_replicated
+from tiered_checkpoint_io.engine.replication.fates import Fates, SeriesKey, newest_of, newest_replicated, series_key
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.network import Interface, interface_for, megabits_of, rate_text
 from tiered_checkpoint_io.engine.replication.peer_link import Member
@@ -179,20 +179,25 @@ class Peering:
             lacks = any(key not in gathered[peer].replicas for peer in peers[group.rank])
             if counts or (lacks and (is_newest or was_replicated)):
                 made.sender.offer(stored, again=not counts)
-        for stored in self._of_others(parts, gathered, group.rank):
-            if stored.save_id in replicated.values() or newest.count(stored.save_id) < stored.part.content.parts:
+        for stored in self._of_others(tier, parts, gathered, group.rank):
+            was_replicated = stored.save_id in replicated.values()
+            is_newer = stored.save_id > replicated.get(series_key(stored.part), "")
+            if was_replicated or (is_newer and newest.count(stored.save_id) < stored.part.content.parts):
                 made.sender.offer(stored, again=True)
         return made
 
-    def _of_others(self, parts: Sequence[StoredPart], gathered: Sequence[_Member], rank: int) -> list[StoredPart]:
-        """The newest parts that this rank sends, of ranks that are elsewhere now: too few nodes have them."""
+    def _of_others(
+        self, tier: MemoryTier, parts: Sequence[StoredPart], gathered: Sequence[_Member], rank: int
+    ) -> list[StoredPart]:
+        """The parts of this job that this rank sends, of ranks that are elsewhere now: too few nodes have them."""
         nodes = [each.node for each in gathered]
-        elsewhere = {each.part.rank: each for each in parts if nodes[each.part.rank :][:1] != [nodes[rank]]}
         found = []
-        for part, stored in elsewhere.items():
-            key = stored.save_id, part
+        for stored in parts:
+            part, key = stored.part.rank, (stored.save_id, stored.part.rank)
             copies = {each.node for each in gathered if key in each.parts or key in each.replicas}
-            if sender_of(part, nodes[rank], nodes) == rank and len(copies) < self._config.replication_factor:
+            is_own = nodes[part : part + 1] == [nodes[rank]]
+            sends = not is_own and sender_of(part, nodes[rank], nodes) == rank
+            if sends and stored.part.place == tier.place and len(copies) < self._config.replication_factor:
                 found.append(stored)
         return found
 
@@ -234,14 +239,15 @@ class Peering:
         if self._config.replication_factor == 1 or not (dist.is_available() and dist.is_initialized()):
             return None
         store = dist.distributed_c10d._get_default_store()
-        if self._local is None or self._local[0] is not store:
+        attempt = current_run().attempt
+        if self._local is None or self._local[0] != (store, attempt):
             if self._local is not None:
                 self._local[1].close()
             # What ranks that have died asked for is of another attempt.
-            where = f"local/{current_run().attempt}/{self._config.namespace}"
+            where = f"local/{attempt}/{self._config.namespace}"
             interface = self._interface(store, logger)
             member = self._member(tier, store, where, dist.get_rank(), dist.get_world_size(), logger, interface)
-            self._local = store, LocalPeers(member)
+            self._local = (store, attempt), LocalPeers(member)
             atexit.register(self.close, self._clock.timing.replication_release_s)
         return self._local[1]
 

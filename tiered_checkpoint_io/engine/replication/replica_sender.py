@@ -71,8 +71,11 @@ class ReplicaSender:
                 outdated, why = [stored], "replication has ended"
             else:
                 self._waiting.append(stored)
-                surplus = 0 if again else len(self._waiting) - _MAX_WAITING
-                outdated = [self._waiting.popleft() for _ in range(surplus)]
+                # Those of an earlier start are as many as were lost, and outdated by none.
+                fresh = [each for each in self._waiting if each.save_id not in self._again]
+                outdated = fresh[:-_MAX_WAITING]
+                for each in outdated:
+                    self._waiting.remove(each)
                 why = "replaced by newer saves: peers or network are too slow for this save interval"
                 self._changed.notify_all()
         for each in outdated:

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
+from tiered_checkpoint_io.engine.ranks.attempt import LeftBehindError
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Scope
-from tiered_checkpoint_io.errors import SaveError, StoreError
+from tiered_checkpoint_io.errors import SaveError, StoreError, UsageError
 from tiered_checkpoint_io.memory.parts import StoredPart, check_file_name
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
@@ -251,6 +252,21 @@ def may_be_taken(session: Session, name: str, step: int, *, durable: bool) -> bo
 def count_save(session: Session, name: str, step: int) -> int:
     """Counts a save that each rank makes by itself: see :meth:`Run.count_save`."""
     return current_run().count_save(session.config.namespace, ids.series_of(name, step), step)
+
+
+def check_attempt() -> None:
+    """Checks that a rank which saves nothing itself was not left behind by those that do.
+
+    Raises:
+        LeftBehindError: It was.
+    """
+    try:
+        _ = current_run().attempt
+    except LeftBehindError:
+        raise
+    except UsageError:
+        # The store does not answer: it is asked at the next save, and those who save wait for it.
+        pass
 
 
 def uncoordinated(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.ranks.attempt import LeftBehindError
 from tiered_checkpoint_io.engine.ranks.local_run import Where, current_run
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, uncoordinated
 from tiered_checkpoint_io.engine.save.overlap import OF_PARTS, say_eager
@@ -161,12 +162,14 @@ def _answered(session: Session, ask: Callable[[], _T]) -> _T:
     """What ``ask`` gets of the store of torch.distributed, whose host may stand still: for ``pending_timeout_s``.
 
     Raises:
-        UsageError: It has not answered for so long.
+        UsageError: It has not answered for so long; at once where this rank was left behind.
     """
     clock, began, is_said = session.clock, session.clock.monotonic(), False
     while True:
         try:
             return ask()
+        except LeftBehindError:
+            raise
         except UsageError as error:
             if clock.monotonic() - began >= session.config.pending_timeout_s or session.is_preempted:
                 raise
