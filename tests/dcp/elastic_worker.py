@@ -1,4 +1,4 @@
-"""A training under torchrun that saves local checkpoints: each attempt goes on from the newest one.
+"""A training under torchrun that saves local checkpoints: each attempt resumes from the latest one.
 
 Each rank writes what it has done to a file of its node, a line of JSON each.
 """

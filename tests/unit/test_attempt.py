@@ -97,7 +97,7 @@ def test_a_rank_that_takes_an_attempt_before_for_its_own_saves_nothing_then(rank
     said = ranks.ask(others)
     (refused,) = ranks.ask(early)
     assert "other ranks of this job were started anew, and this one was not" in refused
-    # However often it asks, those of the newest attempt go on.
+    # However often it asks, the others continue.
     assert ranks.ask(early) == [refused]
     assert not [each for each in ranks.ask(others) if isinstance(each, str)]
     # torchrun then starts all of them again.

@@ -1,12 +1,12 @@
 """Which attempt of torchrun a rank is in, agreed without waiting for other ranks.
 
-torchrun starts ranks again that have failed, or whose number changes, and keeps the store of torch.distributed, with
-all that was agreed in it. How often it has done so it tells each rank by the count of the rank's own agent: others
-count otherwise, and that of a node which takes the place of another begins at nought. So ranks name an attempt, and
-each enters itself there once. A rank that finds itself entered is in a later attempt, and names that one.
+torchrun starts ranks again that have failed, or whose number changes, and may keep the store of torch.distributed, with
+all that was agreed in it. How often it has done so is no name for an attempt: each agent counts for itself, and that of
+a node which replaces another begins at 0. So the first rank names an attempt, and each rank enters itself there once. A
+rank that finds itself entered is in a later attempt, and names that one.
 
-One that had ended before it was entered may find itself in the attempt before, until another rank names the next.
-Whoever is in an attempt that is not the newest must neither save nor load, nor name another one.
+A rank that died before it had entered may then join the attempt before the latest. It is refused as soon as it asks
+again: a rank whose attempt is not the latest does not save, load, or name another one.
 """
 
 from __future__ import annotations
