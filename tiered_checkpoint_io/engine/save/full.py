@@ -6,7 +6,6 @@ goes on.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Any
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
@@ -37,7 +36,8 @@ class FullSaver:
         """Takes the tiers."""
         self._session = session
         self._layouts = Layouts()
-        self._tasks: list[Future[None]] = []
+        #: What saves that were left to the background have raised.
+        self._errors: list[Exception] = []
         self.overlap: Overlap | None = None
         self._has_looked = False
         self._why_eager = "only a Trainer of Lightning's, while it fits, waits for it at optimizer steps"
@@ -173,8 +173,7 @@ class FullSaver:
             # What is not planned yet is most likely as large as the last one.
             report = part.make_report(background=True, small=self._layouts.size if part.image is None else 0)
             overlapped.made = session.last_save = report
-            self._tasks = [task for task in self._tasks if not task.done() or task.exception() is not None]
-            self._tasks.append(session.background.run(part.facts.name, lambda: self._finish(part, overlapped, taken)))
+            session.background.run(part.facts.name, lambda: self._finish(part, overlapped, taken))
         except BaseException:
             overlapped.copied.set()
             part.give_back()
@@ -200,9 +199,12 @@ class FullSaver:
                 # What was changed once will be changed again.
                 self.overlap, self._why_eager = None, FOUND_CHANGED
             try:
-                self._failed(facts.name, facts.step, error, durable=facts.durable)
-            finally:
-                part.give_back()
+                try:
+                    self._failed(facts.name, facts.step, error, durable=facts.durable)
+                finally:
+                    part.give_back()
+            except Exception as shown:
+                self._errors.append(shown)
         finally:
             # They may be as large as a third of the state, and the next save makes its own.
             overlapped.copies = {}
@@ -217,8 +219,7 @@ class FullSaver:
         """
         background = self._session.background
         background.wait()
-        tasks, self._tasks = self._tasks, []
-        for error in [task.exception(0) for task in tasks]:
-            if error is not None:
-                raise error
+        errors, self._errors = self._errors, []
+        for error in errors:
+            raise error
         background.show()

@@ -98,7 +98,12 @@ class BackgroundTask:
             self._pool = ThreadPoolExecutor(1, "tiered-seal", self._begin)
         future = self._pool.submit(work)
         self._tasks[future] = name
+        # Asked several times at each save: what has ended is not looked at again.
+        future.add_done_callback(self._ended)
         return future
+
+    def _ended(self, future: Future[Any]) -> None:
+        self._tasks.pop(future, None)
 
     def _begin(self) -> None:
         self._thread = threading.get_ident()
@@ -123,9 +128,6 @@ class BackgroundTask:
                     tier="memory",
                     hint="see whether the node is out of memory or of processor time",
                 )
-        # Asked several times at each save: what has ended is not looked at again.
-        for future in [each for each in list(self._tasks) if each.done()]:
-            self._tasks.pop(future, None)
 
     @property
     def is_busy(self) -> bool:
