@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders import CONTENDERS
-from goals import DELTA, judged
+from goals import CALL, DELTA, SHARDED_CALL, judged
 from page import console, write
 from peers import python_for
 from running import compile_ours, shm_folder
@@ -45,6 +45,8 @@ SCRIPTS = {
     "sharded": 1,
     "planning": 0,
     "first": 1,
+    CALL: 0,
+    SHARDED_CALL: 0,
     "overlap": 0,
     "overlap --sharded": 0,
     "loop": 1,

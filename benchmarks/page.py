@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
-from goals import split
+from goals import CALL, SHARDED_CALL, split
 from measure import ratio
 
 
@@ -131,6 +131,12 @@ def overlapped(script: str) -> Callable[[dict[str, Any]], Iterator[list[str]]]:
     return rows
 
 
+def calls(found: dict[str, Any]) -> Iterator[list[str]]:
+    for name, script in (("full", CALL), ("sharded", SHARDED_CALL)):
+        if "share_ms" in (figures := found.get(script, {})):
+            yield [name, f"{figures['share_ms']:.2f}", split(figures["parts_ms"])]
+
+
 def beside(found: dict[str, Any]) -> Iterator[list[str]]:
     for name, row in found["loop"]["ways"].items():
         yield [name, *(f"{row[f'{key}_per_GiB']:.2f}" for key in ("lost_s", "cpu_s", "server_cpu_s"))]
@@ -203,10 +209,18 @@ SECTIONS = (
         first_saves,
     ),
     Section(
+        "The call of an overlapped save",
+        CALL,
+        "In a Lightning fit whose saves are all overlapped. A training step of it reads and writes more than the caches"
+        " hold, so that a call finds little of what it needs there.",
+        ("checkpoint", "our share, ms", "of this"),
+        calls,
+    ),
+    Section(
         "Training steps beside a save",
         "overlap",
-        "A Lightning fit on one thread, with AdamW. Of the two steps after a save, the slower one counts; ± is the"
-        " standard error of its median.",
+        "A Lightning fit on one thread, with AdamW; saves and uploads of several kinds by turns. Of the two steps after"
+        " a save, the slower one counts; ± is the standard error of its median.",
         ("measure", "value"),
         overlapped("overlap"),
     ),
