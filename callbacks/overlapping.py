@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.adapters.sizes import WHOLE, parameters_of, tensors_of_optimizers
 from tiered_checkpoint_io.callbacks.staging_choice import StagingChoice
+from tiered_checkpoint_io.callbacks.trainer import nemo_averages
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.full import FullSaver
@@ -63,6 +64,9 @@ class OverlappedCapture(Callback):
         if sharded is None and type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
             say_eager(session, f"{type(strategy).__name__} is not known to leave parameters to the optimizers")
             return None
+        if nemo_averages(trainer) is not None:
+            say_eager(session, "NeMo's EMA puts its averages in the place of the weights for a save")
+            return None
         if io.config.staging == "auto" and not _has_idle_cores(strategy.root_device):
             say_eager(session, "training fills all cores")
             return None
@@ -76,7 +80,7 @@ class OverlappedCapture(Callback):
         return callback
 
     def leave(self, trainer: Trainer) -> None:
-        """Waits, and leaves the trainer."""
+        """Leaves the trainer, and waits; raises as :meth:`Overlap.wait`, unless that was waited for in vain already."""
         self._saver.overlap = None
         self._handle.remove()
         vars(self._validation).pop("run", None)
@@ -99,11 +103,20 @@ class OverlappedCapture(Callback):
         self._between_batches = False
         self._overlap.wait()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
-        closure = kwargs.get("closure", args[0] if args else None)
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The first of these is the optimizer.
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         # Lightning's own runs forward and backward, and then on_before_optimizer_step.
-        if not (isinstance(closure, functools.partial) and getattr(closure.func, "__name__", "") == "_wrap_closure"):
+        wrapped = closure.func if isinstance(closure, functools.partial) else None
+        if getattr(wrapped, "__name__", "") != "_wrap_closure" or self._writes_first(optimizer):
             self._wait()
+
+    def _writes_first(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer may change its parameters before it calls a closure; torch's own do not.
+
+        Those that are written to be stepped by hand do, such as SAM; and schedulefree's that take a closure.
+        """
+        return not self._trainer.lightning_module.automatic_optimization or type(optimizer).__name__.endswith("Closure")
 
     on_before_optimizer_step = on_train_epoch_start = on_validation_start = on_sanity_check_start = _wait
     on_test_start = on_predict_start = on_train_end = on_fit_end = teardown = _wait
@@ -151,8 +164,8 @@ class OverlappedCapture(Callback):
             return []
         held = tensors_of_optimizers(trainer.optimizers)
         tensors = held if set(map(type, held)) <= WHOLE else list(map(local, held))
-        # Whatever shares memory with a buffer may change in the forward pass.
-        buffers = {local(each).untyped_storage()._cdata for each in _buffers_of(trainer.lightning_module)}
+        # Whatever shares memory with these may change in the forward pass.
+        buffers = {local(each).untyped_storage()._cdata for each in _changed_by_forward(trainer.lightning_module)}
         return [each for each in tensors if each.untyped_storage()._cdata not in buffers] if buffers else tensors
 
     # -------------------------------------------------------------------------------- the choice
@@ -183,12 +196,14 @@ class OverlappedCapture(Callback):
             )
 
 
-def _buffers_of(module: torch.nn.Module) -> list[torch.Tensor]:
-    """As ``module.buffers()``, in a tenth of the time where there are many modules."""
+def _changed_by_forward(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Buffers, in a tenth of the time of ``module.buffers()``; and the weights of embeddings that keep to a norm."""
     modules = [module]
     for each in modules:
         modules.extend(child for child in each._modules.values() if child is not None)
-    return [buffer for each in modules for buffer in each._buffers.values() if buffer is not None]
+    buffers = [buffer for each in modules for buffer in each._buffers.values() if buffer is not None]
+    normed = [each for each in modules if each.__dict__.get("max_norm") is not None]
+    return buffers + [weight for each in normed for weight in each._parameters.values() if weight is not None]
 
 
 def _has_idle_cores(device: torch.device) -> bool:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import fsdp
 from torch import nn
@@ -28,9 +29,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.save.overlap import Overlapped
+from tiered_checkpoint_io.engine.save.overlap import Overlap, Overlapped
 from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.save.stream import Stream
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy
@@ -191,6 +194,25 @@ def unsealed(name):
     PartSave.seal = fails
 
 
+def refusing(rank):
+    """Has one rank take no state to copy it beside training."""
+    begin = Overlap.begin_state
+    Overlap.begin_state = lambda self, state: None if dist.get_rank() == rank else begin(self, state)
+
+
+def written_while_sent(model):
+    """Has no part fit into memory; and a weight written to while such a part is sent."""
+    session.node_budget = lambda *_: 1 << 12
+    send = Stream.send
+
+    def sending(stream, files):
+        send(stream, files)
+        with torch.no_grad():
+            next(model.parameters())._local_tensor.add_(1)
+
+    Stream.send = sending
+
+
 class Late:
     # Captures that overlap training begin only once training waits for them; counts them.
     begun = 0
@@ -207,10 +229,10 @@ class FSDP2(TieredModelParallelStrategy):
         self.told = []
 
     def save_checkpoint(self, *args, **options):
-        session = self._tiered_io.checkpointer.session
-        before = session.last_save
+        engine = self._tiered_io.checkpointer
+        before = engine.session.last_save
         super().save_checkpoint(*args, **options)
-        made = session.last_save
+        made = engine.session.last_save
         if made is not None and made.overlapped:
             self.told.append(made is not before and made.size > 0)
 
@@ -288,6 +310,10 @@ if __name__ == "__main__":
         enable_model_summary=False,
     )
     model, prepared = (Live if told.get("live") else Toy)(), []
+    if told.get("written"):
+        written_while_sent(model)
+    if "refuses" in told:
+        refusing(told["refuses"])
     # The toy's state is too small for it.
     Checkpointer.prepare = lambda _, size: prepared.append(size)
     try:

@@ -1,16 +1,23 @@
 """What an overlapped save copies at once: in time, and where there is no room for it, an eager save."""
 
 import copy
+import threading
 
+import lightning
 import pytest
 import torch
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.save.full import FullSaver
 from tiered_checkpoint_io.engine.save.overlap import CHECK, Overlap
+from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.save.snapshot import Snapshot
+from tiered_checkpoint_io.engine.staging.latch import Latch
+from tiered_checkpoint_io.errors import SaveError
 
 from .test_overlapped import OPTIMIZERS, Moments, Normed, same
+
+TO_MEMORY = {"memory_every_n_train_steps": 2, "save_top_k": -1}
 
 
 def no_room(*_):
@@ -80,3 +87,98 @@ def test_what_a_gpu_copies_at_once_is_copied_before_another_stream_takes_it(runs
     for name, state in states.items():
         assert same(trainer.io.load_checkpoint(name, weights_only=False), state), name
     trainer.io.teardown()
+
+
+class ExtrapolatedClosure(torch.optim.SGD):
+    """Changes its parameters before it calls the closure, as schedulefree's optimizers of such names do."""
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for each in self.param_groups[0]["params"]:
+                each.data.mul_(0.99)
+        return super().step(closure)
+
+
+class Sharp(ExtrapolatedClosure):
+    """Is stepped by hand alone."""
+
+
+class Bounded(Normed):
+    """Looks its features up, which shortens them in the forward pass."""
+
+    def __init__(self, optimizer, way):
+        super().__init__(optimizer, way)
+        self.features = torch.nn.Embedding(4, 6, max_norm=0.5)
+
+    def loss(self):
+        return super().loss() + self.net(self.features(torch.arange(2).repeat(4))).sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "way"),
+    [
+        (Normed, ExtrapolatedClosure, "automatic"),
+        (Normed, Sharp, "manual"),
+        (Bounded, torch.optim.SGD, "automatic"),
+    ],
+)
+def test_what_is_changed_before_the_trainer_tells_of_it_is_copied_by_then(
+    model, optimizer, way, runs, monkeypatch, caplog
+):
+    moments = Moments(monkeypatch)
+    made = model(lambda parameters: optimizer(parameters, lr=0.01, momentum=0.9), way)
+    io = runs.io(staging="overlapped", memory_keep_last=100, on_save_error="raise")
+    trainer, _ = runs.fit(TieredModelCheckpoint(**TO_MEMORY), model=made, io=io, ckpt_path=None, max_steps=10)
+    assert moments.overlapped >= 3
+    assert not [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    for name, state in moments.states.items():
+        assert same(trainer.io.load_checkpoint(name, weights_only=False), state), name
+    trainer.io.teardown()
+
+
+class EMA(lightning.pytorch.Callback):
+    """A stand-in for NeMo's, which is known by its name."""
+
+    def save_ema_model(self, trainer):
+        raise NotImplementedError
+
+    def save_original_optimizer_state(self, trainer):
+        raise NotImplementedError
+
+
+def test_beside_nemos_averages_saves_are_eager(runs, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    moments = Moments(monkeypatch)
+    io = runs.io(staging="overlapped", memory_keep_last=100)
+    model = Normed(OPTIMIZERS["SGD"], "automatic")
+    trainer, _ = runs.fit(EMA(), TieredModelCheckpoint(**TO_MEMORY), model=model, io=io, ckpt_path=None, max_steps=8)
+    assert moments.overlapped == 0
+    assert moments.states
+    assert len([line for line in caplog.messages if "NeMo's EMA puts its averages" in line]) == 1
+    trainer.io.teardown()
+
+
+@pytest.mark.timeout(60)
+def test_a_capture_that_takes_too_long_ends_a_training_once_and_its_callbacks_see_why(runs, monkeypatch):
+    fill, wait, ended, waits, seen = PartSave.fill, Latch.wait, threading.Event(), [], []
+
+    def slow(part, *, hashed=True):
+        if part.overlapped is not None:
+            ended.wait(20)
+        fill(part, hashed=hashed)
+
+    def waiting(latch, timeout_s):
+        waits.extend([timeout_s] if timeout_s >= 1 else [])
+        return wait(latch, timeout_s)
+
+    class Ends(lightning.pytorch.Callback):
+        def on_exception(self, trainer, module, exception):
+            seen.append((exception, len(waits)))
+            ended.set()
+
+    monkeypatch.setattr(PartSave, "fill", slow)
+    monkeypatch.setattr(Latch, "wait", waiting)
+    io = runs.io(staging="overlapped", wait_timeout_s=1, memory_keep_last=100, on_save_error="raise")
+    with pytest.raises(SaveError, match="not captured after 1 s") as raised:
+        runs.fit(TieredModelCheckpoint(**TO_MEMORY), Ends(), io=io, max_steps=10, ckpt_path=None)
+    assert seen == [(raised.value, 1)]

@@ -94,6 +94,20 @@ def test_a_sharded_save_that_overlaps_training_is_the_state_at_its_moment(fit, m
         assert answer["losses"] == {index: whole["losses"][index] for index in answer["losses"]}, "bit for bit"
 
 
+def test_where_one_rank_cannot_save_beside_training_no_rank_does(fit, tmp_path):
+    """Else one would wait for the part of another, which completes it when the save has ended."""
+    for answer in fit(5, staging="overlapped", refuses=1):
+        assert answer["overlapped"] == 0
+    assert (tmp_path / "durable" / "step=4.ckpt" / ".metadata").exists()
+
+
+@pytest.mark.matrix
+def test_a_weight_that_changes_while_it_is_sent_from_the_live_state_fails_the_save(fit):
+    config = {"spill_dir": None}
+    for answer in fit(8, ranks=1, staging="overlapped", written=True, fails=True, config=config):
+        assert "the checkpoint is not saved: a parameter, or an optimizer's tensor, was written to" in answer["error"]
+
+
 @pytest.mark.parametrize("saves_end", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_what_too_many_uploads_leave_out_beside_training_replaces_nothing(saves_end, fit, tmp_path):
     """The call of an overlapped save has told by then that it goes to the durable tier."""

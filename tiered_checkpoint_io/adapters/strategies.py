@@ -167,17 +167,22 @@ class TieredSharding(_Base):
             "metric": metric,
             "resumable": self._tiered_io.is_resumable(checkpoint, path),
         }
+        overlap = writer.saver.overlap if writer.seals_in_background else None
         begun = None
         try:
             rest, sharded = part_off(rest, checkpoint["state_dict"])
             state.update({SHARDED: sharded} if sharded else {})
             if self.is_global_zero:
                 writer.rest = Rest(rest)
-            overlap = writer.saver.overlap if writer.seals_in_background else None
             begun = overlap.begin_state(state) if overlap is not None else None
         except Exception as error:
             # The other ranks are told of it where they save; they would wait for one that does not come.
             writer.failed = as_save_error(error)
+        if self._save_group is not None and writer.seals_in_background and not self._all(begun is not None):
+            # One rank would wait for the parts of others, which are sealed when the save has ended.
+            if begun is not None and overlap is not None:
+                overlap.forgo()
+            begun = None
         if begun is None:
             self._save(state, writer)
             return
@@ -195,6 +200,14 @@ class TieredSharding(_Base):
         except BaseException:
             overlapped.copied.set()
             raise
+
+    def _all(self, decision: bool) -> bool:
+        """Whether all ranks say so."""
+        if _is_alone():
+            return decision
+        refused = torch.tensor(int(not decision))
+        dist.all_reduce(refused, group=self._save_group)
+        return not refused
 
     def _save(self, state: dict[str, Any], writer: StrategyWriter) -> None:
         """Saves with all ranks; raises as :meth:`save_checkpoint`."""

@@ -97,6 +97,10 @@ class SaveFacts:
         """The basename of :meth:`path`."""
         return self.path(rank).rpartition("/")[2]
 
+    def label(self, rank: int) -> str:
+        """What a rank's part is called in messages."""
+        return self.name if self.payload == "full" else f"shard {rank} of {self.name}"
+
     def name_beside(self, basename: str) -> str:
         """The name of another file: its own, where no other save of this checkpoint's name can have it."""
         stem, dot, ending = basename.partition(".")

@@ -281,6 +281,12 @@ class Overlap:
         self._current = self.newest = overlapped
         return snapshot.state, overlapped
 
+    def forgo(self) -> None:
+        """Leaves the capture that has begun, as the save is to be eager."""
+        if self._current is not None:
+            self._current.copied.set()
+        self._current = self.newest = None
+
     def _left_for_later(self) -> Overlapped | None:
         try:
             tensors = self._tensors()
@@ -313,7 +319,8 @@ class Overlap:
         timeout_s = float(config.wait_timeout_s)
         if not current.copied.wait(timeout_s):
             text = f"the state is not captured after {timeout_s:.0f} s, and the optimizer would change it"
-            # What is copied after that is not looked at: it is of no step.
+            # What is copied after that is not looked at: it is of no step. Nor is it waited for again.
+            self._current = None
             if config.on_save_error == "raise" or not current.give_up():
                 raise SaveError(text, operation="capture", tier="memory", hint=_SLOW)
             self._session.log.warning("%s: that checkpoint is given up, training continues — %s", text, _SLOW)

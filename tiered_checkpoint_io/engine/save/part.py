@@ -269,6 +269,8 @@ class PartSave:
             files[self.facts.file_name(self.rank)] = file
         self._stream = Stream(self.session, self._describe(small), watching)
         self._stream.send(files)
+        if self.overlapped is not None and isinstance(file, LiveFile):
+            self.overlapped.check()
         if commits:
             self._stream.commit(files)
             self._retain_durable()
@@ -296,7 +298,7 @@ class PartSave:
             raise
         except Exception as error:
             raise SaveError(
-                f"{self._label} did not reach the durable tier, and memory has no room for it: {error}",
+                f"{self.facts.label(self.rank)} did not reach the durable tier, and memory has no room for it: {error}",
                 operation="save",
                 tier="durable",
                 key=ids.join_url(self.session.dirpath, self.facts.name),
@@ -333,7 +335,7 @@ class PartSave:
             ends = drain.leave_by is not None
             if ends or config.on_save_error == "warn":
                 text = "%s stays in node memory, queued for upload: %s" + ("" if ends else "; training continues")
-                self.session.log.at_step(facts.step).warning(text, self._label, still.message)
+                self.session.log.at_step(facts.step).warning(text, self.facts.label(self.rank), still.message)
                 return False
             raise self.not_durable(still.message, still.hint) from still
         if outcome.state != "committed":
@@ -376,7 +378,7 @@ class PartSave:
         log = session.log.at_step(facts.step)
         # One part speaks for the save; steps of memory alone are too many.
         (log.info if facts.durable and self.rank == facts.coordinator else log.debug)(
-            report.line(session.dirpath, self._label)
+            report.line(session.dirpath, self.facts.label(self.rank))
         )
         return report
 
@@ -394,7 +396,3 @@ class PartSave:
         if self.overlapped is None or self.overlapped.made is None:
             session.last_save = report
         return report
-
-    @property
-    def _label(self) -> str:
-        return self.facts.name if self.facts.payload == "full" else f"shard {self.rank} of {self.facts.name}"
