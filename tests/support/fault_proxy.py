@@ -61,6 +61,21 @@ def object_lock(exchange):
     exchange.answer(status, body, headers)
 
 
+def directory_bucket(exchange):
+    """What a bucket of S3 Express does otherwise: it has a session for each client, and lists whole folders alone."""
+    query = parse_qs(urlsplit(exchange.path).query, keep_blank_values=True)
+    prefix = query.get("prefix", [""])[0]
+    if "session" in query:
+        keys = "<AccessKeyId>a</AccessKeyId><SecretAccessKey>s</SecretAccessKey><SessionToken>t</SessionToken>"
+        facts = f"<Credentials>{keys}<Expiration>2099-01-01T00:00:00Z</Expiration></Credentials>"
+        exchange.answer(200, f"<CreateSessionResult>{facts}</CreateSessionResult>".encode())
+    elif "start-after" in query or (prefix and not prefix.endswith("/")):
+        refuse(400, "InvalidArgument")(exchange)
+    else:
+        status, headers, body = exchange.forward()
+        exchange.answer(status, body, headers)
+
+
 def locked(client, bucket, *ends):
     """A plan: the server refuses to delete objects whose keys end so, as by a policy; ``plan.asked`` counts how often."""
     asked = Counter()

@@ -8,6 +8,7 @@ from typing import Any
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreChangedError, StoreError, StoreNotFoundError, StoreUnavailableError
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.base import ObjectInfo, UploadContent, UploadJournal
 from tiered_checkpoint_io.stores.refusals import delete_each
@@ -22,6 +23,8 @@ __all__ = ["MIB", "S3Store"]
 
 #: Up to this size an object is copied by one request (S3 allows 5 GiB), and beyond it in parts.
 _COPY_WHOLE = 1024 * MIB
+#: How the names of directory buckets (S3 Express) end, and those of their access points.
+_DIRECTORY_BUCKETS = ("--x-s3", "--xa-s3")
 #: As many keys as S3 takes in one request to delete.
 _DELETES = 1000
 
@@ -66,6 +69,7 @@ class S3Store:
         connections = write_concurrency + read_concurrency + 4
         self._client = S3Client(url, connections=connections, clock=clock, **connection)
         self.url, self.metrics = self._client.url, self._client.metrics
+        self._lists_folders_alone = ids.parse_s3_url(url)[0].endswith(_DIRECTORY_BUCKETS)
         self._part_size = part_size
         self._write_options = dict(write_options or {})
         self._copy_whole, self._copy_part = _COPY_WHOLE, COPY_PART
@@ -91,11 +95,15 @@ class S3Store:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         root = self._client.prefix
-        for page in self._client.pages("list_objects_v2", None, {"Prefix": root + prefix}):
+        start = root + prefix
+        if self._lists_folders_alone:
+            # It refuses any other prefix, so the rest is looked for in what it lists.
+            start = start[: start.rfind("/") + 1]
+        for page in self._client.pages("list_objects_v2", None, {"Prefix": start}):
             for entry in page.get("Contents", ()):
                 key = entry["Key"][len(root) :]
                 # Consoles make empty objects to show folders; a key of ours never ends so.
-                if key and not key.endswith("/"):
+                if key and key.startswith(prefix) and not key.endswith("/"):
                     yield ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp())
 
     def folders(self, prefix: str) -> Iterator[str]:

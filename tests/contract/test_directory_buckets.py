@@ -1,0 +1,48 @@
+"""Directory buckets (S3 Express): moto behind a proxy that refuses what they refuse, as no server at hand has such."""
+
+import contextlib
+import os
+
+import pytest
+from support.fault_proxy import FaultProxy, directory_bucket
+
+from tiered_checkpoint_io.engine.durable.pruning import unfinished
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.stores.s3 import S3Store
+from tiered_checkpoint_io.testing.servers import S3Server
+
+SAVE = "20260101T000000.000000-00000000-00000001"
+
+
+@pytest.fixture
+def proxy(moto):
+    with FaultProxy(moto.endpoint_url, lambda *_: directory_bucket) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def store(proxy):
+    server, bucket = S3Server(proxy.endpoint_url, "testing", "testing"), f"{os.urandom(4).hex()}--use1-az4--x-s3"
+    server.make_bucket(bucket)
+    keys = {"aws_access_key_id": server.access_key, "aws_secret_access_key": server.secret_key}
+    with contextlib.closing(
+        S3Store(f"s3://{bucket}/run", endpoint_url=proxy.endpoint_url, region="us-east-1", credentials=keys)
+    ) as store:
+        yield store
+    proxy.plan = lambda *_: directory_bucket
+    server.remove_bucket(bucket)
+    server.client.close()
+
+
+def test_a_list_by_the_beginning_of_a_name_finds_these_alone(store):
+    """Descriptions of parts, the index of a save and the journals of prune are looked for so."""
+    described = [ids.description_key(SAVE, rank) for rank in (0, 7, 1000)]
+    for key in (*described, ids.index_key(SAVE), ids.prune_key("a.ckpt"), ids.preflight_key("x"), "a.ckpt"):
+        store.put(key, b"{}")
+    first, second = ids.description_prefixes(SAVE, [0, 1000])
+    assert {entry.key for entry in store.list(first)} == set(described[:2])
+    assert {entry.key for entry in store.list(second)} == {described[2]}
+    assert [entry.key for entry in store.list(ids.index_key(SAVE))] == [ids.index_key(SAVE)]
+    assert unfinished(store) == [ids.prune_key("a.ckpt")]
+    assert [entry.key for entry in store.list("a.")] == ["a.ckpt"]
+    assert len(list(store.list(""))) == 7
