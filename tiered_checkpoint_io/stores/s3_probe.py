@@ -24,7 +24,7 @@ from tiered_checkpoint_io.stores.s3_client import S3Client
 from tiered_checkpoint_io.stores.s3_errors import answer_of, is_just_denied, may_refuse_conditions, translated
 from tiered_checkpoint_io.stores.s3_facts import BucketFacts, Condition, Settings, Tried
 from tiered_checkpoint_io.stores.s3_parts import MARK
-from tiered_checkpoint_io.stores.s3_uploads import stale_uploads
+from tiered_checkpoint_io.stores.s3_stale import stale_uploads
 
 #: What a probe left that was killed is removed by the next one after so many seconds.
 _ABANDONED_S = 3600.0

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 from tiered_checkpoint_io.clock import Clock
@@ -38,6 +36,7 @@ from tiered_checkpoint_io.stores.s3_parts import (
     origin_of,
     part_size_for,
 )
+from tiered_checkpoint_io.stores.s3_stale import stale_uploads
 
 #: Bytes of one part that the server copies. It answers once it has, and within the time that a request may take.
 COPY_PART = 256 << 20
@@ -366,19 +365,3 @@ class MultipartUploads:
             self._abort(key, upload_id, once)
         except StoreError as error:
             _log.warning("parts of an upload stay on the server (%s) after: %s", error, failure)
-
-
-def stale_uploads(client: S3Client, older_than_s: float) -> Iterator[tuple[str, str]]:
-    """Key and id of each upload below the prefix that began longer ago than this, by the server's clock."""
-    # That there is nothing is how rclone says that there are none.
-    with contextlib.suppress(StoreNotFoundError):
-        for page in client.pages("list_multipart_uploads", None, {"Prefix": client.prefix}):
-            now = _server_time(page)
-            for upload in page.get("Uploads", ()):
-                if (now - upload["Initiated"]).total_seconds() > older_than_s:
-                    yield upload["Key"][len(client.prefix) :], upload["UploadId"]
-
-
-def _server_time(answer: Mapping[str, Any]) -> datetime:
-    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-    return parsedate_to_datetime(date) if date else datetime.now(timezone.utc)
