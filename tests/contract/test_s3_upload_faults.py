@@ -112,6 +112,40 @@ def test_the_uploads_that_an_outage_cut_off_are_ended_once_a_later_save_replaces
     assert uploads() == []
 
 
+DENIED = refuse(403, "AccessDenied")
+
+
+@pytest.mark.parametrize("denied", [{"list_parts"}, {"list_parts", "abort"}])
+def test_an_interrupted_upload_that_may_not_be_asked_after_is_made_again(denied, open_store, proxy, uploads, caplog):
+    data, journal = os.urandom(40 * MIB), MemoryJournal()
+    proxy.plan = lambda name, number: SLOW_DOWN if name == "part" and number > 2 else None
+    with pytest.raises(StoreUnavailableError):
+        open_store(deadline_s=0.1, write_concurrency=1).upload("x", memoryview(data), journal=journal)
+    # Other credentials may ask: with these it goes no further, and nothing is lost.
+    proxy.plan = always("list_parts", refuse(400, "ExpiredToken"))
+    with pytest.raises(StoreAccessError, match="ExpiredToken"):
+        open_store().upload("x", memoryview(data), journal=journal)
+    assert (len(uploads()), journal.read() is None, proxy.counts["abort"]) == (1, False, 0)
+    proxy.plan = lambda name, _: DENIED if name in denied else None
+    open_store().upload("x", memoryview(data), journal=journal)
+    assert open_store().get("x") == data
+    assert journal.read() is None
+    assert "what has arrived of x is sent again: S3 list_parts failed (AccessDenied, HTTP 403)" in caplog.text
+    assert "this needs s3:ListMultipartUploadParts" in caplog.text
+    assert len(uploads()) == ("parts of an upload stay on the server" in caplog.text) == ("abort" in denied)
+
+
+def test_a_part_without_an_answer_is_sent_again_where_the_upload_may_not_be_asked_after(open_store, proxy):
+    data = os.urandom(20 * MIB)
+    proxy.plan = lambda name, number: (
+        DENIED if name == "list_parts" else lose_answer if number == 1 and name in ("part", "complete") else None
+    )
+    journal = MemoryJournal()
+    open_store(write_concurrency=1).upload("x", memoryview(data), journal=journal)
+    assert open_store().get("x") == data
+    assert proxy.counts["list_parts"] == 2
+
+
 def test_an_outage_without_a_journal_leaves_nothing(open_store, proxy, uploads):
     proxy.plan = always("part", SLOW_DOWN)
     with pytest.raises(StoreUnavailableError):

@@ -209,6 +209,11 @@ def lacks_credentials(error: BaseException) -> bool:
     return isinstance(error, StoreAccessError) and not is_just_denied(error)
 
 
+def is_final(error: BaseException) -> bool:
+    """Whether the server has refused what neither a later try nor other credentials would mend."""
+    return isinstance(error, StoreError) and not error.retryable and not lacks_credentials(error)
+
+
 def may_be_credentials(error: StoreError) -> bool:
     """Whether one of our errors may be for credentials that others have taken the place of."""
     # So is a HEAD with a token that has expired.

@@ -24,7 +24,7 @@ from tiered_checkpoint_io.stores.base import CopyRefusedError, Delta, UploadCont
 from tiered_checkpoint_io.stores.retry import Progress
 from tiered_checkpoint_io.stores.s3_bodies import size_of
 from tiered_checkpoint_io.stores.s3_client import S3Client
-from tiered_checkpoint_io.stores.s3_errors import lacks_credentials
+from tiered_checkpoint_io.stores.s3_errors import is_final, lacks_credentials
 from tiered_checkpoint_io.stores.s3_parts import (
     MARK,
     Condition,
@@ -173,8 +173,12 @@ class MultipartUploads:
         def is_gone() -> None:
             # Of an upload that others aborted, some servers say so when asked for its parts, but hang up on a
             # new part, and take the last request for one that is in progress already.
-            with contextlib.suppress(StoreUnavailableError):
+            try:
                 self._client.once("list_parts", key, {**upload_id, "MaxParts": 1})
+            except StoreError as error:
+                # All else tells nothing of the upload, such as that the right to ask is missing.
+                if isinstance(error, StoreNotFoundError):
+                    raise
 
         def copy_part(number: int, cancelled: threading.Event) -> None:
             assert isinstance(data, Copied)
@@ -252,8 +256,7 @@ class MultipartUploads:
         except BaseException as error:
             # With a journal, what has arrived is taken up by the next attempt, maybe with other credentials. Without
             # any, it could not be removed either.
-            is_final = isinstance(error, StoreError) and not error.retryable and not lacks_credentials(error)
-            if journal is None or is_final:
+            if journal is None or is_final(error):
                 self._abort_after(error, key, upload.upload_id)
                 if journal is not None:
                     journal.clear()
@@ -283,10 +286,21 @@ class MultipartUploads:
         if upload is not None:
             upload = replace(upload, pieces=pieces)
             is_same = (upload.size, upload.origin) == (size, origin)
-            arrived = self._arrived(upload) if is_same else None
-            if arrived is not None:
-                return upload, arrived
-            self._abort(key, upload.upload_id)
+            try:
+                arrived = self._arrived(upload) if is_same else None
+                if arrived is not None:
+                    return upload, arrived
+            except StoreError as error:
+                # Without the right to ask for its parts, the upload would never end.
+                if not is_final(error):
+                    raise
+                _log.warning("what has arrived of %s is sent again: %s", key, error)
+            try:
+                self._abort(key, upload.upload_id)
+            except StoreError as error:
+                if not is_final(error):
+                    raise
+                _log.warning("parts of an upload stay on the server: %s", error)
         mark = self._clock.token(8)
         answer = self._client.ask("create_multipart_upload", key, {**self._write_options, "Metadata": {MARK: mark}})
         upload = Upload(self._client.url, key, answer["UploadId"], size, part_size, mark, origin, pieces)
