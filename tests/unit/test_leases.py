@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.clocks import VirtualClock, hurried
 from support.counting_proxy import CountingProxy
+from support.fault_proxy import FaultProxy, refuse, where
 from support.launch import free_port
 from support.running import Run, runner
 from support.tenants import descriptors_to_spare
@@ -255,3 +257,18 @@ def test_a_lease_that_nobody_understands_is_no_lease_of_the_dead_while_it_beats(
         clock.advance(silent.step())
     assert key not in {entry.key for entry in store.list(LEASE_PREFIX)}
     store.close()
+
+
+def test_a_lease_that_was_archived_holds_up_nobody_for_longer_than_one_of_the_dead(s3_server, s3_url):
+    clock, key = VirtualClock(), lease_key("default", "old")
+    gone = replace(Lease.of_this_process("other", "old"), held=True, boot_id="elsewhere")
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        store = open_store(TieredCheckpointConfig(dirpath=s3_url, endpoint_url=proxy.endpoint_url))
+        store.put(key, gone.to_json())
+        proxy.plan = where(refuse(403, "InvalidObjectState"), operation="get", key=key)
+        keeper = LeaseKeeper(lambda: store, "default", logging.getLogger("test"), owner="me", clock=clock)
+        while not keeper.is_held:
+            assert clock.now <= clock.timing.lease_ttl_s + clock.timing.lease_beat_s
+            clock.advance(keeper.step())
+        assert key not in {entry.key for entry in store.list(LEASE_PREFIX)}
+        store.close()

@@ -17,7 +17,13 @@ from typing import NamedTuple
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.leasing.leases import Lease, Other
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
-from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError, StoreUnavailableError, UsageError
+from tiered_checkpoint_io.errors import (
+    StoreArchivedError,
+    StoreError,
+    StoreNotFoundError,
+    StoreUnavailableError,
+    UsageError,
+)
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.launches import are_one, is_another_job, job_of
@@ -257,6 +263,9 @@ class LeaseKeeper:
                 lease = Lease.from_json(store.get(info.key)) if info.size <= _MAX_BYTES else None
             except StoreNotFoundError:
                 continue
+            except StoreArchivedError:
+                # By a lifecycle rule, which takes what was not written for long: as one that can't be understood.
+                lease = None
             if lease is None or not are_one(lease.owner, self._lease.owner):
                 others.append(Other(info.key, lease, beats=False, quiet=0.0))
         return others

@@ -74,7 +74,7 @@ class Other:
 
     Attributes:
         key: The object.
-        lease: What it says; None where that can't be understood.
+        lease: What it says; None where that can't be read, or not be understood.
         beats: Whether it was written again since we first saw it.
         quiet: For how long it was not, as far as we have seen, seconds.
     """
