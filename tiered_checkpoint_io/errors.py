@@ -139,7 +139,7 @@ class StoreConfigError(StoreError):
 
 
 class StoreFullError(StoreError):
-    """The file system of the durable tier is full. What was there before is intact."""
+    """The durable tier is full: its disks, or a quota. What was there before is intact."""
 
 
 class StoreUnavailableError(StoreError):

@@ -23,6 +23,7 @@ from tiered_checkpoint_io.errors import (
     StoreArchivedError,
     StoreConfigError,
     StoreError,
+    StoreFullError,
     StoreNotFoundError,
     StoreUnavailableError,
 )
@@ -359,7 +360,9 @@ def test_a_failure_keeps_no_reference_to_the_buffer(open_store, proxy):
         (400, "400", StoreError, False),
         (400, "EntityTooLarge", StoreError, False),
         (501, "NotImplemented", StoreError, False),
-        (507, "XMinioStorageFull", StoreError, False),
+        (507, "XMinioStorageFull", StoreFullError, False),
+        (403, "QuotaExceeded", StoreFullError, False),
+        (400, "XMinioAdminBucketQuotaExceeded", StoreFullError, False),
     ],
 )
 def test_what_a_refusal_means(status, code, kind, retryable):

@@ -13,7 +13,7 @@ import pytest
 from support.committing import alias, save
 from support.draining import names
 from support.draining import objects as files
-from support.fault_proxy import FaultProxy, locked
+from support.fault_proxy import FaultProxy, locked, refuse
 from support.sharded import named
 from support.sharded import objects as all_objects
 from typer.testing import CliRunner
@@ -232,6 +232,28 @@ def test_a_full_disk_is_cleared_up_unless_another_run_may_write_there(other, tmp
         assert isinstance(done.exception, UsageError)
         assert "may use this dirpath, and there is no room to ask it" in str(done.exception)
         assert names(store) == ["c1", "c2", "c3"]
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_used_up_quota_is_cleared_up_unless_another_run_may_write_there(other, s3, s3_server, monkeypatch):
+    lease = replace(Lease.of_this_process("other", "token"), held=True, boot_id="elsewhere")
+    if other:
+        s3.put(ids.lease_key("ns", "token"), lease.to_json())
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint_url)
+        # Ceph takes no byte more until something was deleted.
+        deletes = ("delete", "post")
+        proxy.plan = lambda name, _: (
+            refuse(403, "QuotaExceeded") if name == "put" and not any(map(proxy.counts.get, deletes)) else None
+        )
+        done = command("prune", s3.url, "--keep-latest", "1", "--yes", "--json")
+    if other:
+        assert isinstance(done.exception, UsageError)
+        assert "may use this dirpath, and there is no room to ask it" in str(done.exception)
+        assert len(names(s3)) == 6
+    else:
+        assert done.exit_code == 0, done.exception
+        assert names(s3) == files(s3) == ["c6"]
 
 
 @pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.matrix)])

@@ -17,6 +17,7 @@ from tiered_checkpoint_io.errors import (
     StoreChangedError,
     StoreConfigError,
     StoreError,
+    StoreFullError,
     StoreNotFoundError,
     StoreUnavailableError,
 )
@@ -57,6 +58,7 @@ CLIENT_ERRORS = (
 NETWORK_HINT = "check endpoint_url and the network"
 _CREDENTIALS_HINT = "give credentials by environment, profile or role, as boto3 takes them"
 _ARCHIVED_HINT = "it was archived, by a lifecycle rule for one: have S3 restore it (aws s3api restore-object)"
+_FULL_HINT = "no room: free some (tiered-ckpt prune), or raise the quota; what was saved before is intact"
 _FOREIGN_HINT = "no S3 server answers so; check endpoint_url, and the proxies in HTTPS_PROXY"
 _PROXY_HINT = "the proxy did not pass it on; check HTTPS_PROXY, HTTP_PROXY and NO_PROXY, and its user and password"
 #: Error codes whose HTTP status, mostly 400, does not tell what they mean.
@@ -72,6 +74,9 @@ _BAD_KEYS = {
 _CLOCK = "RequestTimeTooSkewed"
 #: What Glacier holds is to be restored there before it can be read, which takes hours.
 _ARCHIVED = "InvalidObjectState"
+#: MinIO's code where its disks are full, and what the codes hold where a quota is used up. Ceph and versitygw send that
+#: with HTTP 403, though no right is missing.
+_FULL, _QUOTA = "XMinioStorageFull", "QuotaExceeded"
 _NO_REASON = {"400", "Bad Request"}
 _ELSEWHERE = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 #: AWS says ConditionalRequestConflict where another write on a condition is under way: only later it is known which of
@@ -199,8 +204,10 @@ def is_changed(error: StoreError) -> bool:
 def is_just_denied(error: StoreError) -> bool:
     """Whether credentials that are good lack a right."""
     code = _code_of(error)
-    return _status_of(error) in (401, 403) and not (
-        code in _BAD_KEYS or code == _CLOCK or code.startswith("ExpiredToken")
+    return (
+        isinstance(error, StoreAccessError)
+        and _status_of(error) in (401, 403)
+        and not (code in _BAD_KEYS or code == _CLOCK or code.startswith("ExpiredToken"))
     )
 
 
@@ -246,6 +253,8 @@ def _meaning(request: str, code: str, status: int, bucket: str, region: str | No
         return StoreAccessError, "this machine's clock is wrong by more than the server allows"
     if code == _ARCHIVED:
         return StoreArchivedError, _ARCHIVED_HINT
+    if code == _FULL or _QUOTA in code or status == 507:
+        return StoreFullError, _FULL_HINT
     if code in _BAD_KEYS or code.startswith("ExpiredToken"):
         return StoreAccessError, "the credentials are wrong or have expired; " + _CREDENTIALS_HINT
     if status == 407:

@@ -15,7 +15,7 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import StoreAccessError, StoreChangedError, StoreError, StoreNotFoundError
+from tiered_checkpoint_io.errors import StoreChangedError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.redaction import without_secrets
@@ -313,7 +313,7 @@ def _tried(request: str, error: StoreError) -> Tried:
         text=error.message,
         server_text=without_secrets(str(facts.get("Message") or "")),
         hint=error.hint or "",
-        is_denied=isinstance(error, StoreAccessError) and is_just_denied(error),
+        is_denied=is_just_denied(error),
         is_passing=error.retryable,
     )
 
