@@ -4,9 +4,11 @@ import contextlib
 import os
 
 import pytest
-from support.fault_proxy import FaultProxy, directory_bucket
+from support.clocks import quick
+from support.fault_proxy import FaultProxy, directory_bucket, refuse
 
 from tiered_checkpoint_io.engine.durable.pruning import unfinished
+from tiered_checkpoint_io.errors import StoreAccessError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.s3 import S3Store
 from tiered_checkpoint_io.testing.servers import S3Server
@@ -26,12 +28,27 @@ def store(proxy):
     server.make_bucket(bucket)
     keys = {"aws_access_key_id": server.access_key, "aws_secret_access_key": server.secret_key}
     with contextlib.closing(
-        S3Store(f"s3://{bucket}/run", endpoint_url=proxy.endpoint_url, region="us-east-1", credentials=keys)
+        S3Store(
+            f"s3://{bucket}/run",
+            endpoint_url=proxy.endpoint_url,
+            region="us-east-1",
+            credentials=keys,
+            clock=quick(retry_first_wait_s=0.01),
+        )
     ) as store:
         yield store
     proxy.plan = lambda *_: directory_bucket
     server.remove_bucket(bucket)
     server.client.close()
+
+
+def test_a_session_that_is_refused_is_named(store, proxy):
+    proxy.plan = lambda *_: refuse(403, "AccessDenied")
+    with pytest.raises(StoreAccessError, match=r"could not be had: CreateSession failed \(AccessDenied, HTTP 403\)"):
+        store.put("a.ckpt", b"A")
+    proxy.plan = lambda *_: refuse(503, "SlowDown") if proxy.counts["get"] < 4 else directory_bucket
+    store.put("a.ckpt", b"A")
+    assert store.get("a.ckpt") == b"A"
 
 
 def test_a_list_by_the_beginning_of_a_name_finds_these_alone(store):

@@ -34,21 +34,10 @@ from tiered_checkpoint_io.stores.s3_errors import (
     refusal,
     translated,
 )
+from tiered_checkpoint_io.stores.s3_facts import request_of
 from tiered_checkpoint_io.stores.silence import current_question
 
 _SEND_SIZE = 1 << 20
-
-#: What requests are called in metrics (``requests.<name>``) and errors where it is not the method's first word.
-_REQUESTS = {
-    "list_multipart_uploads": "list_uploads",
-    "list_parts": "list_parts",
-    "upload_part": "part",
-    "upload_part_copy": "copy",
-}
-
-
-def _name_of(method: str) -> str:
-    return _REQUESTS.get(method, method.partition("_")[0])
 
 
 class S3Client:
@@ -209,7 +198,7 @@ class S3Client:
                 # Of an upload in parts that is gone as well, which its caller knows.
                 if doubt is not None or method == "delete_object":
                     raise
-                raise changed(_name_of(method), key) from error
+                raise changed(request_of(method), key) from error
             except StoreError as error:
                 if not may_refuse_conditions(error):
                     raise
@@ -295,7 +284,7 @@ class S3Client:
             answer = of_s3(method, getattr(client, method)(**request))
             return answer if receive is None else receive(answer)
         except CLIENT_ERRORS as error:
-            raise translated(error, _name_of(method), self.url, key) from error
+            raise translated(error, method, self.url, key) from error
         finally:
             if stream is not None:
                 stream.close()
@@ -311,7 +300,7 @@ class S3Client:
             if query == before:
                 raise StoreError(
                     "the server repeats a page of a list, so that the rest can't be listed",
-                    operation=_name_of(method),
+                    operation=request_of(method),
                     key=self.url,
                     hint="this is a defect of the server",
                 )
@@ -330,7 +319,7 @@ class S3Client:
         self._connection.close()
 
     def _count(self, event_name: str, **_: Any) -> None:
-        self.metrics.add(f"requests.{_name_of(botocore.xform_name(event_name.rpartition('.')[2]))}")
+        self.metrics.add(f"requests.{request_of(botocore.xform_name(event_name.rpartition('.')[2]))}")
 
 
 def _behind(page: Mapping[str, Any], query: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import ssl
 from collections.abc import Mapping
 from typing import Any
 
+import botocore
 import botocore.exceptions
 import botocore.parsers
 import urllib3.exceptions
@@ -22,7 +23,7 @@ from tiered_checkpoint_io.errors import (
     StoreUnavailableError,
 )
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.stores.s3_facts import NEEDS
+from tiered_checkpoint_io.stores.s3_facts import NEEDS, request_of
 
 _NO_CREDENTIALS = (
     botocore.exceptions.NoCredentialsError,
@@ -139,8 +140,9 @@ def of_s3(method: str, answer: Any) -> Any:
     return answer
 
 
-def translated(error: Exception, request: str, url: str, key: str | None) -> StoreError | CorruptCheckpointError:
+def translated(error: Exception, method: str, url: str, key: str | None) -> StoreError | CorruptCheckpointError:
     """Our error for one of ``CLIENT_ERRORS``, about an object, or the bucket where ``key`` is None."""
+    request = request_of(method)
     if isinstance(error, botocore.exceptions.ClientError):
         answer: Any = error.response
         facts, meta = answer.get("Error", {}), answer.get("ResponseMetadata", {})
@@ -151,6 +153,8 @@ def translated(error: Exception, request: str, url: str, key: str | None) -> Sto
             )
         region = facts.get("Region") or meta.get("HTTPHeaders", {}).get("x-amz-bucket-region")
         code = str(facts.get("Code") or status)
+        if botocore.xform_name(error.operation_name) != method:
+            return _no_credentials(error.operation_name, code, status, url)
         kind = str(meta.get("HTTPHeaders", {}).get("content-type", "")).partition(";")[0]
         if status in _FOREIGN and code == str(status) and request not in _PLAIN and kind in _PAGES:
             return _error((_FOREIGN[status], _FOREIGN_HINT), request, f"a page, HTTP {status}", url, key)
@@ -162,8 +166,24 @@ def refusal(
     request: str, *, code: str, status: int, url: str, key: str | None, region: str | None = None
 ) -> StoreError:
     """The error for an answer that is not a success; the code is the status as text where it has no body (HEAD)."""
-    label = code if code == str(status) else f"{code}, HTTP {status}"
-    return _error(_meaning(request, code, status, ids.parse_s3_url(url)[0], region), request, label, url, key)
+    meaning = _meaning(request, code, status, ids.parse_s3_url(url)[0], region)
+    return _error(meaning, request, _label(code, status), url, key)
+
+
+def _no_credentials(operation: str, code: str, status: int, url: str) -> StoreError:
+    """The error where another service, or S3 itself, did not give what a request was to be signed with.
+
+    Its operation is the one that failed, as botocore has it, which is no name of a request.
+    """
+    kind, hint = _meaning(operation, code, status, ids.parse_s3_url(url)[0], None)
+    if kind not in (StoreUnavailableError, StoreConfigError):
+        kind, hint = StoreAccessError, f"check the role, or its token or keys, and whether they may call {operation}"
+    text = f"credentials could not be had: {operation} failed ({_label(code, status)})"
+    return kind(text, operation=operation, key=url, hint=hint)
+
+
+def _label(code: str, status: int) -> str:
+    return code if code == str(status) else f"{code}, HTTP {status}"
 
 
 def _error(meaning: _Meaning, request: str, label: str, url: str, key: str | None) -> StoreError:
@@ -203,11 +223,13 @@ def is_changed(error: StoreError) -> bool:
 
 def is_just_denied(error: StoreError) -> bool:
     """Whether credentials that are good lack a right."""
-    code = _code_of(error)
+    code, cause = _code_of(error), error.__cause__
     return (
         isinstance(error, StoreAccessError)
         and _status_of(error) in (401, 403)
         and not (code in _BAD_KEYS or code == _CLOCK or code.startswith("ExpiredToken"))
+        # Else they could not be had.
+        and getattr(cause, "operation_name", None) != error.operation
     )
 
 

@@ -9,6 +9,14 @@ from typing import Any, Literal, NamedTuple
 #: what it should allow; None where it could not be tried.
 Condition = Literal["judged", "ignored", "refused", "misjudged"] | None
 
+#: What requests are called in metrics (``requests.<name>``) and errors where it is not the method's first word.
+_REQUESTS = {
+    "create_session": "session",
+    "list_multipart_uploads": "list_uploads",
+    "list_parts": "list_parts",
+    "upload_part": "part",
+    "upload_part_copy": "copy",
+}
 
 #: The actions that AWS asks for at each request that the store sends.
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -29,6 +37,11 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "delete": ("s3:DeleteObject",),
     "delete_many": ("s3:DeleteObject",),
 }
+
+
+def request_of(method: str) -> str:
+    """What the request is called that a method of boto3's client sends."""
+    return _REQUESTS.get(method, method.partition("_")[0])
 
 
 class Tried(NamedTuple):

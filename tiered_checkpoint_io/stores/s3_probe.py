@@ -246,7 +246,7 @@ class _Probe:
         for failed in answer.get("Errors", ()):
             status = 403 if failed.get("Code") == "AccessDenied" else 0
             error = ClientError({"Error": failed, "ResponseMetadata": {"HTTPStatusCode": status}}, "DeleteObjects")
-            raise translated(error, "delete", self._client.url, keys[0]) from error
+            raise translated(error, "delete_objects", self._client.url, keys[0]) from error
 
     def _clear(self) -> tuple[str, ...]:
         """Removes what is left of this probe, and of earlier ones that were killed; gives what of this one stays."""
