@@ -13,7 +13,7 @@ from support.fault_proxy import lose_answer, refuse
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain.worker import Drain
-from tiered_checkpoint_io.errors import StoreAccessError, StoreUnavailableError
+from tiered_checkpoint_io.errors import StoreAccessError, StoreError, StoreUnavailableError
 from tiered_checkpoint_io.stores.s3 import MIB
 from tiered_checkpoint_io.testing.contract import MemoryJournal
 from tiered_checkpoint_io.testing.servers import RcloneServer
@@ -167,6 +167,21 @@ def test_an_upload_whose_credentials_expire_goes_on_where_it_was_with_others(cod
     assert again.get("x") == data
     assert uploads() == []
     assert journal.read() is None
+
+
+def test_a_token_that_expires_after_the_last_part_has_none_of_them_sent_again(open_store, proxy, uploads):
+    """The next request is a HEAD, whose answer does not tell why it is refused."""
+    data, journal = os.urandom(20 * MIB), MemoryJournal()
+    proxy.plan = always("head", refuse(400, "ExpiredToken"))
+    with pytest.raises(StoreError, match=r"S3 head failed \(400\).*an expired token"):
+        open_store().upload_if("x", memoryview(data), None, journal=journal)
+    assert len(uploads()) == 1
+    proxy.plan = lambda *_: None
+    again = open_store()
+    again.upload_if("x", memoryview(data), None, journal=journal)
+    assert "requests.part" not in again.metrics.snapshot()
+    assert again.get("x") == data
+    assert uploads() == []
 
 
 def test_an_upload_goes_on_where_it_was_once_its_role_can_be_assumed_again(

@@ -235,7 +235,10 @@ def is_just_denied(error: StoreError) -> bool:
 
 def lacks_credentials(error: BaseException) -> bool:
     """Whether one of our errors is for credentials that are missing, wrong or expired: with others, it may go on."""
-    return isinstance(error, StoreAccessError) and not is_just_denied(error)
+    if isinstance(error, StoreAccessError):
+        return not is_just_denied(error)
+    # The answer to a HEAD has no body that could say so.
+    return isinstance(error, StoreError) and error.operation == "head" and _code_of(error) in _NO_REASON
 
 
 def is_final(error: BaseException) -> bool:
