@@ -18,7 +18,10 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.cli.doctor import probe_durable
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.ids import DOCTOR_PREFIX
+from tiered_checkpoint_io.stores.s3_probe import probe_bucket
 
 OBJECTS = {
     *("s3:GetObject", "s3:PutObject", "s3:DeleteObject"),
@@ -253,6 +256,14 @@ def test_the_owner_s_settings_and_what_a_killed_doctor_left(moto, doctor, monkey
         owner.delete_bucket_lifecycle(Bucket=BUCKET)
         owner.put_bucket_versioning(Bucket=BUCKET, VersioningConfiguration={"Status": "Suspended"})
         owner.close()
+
+
+def test_the_settings_of_a_bucket_whose_reader_pays_are_read(moto, come_as):
+    url = f"s3://{BUCKET}/{secrets.token_hex(4)}"
+    come_as({"s3:*"})
+    facts = probe_bucket(TieredCheckpointConfig(dirpath=url, request_payer="requester"), ids.doctor_prefix("x"))
+    assert facts.settings.unread == ()
+    assert [each for each in facts.tries if each.failed] == []
 
 
 def test_without_a_dirpath_it_looks_at_that_of_the_last_run(kept, doctor):

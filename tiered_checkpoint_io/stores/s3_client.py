@@ -67,7 +67,7 @@ class S3Client:
             profile: Profile of the AWS configuration files.
             credentials: ``aws_access_key_id`` and its kin, in place of boto3's ordinary chain.
             expected_bucket_owner: Passed to every request.
-            request_payer: Passed to every request, too.
+            request_payer: Passed to every request that takes it: those that a bucket's owner alone may send do not.
         """
         self._bucket, key = ids.parse_s3_url(url)
         self.url = ids.build_s3_url(self._bucket, key.strip("/"))
@@ -273,7 +273,9 @@ class S3Client:
         sent: Progress | None,
         client: Any,
     ) -> Any:
-        request: dict[str, Any] = {"Bucket": self._bucket, **self._always, **(arguments or {})}
+        taken = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[method]).input_shape.members
+        always = {name: value for name, value in self._always.items() if name in taken}
+        request: dict[str, Any] = {"Bucket": self._bucket, **always, **(arguments or {})}
         if key is not None:
             request["Key"] = self.prefix + validate_key(key)
         stream = None
