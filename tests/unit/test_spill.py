@@ -1,5 +1,6 @@
 """The spill: where it lies, what it may take, who may use it; and the bytes of a state that is never put together."""
 
+import errno
 import os
 import shutil
 import stat
@@ -166,6 +167,23 @@ def test_what_clears_temporary_folders_may_take_it(options, started):
     io.save_checkpoint(state(2, size=LARGE), "2.ckpt")
     assert session_of(io).last_save.spilled
     assert io.load_checkpoint("tiered:latest")["global_step"] == 2
+
+
+@pytest.mark.parametrize("lacking", [errno.ENOSPC, errno.EMFILE])
+@pytest.mark.filterwarnings("ignore:the memory tier can't hold")
+def test_a_moment_without_space_or_descriptors_leaves_it_as_it_is(lacking, started, monkeypatch):
+    def refuse(*_):
+        raise OSError(lacking, os.strerror(lacking))
+
+    io = started()
+    io.save_checkpoint(state(1, size=LARGE), "1.ckpt")
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="nothing is spilled to"):
+        patch.setattr(tier, "make_folders", refuse)
+        io.save_checkpoint(state(2, size=LARGE), "2.ckpt")
+    assert session_of(io).last_save.tiers == {"durable"}
+    assert [each.part.name for each in session_of(io).open().tier.parts()] == ["1.ckpt"]
+    io.save_checkpoint(state(3, size=LARGE), "3.ckpt")
+    assert session_of(io).last_save.spilled
 
 
 @pytest.mark.filterwarnings("ignore:the memory tier can't hold")

@@ -47,7 +47,7 @@ from tiered_checkpoint_io.memory.parts import (
 from tiered_checkpoint_io.memory.private import make_folders, opening, sync_folder, write_private
 from tiered_checkpoint_io.memory.slot import Slot
 from tiered_checkpoint_io.memory.slots import SlotPool
-from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE, used
+from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE, is_scarcity, used
 from tiered_checkpoint_io.memory.spill import AUTO, disk_left, spill_dir_of, spill_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
@@ -123,10 +123,8 @@ class MemoryTier:
             tier = cls(root, budget_bytes=budget_bytes, unmap=unmap, left=left, clock=clock)
             clear_dead(root, clock)
         if left is None:
-            warnings.warn(
-                f"memory_dir {memory_dir!r} is not on tmpfs: the memory tier will be as fast as that disk",
-                stacklevel=2,
-            )
+            text = f"memory_dir {memory_dir!r} is not on tmpfs: the memory tier will be as fast as that disk"
+            warnings.warn(text, stacklevel=2)
         return tier
 
     def mend(self) -> bool:
@@ -174,13 +172,15 @@ class MemoryTier:
             if self._spill is None:
                 spill = MemoryTier(root, unmap=self._pool.unmap, clock=self._clock)
                 spill._pool.bounded_by_disk()
-                is_shared = self._spill_is_shared
-                spill._left = lambda: disk_left(root, spill.usage(), is_shared=is_shared)
+                spill._left = lambda: disk_left(root, spill.usage(), is_shared=self._spill_is_shared)
                 clear_dead(root, self._clock)
                 self._spill = spill
         except OSError as error:
-            self._spill_root = self._spill = None
             warnings.warn(f"nothing is spilled to {root}: {getattr(error, 'message', error.strerror)}", stacklevel=2)
+            # What others may give back is asked for again by the next request, and what lies there stays known.
+            if not is_scarcity(error):
+                self._spill_root = self._spill = None
+            return None
         return self._spill
 
     def _home(self, path: Path | str) -> MemoryTier:
