@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.checkpointer import TIERS
 from tiered_checkpoint_io.engine.drain.locks import try_lock
+from tiered_checkpoint_io.engine.save import small as small_memory
 from tiered_checkpoint_io.errors import ExportError, MemoryTierError, MemoryUnsafeError, SaveError
 from tiered_checkpoint_io.export.files import new_file
 from tiered_checkpoint_io.memory import node, slot
@@ -69,6 +70,32 @@ def test_a_tmpfs_of_64_mib(kept_in_small):
     # What fits still goes through memory.
     io.save_checkpoint(state(5), "5.ckpt", storage_options=MEMORY_ONLY)
     assert io.load_checkpoint("tiered:latest")["global_step"] == 5
+
+
+def test_what_is_said_once_is_said_again_after_a_save_that_had_room(kept_in_small):
+    io = kept_in_small.io(memory_keep_last=5, spill_dir=None)
+    session, said = io.checkpointer.session, []
+    with warnings.catch_warnings(record=True) as caught:
+        # As users have it: Python shows the same words from the same line once.
+        warnings.simplefilter("default")
+        for step, mib in enumerate([70, 70, 1, 70, 70], start=2):
+            io.save_checkpoint(large(step, mib=mib), f"{step}.ckpt", storage_options=MEMORY_ONLY)
+            said.append(len(caught))
+        assert (said, session.counts["skipped"]) == ([1, 1, 1, 2, 2], 4)
+        said.clear()
+        for step, mib in enumerate([70, 70, 1, 70, 70], start=7):
+            io.save_checkpoint(large(step, mib=mib), f"{step}.ckpt")
+            said.append(len(caught) - 2)
+        assert said == [1, 1, 1, 2, 2]
+        # Steps of memory alone say nothing of durable ones.
+        io.save_checkpoint(large(12, mib=1), "12.ckpt", storage_options=MEMORY_ONLY)
+        io.save_checkpoint(large(13, mib=70), "13.ckpt")
+        assert len(caught) == 4
+        for _ in range(2):
+            small_memory.had_room(session, durable=True, streamed=False)
+            small_memory.warn_streamed(session, MemoryError("the same words"))
+        assert len(caught) == 6
+    io.teardown()
 
 
 def test_a_spill_that_is_full_as_well_is_told_apart_from_memory(kept_in_small, tmp_path):

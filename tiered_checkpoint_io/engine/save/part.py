@@ -19,7 +19,7 @@ from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
 from tiered_checkpoint_io.engine.save.room import why_left_out
 from tiered_checkpoint_io.engine.save.sameness import Stretches, warn_of_sameness
-from tiered_checkpoint_io.engine.save.small import warn_spilled, warn_streamed
+from tiered_checkpoint_io.engine.save.small import had_room, warn_spilled, warn_streamed
 from tiered_checkpoint_io.engine.save.stream import Stream, Watching, nothing_missing
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Evidence
@@ -365,6 +365,7 @@ class PartSave:
         session, facts = self.session, self.facts
         report = self.make_report(small=small, waited=waited, background=background)
         session.counts["saved"] += 1
+        had_room(session, durable=facts.durable, streamed=self.streams)
         session.note(
             "save",
             name=facts.name,
@@ -377,9 +378,8 @@ class PartSave:
         )
         log = session.log.at_step(facts.step)
         # One part speaks for the save; steps of memory alone are too many.
-        (log.info if facts.durable and self.rank == facts.coordinator else log.debug)(
-            report.line(session.dirpath, self.facts.label(self.rank))
-        )
+        say = log.info if facts.durable and self.rank == facts.coordinator else log.debug
+        say(report.line(session.dirpath, self.facts.label(self.rank)))
         return report
 
     def make_report(self, *, small: int = 0, waited: bool = False, background: bool = False) -> SaveReport:

@@ -1,4 +1,7 @@
-"""What is said, once each, where node memory has no room for a job's checkpoints."""
+"""What is said, once each, where node memory has no room for a job's checkpoints.
+
+It is said again where there was room meanwhile: a training of weeks may run short of it more than once.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,12 @@ import warnings
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.spill import AUTO
+
+
+def had_room(session: Session, *, durable: bool, streamed: bool) -> None:
+    """Takes note that a save had room, unless it was streamed, so that the next one that has none is told of."""
+    if not streamed:
+        session.warned.discard("streamed" if durable else "skipped")
 
 
 def warn_streamed(session: Session, reason: Exception) -> None:
@@ -44,4 +53,5 @@ def skip(session: Session, name: str, step: int, reason: Exception) -> None:
 def _warn(session: Session, text: str, kind: str) -> None:
     if kind not in session.warned:
         session.warned.add(kind)
-        warnings.warn(text, stacklevel=6)
+        # Python shows the same words from the same line once in a process, unless it is told of no earlier ones.
+        warnings.warn_explicit(text, UserWarning, __file__, 0, __name__)
