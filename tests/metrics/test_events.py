@@ -54,6 +54,21 @@ def test_what_a_run_that_was_killed_and_went_back_has_lost():
     assert totals_of([*KILLED, at(1200, "new"), at(1200, "save"), {"t": 1.0, "event": None}]).step == 45
 
 
+def test_what_becomes_durable_counts_after_a_clock_was_ahead():
+    ahead = [save(9000, 10, durable=True, queued=True), uploaded(9005, 10, 9000)]
+    later = [save(1020, 20, durable=True, queued=True), uploaded(1025, 20, 1020)]
+    for before in (
+        [*ahead, at(1000, "step", step=15)],
+        # Of another machine.
+        [at(1000, "restore", name="step=10.ckpt", step=10, tier="durable", seconds=3.0, created=9000.0)],
+    ):
+        totals = totals_of(before)
+        assert (totals.durable_step, totals.durable_at) == (10, 1000)
+        # One that was captured earlier, and comes late, is not the last.
+        totals = totals_of([*before, *later, uploaded(1030, 12, 1010)])
+        assert (totals.durable_step, totals.durable_at) == (20, 1020)
+
+
 def test_the_record_is_bounded_and_its_totals_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(events, "_MAX_BYTES", 20_000)
     running = RunningTotals(tmp_path)

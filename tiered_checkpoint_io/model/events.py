@@ -47,7 +47,7 @@ class Totals:
         copied_bytes: Of these, those that the durable tier copied from an earlier checkpoint.
         upload_s: Seconds that this took.
         durable_step: The step of the last checkpoint that was committed on the durable tier.
-        durable_at: When that checkpoint was captured.
+        durable_at: When that checkpoint was captured; not later than the last event.
         restores: Checkpoints that were loaded.
         restore_s: Seconds to find, fetch and verify them.
         resumed_step: The step of the last one of these.
@@ -90,6 +90,8 @@ class Totals:
     def _add(self, event: Event) -> None:
         kind, t = event["event"], float(event["t"])
         self.began = min(self.began, t) if self.began else t
+        # Nothing was captured after now: a clock that was ahead must not make all that comes look older.
+        self.durable_at = min(self.durable_at, t)
         if kind == "totals":
             known = {each.name for each in fields(self)}
             for name, value in event["totals"].items():
@@ -111,19 +113,19 @@ class Totals:
             self.last_stall_s = event["stall_s"]
             self.capture_s += event["capture_s"]
             if event["durable"] and not event["queued"]:
-                self._is_durable(int(event["step"]), t)
+                self._is_durable(int(event["step"]), t, t)
         elif kind in ("failed", "skipped"):
             setattr(self, kind, getattr(self, kind) + 1)
         elif kind == "upload":
-            self._add_upload(event)
+            self._add_upload(event, t)
         elif kind == "restore":
             self.restores += 1
             self.restore_s += event["seconds"]
             self.resumed_step, self.resumed_created = int(event["step"]), float(event["created"])
             if event["tier"] == "durable":
-                self._is_durable(int(event["step"]), float(event["created"]))
+                self._is_durable(int(event["step"]), float(event["created"]), t)
 
-    def _add_upload(self, event: Event) -> None:
+    def _add_upload(self, event: Event, t: float) -> None:
         if event["state"] == "failed":
             self.failed += 1
         elif event["state"] == "committed" and event["action"] in ("save", "part"):
@@ -132,11 +134,11 @@ class Totals:
             self.copied_bytes += event.get("copied_bytes", 0)
             self.upload_s += event["seconds"]
             if event["action"] == "save":
-                self._is_durable(int(event["step"]), float(event["created"]))
+                self._is_durable(int(event["step"]), float(event["created"]), t)
 
-    def _is_durable(self, step: int, created: float) -> None:
+    def _is_durable(self, step: int, created: float, t: float) -> None:
         if created >= self.durable_at:
-            self.durable_step, self.durable_at = step, created
+            self.durable_step, self.durable_at = step, min(created, t)
 
     def _reach(self, step: int, t: float) -> None:
         """Training is at a step. Where it went back, the steps since the resumed checkpoint are repeated."""
