@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import os
 import sys
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tiered_checkpoint_io.errors import ConfigError
@@ -149,8 +151,8 @@ class _Console(_StreamHandler):
             super().emit(record)
 
 
-class _JobFile(logging.FileHandler):
-    """``{namespace}_checkpointing.log``; other jobs of this process have files of their own.
+class _JobFile(logging.handlers.WatchedFileHandler):
+    """``{namespace}_checkpointing.log``, made anew where it was moved away; other jobs here have files of their own.
 
     Attributes:
         users: The loggers that it was opened for, as long as anything holds them.
@@ -161,6 +163,17 @@ class _JobFile(logging.FileHandler):
         self.setFormatter(_formatter())
         self.addFilter(lambda record: getattr(record, "namespace", namespace) == namespace)
         self.users: weakref.WeakSet[CheckpointLogger] = weakref.WeakSet()
+
+    def _open(self) -> TextIOWrapper:
+        os.makedirs(os.path.dirname(self.baseFilename), exist_ok=True)
+        return super()._open()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:
+            # It can't be made anew just now, for want of a descriptor, for one: a line is lost, and no training.
+            self.handleError(record)
 
 
 def _own_logger() -> logging.Logger:
@@ -195,7 +208,6 @@ def _add_file(made: CheckpointLogger, namespace: str, log_dir: str) -> None:
         logger.removeHandler(handler)
         handler.close()
     try:
-        os.makedirs(log_dir, exist_ok=True)
         handler = _JobFile(path, namespace)
     except OSError as error:
         hint = "name a folder that this user can write to, or null for no file"

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -160,6 +161,26 @@ def test_a_log_dir_may_be_in_the_home_folder_as_dirpath_may(tmp_path, monkeypatc
     get_logger("ns", log_dir="~/logs").warning("text")
     assert [each["text"] for each in lines(tmp_path / "home" / "logs" / "ns_checkpointing.log")] == ["text"]
     assert not (tmp_path / "~").exists()
+
+
+def test_a_log_that_was_moved_away_is_made_anew(tmp_path, capfd):
+    logs = tmp_path / "logs"
+    log, file = get_logger("ns", log_dir=str(logs)), logs / "ns_checkpointing.log"
+    log.warning("one")
+    file.rename(f"{file}.1")
+    log.warning("two")
+    assert [lines(path)[0]["text"] for path in sorted(logs.iterdir())] == ["two", "one"]
+    shutil.rmtree(logs)
+    log.warning("three")
+    assert [each["text"] for each in lines(file)] == ["three"]
+    # Where it can't be, a line is lost, and nothing else.
+    shutil.rmtree(logs)
+    logs.write_text("a file in its place")
+    log.warning("four")
+    assert "NotADirectoryError" in capfd.readouterr().err
+    logs.unlink()
+    log.warning("five")
+    assert [each["text"] for each in lines(file)] == ["five"]
 
 
 @pytest.mark.parametrize("taken", ["folder", "file"])
