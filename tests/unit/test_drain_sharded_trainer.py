@@ -4,6 +4,7 @@
 
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,11 +13,13 @@ from support.sharded import readable
 from support.story import op_id
 
 from tiered_checkpoint_io.clock import Clock, Timing
+from tiered_checkpoint_io.engine.drain.announcer import Announcer
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.errors import DrainError
+from tiered_checkpoint_io.logs import get_logger
 
 from .test_drain_sharded import LOG, Refusing, drain, nodes, part_op, pending, store, until  # noqa: F401 - fixtures
 
@@ -68,6 +71,28 @@ def test_what_waits_for_the_parts_of_a_lost_node_does_not_hold_up_the_next_start
     assert not handle.has_room(op_id(91))
     assert handle.given_up == ""
     release(lock)
+    handle.close(timeout_s=10)
+
+
+def test_what_an_earlier_start_left_incomplete_is_no_failure_of_this_one(memory_dir, tmp_path, caplog):
+    node, counts = Node(memory_dir, str(tmp_path / "durable")), Counter()
+    node.part("1.ckpt", 1, 0, world_size=2)
+    node.queue.submit(Request(op_id(2), "alias", "last.ckpt", node.dirpath, "1.ckpt"))
+    handle = DrainHandle(node.tier, node.config, LOG)
+    announcer = Announcer(node.config, get_logger("default"), counts)
+    node.part("3.ckpt", 3, 0, world_size=2)
+    for number, action, name in ((1, "save", "1.ckpt"), (2, "alias", "last.ckpt"), (3, "save", "3.ckpt")):
+        late = Outcome(op_id(number), action, name, number, "failed", "parts have not come", "DrainError")
+        node.queue.finish(late, final=False)
+        announcer.look(handle, leads=True)
+        failure = announcer.first_failure()
+        assert (failure is not None, counts["failed"]) == (number == 3, int(number == 3))
+    assert "3.ckpt did not reach the durable tier: parts have not come" in str(failure)
+    assert [(each.levelname, each.message.partition(" did not")[0]) for each in caplog.records] == [
+        ("WARNING", "Step 1: of an earlier start: 1.ckpt"),
+        ("WARNING", "Step 2: of an earlier start: alias of last.ckpt"),
+        ("ERROR", "Step 3: 3.ckpt"),
+    ]
     handle.close(timeout_s=10)
 
 

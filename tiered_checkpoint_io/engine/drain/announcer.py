@@ -1,4 +1,7 @@
-"""Tells what became of the drain's operations: each outcome once in the log, and each failure once to who asks."""
+"""Tells what became of the drain's operations: each outcome once in the log, and each failure once to who asks.
+
+What an earlier start left in the queue has failed there: of that, this process only warns.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class Announcer:
         self._trouble = ""
 
     def look(self, drain: DrainHandle, *, leads: bool) -> None:
-        """Logs what is new, and counts failures.
+        """Logs what is new, and counts failures of what this start has queued.
 
         Args:
             drain: Where to look.
@@ -43,8 +46,9 @@ class Announcer:
             fresh, trouble = looking(self._log, lambda: drain.news(keeps_up=leads), (list[Outcome](), ""))
             self._unread.extend(fresh)
             for outcome in fresh:
-                failure = say_outcome(self._log, outcome, self._config, leads=leads)
-                if failure is not None:
+                inherited = drain.is_inherited(outcome)
+                failure = say_outcome(self._log, outcome, self._config, leads=leads, inherited=inherited)
+                if failure is not None and not inherited:
                     self._counts["failed"] += leads
                     self._unshown.append(failure)
             if trouble and trouble != self._trouble and leads:

@@ -49,8 +49,10 @@ class DrainHandle:
         self.start = self.runner.start
         #: The save that the last :meth:`has_room` gave up.
         self.given_up = ""
-        #: The saves that an earlier start left here, and since when they alone are left, for parts of other nodes.
-        self._inherited, self._stuck_since = frozenset(self.pending_saves()), math.inf
+        #: The operations that an earlier start left here.
+        self._inherited = frozenset(self.pending())
+        #: Since when its saves alone are left, for parts of other nodes.
+        self._stuck_since = math.inf
         #: Nothing is waited for beyond this, by the monotonic clock: the process has to end.
         self.leave_by: float | None = None
         self._news = NewOutcomes(self.queue)
@@ -96,6 +98,10 @@ class DrainHandle:
     def pending_saves(self) -> list[str]:
         """Ids of the saves of which parts of this node wait for the drain, in order."""
         return sorted({ids.save_id_of_op(each.op_id) for each in self.queue.look(self._tier) if each.action in SAVES})
+
+    def is_inherited(self, outcome: Outcome) -> bool:
+        """Whether it is of something that an earlier start left in the queue."""
+        return outcome.op_id in self._inherited
 
     def has_room(self, cancel_id: str, *, besides: str = "") -> bool:
         """Whether one more save may be queued, by ``max_pending`` and ``on_pending``.
@@ -143,7 +149,8 @@ class DrainHandle:
         """
         queued = [each for each in self.queue.look(self._tier) if ids.save_id_of_op(each.op_id) in waiting]
         sent = [PART_FILE in commit.sent(self.queue.journal(each.op_id)) for each in queued if each.action == "save"]
-        if not waiting or not self._inherited.issuperset(waiting) or sent != [True] * len(queued):
+        inherited = {ids.save_id_of_op(each) for each in self._inherited}
+        if not waiting or not inherited.issuperset(waiting) or sent != [True] * len(queued):
             self._stuck_since = math.inf
             return set()
         self._stuck_since = min(self._stuck_since, self._clock.monotonic())

@@ -23,7 +23,12 @@ _NAMED = 3
 
 
 def say_outcome(
-    log: CheckpointLogger, outcome: Outcome, config: TieredCheckpointConfig, *, leads: bool = True
+    log: CheckpointLogger,
+    outcome: Outcome,
+    config: TieredCheckpointConfig,
+    *,
+    leads: bool = True,
+    inherited: bool = False,
 ) -> SaveError | None:
     """Logs what became of a queued operation, where that concerns the user.
 
@@ -32,6 +37,7 @@ def say_outcome(
         outcome: What the drain noted.
         config: Of the job.
         leads: Whether this process speaks for its node; all others log failures at DEBUG.
+        inherited: Whether an earlier start queued it: then a failure is a warning.
 
     Returns:
         The failure, if it is one.
@@ -49,7 +55,8 @@ def say_outcome(
         (log.warning if leads else log.debug)("%s: %s", what, outcome.error)
     elif outcome.state == "failed" and outcome.action != "cancel":
         failure = failure_of(outcome, config)
-        (log.error if leads else log.debug)("%s — %s", failure.message, failure.hint)
+        say = log.debug if not leads else log.warning if inherited else log.error
+        say("%s%s — %s", "of an earlier start: " if inherited else "", failure.message, failure.hint)
         return failure
     return None
 
