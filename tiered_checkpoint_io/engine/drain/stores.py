@@ -4,9 +4,11 @@ each on the server that the part or request was made for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
+from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import ConfigError, StoreError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -28,13 +30,20 @@ class Stores:
     """One store a place; all are opened anew when the configuration changes."""
 
     def __init__(
-        self, root: Path, open_store: Callable[[TieredCheckpointConfig, str | None], Store], logger: Logger
+        self,
+        root: Path,
+        open_store: Callable[[TieredCheckpointConfig, str | None], Store],
+        logger: Logger,
+        clock: Clock,
     ) -> None:
         self._path = root / CONFIG_FILE
         self._open_store = open_store
         self._log = logger
+        self._clock = clock
         self._stamp = 0
         self._stores: dict[Place, Store] = {}
+        #: When each of these was last looked at for abandoned uploads.
+        self._looked: dict[Place, float] = {}
         self._config: TieredCheckpointConfig | None = None
         self._place: Place | None = None
 
@@ -57,15 +66,22 @@ class Stores:
         """The store of a place; raises as :attr:`config` does, and where it can't be opened."""
         config = self.config
         if place not in self._stores:
-            store = self._stores[place] = self._open_store(config_at(config, place), place.dirpath)
-            abort_stale = getattr(store, "abort_stale_uploads", None)
-            if abort_stale is not None:
-                try:
-                    abort_stale()
-                except StoreError as error:
-                    # The server may lack this request: that must not stop uploads.
-                    self._log.warning("could not look for abandoned uploads: %s", error)
-        return self._stores[place]
+            self._stores[place] = self._open_store(config_at(config, place), place.dirpath)
+        store, now = self._stores[place], self._clock.monotonic()
+        # Again and again: a drain may run for weeks, and what it gave up while the server was away stays there.
+        if now - self._looked.get(place, -math.inf) >= self._clock.timing.abandoned_s:
+            self._looked[place] = now
+            self._abort_abandoned(store)
+        return store
+
+    def _abort_abandoned(self, store: Store) -> None:
+        abort_stale = getattr(store, "abort_stale_uploads", None)
+        if abort_stale is not None:
+            try:
+                abort_stale()
+            except StoreError as error:
+                # The server may lack this request: that must not stop uploads.
+                self._log.warning("could not look for abandoned uploads: %s", error)
 
     def all(self) -> list[Store]:
         """Those that are open."""
@@ -75,3 +91,4 @@ class Stores:
         for store in self.all():
             store.close()
         self._stores.clear()
+        self._looked.clear()

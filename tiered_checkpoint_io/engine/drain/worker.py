@@ -70,7 +70,7 @@ class Drain:
         self._stay = stay
         self._for_trainer = for_trainer
         self._said: dict[str, str] = {}
-        self._stores = Stores(root, open_store, self._log)
+        self._stores = Stores(root, open_store, self._log, clock)
         self._report = Reporter(self._queue, self._stores, clock)
         self._executor = Executor(self._tier, self._queue, self._stores, self._report, self._log, self._stop, clock)
         self._lock: int | None = None
