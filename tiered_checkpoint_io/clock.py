@@ -132,7 +132,7 @@ class Timing:
     redo_max_s: float = 30.0
     #: The time for errors that do not go away by retrying.
     redo_permanent_s: float = 60.0
-    #: How long what a server refuses to delete is left alone by retention: a lock lasts for days, mostly.
+    #: How long what a server refuses is left alone, such as to delete what is locked, or to copy: that lasts, mostly.
     refused_again_s: float = 3600.0
     #: From the first look for other nodes' parts to the next; doubled at each further one.
     gather_first_s: float = 0.1

@@ -4,6 +4,7 @@ import contextlib
 import os
 
 import pytest
+from support.clocks import VirtualClock
 from support.fault_proxy import FaultProxy, lose_answer, refuse
 
 from tiered_checkpoint_io.errors import StoreAccessError
@@ -143,13 +144,23 @@ def odd_part(exchange):
     exchange.answer(status, body.replace(b"<ETag>", b"<ETag>oddly"))
 
 
-def test_after_two_refusals_in_a_row_copies_are_not_tried_any_more(store, proxy):
+def test_after_two_refusals_in_a_row_copies_are_not_tried_for_a_while(store, proxy):
     _, new = changed_file(store)
+    clock = store._uploads._clock = VirtualClock()
     proxy.plan = of_copies(refuse(501, "NotImplemented"))
     for key in ("a", "b"):
         assert sending(store, new, key)["requests.copy"] >= 1
-    assert "requests.copy" not in sending(store, new, "c")
-    assert store.get("c") == new
+    for key in ("c", "d"):
+        assert "requests.copy" not in sending(store, new, key)
+        assert store.get(key) == new
+    # A refusal more begins the next pause.
+    clock.advance(clock.timing.refused_again_s)
+    assert sending(store, new, "e")["requests.copy"] >= 1
+    assert "requests.copy" not in sending(store, new, "f")
+    clock.advance(clock.timing.refused_again_s)
+    proxy.plan = lambda *_: None
+    for key in ("g", "h"):
+        assert sending(store, new, key)["bytes.copied"] == COPIED
 
 
 @pytest.mark.parametrize("code", ["ExpiredToken", "RequestTimeTooSkewed", "InvalidAccessKeyId"])

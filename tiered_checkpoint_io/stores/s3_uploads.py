@@ -40,7 +40,7 @@ from tiered_checkpoint_io.stores.s3_stale import stale_uploads
 
 #: Bytes of one part that the server copies. It answers once it has, and within the time that a request may take.
 COPY_PART = 256 << 20
-#: After so many refusals in a row, delta uploads are not tried any more.
+#: After so many refusals in a row, delta uploads are not tried for a while.
 _PATIENCE = 2
 _log = logging.getLogger("tiered_checkpoint_io.s3")
 
@@ -71,6 +71,8 @@ class MultipartUploads:
         self._write_options = write_options
         self._checksum = write_options.get("ChecksumAlgorithm")
         self._copy_part, self._refused = COPY_PART, 0
+        #: Until when all is sent whole.
+        self._whole_until = 0.0
         self._pool = _Senders(workers, thread_name_prefix="tiered-s3")
 
     def close(self) -> None:
@@ -116,7 +118,8 @@ class MultipartUploads:
         begun = Upload.journaled(journal, self._client.url, key)
         copy_size = part_size_for(len(data), self._copy_part)
         cut = Pieces(data, pieces_of(len(data), data.same, part_size, copy_size))
-        if not cut.copied or self._refused >= _PATIENCE or (begun is not None and not begun.origin):
+        is_refused = self._clock.monotonic() < self._whole_until
+        if not cut.copied or is_refused or (begun is not None and not begun.origin):
             return False
         try:
             self.send(key, cut, part_size, journal, report, condition)
@@ -125,8 +128,12 @@ class MultipartUploads:
                 _log.info("%s is sent whole: %s", key, error)
                 return False
             self._refused += 1
-            last = "; from now on all uploads are" if self._refused == _PATIENCE else ""
-            _log.warning("%s is sent whole%s: %s", key, last, error)
+            rest_s = self._clock.timing.refused_again_s if self._refused >= _PATIENCE else 0.0
+            self._whole_until = self._clock.monotonic() + rest_s
+            rest = f", and so is every upload for {rest_s / 60:.0f} minutes" if rest_s else ""
+            # A server that never copies is said to be one twice, and not every hour.
+            level = logging.WARNING if self._refused <= _PATIENCE else logging.INFO
+            _log.log(level, "%s is sent whole%s: %s", key, rest, error)
             return False
         self._refused = 0
         self._client.metrics.add("bytes.copied", cut.copied)
