@@ -124,3 +124,7 @@ class SafeDeletes(PortableState):
 
     def _named(self) -> set[str]:
         return {self.best_model_path, self.last_model_path, *self.best_k_models} - {""}
+
+    def _shows(self, path: str) -> bool:
+        """Whether :meth:`_named` has a path; as quick where it has very many."""
+        return path in self.best_k_models or path in (self.best_model_path, self.last_model_path)

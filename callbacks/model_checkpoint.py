@@ -265,7 +265,7 @@ class TieredModelCheckpoint(DurableEnd):
             with failing_together(trainer):
                 if trainer.is_global_zero and self._landed:
                     self._alias(filepath, self._durable_save[1])
-                    self._reporter.expect(name, pending=self._engine.session.is_pending(name))
+                    self._reporter.expect(name, filepath, pending=self._engine.session.is_pending(name))
         else:
             options: dict[str, Any] = {"tiers": ["memory", "durable"]}
             value = self._monitor_candidates(trainer).get(self.monitor) if self.monitor is not None else None
@@ -280,7 +280,7 @@ class TieredModelCheckpoint(DurableEnd):
                 self._lacking = [path for path in self._lacking if path != filepath]
                 self._lacking += [] if self._landed else [filepath]
             if self._landed:
-                self._reporter.expect(name, pending=self._engine.session.is_pending(name))
+                self._reporter.expect(name, filepath, pending=self._engine.session.is_pending(name))
             self._remove_withheld(trainer)
         self._last_global_step_saved = step
         self._last_checkpoint_saved = filepath
@@ -380,11 +380,10 @@ class TieredModelCheckpoint(DurableEnd):
     def _look_after(self, trainer: Trainer) -> None:
         """Reads what the drain did, and passes it on to every callback of this kind."""
         session = self._engine.session
+        if trainer.is_global_zero:
+            outcomes, progress = session.poll(), session.progress()
+            log_drain(trainer, outcomes)
+            for each in self._siblings(trainer):
+                each._reporter.publish(trainer, outcomes, progress, is_shown=each._shows, is_pending=session.is_pending)
+        # After the work: however long it takes, it is not done at every batch.
         self._polled = session.clock.monotonic()
-        if not trainer.is_global_zero:
-            return
-        outcomes, progress = session.poll(), session.progress()
-        log_drain(trainer, outcomes)
-        for callback in self._siblings(trainer):
-            shown = {ids.name_in(self._engine.dirpath, path) for path in callback._named() if self._is_ours(path)}
-            callback._reporter.publish(trainer, outcomes, progress, shown=shown, is_pending=session.is_pending)

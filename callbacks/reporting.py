@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import proxy
 
@@ -23,8 +23,8 @@ class Reporter:
 
     def __init__(self, callback: ModelCheckpoint) -> None:
         self._callback = callback
-        #: Names that are queued for the durable tier.
-        self._expected: set[str] = set()
+        #: Names that are queued for the durable tier, and the callback's path of each.
+        self._expected: dict[str, str] = {}
         #: Whether something became durable since the loggers were notified.
         self._news = False
         self._line = ""
@@ -52,10 +52,10 @@ class Reporter:
             vars(self._bar).pop(_METRICS, None)
             self._bar = None
 
-    def expect(self, name: str, *, pending: bool) -> None:
-        """Takes note of a name that the callback gave out, and of whether it is durable yet."""
+    def expect(self, name: str, path: str, *, pending: bool) -> None:
+        """Takes note of a name that the callback gave out, with its path, and of whether it is durable yet."""
         if pending:
-            self._expected.add(name)
+            self._expected[name] = path
         else:
             self._news = True
 
@@ -72,21 +72,21 @@ class Reporter:
         outcomes: Sequence[Outcome],
         progress: Progress,
         *,
-        shown: Collection[str],
+        is_shown: Callable[[str], bool],
         is_pending: Callable[[str], bool],
     ) -> None:
         """Publishes the outcomes of queued saves and aliases since the last call: notifies the loggers.
 
-        Loggers read ``shown``, the names that the callback's paths stand for. So they are notified once all of these
-        are durable, and not while a newer one is still being uploaded.
+        Loggers read the callback's paths, those that are ``is_shown``. So they are notified once all of these are
+        durable, and not while a newer one is still being uploaded.
         """
         for outcome in outcomes:
             if outcome.name in self._expected and outcome.state != "failed" and not is_pending(outcome.name):
-                self._expected.discard(outcome.name)
+                del self._expected[outcome.name]
                 self._news |= outcome.state == "committed"
         self._durable_step = max([self._durable_step, *(outcome.step for outcome in _durable_saves(outcomes))])
         self._line = line_of(progress, self._durable_step)
-        if self._news and not self._expected.intersection(shown):
+        if self._news and not any(map(is_shown, self._expected.values())):
             self._news = False
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(proxy(self._callback))

@@ -2,6 +2,7 @@
 
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from support.training import LogBook, Model
 
 from tiered_checkpoint_io import AsyncCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint, tiers_for_step
-from tiered_checkpoint_io.callbacks.reporting import line_of
+from tiered_checkpoint_io.callbacks.reporting import Reporter, line_of
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
+from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, StoreUnavailableError, UsageError
+from tiered_checkpoint_io.model import ids
 
 
 def newest(**more):
@@ -91,6 +94,57 @@ def test_names_that_cannot_be_looked_up_do_not_stop_training(runs, monkeypatch):
         runs.fit(newest())
     assert len(asked) == 1
     assert runs.durable() == ["epoch=0-step=20.ckpt", "last.ckpt"]
+
+
+def test_a_look_costs_no_more_where_the_path_of_every_save_is_kept(runs, monkeypatch):
+    parsed, polled = [], []
+
+    class Looking(Model):
+        def on_train_batch_end(self, *_):
+            if self.global_step == 12:
+                kept, callback.best_k_models = callback.best_k_models, dict.fromkeys(many, torch.tensor(0.0))
+                poll, name_in, session = Session.poll, ids.name_in, callback._engine.session
+
+                def polling(session):
+                    outcomes = poll(session)
+                    polled.append(session.clock.monotonic())
+                    return outcomes
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(ids, "name_in", lambda *path: parsed.append(path) or name_in(*path))
+                    patch.setattr(Session, "poll", polling)
+                    callback._look_after(self.trainer)
+                callback.best_k_models = kept
+                # However long it takes, training gets on before the next one.
+                assert session.clock.monotonic() >= callback._polled >= polled[0]
+
+    many = [f"{runs.dirpath}/epoch=0-step={number}.ckpt" for number in range(1000)]
+    callback = newest(monitor="score", save_top_k=-1, save_last=False)
+    runs.fit(callback, model=Looking())
+    assert len(polled) == 1
+    assert len(parsed) < 10
+
+
+def test_loggers_are_told_once_all_that_they_are_shown_is_durable():
+    told, pending, shown = [], set(), {"run/a", "run/b"}
+    trainer = SimpleNamespace(loggers=[SimpleNamespace(after_save_checkpoint=told.append)])
+    reporter = Reporter(newest())
+
+    def publish(*names):
+        outcomes = [SimpleNamespace(name=name, action="save", state="committed", step=1) for name in names]
+        progress = Progress(0, DrainProgress(), None)
+        reporter.publish(trainer, outcomes, progress, is_shown=shown.__contains__, is_pending=pending.__contains__)
+        return len(told)
+
+    for name in "abc":
+        reporter.expect(name, f"run/{name}", pending=True)
+    assert publish() == 0
+    assert publish("a") == 0, "b is still on its way"
+    assert publish("b") == 1, "c is not among the best any more"
+    assert publish("c") == 2
+    reporter.expect("a", "run/a", pending=True)
+    pending.add("a")
+    assert publish("a") == 2, "it is queued anew"
 
 
 def test_lightnings_async_around_ours_and_foreign_ios_are_refused(runs):
