@@ -29,6 +29,8 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 #: ModelCheckpoint's arguments that say when it saves, of which it takes one.
 _TRIGGERS = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
+#: After a durable tier was silent, training goes on for so many times its patience before it is asked for names again.
+_REST = 10
 
 
 class TieredModelCheckpoint(DurableEnd):
@@ -155,7 +157,8 @@ class TieredModelCheckpoint(DurableEnd):
         #: The step and path of the newest durable save of this callback's own.
         self._durable_save: tuple[int, str] = (-1, "")
         self._naming_last = False
-        self._ask_exists = True
+        #: From when on the durable tier is asked which names are taken.
+        self._asks_from = 0.0
         self._polled = 0.0
         self._reporter = Reporter(self)
         self._promise_best()
@@ -208,7 +211,7 @@ class TieredModelCheckpoint(DurableEnd):
             self._begin_fit(trainer)
             EndOfTraining.join(trainer)
         self._io = io
-        self._ask_exists = True
+        self._asks_from = 0.0
         if stage == "fit" and ids.parse_best_url(self.best_model_path) is not None:
             self.best_model_path = ""
         # Upstream's looks whether that folder is empty: a remote one, with many checkpoints by design. A restart would
@@ -298,15 +301,18 @@ class TieredModelCheckpoint(DurableEnd):
 
     def file_exists(self, filepath: Any, trainer: Trainer) -> bool:
         """As upstream, from what rank 0 knows: a LIST of each folder at first use, none later."""
-        return on_rank_0(trainer, lambda: self._ask_exists and self._is_taken(filepath))
+        return on_rank_0(trainer, lambda: self._is_taken(filepath))
 
     def _is_taken(self, filepath: Any) -> bool:
+        clock = self._engine.session.clock
+        if clock.monotonic() < self._asks_from:
+            return False
         try:
             # Overwriting is atomic here, so that "last" needs no versions, but beside one that is not ours.
             return (self._engine.is_unmanaged if self._naming_last else self._engine.exists)(filepath)
         except StoreError as error:
             # Overwriting keeps the old content until the new is good, so training need not stop.
-            self._ask_exists = False
+            self._asks_from = clock.monotonic() + _REST * self._engine.config.durable_timeout_s
             rank_zero_warn(f"names of this run may repeat those of earlier ones: {error}")
             return False
 

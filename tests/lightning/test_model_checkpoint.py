@@ -11,7 +11,7 @@ from lightning.pytorch.tuner import Tuner
 from support.training import LogBook, Model
 
 from tiered_checkpoint_io import AsyncCheckpointIO
-from tiered_checkpoint_io.callbacks import TieredModelCheckpoint, tiers_for_step
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint, model_checkpoint, tiers_for_step
 from tiered_checkpoint_io.callbacks.reporting import Reporter, line_of
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
@@ -94,6 +94,24 @@ def test_names_that_cannot_be_looked_up_do_not_stop_training(runs, monkeypatch):
         runs.fit(newest())
     assert len(asked) == 1
     assert runs.durable() == ["epoch=0-step=20.ckpt", "last.ckpt"]
+
+
+def test_a_durable_tier_that_is_back_is_asked_again_which_names_are_taken(runs, monkeypatch):
+    each = {"save_top_k": -1, "save_last": False, "s3_every_n_train_steps": 10}
+    runs.fit(newest(**each))
+    exists, asked = Checkpointer.exists, []
+
+    def away_at_first(self, path):
+        asked.append(path)
+        if len(asked) == 1:
+            raise StoreUnavailableError("away")
+        return exists(self, path)
+
+    monkeypatch.setattr(Checkpointer, "exists", away_at_first)
+    monkeypatch.setattr(model_checkpoint, "_REST", 0)
+    with pytest.warns(UserWarning, match="may repeat those of earlier ones"):
+        runs.fit(newest(**each), ckpt_path=None)
+    assert runs.durable() == ["epoch=0-step=10.ckpt", "epoch=0-step=20-v1.ckpt", "epoch=0-step=20.ckpt"]
 
 
 def test_a_look_costs_no_more_where_the_path_of_every_save_is_kept(runs, monkeypatch):
