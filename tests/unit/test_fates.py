@@ -117,6 +117,20 @@ def test_what_a_node_has_not_learnt_it_learns_when_all_meet_again(ranks, memory_
     again.tier.close()
 
 
+def test_an_older_part_that_is_sent_again_gives_up_no_newer_save(ranks):
+    older, parts = ranks[0].save(1).part, [each.save(2).part for each in ranks]
+    for each in ranks:
+        # Its own, and the other's, of which it keeps a replica.
+        assert all(each.fates.begin(part) for part in parts)
+        # By another rank, where its own has it no longer.
+        assert not each.fates.begin(older)
+    for each, part in zip(ranks, parts, strict=True):
+        each.fates.count(part)
+    for each in ranks:
+        each.fates.look()
+        assert each.marked() == [2]
+
+
 def test_a_save_without_room_takes_that_of_what_waits_but_not_of_what_is_on_its_way(ranks):
     rank = ranks[0]
     member = SimpleNamespace(store=rank.store, rank=0, clock=SYSTEM, log=logging.getLogger("tiered"))

@@ -69,10 +69,13 @@ class Fates:
         """A rank's part is about to be replicated, so that rank's earlier part is not waited for any longer.
 
         Returns:
-            Whether it is of any use: not where the save is given up.
+            Whether it is of any use: not where the save is given up, or the rank's newer one is being replicated.
         """
         earlier = self._open.get(part.rank)
         if earlier is not None and earlier.save_id != part.save_id:
+            if series_key(part) == series_key(earlier) and part.save_id < earlier.save_id:
+                # One of an earlier start, which another rank sends again: it counts for nothing.
+                return False
             self._decide(earlier, gives_up=True)
         with self._lock:
             self._open[part.rank] = part
