@@ -109,6 +109,9 @@ class Keys:
         self.set(key, total)
         return total
 
+    def delete_key(self, key):
+        return self.values.values.pop(self.prefix + key, None) is not None
+
 
 class Client(StoreClient):
     """The engine's client of the store; what makes its requests is no thread, but the world."""

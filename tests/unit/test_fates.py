@@ -13,7 +13,7 @@ from support.sharded import make_part
 
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
-from tiered_checkpoint_io.engine.replication.fates import Fates, series_key
+from tiered_checkpoint_io.engine.replication.fates import _MAX_DECIDED, Fates, series_key
 from tiered_checkpoint_io.engine.replication.replica_sender import ReplicaSender
 from tiered_checkpoint_io.engine.staging.capture import Capturer
 from tiered_checkpoint_io.engine.staging.retention import Scope
@@ -45,8 +45,12 @@ class Rank:
 
 
 @pytest.fixture
-def ranks(memory_dir):
-    origin = dist.HashStore()
+def origin():
+    return dist.HashStore()
+
+
+@pytest.fixture
+def ranks(memory_dir, origin):
     both = [Rank(rank, f"{memory_dir}/{rank}", origin) for rank in (0, 1)]
     yield both
     for each in both:
@@ -129,6 +133,51 @@ def test_an_older_part_that_is_sent_again_gives_up_no_newer_save(ranks):
     for each in ranks:
         each.fates.look()
         assert each.marked() == [2]
+
+
+def decided(rank, number, *, gives_up=False):
+    """Has a rank replicate its part of a save that takes no memory here."""
+    part, _ = make_part(f"step_{number}", number, rank.rank, world_size=2, kind="local", run=RUN)
+    rank.fates.begin(part)
+    if not gives_up:
+        rank.fates.count(part)
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_the_store_does_not_grow_with_every_save(ranks, origin, gives_up):
+    sizes = []
+    for number in range(1, 61):
+        for each in ranks:
+            decided(each, number, gives_up=gives_up)
+        for each in ranks:
+            each.fates.look()
+        sizes.append(origin.num_keys())
+    assert sizes[-1] == sizes[29] <= 2 * (_MAX_DECIDED + 2)
+
+
+def test_a_rank_that_is_late_learns_what_the_others_go_by(ranks):
+    for each in ranks:
+        part = each.save(1).part
+        each.fates.begin(part)
+        each.fates.count(part)
+    for number in range(2, 60):
+        decided(ranks[0], number)
+    assert ranks[1].marked() == []
+    ranks[1].fates.look()
+    assert ranks[0].marked() == ranks[1].marked() == [1]
+
+
+def test_a_store_that_removes_no_keys_ends_nothing(ranks, monkeypatch):
+    def refuse(*_):
+        raise NotImplementedError("deleteKey not implemented")
+
+    monkeypatch.setattr(dist.PrefixStore, "delete_key", refuse)
+    for number in range(1, 30):
+        for each in ranks:
+            decided(each, number)
+        for each in ranks:
+            each.fates.look()
+    assert ids.save_id(RUN, 29) in ranks[0].fates.awaited() & ranks[1].fates.awaited()
 
 
 def test_a_save_without_room_takes_that_of_what_waits_but_not_of_what_is_on_its_way(ranks):

@@ -23,7 +23,7 @@ there, or whose save fails, sets a key for that save. The others get it at their
 ones, and a drain that waits for all parts gives up. Where nothing fails, each save but the first gets one key.
 
 *Synchronous saves.* The rank that saves shard 0 waits for the commit, and sets a key to what became of it. The others
-look for that key once their own parts are uploaded.
+look for that key once their own parts are uploaded. The keys of the last few saves stay, for ranks that are late.
 
 *What no step changes.* A rank whose tensors are those of an earlier save counts itself, by a key of the save.
 
@@ -38,7 +38,7 @@ import contextlib
 import itertools
 import os
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
@@ -51,6 +51,8 @@ from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 
 _PREFIX = "tiered-checkpoint"
+#: Saves whose end a rank that is late may still ask for.
+_MAX_ENDS = 16
 _numbers = itertools.count(1)
 
 Where = Literal["memory", "durable"]
@@ -78,6 +80,8 @@ class Run:
         self._saved: dict[tuple[str, str], tuple[int, int]] = {}
         self._loads: Counter[str] = Counter()
         self._counted: dict[str, str] = {}
+        #: Saves of which this rank has told the end.
+        self._ends: deque[str] = deque()
 
     def count_save(self, namespace: str, series: str, step: int) -> int:
         """Counts a save that begins now: how often its series has gone back to a step that it had saved.
@@ -163,7 +167,7 @@ class Run:
         try:
             last, self._counted[what] = self._counted.get(what, save_id), save_id
             if last != save_id:
-                client.ask(lambda store: store.delete_key(f"{what}/{last}"))
+                client.forget(f"{what}/{last}")
             return client.add(f"{what}/{save_id}") == count
         finally:
             client.close()
@@ -171,6 +175,10 @@ class Run:
     def report_end(self, save_id: str, end: str) -> None:
         """Tells the other ranks how the wait for a save's commit has ended: see :meth:`end_of`."""
         self.first(_end_key(save_id), end)
+        if self.store is not None:
+            self._ends.append(save_id)
+            if len(self._ends) > _MAX_ENDS:
+                self._ask(lambda client: client.forget(_end_key(self._ends.popleft())))
 
     def end_of(self, save_id: str) -> str | None:
         """``committed``, ``queued``, or why a save did not reach the durable tier; None while that is not known."""

@@ -7,6 +7,7 @@ an answer that is late. That ends the connection; the next request is made over 
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -62,6 +63,11 @@ class StoreClient:
         """Counts, for all ranks together; how many there are by now."""
         total: int = self.ask(lambda store: store.add(key, count))
         return total
+
+    def forget(self, *keys: str) -> None:
+        """Removes keys that no rank asks for any more. They stay where the store can't, or does not answer."""
+        with contextlib.suppress(LostStoreError):
+            self.ask(lambda store: [store.delete_key(key) for key in keys])
 
     def connect(self) -> Any:
         """A further connection to the store."""

@@ -6,6 +6,9 @@ rank that finds the count complete writes to the store that the save is replicat
 part, or does not wait any longer, writes that it is given up. Both by one compare-and-set, so that one of them counts,
 for all ranks. A rank that has marked a save lets the earlier one go; the others have their parts of the newer one until
 they mark it, too.
+
+The store is memory of one host, and a job may save for weeks: so the keys of decided saves are removed again. Of those
+that are replicated, the newest stays: all ranks have begun to send that one, so none waits for an earlier one.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ _GIVEN_UP = "given up"
 
 #: Saves that are given up, and of which other ranks do not know yet; they have given up older ones as well.
 _MAX_DROPPED = 16
+#: Decided saves whose keys stay in the store: a rank that is late asks for them, or would wait in vain.
+_MAX_DECIDED = 16
 
 #: Saves of which the later replace the earlier: a durable tier, and a series of names.
 SeriesKey = tuple[Place, str]
@@ -58,6 +63,8 @@ class Fates:
         self._open: dict[int, Part] = {}
         #: Saves of which this rank has counted no part, and will not.
         self._dropped: deque[Part] = deque(maxlen=_MAX_DROPPED)
+        #: Saves that are decided, and whose keys are still in the store; the latest last.
+        self._decided: list[str] = []
         self._mark(set(replicated.values()))
 
     def awaited(self) -> set[str]:
@@ -126,7 +133,17 @@ class Fates:
                 if fate == _REPLICATED:
                     self._replicated = newest_of([*self._replicated.items(), (series_key(part), part.save_id)])
                 self._close(part.save_id)
+                outlived = self._outlived(part.save_id)
+            if outlived:
+                self._store.forget(*(f"{what}/{each}" for each in outlived for what in ("copied", "fate")))
         return fate
+
+    def _outlived(self, save_id: str) -> list[str]:
+        """The saves of which no rank asks any more, now that another one is decided."""
+        decided, newest = [*(each for each in self._decided if each != save_id), save_id], self._replicated.values()
+        outlived = [each for each in decided[:-_MAX_DECIDED] if each not in newest]
+        self._decided = [each for each in decided if each not in outlived]
+        return outlived
 
     def _close(self, save_id: str) -> None:
         self._open = {rank: part for rank, part in self._open.items() if part.save_id != save_id}
