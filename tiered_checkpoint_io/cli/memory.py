@@ -149,5 +149,5 @@ def _row(stored: StoredPart, state: str, latest: set[str], named: Mapping[Place,
 
 
 def _state(held: HeldPart) -> str:
-    state = part_text(is_pending=held.stored.pending, is_uploaded=held.is_uploaded)
+    state = part_text(held.state)
     return f"{state} (on disk)" if held.tier == "spill" else state

@@ -6,11 +6,19 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from tiered_checkpoint_io.cli.output import is_terminal
+from tiered_checkpoint_io.inventory.node import PartState
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, CheckpointState
 from tiered_checkpoint_io.logs import size_text
 
 COLUMNS = ("name", "step", "size", "age", "metric", "where", "kind", "state", "note")
 _STATES: dict[CheckpointState, str] = {"memory_only": "memory only", "newer_release": "of a newer release"}
+_PART_STATES: dict[PartState, str] = {
+    "waiting": "waits for the durable tier",
+    "durable": "durable",
+    "sent": "part sent",
+    "unknown": "not known here",
+    "memory_only": "memory only",
+}
 #: Where an age in one unit ends, seconds, and how many of them the unit has.
 _UNITS = ((120, 1, "s"), (7200, 60, "min"), (48 * 3600, 3600, "h"))
 
@@ -55,9 +63,9 @@ def state_text(each: CheckpointInfo) -> str:
     return _STATES.get(each.state, each.state)
 
 
-def part_text(*, is_pending: bool, is_uploaded: bool) -> str:
+def part_text(state: PartState) -> str:
     """What has become of a part in node memory, for people."""
-    return "waits for the durable tier" if is_pending else "durable" if is_uploaded else "memory only"
+    return _PART_STATES[state]
 
 
 def note_of(each: CheckpointInfo, names: dict[str, str]) -> str:

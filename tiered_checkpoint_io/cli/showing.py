@@ -106,7 +106,7 @@ def _part_row(each: PartHere) -> tuple[str, ...]:
         str(each.rank),
         each.tier,
         size_text(each.size_bytes),
-        part_text(is_pending=each.is_pending, is_uploaded=each.is_uploaded),
+        part_text(each.state),
         "yes" if each.is_replicated else "no",
         each.namespace,
         str(each.folder),

@@ -10,6 +10,7 @@ from typing import Annotated
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.errors import CorruptCheckpointError
 from tiered_checkpoint_io.inventory.look import Look
+from tiered_checkpoint_io.inventory.node import PartState
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, Tier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores import Store
@@ -37,7 +38,12 @@ class PartHere:
     size_bytes: Annotated[int, "Its bytes."]
     is_for_durable: Annotated[bool, "Whether it was to go to the durable tier."]
     is_pending: Annotated[bool, "Whether it waits for the durable tier."]
-    is_uploaded: Annotated[bool, "Whether it was to go to the durable tier, and nothing tells that it is not there."]
+    is_uploaded: Annotated[bool, "Whether this node has sent it there, and nothing tells that it is gone since."]
+    state: Annotated[
+        PartState,
+        "What has become of it, as far as this node can tell. ``sent``: it is there, and another node commits its save;"
+        " ``unknown``: a copy of what others upload, or too long ago.",
+    ]
     is_replicated: Annotated[bool, "Whether all parts of its save are in the memory of other nodes as well."]
 
 
@@ -109,7 +115,8 @@ def _details(row: CheckpointInfo, rows: list[CheckpointInfo], look: Look, store:
                 size_bytes=each.stored.part.content.size,
                 is_for_durable=each.stored.part.durable,
                 is_pending=each.stored.pending,
-                is_uploaded=each.is_uploaded,
+                is_uploaded=each.state in ("durable", "sent"),
+                state=each.state,
                 is_replicated=each.stored.replicated,
             )
             for each in held

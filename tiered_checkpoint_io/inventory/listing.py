@@ -14,6 +14,8 @@ from tiered_checkpoint_io.inventory.record import CheckpointInfo, CheckpointStat
 from tiered_checkpoint_io.model.manifest import Content, Manifest
 from tiered_checkpoint_io.model.place import Place
 
+_NOT_KNOWN = "this node can't tell whether it is durable; with DIRPATH the durable tier is asked"
+
 
 @dataclass(frozen=True, slots=True)
 class DurableTier:
@@ -134,26 +136,28 @@ def _memory_row(
     place: Place, held: Sequence[HeldPart], node: NodeMemory, *, asked: bool, broken: dict[str, list[BrokenPart]]
 ) -> CheckpointInfo:
     """A save that this node's memory has, and that has no manifest as far as is known."""
-    part = held[0].stored.part
+    part, state = held[0].stored.part, _memory_state(held, node, asked=asked)
     return info(
         part.name,
         place.dirpath,
         part.content,
-        state=_memory_state(held, node, asked=asked),
+        state=state,
         where=_tiers(held),
         size_bytes=sum(each.stored.part.content.size for each in held),
         parts_here=_ranks(held),
-        problem=_problem(broken.get(part.save_id, [])),
+        problem=_problem(broken.get(part.save_id, [])) or (_NOT_KNOWN if state == "incomplete" else ""),
     )
 
 
 def _memory_state(held: Sequence[HeldPart], node: NodeMemory, *, asked: bool) -> CheckpointState:
-    if any(each.stored.pending for each in held):
+    states = {each.state for each in held}
+    if "waiting" in states:
         return "uploading" if held[0].stored.part.name in node.working_on else "waiting"
-    if asked:
+    if asked or "memory_only" in states:
         # The durable tier does not have it: it was never to, or it was removed there, or the upload was given up.
         return "memory_only"
-    return "durable" if all(each.is_uploaded for each in held) else "memory_only"
+    # Else others upload it, or commit it; they may have died before.
+    return "durable" if "durable" in states else "incomplete"
 
 
 def _incomplete_row(

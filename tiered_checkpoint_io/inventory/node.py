@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tiered_checkpoint_io.engine.drain.locks import is_locked
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
@@ -19,6 +20,11 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
+
+#: What has become of a part, as far as this node can tell: ``waiting`` for the durable tier; ``durable``: this node has
+#: committed its save there; ``sent``: it is there, and another node commits its save; ``unknown``: a copy of what
+#: others upload, or too long ago; ``memory_only``: it was never to go there, or was given up, or was deleted there.
+PartState = Literal["waiting", "durable", "sent", "unknown", "memory_only"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +45,18 @@ class HeldPart:
     outcome: Outcome | None = None
 
     @property
-    def is_uploaded(self) -> bool:
-        """Whether it was to go to the durable tier, and nothing tells that it is not there."""
+    def state(self) -> PartState:
+        """What has become of it."""
         outcome, stored = self.outcome, self.stored
-        known = outcome is None or (outcome.state == "committed" and outcome.action != "delete")
-        return stored.part.durable and not stored.pending and known
+        if stored.pending:
+            return "waiting"
+        is_gone = outcome is not None and (outcome.state != "committed" or outcome.action == "delete")
+        if is_gone or not stored.part.durable:
+            return "memory_only"
+        if outcome is None or stored.is_replica:
+            # Also what a restore has brought, from the durable tier or from a node that has yet to upload it.
+            return "unknown"
+        return "durable" if stored.part.commits else "sent"
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ class CheckpointInfo:
         save_id: Which save made it; as text, ids sort in the order of the saves. "" where it is not known.
         state: ``durable``: committed on the durable tier. ``memory_only``: in node memory, and not to be uploaded.
             ``waiting``, ``uploading``: in node memory, on its way to the durable tier. ``incomplete``: a part of it is
-            on the durable tier; other nodes are uploading it, or it never became complete. ``corrupt``: it can't be
-            read, or was found damaged, and no intact copy is known. ``newer_release``: a newer release of this package
-            wrote it.
+            on the durable tier; other nodes are uploading it, or it never became complete; or, where the durable tier
+            was not asked, only that can tell whether it did. ``corrupt``: it can't be read, or was found damaged, and
+            no intact copy is known. ``newer_release``: a newer release of this package wrote it.
         where: The tiers that have it, or parts of it, without those that are known to be damaged. ``memory``: this
             node's; ``spill``: on its disk; ``replicas``: kept for other nodes.
         step: The training step; None where it is not known. So is the epoch.
