@@ -108,7 +108,7 @@ class Drained:
     """What a drain has done."""
 
     root: Annotated[Path, "The memory tier's root."]
-    operations_left: Annotated[int, "What is still to do: with any the status is 1."]
+    operations_left: Annotated[int, "What is still to do: with any the status is 1, as with a failed outcome."]
     outcomes: Annotated[Sequence[Outcome], "What was done, in the order of the operations."]
 
 

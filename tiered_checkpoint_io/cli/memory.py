@@ -44,13 +44,15 @@ def drain(
         raise typer.BadParameter("--json needs --once: it prints what was done")
     root = owned(existing(node.path))
     log, targets, source, exports = get_logger(root.name), targets_of(export), source_of(root), Exports()
-    before = set(Queue(root).outcomes()) if as_json else set()
-    with told_to_end(log, late=int(once)) as stop, contextlib.closing(exports):
+    # One that stays is ended while it waits for work: that is no failure of what it did before.
+    ends, before = once or not stay, set(Queue(root).outcomes())
+    with told_to_end(log, late=int(ends)) as stop, contextlib.closing(exports):
         for target in targets:
             exports.start(target, source, log)
         worker = Drain(root, logger=log, stop=stop, stay=stay)
         standalone.run(worker, root, log, stop, once=once, stay=stay)
-    left = undone(root) if once else 0
+    left = undone(root) if ends else 0
+    failed = [each for each in Queue(root).outcomes() if each not in before and each.state == "failed"] if ends else []
     if as_json:
         write_json("drain", drain_document(root, before, left))
     if stop.is_interrupt:
@@ -60,14 +62,13 @@ def drain(
         hint = f"last error: {progress.last_error or 'none'}"
         if is_locked(root / LOCK_FILE):
             other = f", process {progress.pid}" if progress.pid else ""
-            hint = f"another drain works on this namespace{other}; {hint}"
-        raise DrainError(
-            f"{left} {'operation is' if left == 1 else 'operations are'} not done",
-            operation="drain",
-            tier="durable",
-            key=str(root),
-            hint=hint,
-        )
+            hint = f"another drain works on this namespace{other}: tiered-ckpt flush waits for it; {hint}"
+        text = f"{left} {'operation is' if left == 1 else 'operations are'} not done"
+        raise DrainError(text, operation="drain", tier="durable", key=str(root), hint=hint)
+    if failed:
+        text = f"{failed[0].action} of {failed[0].name} failed: {failed[0].error}"
+        hint = f"it is not tried again; all that failed ({len(failed)}): tiered-ckpt status"
+        raise DrainError(text, operation="drain", tier="durable", key=str(root), hint=hint)
 
 
 def status(
