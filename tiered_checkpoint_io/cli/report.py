@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.inventory.durable import checkpoints
 from tiered_checkpoint_io.inventory.roots import existing, roots_of
-from tiered_checkpoint_io.memory.private import write_atomic
+from tiered_checkpoint_io.memory.private import scratch_beside
 from tiered_checkpoint_io.metrics.report import page
 from tiered_checkpoint_io.model.events import Event
 from tiered_checkpoint_io.model.manifest import Manifest
@@ -63,10 +64,30 @@ def report(
         )
     text = page(title or dirpath, events, durable, dirpath=dirpath, now=time.time())
     try:
-        write_atomic(output, text.encode())
+        is_file = _write(output, text.encode())
     except OSError as error:
         raise ConfigError(f"{output} can't be written: {error.strerror or error}") from error
     if json_output:
         write_json("report", {"path": str(output.absolute()), "events": len(events), "checkpoints": len(durable)})
     else:
-        say(f"wrote {printable(str(output))}: {len(events)} events, {len(durable)} checkpoints on the durable tier")
+        text = f"wrote {printable(str(output))}: {len(events)} events, {len(durable)} checkpoints on the durable tier"
+        # The page itself may be on stdout.
+        say(text, err=not is_file)
+
+
+def _write(output: Path, data: bytes) -> bool:
+    """Writes a file, behind links too, so that a reader sees the old page or the new one; whether it is a file.
+
+    What is none, such as /dev/stdout or a pipe, is written through, and stays what it is.
+    """
+    if output.exists() and not output.is_file():
+        output.write_bytes(data)
+        return False
+    target = Path(os.path.realpath(output))
+    fresh = scratch_beside(target)
+    try:
+        fresh.write_bytes(data)
+        fresh.replace(target)
+    finally:
+        fresh.unlink(missing_ok=True)
+    return True
