@@ -12,7 +12,7 @@ import typer
 
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.documents import Cleaned, Removed
-from tiered_checkpoint_io.cli.options import NODE, Json, Node
+from tiered_checkpoint_io.cli.options import NODE, Json, Node, path_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
@@ -21,17 +21,19 @@ from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.inventory.durable import latest, read_all
-from tiered_checkpoint_io.inventory.roots import owned, tier_at, undone
+from tiered_checkpoint_io.inventory.roots import owned, undone
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
-from tiered_checkpoint_io.stores import config_at
+from tiered_checkpoint_io.stores import config_at, place_of
 
 #: What a process that may add to the memory holds: a trainer, of this release or an earlier one, and a job.
 _TRAINERS = (TRAINERS_FILE, EARLIER_TRAINERS_FILE, JOB_FILE)
+_NOT_KNOWN = "a spill_dir other than auto is not known here: give --spill-dir"
 
 
 def clean(
@@ -42,6 +44,12 @@ def clean(
             help="Also what waits for the durable tier, is in use or unreadable, and a newest checkpoint nowhere else."
         ),
     ] = False,
+    spill_dir: Annotated[
+        Path | None,
+        typer.Option(
+            parser=path_of, metavar="PATH", help="The job's spill_dir, where memory is gone that tells it: by a reboot."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Deletes a namespace's checkpoints from node memory, and from its spill on the node's disk.
@@ -50,66 +58,94 @@ def clean(
     not on the durable tier. A drain that has nothing to do is ended.
     """
     root = node.path
-    for left in root.parent.iterdir() if root.parent.is_dir() else ():
-        # One that is locked is another command's, which may put it back.
-        if left.name.startswith(_left_by(root)) and (lock := try_lock(left / TRAINERS_FILE)) is not None:
-            shutil.rmtree(left, ignore_errors=True)
-            release(lock)
-    tier = tier_at(root)
-    if not root.is_dir() and tier.spill is None:
-        if as_json:
-            write_json("clean", Cleaned(root, []))
-        else:
-            say(f"nothing at {printable(str(root))}")
-        return
-    if root.is_dir() and not any((root / folder).is_dir() for folder in FOLDERS):
-        raise ConfigError(f"{root} is no memory tier, and was left as it is", hint="check --root")
-    if root.is_dir() and not force:
-        owned(root)
+    parts: list[StoredPart] = []
+    unread: list[tuple[Path, Exception]] = []
     with contextlib.ExitStack() as held:
-        locks = {name: try_lock(root / name) for name in (*_TRAINERS, LOCK_FILE)} if root.is_dir() else {}
-        for lock in filter(None, locks.values()):
-            held.callback(release, lock)
-        busy = {name for name, lock in locks.items() if lock is None}
-        parts, unread = _parts(tier), _unread(tier)
-        if not force:
-            # A drain that has nothing to do is no reason to keep anything.
-            in_use = bool(busy - {LOCK_FILE}) or (bool(busy) and undone(root) > 0)
-            _refuse(root, parts, unread, in_use=in_use)
-        spill = tier.spill
+        left = _left_over(root, held)
+        # What was put away, and not deleted yet, tells as well where the spill is.
+        config = next(filter(None, map(last_config, [root, *left])), None)
+        spills = _spills(root, config, spill_dir)
+        folders = [*([root] if root.is_dir() else []), *(each.root for each in spills)]
+        if root.is_dir():
+            if not any((root / folder).is_dir() for folder in FOLDERS):
+                raise ConfigError(f"{root} is no memory tier, and was left as it is", hint="check --root")
+            if not force:
+                owned(root)
+        if folders:
+            locks = {name: try_lock(root / name) for name in (*_TRAINERS, LOCK_FILE)} if root.is_dir() else {}
+            for lock in filter(None, locks.values()):
+                held.callback(release, lock)
+            busy = {name for name, lock in locks.items() if lock is None}
+            memory = MemoryTier(root)
+            memory.place = place_of(config) if config is not None else None
+            parts, unread = _parts(memory, memory.replicas, *spills), _unread(memory, memory.replicas, *spills)
+            if not force:
+                # A drain that has nothing to do is no reason to keep anything.
+                in_use = bool(busy - {LOCK_FILE}) or (bool(busy) and undone(root) > 0)
+                _refuse(root, config, parts, unread, in_use=in_use)
         going = [_put_away(root, force=force)] if root.is_dir() else []
-        for folder in (*going, *([spill.root] if spill is not None else [])):
-            if folder.is_dir():
-                shutil.rmtree(folder)
+        # The spill first: where this is killed, what was put away tells the next one where it is.
+        for folder in (*(each.root for each in spills), *going):
+            shutil.rmtree(folder)
+        for folder in left:
+            shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         root.parent.rmdir()
     saves = _saves(parts)
     if as_json:
         write_json("clean", Cleaned(root, [_removed(save) for save in saves]))
         return
+    if not folders:
+        spill = f"no spill of it in {spill_dir}" if spill_dir is not None else _NOT_KNOWN
+        say(printable(f"nothing in memory at {root}; {spill}"))
+        return
     for save in saves:
         say(f"removed {printable(_named(save[0].part))}: {_count(len(save), 'part')}, {size_text(_size(save))}")
     for folder, error in unread:
         say(printable(f"removed {folder}, which could not be read: {error}"))
-    say(f"removed {_count(len(parts) + len(unread), 'part')}, {size_text(_size(parts))}, and {printable(str(root))}")
+    count, size = _count(len(parts) + len(unread), "part"), size_text(_size(parts))
+    say(printable(f"removed {count}, {size}, and {', '.join(map(str, folders))}"))
 
 
-def _parts(tier: MemoryTier) -> list[StoredPart]:
+def _left_over(root: Path, held: contextlib.ExitStack) -> list[Path]:
+    """What killed commands have put away, locked until ``held`` ends."""
+    found: list[Path] = []
+    for left in sorted(root.parent.iterdir()) if root.parent.is_dir() else ():
+        # One that is locked is another command's, which may put it back.
+        if left.name.startswith(_left_by(root)) and (lock := try_lock(left / TRAINERS_FILE)) is not None:
+            held.callback(release, lock)
+            found.append(left)
+    return found
+
+
+def _spills(root: Path, config: TieredCheckpointConfig | None, named: Path | None) -> list[MemoryTier]:
+    """The spills of a root that are there: by its configuration, or else by default, and where one is named."""
+    found: dict[Path, MemoryTier] = {}
+    for spill_dir in (config.spill_dir if config is not None else AUTO, *([str(named)] if named is not None else [])):
+        tier = MemoryTier(root)
+        tier.use_spill(spill_dir)
+        if tier.spill is not None:
+            tier.spill.place = place_of(config) if config is not None else None
+            found[tier.spill.root] = tier.spill
+    return list(found.values())
+
+
+def _parts(*tiers: MemoryTier) -> list[StoredPart]:
     """All that lies in memory and in the spill, replicas too; a root may be half cleaned away, or gone."""
-    found: dict[Path, StoredPart] = {}
-    for each in (tier, tier.replicas, tier.spill):
+    found: list[StoredPart] = []
+    for each in tiers:
         with contextlib.suppress(FileNotFoundError):
-            found |= {stored.folder: stored for stored in each.parts()} if each is not None else {}
-    return sorted(found.values(), key=lambda stored: (stored.save_id, stored.part.rank))
+            found += each.parts()
+    return sorted(found, key=lambda stored: (stored.save_id, stored.part.rank))
 
 
-def _unread(tier: MemoryTier) -> list[tuple[Path, Exception]]:
+def _unread(*tiers: MemoryTier) -> list[tuple[Path, Exception]]:
     """What can't be read of that, and why: nothing tells whether it is needed."""
-    found: dict[Path, Exception] = {}
-    for each in (tier, tier.replicas, tier.spill):
+    found: list[tuple[Path, Exception]] = []
+    for each in tiers:
         with contextlib.suppress(FileNotFoundError):
-            found |= dict(each.damaged()) if each is not None else {}
-    return sorted(found.items())
+            found += each.damaged()
+    return sorted(found, key=lambda each: each[0])
 
 
 def _put_away(root: Path, *, force: bool) -> Path:
@@ -133,13 +169,20 @@ def _left_by(root: Path) -> str:
     return f".{root.name}.cleaned-"
 
 
-def _refuse(root: Path, parts: list[StoredPart], unread: list[tuple[Path, Exception]], *, in_use: bool) -> None:
+def _refuse(
+    root: Path,
+    config: TieredCheckpointConfig | None,
+    parts: list[StoredPart],
+    unread: list[tuple[Path, Exception]],
+    *,
+    in_use: bool,
+) -> None:
     """Raises where the parts must not be deleted.
 
     Raises:
         ConfigError: They are in use, or are needed.
     """
-    pending = undone(root) if root.is_dir() else sum(each.pending for each in parts)
+    pending = max(undone(root), sum(each.pending for each in parts))
     if in_use:
         why, hint = "a trainer or drain uses it", "end that first, or give --force"
     elif pending:
@@ -147,7 +190,6 @@ def _refuse(root: Path, parts: list[StoredPart], unread: list[tuple[Path, Except
     elif unread:
         why, hint = f"a part can't be read: {unread[0][1]}", "if it is not needed any more, give --force"
     else:
-        config = last_config(root)
         tiers = sorted({each.part.place for each in parts}, key=str)
         why = next(filter(None, (_nowhere_else(config, tier, parts) for tier in tiers)), "")
         hint = "if it is not needed any more, give --force"

@@ -1,0 +1,69 @@
+"""``clean`` where memory, which tells where the spill is, was lost or put away already."""
+
+import shutil
+
+import pytest
+from support.draining import Node, part_of
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.cli import clean as cleaning
+from tiered_checkpoint_io.errors import ConfigError
+
+
+@pytest.fixture
+def spilled(memory_dir, tmp_path):
+    """A node with one checkpoint in memory, and a newer one on its disk."""
+    node = Node(memory_dir, str(tmp_path / "run"), spill_dir=str(tmp_path / "disk"))
+    node.save("a.ckpt", b"A", durable=False)
+    node.tier.use_spill(str(tmp_path / "disk"))
+    spill = node.tier.open_spill()
+    slot = spill.acquire(3)
+    slot.view[:3] = b"BBB"
+    spill.commit(part_of("b.ckpt", b"BBB", 2, node.dirpath), {"b.ckpt": slot})
+    node.spill = spill.root
+    return node
+
+
+def clean(node, *options):
+    line = ["clean", "--memory-dir", str(node.root.parent.parent), "--namespace", node.root.name, *options]
+    return CliRunner().invoke(app, line)
+
+
+def test_after_a_reboot_it_has_to_be_told_where_the_spill_is(spilled, tmp_path):
+    shutil.rmtree(spilled.root)
+    done = clean(spilled)
+    assert (done.exit_code, spilled.spill.is_dir()) == (0, True)
+    assert "nothing in memory at " in done.stdout
+    assert "a spill_dir other than auto is not known here: give --spill-dir" in done.stdout
+    named = ("--spill-dir", str(tmp_path / "disk"))
+    # What waits is kept, as in memory.
+    refused = clean(spilled, *named)
+    assert isinstance(refused.exception, ConfigError)
+    assert "1 operation not yet durable" in str(refused.exception)
+    done = clean(spilled, *named, "--force")
+    assert (done.exit_code, spilled.spill.is_dir()) == (0, False)
+    assert "removed b.ckpt (step 2): 1 part" in done.stdout
+    assert str(spilled.spill) in done.stdout
+    again = clean(spilled, *named)
+    assert (again.exit_code, f"no spill of it in {tmp_path / 'disk'}" in again.stdout) == (0, True)
+
+
+@pytest.mark.parametrize("killed_at", [1, 2])
+def test_one_that_was_killed_is_finished_by_the_next(spilled, monkeypatch, killed_at):
+    """Memory was renamed, and is not found any more; the spill is deleted, or not yet."""
+    remove, calls = shutil.rmtree, []
+
+    def killed(folder, **options):
+        calls.append(folder)
+        if len(calls) == killed_at:
+            raise KeyboardInterrupt
+        remove(folder, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cleaning.shutil, "rmtree", killed)
+        assert clean(spilled, "--force").exit_code == 130
+    assert not spilled.root.exists()
+    assert clean(spilled, "--force").exit_code == 0
+    assert not spilled.spill.exists()
+    assert not spilled.root.parent.exists(), "nor is anything that was put away left"
