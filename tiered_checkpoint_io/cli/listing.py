@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from datetime import datetime, timezone
 
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.documents import Listed
-from tiered_checkpoint_io.cli.options import SERVER, SHM, AnyDirpath, Json, MemoryDir, Server
+from tiered_checkpoint_io.cli.options import SERVER, SHM, AnyDirpath, Json, MemoryDir, Server, has_memory
 from tiered_checkpoint_io.cli.output import printable, say, show, write_json
 from tiered_checkpoint_io.cli.rows import table_of
 from tiered_checkpoint_io.errors import StoreError
@@ -76,8 +75,7 @@ def look_at(config: TieredCheckpointConfig, memory_dir: str) -> tuple[Look, Stor
 
 def looker_of(config: TieredCheckpointConfig, memory_dir: str) -> Looker:
     """Looks at both tiers; at the durable one alone on a machine that has no node memory where it is by default."""
-    is_there = memory_dir != SHM or os.path.isdir(SHM)
-    return Looker(place_of(config), memory_dir if is_there else None)
+    return Looker(place_of(config), memory_dir if has_memory(memory_dir) else None)
 
 
 def _say_other_servers(look: Look) -> None:

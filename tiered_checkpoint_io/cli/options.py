@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
@@ -29,25 +30,11 @@ def _print_version(wanted: bool) -> None:
 Version = Annotated[
     bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
 ]
-MemoryDir = Annotated[str, typer.Option(help="The folder that holds the memory tier.")]
 Dirpath = Annotated[str, typer.Argument(help="The durable tier: an S3 URL, any fsspec URL, or a directory.")]
 AnyDirpath = Annotated[
     str | None, typer.Argument(help="The durable tier; without one, only this node's memory is looked at.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for programs.")]
-
-_DEFAULTS = TieredCheckpointConfig(dirpath="/")
-#: Where the memory tier lies, and how long a server is waited for, by default.
-SHM, TIMEOUT_S = _DEFAULTS.memory_dir, _DEFAULTS.durable_timeout_s
-
-
-@contextlib.contextmanager
-def wrong_use() -> Iterator[None]:
-    """A block in which a value that is not allowed is the user's, and ends the command with status 2."""
-    try:
-        yield
-    except (ConfigError, InvalidNameError) as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 def path_of(text: str | Path) -> Path:
@@ -58,6 +45,30 @@ def path_of(text: str | Path) -> Path:
     if not str(text).strip():
         raise typer.BadParameter("it is empty")
     return Path(ids.at_home(str(text)))
+
+
+def _folder(text: str) -> str:
+    return str(path_of(text))
+
+
+MemoryDir = Annotated[str, typer.Option(parser=_folder, metavar="PATH", help="The folder that holds the memory tier.")]
+_DEFAULTS = TieredCheckpointConfig(dirpath="/")
+#: Where the memory tier lies, and how long a server is waited for, by default.
+SHM, TIMEOUT_S = _DEFAULTS.memory_dir, _DEFAULTS.durable_timeout_s
+
+
+def has_memory(memory_dir: str) -> bool:
+    """Whether to look at node memory: by default not on a machine that has none; one that is named has to be there."""
+    return memory_dir != SHM or os.path.isdir(SHM)
+
+
+@contextlib.contextmanager
+def wrong_use() -> Iterator[None]:
+    """A block in which a value that is not allowed is the user's, and ends the command with status 2."""
+    try:
+        yield
+    except (ConfigError, InvalidNameError) as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
@@ -18,7 +17,7 @@ from tiered_checkpoint_io.cli.checking import (
     check_part,
     unreadable,
 )
-from tiered_checkpoint_io.cli.options import NODES, SERVER, Json, Nodes, Server, name_of
+from tiered_checkpoint_io.cli.options import NODES, SERVER, Json, Nodes, Server, has_memory, name_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
 from tiered_checkpoint_io.engine.durable.damage import Damage, content_or_damage
@@ -73,7 +72,7 @@ def verify(
         if not json:
             say(_line(row))
 
-    looks = tier is not Tier.durable and (nodes.is_named or os.path.isdir(nodes.memory_dir))
+    looks = tier is not Tier.durable and (nodes.is_named or has_memory(nodes.memory_dir))
     tiers = [tier_at(each) for each in nodes.paths()] if looks else []
     held: _Parts = [(each, stored) for each in tiers for stored in each.held()]
     found: list[DurableCheckpoint] | None = None

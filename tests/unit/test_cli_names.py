@@ -1,0 +1,46 @@
+"""What is given to commands by name: folders, and what is mistyped."""
+
+import pytest
+from support.draining import Node
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.errors import ConfigError
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.fixture
+def node(memory_dir, tmp_path):
+    node = Node(memory_dir, str(tmp_path / "run"))
+    node.save("a.ckpt", b"A")
+    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+    return node
+
+
+@pytest.mark.parametrize("tier", [[], ["--tier", "memory"]])
+def test_a_memory_dir_that_is_mistyped_is_not_passed_by(node, memory_dir, tier):
+    """The durable tier alone would be intact, and node memory taken for it."""
+    wrong = command("verify", node.dirpath, "--memory-dir", f"{memory_dir}/typo", *tier)
+    assert isinstance(wrong.exception, ConfigError)
+    assert f"there is no folder {memory_dir}/typo" in str(wrong.exception)
+    right = command("verify", node.dirpath, "--memory-dir", memory_dir)
+    assert (right.exit_code, right.stdout.count("memory   a.ckpt")) == (0, 1)
+
+
+def test_a_machine_without_node_memory_verifies_the_durable_tier(node, monkeypatch, tmp_path):
+    monkeypatch.setattr("tiered_checkpoint_io.cli.options.SHM", "/dev/shm")
+    monkeypatch.setattr("tiered_checkpoint_io.cli.options.os.path.isdir", lambda path: path != "/dev/shm")
+    done = command("verify", node.dirpath)
+    assert (done.exit_code, done.stdout) == (0, "intact   durable  a.ckpt\n")
+
+
+def test_a_memory_dir_below_the_home_is_found(node, memory_dir, monkeypatch):
+    home, _, last = memory_dir.rpartition("/")
+    monkeypatch.setenv("HOME", home)
+    for name in ("status", "ls", "verify", "clean"):
+        done = command(name, f"--memory-dir=~/{last}")
+        assert (done.exit_code, "a.ckpt" in done.stdout) == (0, True), (name, done.exception)
+    assert command("ls", "--memory-dir=").exit_code == 2
