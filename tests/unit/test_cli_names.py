@@ -1,11 +1,11 @@
-"""What is given to commands by name: folders, and what is mistyped."""
+"""What is given to commands by name: checkpoints as URLs or choices, folders, and what is mistyped."""
 
 import pytest
 from support.draining import Node
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 
 
 def command(*arguments):
@@ -44,3 +44,13 @@ def test_a_memory_dir_below_the_home_is_found(node, memory_dir, monkeypatch):
         done = command(name, f"--memory-dir=~/{last}")
         assert (done.exit_code, "a.ckpt" in done.stdout) == (0, True), (name, done.exception)
     assert command("ls", "--memory-dir=").exit_code == 2
+
+
+def test_a_name_that_is_mistyped_is_not_one_without_pins(node):
+    assert "has no pin" in command("unpin", node.dirpath, "a.ckpt").stdout
+    assert command("pin", node.dirpath, "a.ckpt").exit_code == 0
+    for name in ("unpin", "pin"):
+        wrong = command(name, node.dirpath, "b.ckpt")
+        assert isinstance(wrong.exception, CheckpointNotFoundError)
+        assert "there is no checkpoint b.ckpt" in str(wrong.exception)
+    assert "removed 1 pin of a.ckpt" in command("unpin", node.dirpath, "a.ckpt").stdout

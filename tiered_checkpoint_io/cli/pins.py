@@ -12,6 +12,7 @@ from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, name_of, wrong_use
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.durable import metrics, pins
+from tiered_checkpoint_io.engine.durable.manifests import meant_by
 from tiered_checkpoint_io.inventory.durable import latest_manifest
 from tiered_checkpoint_io.inventory.record import iso
 from tiered_checkpoint_io.model import ids
@@ -77,7 +78,12 @@ def unpin(
     wanted = name_of(config, name)
 
     def work(store: Store) -> list[Pin]:
-        return pins.unpin(store, _meant(store, wanted, "unpin"))
+        meant = _meant(store, wanted, "unpin")
+        gone = pins.unpin(store, meant)
+        if not gone:
+            # One that is not there has no pin either, and is mistyped.
+            meant_by(store, meant, operation="unpin", undone="there is no pin of it")
+        return gone
 
     gone = ask(config, work)
     if json:
