@@ -54,3 +54,17 @@ def test_a_name_that_is_mistyped_is_not_one_without_pins(node):
         assert isinstance(wrong.exception, CheckpointNotFoundError)
         assert "there is no checkpoint b.ckpt" in str(wrong.exception)
     assert "removed 1 pin of a.ckpt" in command("unpin", node.dirpath, "a.ckpt").stdout
+
+
+def test_a_checkpoint_is_flushed_by_its_url_and_as_the_latest(node):
+    where = ("--root", str(node.root))
+    node.save("x/b.ckpt", b"B", durable=False)
+    node.save("weights.ckpt", b"C", durable=False, resumable=False)
+    for name in ("other.ckpt", f"{node.dirpath}/other.ckpt", "/elsewhere/x/b.ckpt", "tiered:last"):
+        wrong = command("flush", name, *where)
+        assert isinstance(wrong.exception, CheckpointNotFoundError)
+        assert f"no such checkpoint: {name}" in str(wrong.exception)
+    flushed = command("flush", "tiered:latest", *where)
+    assert (flushed.exit_code, flushed.stdout.startswith("durable     x/b.ckpt (")) == (0, True), flushed.exception
+    flushed = command("flush", f"{node.dirpath}/weights.ckpt", *where)
+    assert (flushed.exit_code, flushed.stdout.startswith("durable     weights.ckpt (")) == (0, True), flushed.exception

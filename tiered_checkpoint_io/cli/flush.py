@@ -51,7 +51,7 @@ _NAMED = 16
 
 
 def flush(
-    name: Annotated[str | None, typer.Argument(help="One checkpoint; by default the newest to resume from.")] = None,
+    name: Annotated[str | None, typer.Argument(help="One checkpoint, or tiered:latest: the default.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All checkpoints in this node's memory.")] = False,
     node: Node = NODE,
     timeout: Annotated[
@@ -69,6 +69,8 @@ def flush(
     """
     if everything and name is not None:
         raise typer.BadParameter("give a name, or --all")
+    # That is the default.
+    name = None if name == ids.LATEST else name
     root = owned(existing(node.path))
     tier, queue = tier_at(root), Queue(root)
     saves = to_flush(tier.parts(), name=name, everything=everything)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tiered_checkpoint_io.errors import InvalidNameError
 from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content
 from tiered_checkpoint_io.model.place import Place
 
@@ -58,7 +60,7 @@ def to_flush(own: Iterable[StoredPart], *, name: str | None = None, everything: 
 
     Args:
         own: This node's own parts.
-        name: Only the newest save of this name.
+        name: Only the newest save of this name, which may be given as a path or URL below its durable tier.
         everything: All saves.
 
     Returns:
@@ -72,10 +74,18 @@ def to_flush(own: Iterable[StoredPart], *, name: str | None = None, everything: 
     for place in dict.fromkeys(save.place for save in saves):
         here = [save for save in saves if save.place == place]
         if name is not None:
-            chosen += [save for save in here if save.name == name][:1]
+            chosen += [save for save in here if save.name == _name_at(place, name)][:1]
         else:
             chosen += _newest([save for save in here if save.content.resumable])
     return chosen
+
+
+def _name_at(place: Place, name: str) -> str | None:
+    """A name, or a path or URL below a durable tier, as its name there; None where it is none of this one."""
+    try:
+        return ids.name_in(place.dirpath, name)
+    except InvalidNameError:
+        return None
 
 
 def _newest(saves: list[HeldSave]) -> list[HeldSave]:
