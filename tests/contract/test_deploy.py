@@ -124,6 +124,8 @@ class Job:
             begun = store._client.ask("create_multipart_upload", "x", write_options_of(config))["UploadId"]
             journal.write({"url": store.url, "key": "x", "upload_id": begun, "size": len(data), "part_size": 8 * MIB})
             store.upload("x", data, journal=journal)
+            # In parts, as what is large: these are asked after before the copy appears.
+            store._copy_whole = store._copy_part = 8 * MIB
             store.copy("x", "y", len(data), check=lambda: None)
             store._client.ask("create_multipart_upload", "z", {})
             assert store.abort_stale_uploads() == 1
