@@ -136,6 +136,17 @@ def test_an_interrupted_upload_that_may_not_be_asked_after_is_made_again(denied,
     assert len(uploads()) == ("parts of an upload stay on the server" in caplog.text) == ("abort" in denied)
 
 
+def test_an_upload_that_may_not_be_aborted_makes_way_for_an_object_sent_at_once(open_store, proxy, caplog):
+    data, journal = os.urandom(40 * MIB), MemoryJournal()
+    proxy.plan = lambda name, number: SLOW_DOWN if name == "part" and number > 2 else None
+    with pytest.raises(StoreUnavailableError):
+        open_store(deadline_s=0.1, write_concurrency=1).upload("x", memoryview(data), journal=journal)
+    proxy.plan = always("abort", DENIED)
+    open_store(part_size=64 * MIB).upload("x", memoryview(data), journal=journal)
+    assert (open_store().get("x") == data, journal.read()) == (True, None)
+    assert caplog.text.count("parts of an upload stay on the server") == 1
+
+
 def test_a_part_without_an_answer_is_sent_again_where_the_upload_may_not_be_asked_after(open_store, proxy):
     data = os.urandom(20 * MIB)
     proxy.plan = lambda name, number: (

@@ -68,9 +68,14 @@ def test_stdout_gets_the_page_alone(report, tmp_path, to_file):
     (tmp_path / "stdout").symlink_to("/proc/self/fd/1")
     line = [sys.executable, "-m", "tiered_checkpoint_io", *report.line, str(tmp_path / "stdout")]
     if to_file:
-        with open(tmp_path / "run.html", "wb") as file:
+        # What a job has written there before and writes after stays.
+        with open(tmp_path / "run.html", "wb", buffering=0) as file:
+            file.write(b"before\n")
             subprocess.run(line, stdout=file, check=True, timeout=60)
-        page = (tmp_path / "run.html").read_text()
+            file.write(b"\nafter")
+        before, _, page = (tmp_path / "run.html").read_text().partition("\n")
+        page, _, after = page.rpartition("\n")
+        assert (before, after) == ("before", "after")
     else:
         page = subprocess.run(line, stdout=subprocess.PIPE, check=True, timeout=60, text=True).stdout
     assert (page[:15].lower(), page.rstrip()[-7:], "a.ckpt" in page) == ("<!doctype html>", "</html>", True)

@@ -67,3 +67,17 @@ def test_one_that_was_killed_is_finished_by_the_next(spilled, monkeypatch, kille
     assert clean(spilled, "--force").exit_code == 0
     assert not spilled.spill.exists()
     assert not spilled.root.parent.exists(), "nor is anything that was put away left"
+
+
+def test_a_spill_that_is_written_to_is_kept_though_its_memory_is_not_seen_here(spilled, tmp_path):
+    """As by a container with a tmpfs of its own; the spill's folder may be given in another spelling, too."""
+    slot = spilled.tier.spill.acquire(5)
+    shutil.rmtree(spilled.root)
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    refused = clean(spilled, "--spill-dir", str(tmp_path / "link"))
+    assert isinstance(refused.exception, ConfigError)
+    assert "a trainer or drain uses it" in str(refused.exception)
+    assert spilled.spill.is_dir()
+    spilled.tier.spill.give_back(slot)
+    done = clean(spilled, "--spill-dir", str(tmp_path / "link"), "--force")
+    assert (done.exit_code, spilled.spill.exists()) == (0, False)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 
-UNSURE = "this node can't tell whether it is durable; with DIRPATH the durable tier is asked"
+UNSURE = "this node can't tell whether it is durable; the durable tier can, where DIRPATH is given and it answers"
 
 
 def command(*arguments):

@@ -13,6 +13,7 @@ from support.sharded import readable
 from support.story import op_id
 
 from tiered_checkpoint_io.clock import Clock, Timing
+from tiered_checkpoint_io.engine.drain import client
 from tiered_checkpoint_io.engine.drain.announcer import Announcer
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
@@ -74,7 +75,8 @@ def test_what_waits_for_the_parts_of_a_lost_node_does_not_hold_up_the_next_start
     handle.close(timeout_s=10)
 
 
-def test_what_an_earlier_start_left_incomplete_is_no_failure_of_this_one(memory_dir, tmp_path, caplog):
+def test_what_an_earlier_start_left_incomplete_is_no_failure_of_this_one(memory_dir, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(client, "_BEGAN", op_id(3))
     node, counts = Node(memory_dir, str(tmp_path / "durable")), Counter()
     node.part("1.ckpt", 1, 0, world_size=2)
     node.queue.submit(Request(op_id(2), "alias", "last.ckpt", node.dirpath, "1.ckpt"))

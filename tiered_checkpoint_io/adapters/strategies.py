@@ -178,11 +178,15 @@ class TieredSharding(_Base):
         except Exception as error:
             # The other ranks are told of it where they save; they would wait for one that does not come.
             writer.failed = as_save_error(error)
-        if self._save_group is not None and writer.seals_in_background and not self._all(begun is not None):
-            # One rank would wait for the parts of others, which are sealed when the save has ended.
-            if begun is not None and overlap is not None:
-                overlap.forgo()
-            begun = None
+        if self._save_group is not None and writer.seals_in_background:
+            # Else one rank would wait for the parts of others, which are sealed when the save has ended.
+            agreed = False
+            try:
+                agreed = self._all(begun is not None)
+            finally:
+                if begun is not None and overlap is not None and not agreed:
+                    overlap.forgo()
+                    begun = None
         if begun is None:
             self._save(state, writer)
             return
@@ -205,7 +209,7 @@ class TieredSharding(_Base):
         """Whether all ranks say so."""
         if _is_alone():
             return decision
-        refused = torch.tensor(int(not decision))
+        refused = torch.tensor(int(not decision), device="cpu")
         dist.all_reduce(refused, group=self._save_group)
         return not refused
 
@@ -226,7 +230,8 @@ class TieredSharding(_Base):
                     writer.saver.stop_overlapping()
             if self.is_global_zero:
                 session.log.error("Step %d: %s", located.step, text)
-            if session.config.on_save_error == "raise":
+            has_raised = writer.overlapped is not None and writer.overlapped.is_late
+            if session.config.on_save_error == "raise" and not has_raised:
                 path = ids.join_url(located.dirpath, located.name)
                 raise SaveError(text, operation="save", key=path, step=located.step) from error
 

@@ -15,7 +15,7 @@ from tiered_checkpoint_io.cli.documents import Cleaned, Removed
 from tiered_checkpoint_io.cli.options import NODE, Json, Node, path_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.clock import SYSTEM
-from tiered_checkpoint_io.engine.drain.locks import release, try_lock
+from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
@@ -81,12 +81,13 @@ def clean(
             parts, unread = _parts(memory, memory.replicas, *spills), _unread(memory, memory.replicas, *spills)
             if not force:
                 # A drain that has nothing to do is no reason to keep anything.
-                in_use = bool(busy - {LOCK_FILE}) or (bool(busy) and undone(root) > 0)
+                in_use = bool(busy - {LOCK_FILE}) or (bool(busy) and undone(root) > 0) or any(map(_is_written, spills))
                 _refuse(root, config, parts, unread, in_use=in_use)
         going = [_put_away(root, force=force)] if root.is_dir() else []
         # The spill first: where this is killed, what was put away tells the next one where it is.
         for folder in (*(each.root for each in spills), *going):
-            shutil.rmtree(folder)
+            if folder.is_dir():
+                shutil.rmtree(folder)
         for folder in left:
             shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -96,7 +97,8 @@ def clean(
         write_json("clean", Cleaned(root, [_removed(save) for save in saves]))
         return
     if not folders:
-        spill = f"no spill of it in {spill_dir}" if spill_dir is not None else _NOT_KNOWN
+        searched = f" in {spill_dir}" if spill_dir is not None else ""
+        spill = f"no spill of it{searched}" if searched or config is not None else _NOT_KNOWN
         say(printable(f"nothing in memory at {root}; {spill}"))
         return
     for save in saves:
@@ -126,8 +128,15 @@ def _spills(root: Path, config: TieredCheckpointConfig | None, named: Path | Non
         tier.use_spill(spill_dir)
         if tier.spill is not None:
             tier.spill.place = place_of(config) if config is not None else None
-            found[tier.spill.root] = tier.spill
+            # One folder may have several spellings.
+            found[tier.spill.root.resolve()] = tier.spill
     return list(found.values())
+
+
+def _is_written(spill: MemoryTier) -> bool:
+    """Whether a process writes to a spill: its memory may be one that only its own container sees."""
+    slots = spill.root / "slots"
+    return slots.is_dir() and any(map(is_locked, slots.iterdir()))
 
 
 def _parts(*tiers: MemoryTier) -> list[StoredPart]:

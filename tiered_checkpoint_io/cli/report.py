@@ -80,6 +80,11 @@ def _write(output: Path, data: bytes) -> bool:
 
     What is none, such as /dev/stdout or a pipe, is written through, and stays what it is.
     """
+    if output.exists() and os.path.samestat(output.stat(), os.fstat(1)):
+        # A file that stdout goes to has more than this page.
+        with open(1, "wb", closefd=False) as stdout:
+            stdout.write(data)
+        return False
     if output.exists() and not output.is_file():
         output.write_bytes(data)
         return False

@@ -14,7 +14,7 @@ from tiered_checkpoint_io.inventory.record import CheckpointInfo, CheckpointStat
 from tiered_checkpoint_io.model.manifest import Content, Manifest
 from tiered_checkpoint_io.model.place import Place
 
-_NOT_KNOWN = "this node can't tell whether it is durable; with DIRPATH the durable tier is asked"
+_NOT_KNOWN = "this node can't tell whether it is durable; the durable tier can, where DIRPATH is given and it answers"
 
 
 @dataclass(frozen=True, slots=True)

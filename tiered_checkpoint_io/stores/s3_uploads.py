@@ -143,8 +143,17 @@ class MultipartUploads:
         """Ends the upload that a journal describes."""
         upload = Upload.journaled(journal, self._client.url, key)
         if upload is not None:
-            self._abort(key, upload.upload_id)
+            self._let_go(upload)
         journal.clear()
+
+    def _let_go(self, upload: Upload) -> None:
+        """Aborts an upload that is of no use; where that is not allowed, it stays on the server."""
+        try:
+            self._abort(upload.key, upload.upload_id)
+        except StoreError as error:
+            if not is_final(error):
+                raise
+            _log.warning("parts of an upload stay on the server: %s", error)
 
     def begin_and_abort(self, key: str) -> None:
         """Begins an upload and aborts it."""
@@ -302,12 +311,7 @@ class MultipartUploads:
                 if not is_final(error):
                     raise
                 _log.warning("what has arrived of %s is sent again: %s", key, error)
-            try:
-                self._abort(key, upload.upload_id)
-            except StoreError as error:
-                if not is_final(error):
-                    raise
-                _log.warning("parts of an upload stay on the server: %s", error)
+            self._let_go(upload)
         mark = self._clock.token(8)
         answer = self._client.ask("create_multipart_upload", key, {**self._write_options, "Metadata": {MARK: mark}})
         upload = Upload(self._client.url, key, answer["UploadId"], size, part_size, mark, origin, pieces)

@@ -28,6 +28,8 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
+#: Ids of operations that were made before this process began sort before it.
+_BEGAN = ids.new_run_id()
 _ORPHANED = "an earlier start left it, and parts of other nodes do not come: they may be lost"
 
 
@@ -49,7 +51,7 @@ class DrainHandle:
         self.start = self.runner.start
         #: The save that the last :meth:`has_room` gave up.
         self.given_up = ""
-        #: The operations that an earlier start left here.
+        #: The operations that were queued here before.
         self._inherited = frozenset(self.pending())
         #: Since when its saves alone are left, for parts of other nodes.
         self._stuck_since = math.inf
@@ -101,7 +103,7 @@ class DrainHandle:
 
     def is_inherited(self, outcome: Outcome) -> bool:
         """Whether it is of something that an earlier start left in the queue."""
-        return outcome.op_id in self._inherited
+        return outcome.op_id in self._inherited and outcome.op_id < _BEGAN
 
     def has_room(self, cancel_id: str, *, besides: str = "") -> bool:
         """Whether one more save may be queued, by ``max_pending`` and ``on_pending``.

@@ -204,7 +204,8 @@ class FullSaver:
                 finally:
                     part.give_back()
             except Exception as shown:
-                self._errors.append(shown)
+                # Who waited for it in vain has raised.
+                self._errors += [] if overlapped.is_late else [shown]
         finally:
             # They may be as large as a third of the state, and the next save makes its own.
             overlapped.copies = {}

@@ -321,7 +321,8 @@ class Overlap:
             text = f"the state is not captured after {timeout_s:.0f} s, and the optimizer would change it"
             # What is copied after that is not looked at: it is of no step. Nor is it waited for again.
             self._current = None
-            if config.on_save_error == "raise" or not current.give_up():
+            given_up = current.give_up()
+            if config.on_save_error == "raise" or not given_up:
                 raise SaveError(text, operation="capture", tier="memory", hint=_SLOW)
             self._session.log.warning("%s: that checkpoint is given up, training continues — %s", text, _SLOW)
         self._current = None
