@@ -29,7 +29,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 #: ModelCheckpoint's arguments that say when it saves, of which it takes one.
 _TRIGGERS = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
-#: After a durable tier was silent, training goes on for so many times its patience before it is asked for names again.
+#: A durable tier that was silent is asked again for names after so many times ``durable_timeout_s``.
 _REST = 10
 
 

@@ -1,12 +1,12 @@
 """What ``ls``, ``show`` and ``status`` say of checkpoints that other nodes upload, or commit."""
 
 import json
-import socket
 from dataclasses import replace
 
 import pytest
 from support.draining import Node
 from support.sharded import full_part, make_part
+from support.silent import silent_server
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
@@ -81,10 +81,7 @@ def test_what_other_nodes_upload_or_commit_is_not_called_durable(node, memory_di
 
 
 def test_neither_is_it_where_the_durable_tier_is_silent(memory_dir, monkeypatch):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    with silent_server(monkeypatch) as endpoint:
         node = Node(memory_dir, "s3://bucket/run", endpoint_url=endpoint)
         sent(node, "sent", 1, 1, "part")
         where = ("s3://bucket/run", "--memory-dir", memory_dir, "--timeout", "1", "--endpoint-url", endpoint)

@@ -1,4 +1,4 @@
-"""What became of a synchronous save is told by keys of the store of torch.distributed, which keeps a few of them."""
+"""How a synchronous save has ended is told by a key in torch.distributed's store; the last few keys are kept."""
 
 import contextlib
 

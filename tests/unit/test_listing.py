@@ -1,12 +1,12 @@
 """``ls`` over all tiers: where each checkpoint is, and what has become of it."""
 
 import json
-import socket
 
 import pytest
 from support import committing
 from support.draining import Node
 from support.sharded import make_part, views_of
+from support.silent import silent_server
 from support.story import op_id
 from typer.testing import CliRunner
 
@@ -112,10 +112,7 @@ def test_without_a_dirpath_it_is_this_nodes_memory_of_all_jobs(memory_dir, tmp_p
 
 
 def test_where_the_durable_tier_is_silent_memory_is_listed(memory_dir, monkeypatch):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    with silent_server(monkeypatch) as endpoint:
         node = Node(memory_dir, "s3://bucket/run", endpoint_url=endpoint)
         node.save("1.ckpt", b"A")
         where = ("s3://bucket/run", "--memory-dir", memory_dir, "--timeout", "1")

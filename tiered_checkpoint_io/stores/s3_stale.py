@@ -1,4 +1,4 @@
-"""Uploads in parts that began long ago, and that nobody may know of any more."""
+"""Uploads in parts that began long ago: most likely, nobody will finish them."""
 
 from __future__ import annotations
 

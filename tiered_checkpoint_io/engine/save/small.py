@@ -13,7 +13,7 @@ from tiered_checkpoint_io.memory.spill import AUTO
 
 
 def had_room(session: Session, *, durable: bool, streamed: bool) -> None:
-    """Takes note that a save had room, unless it was streamed, so that the next one that has none is told of."""
+    """Notes that a save had room, unless it was streamed: the next one without room is warned of again."""
     if not streamed:
         session.warned.discard("streamed" if durable else "skipped")
 
@@ -53,5 +53,5 @@ def skip(session: Session, name: str, step: int, reason: Exception) -> None:
 def _warn(session: Session, text: str, kind: str) -> None:
     if kind not in session.warned:
         session.warned.add(kind)
-        # Python shows the same words from the same line once in a process, unless it is told of no earlier ones.
+        # ``warnings.warn`` shows the same words from the same line only once in a process.
         warnings.warn_explicit(text, UserWarning, __file__, 0, __name__)
