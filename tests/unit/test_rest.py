@@ -21,7 +21,7 @@ def test_the_file_is_that_of_torch_save_at_the_moment_of_the_save(of_callback):
     state = {"epoch": 1, "loops": OrderedDict(fit={"batches": 3}), "callbacks": {"Mine": of_callback}}
     expected = io.BytesIO()
     torch.save(state, expected)
-    rest = Rest(state)
+    rest = Rest(state, {})
     state["loops"]["fit"]["batches"] = 4
     if not isinstance(of_callback, dict):
         of_callback[0] = 7

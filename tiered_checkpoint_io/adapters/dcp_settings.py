@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -89,6 +90,18 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
         ConfigError: A key or value is not allowed.
     """
     given = {key: value for key, value in options.items() if value is not None or key == "spill_dir"}
+    if isinstance(config, TieredCheckpointConfig) and not given:
+        return _settings_of_validated(config)
+    return _settings_of(config, given)
+
+
+@functools.lru_cache(maxsize=8)
+def _settings_of_validated(config: TieredCheckpointConfig) -> Settings:
+    """The same at each save of a strategy's, for which training waits."""
+    return _settings_of(config, {})
+
+
+def _settings_of(config: object, given: Mapping[str, Any]) -> Settings:
     if isinstance(config, str | os.PathLike):
         config = {"dirpath": os.fspath(config)}
     elif not isinstance(config, TieredCheckpointConfig | Mapping) and hasattr(config, "namespace"):

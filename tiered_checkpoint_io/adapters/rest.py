@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import torch
+from torch.distributed.tensor import DTensor
+
+from tiered_checkpoint_io.adapters.state import part_off
 
 #: As torch.save has it.
 _PROTOCOL = 2
@@ -37,22 +41,34 @@ class _Written:
 
 
 class Rest:
-    """What is saved as it is now, whatever changes later."""
+    """What is saved as it is now, whatever changes later.
 
-    def __init__(self, rest: dict[str, Any]) -> None:
+    Attributes:
+        sharded: The sharded tensors in it, which are saved beside the model's.
+    """
+
+    def __init__(self, rest: dict[str, Any], model: Mapping[str, Any]) -> None:
         """Pickles it.
 
+        Args:
+            rest: Anything.
+            model: The model's own tensors, by their names.
+
         Raises:
+            UsageError: A sharded tensor can't be described.
             Exception: Whatever ``torch.save`` raises for it.
         """
+        self.sharded: dict[str, DTensor] = {}
         self._pickled: bytes | None = None
         self._file = io.BytesIO()
         data = io.BytesIO()
+        # Training waits for this, and mostly there are no tensors: then nothing else has to look through it.
         try:
             _Pickler(data, _PROTOCOL).dump(rest)
             self._pickled = data.getvalue()
         except _ApartError:
-            torch.save(rest, self._file)
+            parted, self.sharded = part_off(rest, model)
+            torch.save(parted, self._file)
 
     def file(self) -> bytes:
         """The file that ``torch.save`` writes."""

@@ -36,7 +36,7 @@ def tensors_of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> list[t
         for state in optimizer.state.values():
             found += state.values() if isinstance(state, dict) else ()
     # Asked at each overlapped save. Most optimizers hold nothing else.
-    if set(map(type, found)) <= WHOLE:
+    if all(issubclass(kind, torch.Tensor) for kind in set(map(type, found))):
         return found
     # LBFGS has lists.
     flat = itertools.chain.from_iterable(each if isinstance(each, list) else [each] for each in found)

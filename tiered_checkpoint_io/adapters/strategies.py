@@ -170,10 +170,10 @@ class TieredSharding(_Base):
         overlap = writer.saver.overlap if writer.seals_in_background else None
         begun = None
         try:
-            rest, sharded = part_off(rest, checkpoint["state_dict"])
+            model = checkpoint["state_dict"]
+            writer.rest = Rest(rest, model) if self.is_global_zero else None
+            sharded = writer.rest.sharded if writer.rest is not None else part_off(rest, model)[1]
             state.update({SHARDED: sharded} if sharded else {})
-            if self.is_global_zero:
-                writer.rest = Rest(rest)
             begun = overlap.begin_state(state) if overlap is not None else None
         except Exception as error:
             # The other ranks are told of it where they save; they would wait for one that does not come.
