@@ -13,10 +13,11 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
-from operator import attrgetter, eq, getitem
+from itertools import chain
+from operator import attrgetter, getitem
 from typing import Any, NamedTuple, Protocol, cast
 
+import numpy as np
 import torch
 
 #: Tensors that are looked at together.
@@ -271,6 +272,7 @@ class Tensors:
 
     Attributes:
         forms: What decides on how a tensor is written, but for numbers; of those that are not like known ones.
+        addresses: Where the storages begin.
         separate: Whether each is known to have a storage of its own.
     """
 
@@ -291,7 +293,7 @@ class Tensors:
         self.offsets: list[int] = []
         self.grads: list[bool] = []
         self.storages: list[torch.UntypedStorage] = []
-        self.addresses: list[int] = []
+        self._addresses: list[int] = []
         self.sizes: list[int] = []
         self.forms: set[tuple[torch.dtype, torch.device, bool]] = set()
         self.separate = False
@@ -313,6 +315,7 @@ class Tensors:
             self.offsets += offsets if whole else map(_offset, some)
             done = numbers.stop
         self._look_at(tensors[done:])
+        self.addresses = np.array(self._addresses, np.int64)
         self._check_memory()
 
     @functools.cached_property
@@ -348,7 +351,7 @@ class Tensors:
             ):
                 raise DoubtError("a tensor is of an uncommon kind")
             storages = list(map(torch.Tensor.untyped_storage, some))
-            self.addresses += map(torch.UntypedStorage.data_ptr, storages)
+            self._addresses += map(torch.UntypedStorage.data_ptr, storages)
             self.sizes += map(torch.UntypedStorage.nbytes, storages)
             self.storages += storages
 
@@ -359,13 +362,13 @@ class Tensors:
         if set(map(type, self.storages)) - {torch.UntypedStorage}:
             raise DoubtError("a storage is of an uncommon kind")
         # Sets of addresses, which end in the same bits, take many times as long.
-        ordered = sorted(self.addresses)
-        self.separate = not any(map(eq, ordered, islice(ordered, 1, None)))
+        ordered = np.sort(self.addresses)
+        self.separate = not (ordered[1:] == ordered[:-1]).any()
         if self.separate:
             return
-        addresses = set(self.addresses)
+        addresses = set(self._addresses)
         identities = set(self.identities)
-        nowhere = {identity for identity, at in zip(self.identities, self.addresses, strict=True) if not at}
+        nowhere = {identity for identity, at in zip(self.identities, self._addresses, strict=True) if not at}
         shared = len(addresses - {0}) != len(identities - nowhere)
         # Of memory that is met as two types, torch.save makes an error.
         mixed = len(identities) < len(self.dtypes) and len(set(zip(self.identities, self.dtypes, strict=True))) > len(
