@@ -11,6 +11,7 @@ from typing import Any
 from tiered_checkpoint_io.engine.drain.messages import say_outcome
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import DrainError, SaveError
+from tiered_checkpoint_io.model import ids
 
 #: How many saves that have ended are kept for a caller that may ask for them.
 _KEPT = 32
@@ -99,7 +100,7 @@ class AsyncSave(Future[Any]):
                 operation="save",
                 tier="durable",
                 key=session.dirpath,
-                step=self.step if self.step >= 0 else None,
+                step=ids.known(self.step),
                 hint=given_up if outcome.state == "skipped" else "it stays in node memory and is tried again",
             )
         say_outcome(session.log, outcome, session.config)

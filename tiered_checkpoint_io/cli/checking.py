@@ -15,6 +15,7 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
 
 CopyState = Literal["intact", "damaged", "newer", "changed"]
 
@@ -54,7 +55,7 @@ class Checked:
         """Its document; what is not known is null."""
         document = asdict(self)
         return document | {
-            "step": self.step if self.step >= 0 else None,
+            "step": ids.known(self.step),
             **{key: document[key] or None for key in ("copy", "file", "error")},
         }
 

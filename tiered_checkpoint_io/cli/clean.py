@@ -26,6 +26,7 @@ from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
@@ -239,7 +240,7 @@ def _saves(parts: Iterable[StoredPart]) -> list[list[StoredPart]]:
 
 def _removed(save: list[StoredPart]) -> Removed:
     part = save[0].part
-    step = part.content.step if part.content.step >= 0 else None
+    step = ids.known(part.content.step)
     return Removed(part.name, part.dirpath, part.save_id, step, len(save), _size(save))
 
 

@@ -17,6 +17,7 @@ from tiered_checkpoint_io.inventory.record import CheckpointInfo, Tier, time_of
 from tiered_checkpoint_io.inventory.roots import tier_at
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.place import Place
 
 Event = Literal["listed", "new", "changed", "removed"]
@@ -229,7 +230,7 @@ def _part(tier: MemoryTier, stored: StoredPart, *, is_latest: bool) -> Part:
         name=part.name,
         dirpath=part.dirpath,
         save_id=part.save_id,
-        step=content.step if content.step >= 0 else None,
+        step=ids.known(content.step),
         rank=part.rank,
         size_bytes=content.size,
         created=time_of(content.created),
@@ -247,7 +248,7 @@ def _outcome(each: operations.Outcome) -> Outcome:
         action=each.action,
         name=each.name,
         dirpath=each.dirpath,
-        step=each.step if each.step >= 0 else None,
+        step=ids.known(each.step),
         outcome=each.state,
         error=each.error or None,
         size_bytes=each.bytes,

@@ -236,7 +236,7 @@ def _row(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: H
     return {
         "name": save.name,
         "dirpath": save.place.dirpath,
-        "step": save.content.step if save.content.step >= 0 else None,
+        "step": ids.known(save.content.step),
         "state": state,
         "ranks": sorted(each.part.rank for each in save.parts),
         "missing_ranks": save.missing,

@@ -95,7 +95,7 @@ def import_(
         documents = [
             {
                 **asdict(row),
-                "step": row.step if row.step >= 0 else None,
+                "step": ids.known(row.step),
                 "error": row.error or None,
                 "hint": row.hint or None,
             }

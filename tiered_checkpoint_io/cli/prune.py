@@ -22,6 +22,7 @@ from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, St
 from tiered_checkpoint_io.inventory.leftovers import Leftovers, leftovers
 from tiered_checkpoint_io.inventory.record import iso
 from tiered_checkpoint_io.logs import size_text
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import BLOCK, TieredCheckpointConfig
 from tiered_checkpoint_io.model.retention import Best, Checkpoint, Policy, kept, policies_from
 from tiered_checkpoint_io.stores import Store
@@ -291,7 +292,7 @@ def _document(each: Checkpoint, reasons: Sequence[str]) -> dict[str, object]:
         "name": each.name,
         "kept": bool(reasons),
         "reasons": list(reasons),
-        "step": each.step if each.step >= 0 else None,
+        "step": ids.known(each.step),
         "save_id": each.save_id,
         "size_bytes": each.size,
         "created": iso(each.created),

@@ -66,7 +66,7 @@ def pull(
     content, size = parts[0].content, sum(part.content.size for part in fetched)
     where = str(to) if to is not None else f"node memory, namespace {namespace_here(config)}"
     if json:
-        found = {"name": parts[0].name, "dirpath": config.dirpath, "step": content.step if content.step >= 0 else None}
+        found = {"name": parts[0].name, "dirpath": config.dirpath, "step": ids.known(content.step)}
         place = {"folder": str(to)} if to is not None else {"namespace": namespace_here(config)}
         ranks = [part.rank for part in parts]
         write_json("pull", {**found, **place, "ranks": ranks, "fetched_size_bytes": size})

@@ -74,7 +74,7 @@ def reshard(
             )
 
     made = answer(config, config.dirpath, work, stop=stop)
-    step = made.step if made.step >= 0 else None
+    step = ids.known(made.step)
     if json:
         write_json("reshard", {"dirpath": config.dirpath, **asdict(made), "step": step})
         return

@@ -40,6 +40,7 @@ from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.memory.node import node_budget
 from tiered_checkpoint_io.memory.spill import spill_dir_of
 from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import Store, open_store, place_of
@@ -383,5 +384,5 @@ class Session:
         if self._raises:
             if isinstance(error, SaveError):
                 raise error
-            text, known = f"saving {name} failed: {error}", step if step >= 0 else None
+            text, known = f"saving {name} failed: {error}", ids.known(step)
             raise SaveError(text, operation="save", key=self.dirpath, step=known) from error

@@ -79,8 +79,8 @@ def info(name: str, dirpath: str, content: Content, *, state: CheckpointState, *
     """The record of a checkpoint of which a content is known; ``more`` are further fields."""
     facts: Mapping[str, Any] = {
         "save_id": content.save_id,
-        "step": content.step if content.step >= 0 else None,
-        "epoch": content.epoch if content.epoch >= 0 else None,
+        "step": ids.known(content.step),
+        "epoch": ids.known(content.epoch),
         "metric": content.metric,
         "metrics": content.metrics({}),
         "size_bytes": content.size,

@@ -75,7 +75,7 @@ class Restored(Found):
 
     def load(self, trust: Trust, *, map_location: Any, rank: int | None = None) -> Any:
         """The state in the file, by ``torch.load``; raises as :meth:`Trust.read`, with ``rank`` in the error."""
-        step = self.step if self.step >= 0 else None
+        step = ids.known(self.step)
         where = {"tier": self.tier, "key": self.name, "rank": rank, "step": step}
         # What others wrote may be in torch's old format, which can't be mapped.
         ours = self.content is not None

@@ -52,6 +52,11 @@ _SLUG = 40
 _MAX_STEP = 1 << 62
 
 
+def known(number: int) -> int | None:
+    """A step or epoch for people and programs: None where it is below 0, which is how an unknown one is stored."""
+    return number if number >= 0 else None
+
+
 def validate_name(name: str) -> str:
     """A checkpoint's name: a relative path that stays where it is put.
 
