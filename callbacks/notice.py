@@ -21,6 +21,7 @@ import torch.distributed as dist
 from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError, RestoreError
+from tiered_checkpoint_io.model.numbers import seconds
 
 #: Part of the grace time that is left for the end of the interpreter and of the launcher.
 _MARGIN = 0.1
@@ -38,10 +39,7 @@ class Notice:
         self.signals = tuple(map(_signal, signals))
         if not self.signals:
             raise ConfigError("signals is empty", hint="name those that tell the job to end, such as SIGTERM")
-        is_number = isinstance(grace_seconds, int | float) and not isinstance(grace_seconds, bool)
-        if not is_number or not math.isfinite(grace_seconds) or grace_seconds <= 0:
-            raise ConfigError(f"grace_seconds is {grace_seconds!r}", hint="allowed: a number of seconds above 0")
-        self.grace_seconds = float(grace_seconds)
+        self.grace_seconds = seconds("grace_seconds", grace_seconds, above=0)
         self.received: signal.Signals | None = None
         self.leave_by: float | None = None
         #: Of the job that is handled; None while none is.
