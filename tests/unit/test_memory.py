@@ -19,7 +19,7 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory.node import node_budget
-from tiered_checkpoint_io.memory.parts import PartIndex, reading
+from tiered_checkpoint_io.memory.parts import PartIndex, opened, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
@@ -275,7 +275,7 @@ def test_a_file_that_is_being_read_is_never_written_to_again(tier):
 
 def test_nor_is_one_whose_mapping_may_outlive_its_reader(tier):
     stored = save(tier, b"old" * 1000, 1)
-    with reading(stored, keep=True):
+    with opened(stored, keep=True):
         kept = mapped_by_others(stored)
     tier.remove(stored)
     save(tier, b"new" * 1000, 2)
@@ -293,7 +293,7 @@ def mapped_by_others(stored):
 def test_what_is_gone_is_not_found(tier, keep):
     stored = save(tier, b"x", 1)
     tier.remove(stored)
-    with pytest.raises(CheckpointNotFoundError), reading(stored, keep=keep):
+    with pytest.raises(CheckpointNotFoundError), opened(stored, keep=keep):
         pass
     tier.remove(stored)
 
@@ -316,5 +316,5 @@ def test_a_part_that_is_removed_while_it_is_being_opened_is_not_found(tier, monk
 
     monkeypatch.setattr(fcntl, "flock", removed_just_before)
     # Where it is not reused it is locked, and that may last.
-    with pytest.raises(CheckpointNotFoundError), reading(stored, keep=keep):
+    with pytest.raises(CheckpointNotFoundError), opened(stored, keep=keep):
         pass

@@ -19,7 +19,7 @@ from tiered_checkpoint_io.errors import (
     MemoryUnsafeError,
 )
 from tiered_checkpoint_io.memory import node
-from tiered_checkpoint_io.memory.parts import reading
+from tiered_checkpoint_io.memory.parts import opened, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
 from .test_memory import MIB, RUN, content_of, files_in, mapped_by_others, save, tier  # noqa: F401 - fixtures
@@ -183,7 +183,7 @@ def test_killed_at_any_moment_the_newest_committed_part_is_whole(memory_dir):
 
 def test_trash_that_a_live_process_is_still_sorting_out_does_it_no_harm(tier, memory_dir, monkeypatch):
     stored = save(tier, b"old" * 1000, 1)
-    with reading(stored, keep=True):
+    with opened(stored, keep=True):
         kept = mapped_by_others(stored)
     real = os.rename
 

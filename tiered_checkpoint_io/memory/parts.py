@@ -278,9 +278,9 @@ def opened(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, int]
 
 
 @contextlib.contextmanager
-def reading(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, memoryview]]:
+def reading(stored: StoredPart) -> Iterator[dict[str, memoryview]]:
     """Maps a part's files for reading: as :func:`opened`, with the bytes of each in place of a descriptor."""
-    with opened(stored, keep=keep) as descriptors:
+    with opened(stored) as descriptors:
         yield {name: mapped(descriptor) for name, descriptor in descriptors.items()}
 
 
