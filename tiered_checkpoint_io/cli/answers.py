@@ -91,7 +91,8 @@ def answer(
 
     if stop is None:
         return answer_within(config.durable_timeout_s, noted, what=where, count_down=None if quiet else count_down)
-    with _sigterm_as_ctrl_c():
+    # By SIGTERM schedulers end a job, which then must leave nothing.
+    with raising(KeyboardInterrupt):
         try:
             return answer_within(config.durable_timeout_s, noted, what=where, count_down=None if quiet else count_down)
         except BaseException:
@@ -102,12 +103,16 @@ def answer(
 
 
 @contextlib.contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """A block that SIGTERM ends by a KeyboardInterrupt: by it schedulers end a job, which then must leave nothing."""
+def raising(exception: type[BaseException]) -> Iterator[None]:
+    """A block in which SIGTERM raises an exception; off the main thread, where Python can't, does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def end(*_: object) -> None:
+        raise exception
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
-from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.answers import ask, raising
 from tiered_checkpoint_io.cli.documents import Change, Event, Ran
 from tiered_checkpoint_io.cli.listing import looker_of
 from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server
@@ -43,7 +43,7 @@ _STDERR = 2
 _PREFIX = "TIERED_CKPT_"
 
 
-class _ToldToEnd(BaseException):
+class _Terminated(BaseException):
     """SIGTERM came."""
 
 
@@ -83,7 +83,9 @@ def watch(
     look = RepeatedLook(
         lambda: ask(config, looker.look, quiet=look.has_answered), lambda line: say(printable(line), err=True)
     )
-    with _ended_by_sigterm(), _output(config.dirpath, shown, table=runs is None and not as_json) as output:
+    # Raised where this waits, which is in the main thread alone.
+    ended = contextlib.suppress(_Terminated)
+    with ended, raising(_Terminated), _output(config.dirpath, shown, table=runs is None and not as_json) as output:
         last = time.monotonic()
         while True:
             found = look.checkpoints()
@@ -143,22 +145,6 @@ def _pinned(config: TieredCheckpointConfig, each: CheckpointInfo) -> Iterator[No
                 ask(config, lambda store: unpin(store, name, token))
             except StoreError as error:
                 say(printable(f"warning: the pin of {name} stays, for a day at most: {error}"), err=True)
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """A block that SIGTERM ends: all that it waits for is waited for in the main thread."""
-
-    def end(*_: object) -> None:
-        raise _ToldToEnd
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    except _ToldToEnd:
-        pass
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 # --------------------------------------------------------------------------------------- command
