@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from tiered_checkpoint_io.version import __version__
 
 if TYPE_CHECKING:
-    from tiered_checkpoint_io.adapters.dcp import TieredStorageReader, TieredStorageWriter
+    from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
+    from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
     from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
     from tiered_checkpoint_io.engine.ranks.coordination import train_here
     from tiered_checkpoint_io.inventory.api import (
@@ -54,8 +55,8 @@ _HOMES = {
     "AsyncCheckpointIO": "tiered_checkpoint_io.adapters.lightning",
     "TieredCheckpointIO": "tiered_checkpoint_io.adapters.lightning",
     "TieredCheckpointConfig": "tiered_checkpoint_io.model.config",
-    "TieredStorageReader": "tiered_checkpoint_io.adapters.dcp",
-    "TieredStorageWriter": "tiered_checkpoint_io.adapters.dcp",
+    "TieredStorageReader": "tiered_checkpoint_io.adapters.dcp_reader",
+    "TieredStorageWriter": "tiered_checkpoint_io.adapters.dcp_writer",
     "CheckpointInfo": "tiered_checkpoint_io.inventory.api",
     "find_latest": "tiered_checkpoint_io.inventory.api",
     "list_checkpoints": "tiered_checkpoint_io.inventory.api",

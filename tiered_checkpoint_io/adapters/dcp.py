@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from tiered_checkpoint_io.adapters.async_saves import AsyncSave, maybe_finalize_async_calls, register
+from tiered_checkpoint_io.adapters.async_saves import AsyncSave, register
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.groups import first_failure, rank_in_group, save_planner, shard_role_of, world
@@ -27,17 +27,6 @@ from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.errors import RestoreError, SaveError, TieredCheckpointError, UsageError
-
-__all__ = [
-    "AsyncSave",
-    "TieredStorageReader",
-    "TieredStorageWriter",
-    "async_save",
-    "load",
-    "maybe_finalize_async_calls",
-    "save",
-    "save_full",
-]
 
 Kind = Literal["sharded", "local"]
 
