@@ -21,7 +21,7 @@ from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import Concurrency, TieredCheckpointConfig
+from tiered_checkpoint_io.model.config import Acl, Concurrency, TieredCheckpointConfig
 from tiered_checkpoint_io.model.retention import Policies
 
 REFUSE_LIGHTNING_ASYNC = (
@@ -83,13 +83,13 @@ class TieredCheckpointIO(CheckpointIO):
         endpoint_url: str | None = None,
         region: str | None = None,
         profile: str | None = None,
-        sse: str | None = None,
+        sse: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None,
         sse_kms_key_id: str | None = None,
         expected_bucket_owner: str | None = None,
         request_payer: Literal["requester"] | None = None,
-        acl: str | None = None,
+        acl: Acl | None = None,
         storage_class: str | None = None,
-        checksum_algorithm: str | None = None,
+        checksum_algorithm: Literal["CRC32", "CRC32C", "SHA1", "SHA256", "CRC64NVME"] | None = None,
         **unknown: Any,
     ) -> None:
         """Validates the configuration; opens nothing.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, NewerConfigError
@@ -28,27 +29,16 @@ _GLOBAL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 _MAX_CONCURRENCY = 256
 
 Concurrency = int | Literal["auto"]
+Acl = Literal[
+    "private",
+    "public-read",
+    "public-read-write",
+    "authenticated-read",
+    "aws-exec-read",
+    "bucket-owner-read",
+    "bucket-owner-full-control",
+]
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "on_pending": ("wait", "skip"),
-    "on_save_error": ("warn", "raise"),
-    "on_unrestored_loader": ("warn", "raise"),
-    "drain": ("process", "thread"),
-    "staging": ("eager", "overlapped", "auto"),
-    "preflight": ("error", "warn", "off"),
-    "sse": ("AES256", "aws:kms", "aws:kms:dsse"),
-    "request_payer": ("requester",),
-    "checksum_algorithm": ("CRC32", "CRC32C", "SHA1", "SHA256", "CRC64NVME"),
-    "acl": (
-        "private",
-        "public-read",
-        "public-read-write",
-        "authenticated-read",
-        "aws-exec-read",
-        "bucket-owner-read",
-        "bucket-owner-full-control",
-    ),
-}
 #: Objects of these classes have to be restored before they can be read, which takes hours.
 _UNREADABLE_CLASSES = ("GLACIER", "DEEP_ARCHIVE")
 _PATHS = ("dirpath", "memory_dir", "spill_dir", "log_dir")
@@ -193,13 +183,13 @@ class TieredCheckpointConfig:
     endpoint_url: str | None = None
     region: str | None = None
     profile: str | None = None
-    sse: str | None = None
+    sse: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
     sse_kms_key_id: str | None = None
     expected_bucket_owner: str | None = None
     request_payer: Literal["requester"] | None = None
-    acl: str | None = None
+    acl: Acl | None = None
     storage_class: str | None = None
-    checksum_algorithm: str | None = None
+    checksum_algorithm: Literal["CRC32", "CRC32C", "SHA1", "SHA256", "CRC64NVME"] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.dirpath, str):
@@ -231,7 +221,7 @@ class TieredCheckpointConfig:
                 _check_int(key, getattr(self, key), 1, _MAX_CONCURRENCY, extra="'auto' or ")
         if self.preflight is False:
             object.__setattr__(self, "preflight", "off")
-        for key, allowed in _CHOICES.items():
+        for key, allowed in _choices().items():
             value = getattr(self, key)
             if value not in allowed and not (value is None and key in _S3_ONLY):
                 _refuse(key, value, "one of " + ", ".join(allowed))
@@ -352,6 +342,16 @@ class TieredCheckpointConfig:
     def read_concurrency(self, readers: int = 1) -> int:
         """Ranges in flight for each of ``readers`` nodes that read at once."""
         return _concurrency(self.max_read_concurrency, GETS_PER_SECOND, readers)
+
+
+@functools.cache
+def _choices() -> dict[str, tuple[str, ...]]:
+    """The texts that a key may be, of all that are declared as Literal."""
+    hints = {key: hint for key, hint in get_type_hints(TieredCheckpointConfig).items() if hint != Concurrency}
+    literals = {
+        key: [each for each in (hint, *get_args(hint)) if get_origin(each) is Literal] for key, hint in hints.items()
+    }
+    return {key: tuple(filter(bool, get_args(each))) for key, found in literals.items() for each in found}
 
 
 def _concurrency(value: Concurrency, per_second: int, sharers: int) -> int:
