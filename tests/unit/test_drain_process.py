@@ -16,7 +16,7 @@ from support.draining import Node, names, readable
 from support.story import op_id
 
 from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine.drain import news, queue
+from tiered_checkpoint_io.engine.drain import outcomes, queue
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.process import FOR_TRAINER
@@ -70,7 +70,7 @@ def test_a_trainer_starts_it_waits_for_it_and_leaves_it(node, store, handle_of):
 
 
 def test_each_outcome_is_told_once_and_none_is_remembered_for_ever(node, handle_of, monkeypatch):
-    monkeypatch.setattr(news, "_SEEN", 4)
+    monkeypatch.setattr(outcomes, "_SEEN", 4)
     monkeypatch.setattr(queue, "_KEEP", 2)
     handle, told = handle_of(node), []
     for number in range(1, 21):

@@ -24,7 +24,7 @@ from tiered_checkpoint_io.errors import (
     WaitTimeoutError,
 )
 from tiered_checkpoint_io.inventory.durable import read_all
-from tiered_checkpoint_io.inventory.news import NewCheckpoints
+from tiered_checkpoint_io.inventory.new_checkpoints import NewCheckpoints
 from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore

@@ -16,7 +16,7 @@ from tiered_checkpoint_io.cli.options import NODE, NODES, Json, Node, Nodes
 from tiered_checkpoint_io.cli.output import INTERRUPTED, is_terminal, printable, say, show, write_json
 from tiered_checkpoint_io.cli.rows import part_text
 from tiered_checkpoint_io.engine.drain import standalone
-from tiered_checkpoint_io.engine.drain.ending import told_to_end
+from tiered_checkpoint_io.engine.drain.ending import ended_by_signal
 from tiered_checkpoint_io.engine.drain.locks import is_locked
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, Drain
@@ -29,7 +29,7 @@ from tiered_checkpoint_io.metrics.exports import Exports
 from tiered_checkpoint_io.model.place import Place
 
 _SHOWN_OUTCOMES = 10
-_COLUMNS = ("name", "step", "rank", "size", "state", "on peers too", "note", "dirpath")
+_COLUMNS = ("name", "step", "rank", "size", "state", "replicated", "note", "dirpath")
 
 
 def drain(
@@ -46,7 +46,7 @@ def drain(
     log, targets, source, exports = get_logger(root.name), targets_of(export), source_of(root), Exports()
     # One that stays is ended while it waits for work: that is no failure of what it did before.
     ends, before = once or not stay, set(Queue(root).outcomes())
-    with told_to_end(log, late=int(ends)) as stop, contextlib.closing(exports):
+    with ended_by_signal(log, late=int(ends)) as stop, contextlib.closing(exports):
         for target in targets:
             exports.start(target, source, log)
         worker = Drain(root, logger=log, stop=stop, stay=stay)

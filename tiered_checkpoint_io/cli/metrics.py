@@ -11,7 +11,7 @@ import typer
 
 from tiered_checkpoint_io.cli.options import NODES, Json, Nodes, wrong_use
 from tiered_checkpoint_io.cli.output import INTERRUPTED, say, show, write_json
-from tiered_checkpoint_io.engine.drain.ending import told_to_end
+from tiered_checkpoint_io.engine.drain.ending import ended_by_signal
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import get_logger
 from tiered_checkpoint_io.metrics.catalog import Sample
@@ -66,7 +66,7 @@ def targets_of(export: str | None) -> list[MetricsTarget]:
 def export_until_ended(targets: Iterable[MetricsTarget], source: Source) -> None:
     """Exports until SIGTERM, or Ctrl-C, after which the status is 130."""
     log, exports = get_logger("metrics"), Exports()
-    with told_to_end(log, late=0) as stop, contextlib.closing(exports):
+    with ended_by_signal(log, late=0) as stop, contextlib.closing(exports):
         for each in targets:
             exports.start(each, source, log)
         stop.wait()

@@ -15,7 +15,7 @@ from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, path
 from tiered_checkpoint_io.cli.output import INTERRUPTED, printable, say, show, write_json
 from tiered_checkpoint_io.cli.pins import document_of
 from tiered_checkpoint_io.clock import SYSTEM
-from tiered_checkpoint_io.engine.drain.ending import told_to_end
+from tiered_checkpoint_io.engine.drain.ending import ended_by_signal
 from tiered_checkpoint_io.engine.durable.pruning import finish, remove_all, unfinished
 from tiered_checkpoint_io.engine.durable.retention import RemovalAttempt, Survey, in_order, refused_text
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, StoreError
@@ -103,10 +103,10 @@ def prune(
     older_than_s = older_than * 3600.0
     plan = ask(config, lambda store: _plan(store, policies, older_than_s))
     if not (yes and (plan.going or plan.unfinished)):
-        _tell(config, plan, _Done(), json=json, dry_run=not yes)
+        _show(config, plan, _Done(), json=json, dry_run=not yes)
         return
     done = _Done()
-    ending = told_to_end(logging.getLogger("tiered_checkpoint_io"), late=INTERRUPTED)
+    ending = ended_by_signal(logging.getLogger("tiered_checkpoint_io"), late=INTERRUPTED)
     with ending as stop, claimed(config, stop, makes_room=True) as is_ours:
         if is_ours:
             # The tier may have changed since the first look.
@@ -120,7 +120,7 @@ def prune(
     if stop.is_set():
         say(f"interrupted: removed {len(done.gone)} of {len(plan.going)}; the others are unchanged", err=True)
         raise typer.Exit(INTERRUPTED)
-    _tell(config, plan, done, json=json, dry_run=False)
+    _show(config, plan, done, json=json, dry_run=False)
     if done.refused or done.refused_again:
         raise typer.Exit(1)
 
@@ -189,7 +189,7 @@ def _refuse_unknown_metrics(found: Sequence[Checkpoint], policies: Sequence[Poli
 
 
 # ------------------------------------------------------------------------------------------ output
-def _tell(config: TieredCheckpointConfig, plan: _Plan, done: _Done, *, json: bool, dry_run: bool) -> None:
+def _show(config: TieredCheckpointConfig, plan: _Plan, done: _Done, *, json: bool, dry_run: bool) -> None:
     going, gone, left = plan.going, done.gone, plan.left
     if json:
         write_json(

@@ -57,10 +57,10 @@ def pull(
     stop = threading.Event()
 
     # Before the server is asked: torch takes its time.
-    from tiered_checkpoint_io.cli.pulling import bring
+    from tiered_checkpoint_io.cli import pulling
 
     def fetch(store: Store) -> tuple[list[Part], list[Part]]:
-        return bring(config, store, wanted, rank or (), to, stop, silent=json)
+        return pulling.fetch(config, store, wanted, rank or (), to, stop, silent=json)
 
     parts, fetched = ask(config, fetch, stop=stop)
     content, size = parts[0].content, sum(part.content.size for part in fetched)

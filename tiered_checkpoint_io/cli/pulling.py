@@ -38,7 +38,7 @@ from tiered_checkpoint_io.stores import Store, place_of
 from tiered_checkpoint_io.stores.silence import moving
 
 
-def bring(
+def fetch(
     config: TieredCheckpointConfig,
     store: Store,
     wanted: str,
@@ -78,13 +78,13 @@ def bring(
         errors: list[TieredCheckpointError] = []
         for content in contents_there(store, manifest):
             try:
-                return bring_content(manifest.name, content)
+                return fetch_content(manifest.name, content)
             except (CorruptCheckpointError, ManifestError, StoreNotFoundError, MemoryFullError) as error:
                 errors.append(error)
         # What does not fit may be the one that is intact.
         raise next((each for each in errors if isinstance(each, MemoryFullError)), errors[0])
 
-    def bring_content(name: str, content: Content) -> tuple[list[Part], list[Part]]:
+    def fetch_content(name: str, content: Content) -> tuple[list[Part], list[Part]]:
         parts = _parts(config, store, name, content, ranks)
         with contextlib.ExitStack() as held:
             if to is not None:

@@ -94,7 +94,7 @@ def _show(each: Save, names: dict[str, str]) -> None:
             say(printable(f"{what}: {value}"))
     if each.held_parts:
         say("Parts on this node:")
-        columns = ("rank", "tier", "size", "state", "on peers too", "namespace", "folder")
+        columns = ("rank", "tier", "size", "state", "replicated", "namespace", "folder")
         show("", [_part_row(part) for part in each.held_parts], *columns)
     if each.files:
         say("Files:")

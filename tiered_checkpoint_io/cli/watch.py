@@ -23,7 +23,7 @@ from tiered_checkpoint_io.engine.durable.manifests import meant_by
 from tiered_checkpoint_io.engine.durable.pins import pin, unpin
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, UsageError
 from tiered_checkpoint_io.inventory.look import RepeatedLook
-from tiered_checkpoint_io.inventory.news import NewCheckpoints
+from tiered_checkpoint_io.inventory.new_checkpoints import NewCheckpoints
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, iso
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids

@@ -21,7 +21,7 @@ from tiered_checkpoint_io.errors import (
     WaitTimeoutError,
 )
 from tiered_checkpoint_io.inventory.look import Look, Looker, RepeatedLook
-from tiered_checkpoint_io.inventory.news import NewCheckpoints
+from tiered_checkpoint_io.inventory.new_checkpoints import NewCheckpoints
 from tiered_checkpoint_io.inventory.record import CheckpointInfo
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Collection, Iterator
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.drain.news import NewOutcomes
 from tiered_checkpoint_io.engine.drain.operations import (
     SAVES,
     Outcome,
@@ -16,6 +15,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
     held_back,
     unreplaced,
 )
+from tiered_checkpoint_io.engine.drain.outcomes import NewOutcomes
 from tiered_checkpoint_io.engine.drain.progress import tier_label
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.running import DrainRunner

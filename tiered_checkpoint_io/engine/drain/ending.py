@@ -32,7 +32,7 @@ class Stop(threading.Event):
 
 
 @contextlib.contextmanager
-def told_to_end(log: Logger, *, late: int) -> Iterator[Stop]:
+def ended_by_signal(log: Logger, *, late: int) -> Iterator[Stop]:
     """Gives an event that is set by SIGTERM and SIGINT while the block runs.
 
     A block that does not end within ``GRACE_S`` of the signal, because a server does not answer, is not waited for:

@@ -74,7 +74,7 @@ class OperationLog:
             file = self._opened()
             return os.pread(file, _BELL_AT + _BELL_SIZE, 0) if file is not None else b""
 
-    def heard(self) -> bytes:
+    def poll_with_heartbeat(self) -> bytes:
         """As :meth:`poll`, and what differs where :meth:`beat` has written."""
         with self._guard:
             file = self._opened()

@@ -87,7 +87,7 @@ class Queue:
         #: What differs from the last call where there is anything new: a cheap look, for those who wait.
         self.version = self._log.poll
         #: The same, for those to whom what the drain says of itself is new too.
-        self.heard = self._log.heard
+        self.poll_with_heartbeat = self._log.poll_with_heartbeat
         self._outcomes: tuple[bytes, list[Outcome]] = b"", []
         self._understood: dict[str, tuple[Any, Outcome | None]] = {}
         self._requests: dict[str, tuple[Any, Request]] = {}

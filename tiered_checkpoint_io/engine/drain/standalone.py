@@ -8,7 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
-from tiered_checkpoint_io.engine.drain.ending import told_to_end
+from tiered_checkpoint_io.engine.drain.ending import ended_by_signal
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, get_logger
@@ -54,7 +54,7 @@ def main() -> None:
     root = Path(sys.argv[-1])
     log = get_logger(root.name)
     try:
-        with told_to_end(log, late=0) as stop:
+        with ended_by_signal(log, late=0) as stop:
             run(Drain(root, logger=log, stop=stop, for_trainer=True), root, log, stop)
     except (TieredCheckpointError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -16,21 +16,21 @@ class NewOutcomes:
         """Takes what is written by the drain."""
         self._queue = queue
         self._seen = {(outcome.op_id, outcome.state) for outcome in queue.outcomes()}
-        self._heard: tuple[bytes | None, str] = None, ""
+        self._last: tuple[bytes | None, str] = None, ""
 
     def take(self) -> tuple[list[Outcome], str]:
         """Outcomes that were not taken yet, and :attr:`DrainProgress.trouble`."""
-        heard = self._queue.heard()
-        if heard == self._heard[0]:
-            return [], self._heard[1]
+        version = self._queue.poll_with_heartbeat()
+        if version == self._last[0]:
+            return [], self._last[1]
         outcomes = self._queue.outcomes()
         fresh = [outcome for outcome in outcomes if (outcome.op_id, outcome.state) not in self._seen]
-        self._heard = heard, self._queue.progress().trouble
+        self._last = version, self._queue.progress().trouble
         self._seen.update((outcome.op_id, outcome.state) for outcome in fresh)
         if len(self._seen) > _SEEN:
             # Those that the log has forgotten do not come again.
             self._seen.intersection_update([(outcome.op_id, outcome.state) for outcome in outcomes])
-        return fresh, self._heard[1]
+        return fresh, self._last[1]
 
     def skip(self, outcome: Outcome) -> None:
         """Leaves one out, because a caller has waited for it."""
