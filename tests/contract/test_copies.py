@@ -2,15 +2,18 @@
 
 import contextlib
 import os
+from types import SimpleNamespace
 
 import pytest
 from support.fault_proxy import FaultProxy, lose_answer, refuse
 
 from tiered_checkpoint_io.errors import StoreUnavailableError
-from tiered_checkpoint_io.stores.base import CopyRefusedError, ServerCopy
+from tiered_checkpoint_io.stores.base import CopyRefusedError, Metrics, ServerCopy
+from tiered_checkpoint_io.stores.fallbacks import copy_to
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 from tiered_checkpoint_io.stores.s3_parts import MARK
 from tiered_checkpoint_io.testing.contract import MemoryJournal, StopHere, stop_here
+from tiered_checkpoint_io.testing.faulty import FaultyStore
 
 SIZE = 20 * MIB + 5
 
@@ -47,7 +50,7 @@ def put(store, key, data=None):
 def test_a_large_object_is_copied_in_parts_and_bears_a_mark_of_its_own(store, moto, bucket):
     data = put(store, "step_1.ckpt")
     before, seen = store.metrics.snapshot(), []
-    ServerCopy("step_1.ckpt", SIZE, lambda: None).to(store, "last.ckpt", progress=seen.append)
+    copy_to(store, "last.ckpt", ServerCopy("step_1.ckpt", SIZE, lambda: None), progress=seen.append)
     counts = {name: count - before.get(name, 0) for name, count in store.metrics.snapshot().items()}
     assert {name: count for name, count in counts.items() if name.startswith("requests.") and count} == {
         "requests.head": 1,
@@ -70,7 +73,7 @@ def test_a_copy_has_the_options_of_uploads(moto, bucket, size):
     options = {"ServerSideEncryption": "AES256", "StorageClass": "STANDARD_IA", "ChecksumAlgorithm": "SHA256"}
     with opened(moto.endpoint_url, f"s3://{bucket}/run", **options) as store:
         data = put(store, "a", os.urandom(size))
-        ServerCopy("a", size, lambda: None).to(store, "b")
+        copy_to(store, "b", ServerCopy("a", size, lambda: None))
         assert store.get("b") == data
     facts = moto.client.head_object(Bucket=bucket, Key="run/b")
     assert (facts["ServerSideEncryption"], facts["StorageClass"]) == ("AES256", "STANDARD_IA")
@@ -80,10 +83,10 @@ def test_a_copy_in_parts_that_was_stopped_is_taken_up(store, moto, bucket):
     data, journal = put(store, "a"), MemoryJournal()
     copy = ServerCopy("a", SIZE, lambda: None)
     with pytest.raises(StopHere):
-        copy.to(store, "b", journal=journal, progress=stop_here)
+        copy_to(store, "b", copy, journal=journal, progress=stop_here)
     assert journal.read()
     before = store.metrics.snapshot()
-    copy.to(store, "b", journal=journal)
+    copy_to(store, "b", copy, journal=journal)
     counts = store.metrics.snapshot()
     assert counts["requests.create"] == before["requests.create"]
     assert store.get("b") == data
@@ -95,13 +98,13 @@ def test_parts_of_one_source_never_get_into_another_object(store, moto, bucket, 
     put(store, "a")
     journal = MemoryJournal()
     with pytest.raises(StopHere):
-        ServerCopy("a", SIZE, lambda: None).to(store, "b", journal=journal, progress=stop_here)
+        copy_to(store, "b", ServerCopy("a", SIZE, lambda: None), journal=journal, progress=stop_here)
     if then == "an upload":
         data = os.urandom(SIZE)
         store.upload("b", memoryview(data), journal=journal)
     else:
         data = put(store, "a")
-        ServerCopy("a", SIZE, lambda: None).to(store, "b", journal=journal)
+        copy_to(store, "b", ServerCopy("a", SIZE, lambda: None), journal=journal)
     assert store.get("b") == data
     assert moto.uploads(bucket) == []
 
@@ -118,7 +121,7 @@ def test_a_source_that_changes_while_parts_are_copied_ends_the_copy(store, moto,
             raise StoreUnavailableError("changed", operation="copy", key="a")
 
     with pytest.raises(StoreUnavailableError):
-        ServerCopy("a", SIZE, check).to(store, "b")
+        copy_to(store, "b", ServerCopy("a", SIZE, check))
     assert store.get("b") == b"old"
     assert moto.uploads(bucket) == []
 
@@ -130,7 +133,7 @@ def test_a_server_that_sees_another_etag_is_asked_again_later(moto, bucket, size
         store.put("b", b"old")
         proxy.plan = lambda request, _: refuse(412, "PreconditionFailed") if request in ("put", "part") else None
         with pytest.raises(StoreUnavailableError, match="replaced"):
-            ServerCopy("a", size, lambda: None).to(store, "b")
+            copy_to(store, "b", ServerCopy("a", size, lambda: None))
         proxy.plan = lambda *_: None
         assert store.get("b") == b"old"
 
@@ -141,7 +144,7 @@ def test_a_lost_answer_is_no_lost_copy(moto, bucket, size):
         data, before = put(store, "a", os.urandom(size)), dict(proxy.counts)
         which = "put" if size == 1000 else "part"
         proxy.plan = lambda request, number: lose_answer if (request, number) == (which, before[which] + 1) else None
-        ServerCopy("a", size, lambda: None).to(store, "b")
+        copy_to(store, "b", ServerCopy("a", size, lambda: None))
         assert store.metrics.snapshot()["retries"] == 1
         assert store.get("b") == data
 
@@ -153,7 +156,14 @@ def test_a_server_that_takes_copied_parts_for_empty_ones_is_found_out(s3_server,
         put(store, "a")
         store.put("b", b"old")
         with pytest.raises(CopyRefusedError, match="copy parts"):
-            ServerCopy("a", SIZE, lambda: None).to(store, "b", journal=MemoryJournal())
+            copy_to(store, "b", ServerCopy("a", SIZE, lambda: None), journal=MemoryJournal())
         assert store.get("b") == b"old"
         bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
         assert s3_server.uploads(bucket, prefix) == []
+
+
+@pytest.mark.parametrize("wrapped", [lambda store: store, FaultyStore])
+def test_a_store_that_has_no_copy_refuses(wrapped):
+    bare = SimpleNamespace(url="bare://run", metrics=Metrics())
+    with pytest.raises(CopyRefusedError, match="can't copy"):
+        copy_to(wrapped(bare), "b", ServerCopy("a", 1, lambda: None))

@@ -1,4 +1,4 @@
-"""Store: the little that the engine needs from a durable tier.
+"""Store: the little that the engine needs from a durable tier. :mod:`fallbacks` says what a store may have beyond it.
 
 Policy (commit order, retention, verification, which ranges to read) lives in the engine, above
 this protocol. A store moves bytes and tells the truth about errors. Keys are ``str``, relative to
@@ -30,7 +30,6 @@ from tiered_checkpoint_io.errors import (
     InvalidNameError,
     StoreChangedError,
     StoreError,
-    StoreNotFoundError,
 )
 from tiered_checkpoint_io.model.delta import Same
 
@@ -157,7 +156,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class ServerCopy:
-    """Bytes that the store has under another key, to be copied there without being sent.
+    """Bytes that the store has under another key, to be copied there without being sent: see :func:`fallbacks.copy_to`.
 
     Attributes:
         source: Their key.
@@ -169,30 +168,6 @@ class ServerCopy:
     source: str
     size: int
     check: Callable[[], None]
-
-    def to(
-        self,
-        store: Store,
-        key: str,
-        *,
-        journal: UploadJournal | None = None,
-        progress: Callable[[int], None] | None = None,
-    ) -> None:
-        """Has the store copy them over what may be at ``key``; atomic, and with a journal as :meth:`Store.upload`.
-
-        Raises:
-            CopyRefusedError: The store can't copy, or refuses to. The old object is as it was.
-            StoreNotFoundError: There is no source.
-        """
-        copy = getattr(store, "copy", None)
-        if copy is None:
-            raise CopyRefusedError("this kind of store can't copy", operation="copy", key=key)
-        try:
-            copy(self.source, key, self.size, check=self.check, journal=journal, progress=progress)
-        except StoreError as error:
-            if error.retryable or isinstance(error, StoreNotFoundError | CopyRefusedError):
-                raise
-            raise CopyRefusedError(error.message, operation="copy", key=key, hint=error.hint) from error
 
 
 class CopyRefusedError(StoreError):
@@ -220,13 +195,6 @@ class Store(Protocol):
             StoreError: The listing failed. A store, or prefix, with nothing in it is no error.
         """
         ...
-
-    # A store may also have ``folders(prefix)``: the names of the folders that a listing by a delimiter finds below a
-    # prefix. See :func:`folders_of`. And ``children(prefix)``: these, and the objects beside them; see
-    # :func:`children_of`. And ``try_multipart(key)``, where large objects need rights of their own. And
-    # ``copy(source, target, size, ...)``, which sends no bytes. See :class:`ServerCopy`. And what
-    # :class:`ConditionalStore` adds. And ``delete_all(keys)``: as ``delete``, by few requests. And ``read_pieces``: see
-    # :func:`read_pieces`.
 
     def get(self, key: str) -> bytes:
         """The content of a small object.

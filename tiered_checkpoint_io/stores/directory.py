@@ -47,7 +47,7 @@ class DirectoryStore(FileStore):
                     yield path, facts.st_size, facts.st_mtime
 
     def children(self, prefix: str) -> list[str]:
-        """The names right below ``prefix``; see Store."""
+        """The names right below ``prefix``; see :func:`fallbacks.children_of`."""
         folder = f"{self._root}/{prefix}"
 
         def names() -> list[str]:

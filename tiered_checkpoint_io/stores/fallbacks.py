@@ -1,11 +1,29 @@
-"""What some stores can do, for all stores: by their own means where they have them, else by those of the protocol."""
+"""What some stores can do, for all stores: by their own means where they have them, else by those of the protocol.
+
+A store may have these methods beyond those of :class:`Store`:
+
+- ``folders(prefix)``, ``children(prefix)``: a listing by a delimiter; see :func:`folders_of`, :func:`children_of`.
+- ``read_pieces(key, offset, pieces, filled)``: see :func:`read_pieces`.
+- ``copy(source, target, size, check=, journal=, progress=)``: sends no bytes; see :func:`copy_to`.
+- ``delete_all(keys)``: as ``delete``, by few requests.
+- those of :class:`ConditionalStore`; see :func:`conditional`.
+- ``try_multipart(key)``: asks for the rights that large objects need beyond those of small ones.
+- ``stale_uploads(older_than_s)``, ``abort_stale_uploads()``: counts, and ends, uploads that nothing continues any more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tiered_checkpoint_io.errors import StoreNotFoundError
-from tiered_checkpoint_io.stores.base import ConditionalStore, Store, UploadContent, UploadJournal
+from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError
+from tiered_checkpoint_io.stores.base import (
+    ConditionalStore,
+    CopyRefusedError,
+    ServerCopy,
+    Store,
+    UploadContent,
+    UploadJournal,
+)
 
 
 class Unconditional:
@@ -78,6 +96,31 @@ def children_of(store: Store, prefix: str) -> set[str]:
     if children is not None:
         return set(children(prefix))
     return {"".join(entry.key[len(prefix) :].partition("/")[:2]) for entry in store.list(prefix)}
+
+
+def copy_to(
+    store: Store,
+    key: str,
+    copy: ServerCopy,
+    *,
+    journal: UploadJournal | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Has the store copy bytes over what may be at ``key``; atomic, and with a journal as :meth:`Store.upload`.
+
+    Raises:
+        CopyRefusedError: The store can't copy, or refuses to. The old object is as it was.
+        StoreNotFoundError: There is no source.
+    """
+    by_store = getattr(store, "copy", None)
+    if by_store is None:
+        raise CopyRefusedError("this kind of store can't copy", operation="copy", key=key)
+    try:
+        by_store(copy.source, key, copy.size, check=copy.check, journal=journal, progress=progress)
+    except StoreError as error:
+        if error.retryable or isinstance(error, StoreNotFoundError | CopyRefusedError):
+            raise
+        raise CopyRefusedError(error.message, operation="copy", key=key, hint=error.hint) from error
 
 
 def read_pieces(

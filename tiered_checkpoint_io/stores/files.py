@@ -169,7 +169,7 @@ class FileStore(ABC):
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Copies an object of ``size`` bytes without reading it here, where the file system can; see ServerCopy."""
+        """Copies an object without reading it here, where the file system can; see :func:`fallbacks.copy_to`."""
         origin, path, cancelled = self._path(source), self._path(target), threading.Event()
 
         def once() -> None:

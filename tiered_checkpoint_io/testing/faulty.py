@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Literal, TypeVar
 
 from tiered_checkpoint_io.errors import StoreUnavailableError
-from tiered_checkpoint_io.stores.base import ObjectInfo, Store, UploadContent, UploadJournal
-from tiered_checkpoint_io.stores.fallbacks import conditional
+from tiered_checkpoint_io.stores.base import ObjectInfo, ServerCopy, Store, UploadContent, UploadJournal
+from tiered_checkpoint_io.stores.fallbacks import conditional, copy_to
 
 _T = TypeVar("_T")
 
@@ -108,8 +108,8 @@ class FaultyStore:
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        options = {"journal": journal, "progress": progress}
-        self._do("copy", target, lambda: self._store.copy(source, target, size, check=check, **options))  # type: ignore[attr-defined]
+        copy = ServerCopy(source, size, check)
+        self._do("copy", target, lambda: copy_to(self._store, target, copy, journal=journal, progress=progress))
 
     def abandon(self, key: str, journal: UploadJournal) -> None:
         self._do("abandon", key, lambda: self._store.abandon(key, journal))

@@ -9,7 +9,7 @@ import pytest
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreChangedError, StoreNotFoundError
 from tiered_checkpoint_io.stores.base import ConditionalStore, CopyRefusedError, ServerCopy, Store
-from tiered_checkpoint_io.stores.fallbacks import read_pieces
+from tiered_checkpoint_io.stores.fallbacks import copy_to, read_pieces
 
 
 class StopHere(Exception):  # noqa: N818 - says what it is
@@ -85,7 +85,7 @@ class OptionalContract:
         copy = ServerCopy("a/source", size, lambda: seen.append(store.get("b/target")))
         for _ in range(2):
             copied: list[int] = []
-            copy.to(store, "b/target", journal=journal, progress=copied.append)
+            copy_to(store, "b/target", copy, journal=journal, progress=copied.append)
             assert sum(copied) == size
             assert journal.read() is None
         assert seen[0] == b"old"
@@ -107,7 +107,7 @@ class OptionalContract:
             ("nothing", 5, lambda: None, StoreNotFoundError),
         ):
             with pytest.raises(error):
-                ServerCopy(source, size, check).to(store, "target")
+                copy_to(store, "target", ServerCopy(source, size, check))
             assert store.get("target") == b"old"
         assert sorted(entry.key for entry in store.list("")) == ["source", "target"]
 

@@ -47,6 +47,7 @@ from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.model.index import Index, IndexRow
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest, Part
 from tiered_checkpoint_io.stores.base import Delta, ServerCopy, Store, UploadContent, UploadJournal, changed
+from tiered_checkpoint_io.stores.fallbacks import copy_to
 
 #: ``sent``: the part is there; ``committed``: its save is; ``replaced``: a later save has taken its name.
 Fate = Literal["sent", "committed", "replaced"]
@@ -303,7 +304,7 @@ def _put_file(
     """Puts a file's bytes where they belong."""
     data, upload = files[entry.basename], Section(journal, _UPLOAD)
     if isinstance(data, ServerCopy):
-        data.to(store, entry.path, journal=upload, progress=progress)
+        copy_to(store, entry.path, data, journal=upload, progress=progress)
     else:
         store.upload(entry.path, data, journal=upload, progress=progress)
 
@@ -327,7 +328,7 @@ def _switch_over(
         if look is not None:
             look()
 
-    replace(data, check=check).to(manifests.store, key, journal=journal, progress=progress)
+    copy_to(manifests.store, key, replace(data, check=check), journal=journal, progress=progress)
 
 
 def _check_names(store: Store, part: Part, old: Manifest | None) -> None:
