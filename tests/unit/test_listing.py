@@ -154,7 +154,7 @@ def test_show_tells_the_files_of_all_ranks_and_what_the_index_lacks(node, memory
     assert (shown["checkpoint"]["parts"], shown["held_parts"]) == (2, [])
     store.put(index_key(shown["checkpoint"]["save_id"]), b"{}")
     damaged = command("show", node.dirpath, "step_7")
-    assert damaged.exit_code == 1
+    assert (damaged.exit_code, "\nstate: corrupt\n" in damaged.stdout) == (1, True)
     assert "problem: " in damaged.stdout
     assert "index" in damaged.stdout.partition("problem: ")[2]
 

@@ -126,9 +126,9 @@ class Part:
     created: Annotated[datetime | None, "When it was saved (UTC)."]
     tier: Annotated[Tier, "Which memory."]
     is_for_durable: Annotated[bool, "Whether it was to go to the durable tier."]
-    is_waiting: Annotated[bool, "Whether it waits for the durable tier."]
+    is_pending: Annotated[bool, "Whether it waits for the durable tier."]
     is_replicated: Annotated[bool, "Whether all parts of its save are in the memory of other nodes as well."]
-    is_resumable: Annotated[bool, "Whether training can resume from it."]
+    resumable: Annotated[bool, "Whether training can resume from it."]
     is_latest: Annotated[bool, "Whether tiered:latest would take its save, of what this node has in memory."]
 
 
@@ -236,9 +236,9 @@ def _part(tier: MemoryTier, stored: StoredPart, *, is_latest: bool) -> Part:
         created=time_of(content.created),
         tier=tier_of(tier, stored),
         is_for_durable=part.durable,
-        is_waiting=stored.pending,
+        is_pending=stored.pending,
         is_replicated=stored.replicated,
-        is_resumable=content.resumable,
+        resumable=content.resumable,
         is_latest=is_latest,
     )
 

@@ -57,7 +57,7 @@ def show_checkpoint(
             _show(each, names_of(look.checkpoints))
     if error is not None:
         raise error
-    is_damaged = any(each.checkpoint.state in ("corrupt", "newer_release") or each.problem for each in found)
+    is_damaged = any(each.checkpoint.state in ("corrupt", "newer_release") for each in found)
     raise typer.Exit(1 if is_damaged else 0)
 
 
@@ -87,7 +87,6 @@ def _show(each: Save, names: dict[str, str]) -> None:
         "namespace": each.namespace,
         "ranks of the job": each.world_size,
         "written by": ", ".join(f"{what} {version}" for what, version in each.writer.items()),
-        "hashes": f"{each.hash_algorithm} of each chunk" if each.files else None,
     }
     for what, value in facts.items():
         if value not in (None, ""):

@@ -15,9 +15,6 @@ from tiered_checkpoint_io.inventory.record import CheckpointInfo, Tier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores import Store
 
-#: By what each chunk is verified.
-HASH = "xxh3-128"
-
 
 @dataclass(frozen=True, slots=True)
 class File:
@@ -38,7 +35,6 @@ class PartHere:
     size_bytes: Annotated[int, "Its bytes."]
     is_for_durable: Annotated[bool, "Whether it was to go to the durable tier."]
     is_pending: Annotated[bool, "Whether it waits for the durable tier."]
-    is_uploaded: Annotated[bool, "Whether this node has sent it there, and nothing tells that it is gone since."]
     state: Annotated[
         PartState,
         "What has become of it, as far as this node can tell. ``sent``: it is there, and another node commits its save;"
@@ -51,13 +47,11 @@ class PartHere:
 class Save:
     """One save of a name."""
 
-    checkpoint: Annotated[CheckpointInfo, "Its row in ``ls``."]
+    checkpoint: Annotated[CheckpointInfo, "Its row in ``ls``; corrupt also where its index is; ``ls`` does not look."]
     manifest_key: Annotated[str | None, "Its manifest below dirpath; None where it has none."]
     namespace: Annotated[str, "The namespace that saved it; empty where it is not known."]
     world_size: Annotated[int | None, "How many ranks the job had."]
     writer: Annotated[Mapping[str, str], "The versions of the software that wrote it."]
-    problem: Annotated[str, "What is wrong with its files on the durable tier; empty where nothing is known to be."]
-    hash_algorithm: Annotated[str, "By what each chunk is verified."]
     aliases: Annotated[Sequence[str], "The names of its aliases."]
     previous_save_ids: Annotated[Sequence[str], "What its objects may hold while it is being overwritten."]
     files: Annotated[Sequence[File], "All where the durable tier has them, else those of the parts here."]
@@ -86,7 +80,7 @@ def _details(row: CheckpointInfo, rows: list[CheckpointInfo], look: Look, store:
     target = next((each for each in durable if manifest is not None and each.name == manifest.alias_of), manifest)
     held = [each for each in look.node.at(look.place).held if each.stored.save_id == row.save_id and row.save_id]
     parts = [each.stored.part for each in held]
-    files, problem = {entry.path: entry.size for part in parts for entry in part.content.files}, ""
+    files = {entry.path: entry.size for part in parts for entry in part.content.files}
     contents = (target.content, *target.previous) if target is not None else ()
     known = (*contents, *(part.content for part in parts))
     content = next((each for each in known if each.save_id == row.save_id), None)
@@ -94,15 +88,13 @@ def _details(row: CheckpointInfo, rows: list[CheckpointInfo], look: Look, store:
         try:
             files = files_of(store, content).sizes if store is not None else files
         except CorruptCheckpointError as error:
-            problem = str(error)
+            row = replace(row, state="corrupt", problem=str(error))
     return Save(
-        checkpoint=replace(row, problem=row.problem or problem),
+        checkpoint=row,
         manifest_key=ids.manifest_key(row.name) if manifest is not None else None,
         namespace=content.namespace if content is not None else "",
         world_size=content.world_size if content is not None else None,
         writer=content.writer if content is not None else {},
-        problem=problem,
-        hash_algorithm=HASH,
         aliases=[each.name for each in rows if each.alias_of == row.name],
         previous_save_ids=[each.save_id for each in target.previous] if target is not None else [],
         files=[File(path, size) for path, size in files.items()],
@@ -115,7 +107,6 @@ def _details(row: CheckpointInfo, rows: list[CheckpointInfo], look: Look, store:
                 size_bytes=each.stored.part.content.size,
                 is_for_durable=each.stored.part.durable,
                 is_pending=each.stored.pending,
-                is_uploaded=each.state in ("durable", "sent"),
                 state=each.state,
                 is_replicated=each.stored.replicated,
             )
