@@ -34,6 +34,8 @@ _BUCKET_AND_KEY = re.compile(rf"(?P<bucket>{_ACCESS_POINT}(?=/|\Z)|[^/]*)/?(?P<k
 _MISSPELT_S3 = re.compile(r"s3(?://+|:/?(?!/))(?P<rest>.*)\Z", re.DOTALL | re.IGNORECASE)
 #: What was meant to begin with another scheme, and would be a folder of the working directory; no drive's letter.
 _MISSPELT = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<rest>[^/].*)\Z", re.DOTALL)
+#: The schemes of folders on this machine.
+_LOCAL = ("file", "local")
 #: What OmegaConf or a shell would have replaced.
 _VARIABLE = re.compile(r"\$(?:\{|[A-Z_][A-Z0-9_]+)")
 #: The hosts at which AWS serves buckets; the bucket is in the host or begins the path.
@@ -130,7 +132,7 @@ def normalize_dirpath(dirpath: StrPath) -> str:
     if scheme == "s3":
         bucket, key = parse_s3_url(text)
         return build_s3_url(bucket, key.strip("/"))
-    if scheme in ("file", "local"):
+    if scheme in _LOCAL:
         text = text.split("://", 1)[1]
     elif scheme is not None:
         return text if text.endswith("://") else text.rstrip("/")
@@ -138,15 +140,15 @@ def normalize_dirpath(dirpath: StrPath) -> str:
 
 
 def refuse_misspelt(dirpath: str) -> None:
-    """Refuses what names an S3 bucket in another way than ``s3://bucket/prefix``.
+    """Refuses what names an S3 bucket in another way than ``s3://bucket/prefix``, and URLs of no absolute path.
 
-    A web server takes no writes, and ``s3//bucket`` would be a folder of the working directory.
+    A web server takes no writes, and ``s3//bucket`` or ``file://data`` would be a folder of the working directory.
 
     Raises:
         InvalidNameError: ``dirpath`` is such; the hint has the right spelling.
     """
     text = text_of(dirpath)
-    if url_scheme(text) not in (None, "file", "local") and SURROGATE.search(text):
+    if url_scheme(text) not in (None, *_LOCAL) and SURROGATE.search(text):
         # As of a terminal whose locale is another than UTF-8.
         raise InvalidNameError("it is not valid Unicode", hint="write it as UTF-8, where the locale is UTF-8 as well")
     if text != text.strip():
@@ -162,7 +164,12 @@ def refuse_misspelt(dirpath: str) -> None:
         raise InvalidNameError("it is not an S3 URL", hint=f"write s3://{misspelt['rest'].lstrip('/')}")
     misspelt = _MISSPELT.match(text_of(dirpath))
     if misspelt:
-        raise InvalidNameError("a URL has two slashes", hint=f"write {misspelt['scheme']}://{misspelt['rest']}")
+        slashes = ":///" if misspelt["scheme"].lower() in _LOCAL else "://"
+        raise InvalidNameError("a URL has two slashes", hint=f"write {misspelt['scheme']}{slashes}{misspelt['rest']}")
+    scheme, _, path = text.partition("://")
+    if url_scheme(text) in _LOCAL and not at_home(path).startswith("/"):
+        hint = f"write three slashes, as in {scheme}:///{path or 'folder'}"
+        raise InvalidNameError(f"{scheme}:// without an absolute path", hint=hint)
     if url_scheme(dirpath) in ("http", "https"):
         raise InvalidNameError("no checkpoint can be written to a web address", hint=_as_s3(dirpath))
 
