@@ -102,7 +102,7 @@ def log_drain(trainer: Trainer, outcomes: Sequence[Outcome]) -> None:
     """Logs of each save that became durable its step and URL, and how long the drain took for it, seconds."""
     for outcome in _durable_saves(outcomes):
         log(trainer, {"checkpoint/drain_s": outcome.seconds})
-        _log_durable(trainer, ids.join_url(outcome.dirpath, outcome.name), outcome.step)
+        _log_durable(trainer, outcome.url, outcome.step)
 
 
 def _log_durable(trainer: Trainer, url: str, step: int) -> None:

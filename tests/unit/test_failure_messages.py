@@ -23,3 +23,10 @@ def test_only_a_damaged_part_in_memory_is_told_as_quarantined(action, words):
     hint = failure_of(outcome, config).hint
     assert words in hint
     assert ("quarantine" in hint) == (action in ("save", "part"))
+
+
+def test_a_failure_names_the_dirpath_of_its_own_operation():
+    """An earlier start may have queued it for another one."""
+    config = TieredCheckpointConfig(dirpath="s3://new/run", namespace="gpt-1")
+    outcome = Outcome("1", "save", "5.ckpt", 5, "failed", error="denied", dirpath="s3://old/run")
+    assert failure_of(outcome, config).key == outcome.url == "s3://old/run/5.ckpt"

@@ -44,7 +44,7 @@ def say_outcome(
     """
     log = log.at_step(outcome.step)
     if outcome.state == "committed" and outcome.action == "save":
-        where, amount = tier_label(outcome.dirpath or config.dirpath), rate(outcome.bytes, outcome.seconds)
+        where, amount = tier_label(outcome.dirpath), rate(outcome.bytes, outcome.seconds)
         log.info("%s is durable on %s: %s", outcome.name, where, amount)
     elif outcome.state == "committed" and outcome.action == "retain" and outcome.error:
         (log.warning if leads else log.debug)("retention: %s", outcome.error)
@@ -156,7 +156,7 @@ def failure_of(outcome: Outcome, config: TieredCheckpointConfig) -> SaveError:
         f"{what} did not reach the durable tier: {outcome.error}",
         operation=outcome.action,
         tier="durable",
-        key=ids.join_url(config.dirpath, outcome.name),
+        key=outcome.url,
         step=outcome.step if outcome.step >= 0 else None,
         hint=hint,
     )

@@ -88,6 +88,11 @@ class Outcome(AtPlace):
     dirpath: str = ""
     server: Server | None = None
 
+    @property
+    def url(self) -> str:
+        """Where the checkpoint is, or was to be: maybe not below the dirpath of this start."""
+        return ids.join_url(self.dirpath, self.name)
+
 
 def next_operation(
     operations: Sequence[Request], waiting: Collection[str], unreplaced: Sequence[Outcome] = ()
