@@ -57,6 +57,11 @@ def test_a_run_that_died_as_a_page(dead, tmp_path, monkeypatch):
     assert "without events" in elsewhere.stderr
     assert data_of((tmp_path / "report.html").read_text())["events"] == []
 
+    # Without dirpath no server is asked, so nothing is said of it.
+    ours = ("report", "--memory-dir", dead.memory_dir)
+    assert re.fullmatch(r"wrote report.html: \d+ events\n", command(*ours).stdout)
+    assert json.loads(command(*ours, "--json").stdout)["checkpoints"] is None
+
 
 def test_names_and_errors_are_text():
     events = [

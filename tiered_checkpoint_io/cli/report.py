@@ -40,7 +40,7 @@ def report(
     Events are those that this node's memory has of the run; so give the page while the node lives. The page asks for
     nothing from elsewhere, and may be sent around as it is.
     """
-    durable: list[Manifest] = []
+    durable: list[Manifest] | None = None
     if dirpath is not None:
         config = server.config(dirpath)
         durable = [each.manifest for each in ask(config, checkpoints) if each.manifest is not None]
@@ -62,15 +62,17 @@ def report(
         raise ConfigError(
             "nothing is known of this run: no event on this node, no checkpoint listed", hint="give dirpath"
         )
-    text = page(title or dirpath, events, durable, dirpath=dirpath, now=time.time())
+    text = page(title or dirpath, events, durable or (), dirpath=dirpath, now=time.time())
     try:
         is_file = _write(output, text.encode())
     except OSError as error:
         raise ConfigError(f"{output} can't be written: {error.strerror or error}") from error
     if json_output:
-        write_json("report", {"path": str(output.absolute()), "events": len(events), "checkpoints": len(durable)})
+        listed = len(durable) if durable is not None else None
+        write_json("report", {"path": str(output.absolute()), "events": len(events), "checkpoints": listed})
     else:
-        text = f"wrote {printable(str(output))}: {len(events)} events, {len(durable)} checkpoints on the durable tier"
+        there = f", {len(durable)} checkpoints on the durable tier" if durable is not None else ""
+        text = f"wrote {printable(str(output))}: {len(events)} events{there}"
         # The page itself may be on stdout.
         say(text, err=not is_file)
 
