@@ -20,8 +20,8 @@ def save(t, step, *, durable=False, queued=False, stall=0.5):
     return at(t, "save", step=step, durable=durable, queued=queued, **facts)
 
 
-def uploaded(t, step, created, state="committed"):
-    facts = {"action": "save", "size_bytes": 100, "seconds": 2.0, "error": ""}
+def uploaded(t, step, created, state="committed", action="save"):
+    facts = {"action": action, "size_bytes": 100, "seconds": 2.0, "error": ""}
     return at(t, "upload", name=f"step={step}.ckpt", step=step, state=state, created=float(created), **facts)
 
 
@@ -52,6 +52,14 @@ def test_what_a_run_that_was_killed_and_went_back_has_lost():
     assert totals_of([*KILLED, at(1046, "end", step=46, error="OSError")]).running
     # What another release adds, or leaves out, does no harm.
     assert totals_of([*KILLED, at(1200, "new"), at(1200, "save"), {"t": 1.0, "event": None}]).step == 45
+
+
+def test_failures_of_saves_and_uploads_are_counted_apart_from_all_others():
+    tried = [uploaded(1, 1, 0, "failed", action) for action in ("save", "part", "alias", "delete", "retain")]
+    # Of a release before, without the action.
+    called = [at(2, "failed", step=1, **facts) for facts in ({}, {"action": "save"}, {"action": "removal"})]
+    totals = totals_of([*tried, *called])
+    assert (totals.failed, totals.failed_other) == (4, 4)
 
 
 def test_what_becomes_durable_counts_after_a_clock_was_ahead():

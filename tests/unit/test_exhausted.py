@@ -296,8 +296,8 @@ def test_what_a_callback_asks_out_of_descriptors_stops_no_training(asked, kept, 
     made.save(state(2), "2.ckpt")
     with descriptors_to_spare(0):
         ASKED[asked](made)
-    # Aliases and deletes are queued even so. To look into memory takes a descriptor, which is counted, once.
-    assert made.session.progress().counters.get("failed", 0) == {"remove": 1}.get(asked, 0)
+    # Aliases and deletes are queued even so. To look into memory takes a descriptor, but no save has failed.
+    assert made.session.progress().counters.get("failed", 0) == 0
     made.session.wait()
     assert not made.session.is_pending(KEPT)
     made.close()

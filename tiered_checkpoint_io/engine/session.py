@@ -347,7 +347,7 @@ class Session:
 
     def not_done(self, action: str, name: str, reason: OSError | DrainError) -> None:
         """As :meth:`failed`, of what was not done with a name in node memory."""
-        self.failed(name, -1, not_done(action, name, self.dirpath, reason))
+        self.failed(name, -1, not_done(action, name, self.dirpath, reason), action)
 
     def take_up(self) -> None:
         """Starts the drain for what an earlier process left; one rank of each node does so, if that can be told."""
@@ -372,14 +372,14 @@ class Session:
         if failure is not None and self._raises:
             raise failure
 
-    def failed(self, name: str, step: int, error: Exception) -> None:
-        """Counts and logs a failure.
+    def failed(self, name: str, step: int, error: Exception, action: str = "save") -> None:
+        """Notes and logs a failure, and counts it where it is one of a save.
 
         Raises:
             SaveError: ``on_save_error`` is ``raise``.
         """
-        self.counts["failed"] += 1
-        self.note("failed", name=name, step=step, error=str(error))
+        self.counts["failed"] += action == "save"
+        self.note("failed", name=name, step=step, error=str(error), action=action)
         self.log.at_step(step).error("saving %s failed: %s", name, error)
         if self._raises:
             if isinstance(error, SaveError):

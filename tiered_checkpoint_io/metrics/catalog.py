@@ -76,6 +76,9 @@ SKIPPED = _metric(
     "skipped_total", "counter", "", "Saves that were left out for want of room, or stay in memory alone (max_pending)."
 )
 FAILURES = _metric("failures_total", "counter", "", "Saves and uploads that failed; each attempt counts.")
+OTHER_FAILURES = _metric(
+    "other_failures_total", "counter", "", "Aliases, copies, deletes and retention that failed; each attempt counts."
+)
 UPLOADS = _metric("uploads_total", "counter", "", "Checkpoints, or this node's parts of them, that were uploaded.")
 UPLOADED = _metric("uploaded_bytes_total", "counter", "bytes", "Bytes of these.")
 COPIED = _metric(

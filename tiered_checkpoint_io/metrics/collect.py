@@ -98,6 +98,7 @@ def _of_events(totals: Totals, now: float) -> _Samples:
         (catalog.CAPTURE, totals.capture_s, {}),
         (catalog.SKIPPED, totals.skipped, {}),
         (catalog.FAILURES, totals.failed, {}),
+        (catalog.OTHER_FAILURES, totals.failed_other, {}),
         (catalog.UPLOADS, totals.uploads, {}),
         (catalog.UPLOADED, totals.uploaded_bytes, {}),
         (catalog.COPIED, totals.copied_bytes, {}),

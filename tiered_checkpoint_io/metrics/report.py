@@ -61,7 +61,7 @@ def _cards(totals: Totals, now: float) -> list[tuple[str, str, bool]]:
         ("Saves: memory, durable", f"{totals.memory_saves}, {totals.durable_saves}", False),
         ("Uploaded", f"{size_text(totals.uploaded_bytes)}", False),
         ("Restores", str(totals.restores), False),
-        ("Failures", str(totals.failed), totals.failed > 0),
+        ("Failed saves and uploads", str(totals.failed), totals.failed > 0),
         ("State", "running, or killed" if totals.running else "ended", False),
     ]
 
@@ -108,7 +108,7 @@ def _shown(event: Event) -> dict[str, Any]:
     if kind == "upload":
         action = str(event.get("action", ""))
         return {**shown, "kind": "failure", "what": f"{'upload' if action in ('save', 'part') else action} {state}"}
-    return {**shown, "kind": "failure", "what": f"save {kind}"}
+    return {**shown, "kind": "failure", "what": f"{event.get('action', 'save')} {kind}"}
 
 
 def _number(event: Mapping[str, Any], name: str, otherwise: float) -> float:

@@ -7,7 +7,7 @@ start      training began: ``step``
 end        training ended at ``step``: ``error``, the class of what ended it, or ""
 step       training reached ``step``
 save       a save returned: ``name``, ``step``, ``size_bytes``, ``stall_s``, ``capture_s``, ``durable``, ``queued``
-failed     a save failed: ``name``, ``step``, ``error``
+failed     something failed: ``name``, ``step``, ``error``, ``action``; of a release before, always a save
 skipped    a save was left out, or stays in memory: ``name``, ``step``, ``error``
 upload     the drain ended an operation: ``action``, ``name``, ``step``, ``state``, ``size_bytes``, ``seconds``,
            ``created`` (when the checkpoint was captured), ``copied_bytes`` (of an earlier one, in place of being
@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 Event = Mapping[str, Any]
+#: The actions that are saves and uploads.
+_SAVES = ("save", "part")
 
 
 @dataclass(slots=True)
@@ -41,6 +43,7 @@ class Totals:
         last_stall_s: The same for the last save.
         capture_s: Seconds of it in which states were copied.
         failed: Saves and uploads that failed, each attempt.
+        failed_other: Aliases, copies, deletes and retention that failed, each attempt.
         skipped: Saves that were left out, or stay in memory.
         uploads: Checkpoints, or parts of them, that the drain uploaded.
         uploaded_bytes: Their bytes.
@@ -66,6 +69,7 @@ class Totals:
     last_stall_s: float = 0.0
     capture_s: float = 0.0
     failed: int = 0
+    failed_other: int = 0
     skipped: int = 0
     uploads: int = 0
     uploaded_bytes: int = 0
@@ -114,8 +118,10 @@ class Totals:
             self.capture_s += event["capture_s"]
             if event["durable"] and not event["queued"]:
                 self._is_durable(int(event["step"]), t, t)
-        elif kind in ("failed", "skipped"):
-            setattr(self, kind, getattr(self, kind) + 1)
+        elif kind == "failed":
+            self._add_failure(event.get("action", "save"))
+        elif kind == "skipped":
+            self.skipped += 1
         elif kind == "upload":
             self._add_upload(event, t)
         elif kind == "restore":
@@ -127,14 +133,18 @@ class Totals:
 
     def _add_upload(self, event: Event, t: float) -> None:
         if event["state"] == "failed":
-            self.failed += 1
-        elif event["state"] == "committed" and event["action"] in ("save", "part"):
+            self._add_failure(event["action"])
+        elif event["state"] == "committed" and event["action"] in _SAVES:
             self.uploads += 1
             self.uploaded_bytes += event["size_bytes"]
             self.copied_bytes += event.get("copied_bytes", 0)
             self.upload_s += event["seconds"]
             if event["action"] == "save":
                 self._is_durable(int(event["step"]), float(event["created"]), t)
+
+    def _add_failure(self, action: str) -> None:
+        self.failed += action in _SAVES
+        self.failed_other += action not in _SAVES
 
     def _is_durable(self, step: int, created: float, t: float) -> None:
         if created >= self.durable_at:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.messages import say_outcome
-from tiered_checkpoint_io.engine.drain.operations import Outcome
+from tiered_checkpoint_io.engine.drain.operations import SAVES, Outcome
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.logs import CheckpointLogger
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -36,7 +36,7 @@ class Announcer:
         self._trouble = ""
 
     def look(self, drain: DrainHandle, *, leads: bool) -> None:
-        """Logs what is new, and counts failures of what this start has queued.
+        """Logs what is new, and counts the failed uploads of what this start has queued.
 
         Args:
             drain: Where to look.
@@ -49,7 +49,7 @@ class Announcer:
                 inherited = drain.is_inherited(outcome)
                 failure = say_outcome(self._log, outcome, self._config, leads=leads, inherited=inherited)
                 if failure is not None and not inherited:
-                    self._counts["failed"] += leads
+                    self._counts["failed"] += leads and outcome.action in SAVES
                     self._unshown.append(failure)
             if trouble and trouble != self._trouble and leads:
                 text = "the drain can't get at its queue, so nothing is uploaded; it tries again: %s"
