@@ -74,8 +74,10 @@ def test_a_full_checkpoint_has_all_numbers_of_sharded_tensors_or_fails_on_all_ra
 def test_a_restart_passes_by_the_full_checkpoint_that_ended_the_training(kind, memory, memory_dir, tmp_path):
     options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread"}
     dcp.save({"t": torch.full((3,), 1.0)}, checkpoint_id="step_1", kind=kind, **options)
-    report = dcp.save_full({"t": torch.full((3,), 9.0)}, checkpoint_id="export/model.pt", **options)
+    # An export is on no schedule.
+    report = dcp.save_full({"t": torch.full((3,), 9.0)}, checkpoint_id="export/step_7.pt", s3_every_n_steps=5, **options)
     assert report is not None
+    assert (tmp_path / "durable" / "export" / "step_7.pt").exists()
     if not memory:
         close_shared(settings_of(None, options))
         options["namespace"] = "another-node"

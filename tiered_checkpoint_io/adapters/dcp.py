@@ -315,6 +315,7 @@ def save_full(
     For the end of training: the coordinator needs memory for the whole state, on the CPU. Every rank of
     the group has to call it. The file is one of ``torch.save``: read it by ``torch.load``, or by its name with
     ``TieredCheckpointIO``. A restart passes it by: it resumes from what :func:`save` and :func:`async_save` wrote.
+    It goes to the durable tier whatever ``s3_every_n_steps`` says of its step; ``save_to_s3=False`` keeps it in memory.
 
     Args:
         state_dict: The state; DTensors and ShardedTensors are gathered, all else is taken as the
@@ -348,7 +349,8 @@ def save_full(
     if mine:
         located, settings = writer.located, writer.settings
         try:
-            tiers = TIERS if settings.is_durable(max(0, located.step), writer.save_to_s3) else {"memory"}
+            # An export is on no schedule: of a schedule, step 0 is always due.
+            tiers = TIERS if settings.is_durable(0, writer.save_to_s3) else {"memory"}
             checkpointer = Checkpointer(settings.config, session=writer.session)
             # The ranks can't load it as they save: as the newest, it would end each restart with an error.
             report = checkpointer.save(whole, str(writer.checkpoint_id), tiers=tiers, wait=wait, resumable=False)
