@@ -279,8 +279,9 @@ def save_by(job, number, ranks, coordinator, **more):
     how = {"process_group": group, "coordinator_rank": coordinator}
     future = dcp.async_save(state, checkpoint_id=f"step_{number}", **how, **options)
     others = dist.new_group(ranks, use_local_synchronization=True)
-    early = [save.name for save in dcp.maybe_finalize_async_calls(blocking=True, process_group=others)]
-    ended = [save.name for save in dcp.maybe_finalize_async_calls(blocking=True, process_group=group)]
+    early = [save.name for save in dcp.maybe_finalize_async_calls(blocking=True, process_group=ranks[:1])]
+    # The same ranks, of whatever object.
+    ended = [save.name for save in dcp.maybe_finalize_async_calls(blocking=True, process_group=others)]
     blank = {"t": torch.zeros(4), "loader": Loader()}
     reader = dcp.load(blank, checkpoint_id=f"step_{number}", **how, **worker.reading(job))
     held = reader.session.open().tier.parts()

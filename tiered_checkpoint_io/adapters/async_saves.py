@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
+from tiered_checkpoint_io.adapters.groups import ranks_of
 from tiered_checkpoint_io.engine.drain.messages import say_outcome
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import DrainError, SaveError
@@ -24,12 +25,12 @@ class AsyncSave(Future[Any]):
         session: What this process holds of the job.
         name: The checkpoint's name.
         step: Its training step; -1 where it is not known.
-        groups: The process groups that take part in it.
+        groups: The groups that take part in it: process groups, or global ranks.
 
     Attributes:
         name: The checkpoint's name.
         step: Its training step; -1 where it is not known.
-        groups: The process groups that take part in it.
+        groups: The global ranks of each group that takes part in it, sorted.
         shown: Whether its failure, where it has one, was logged, raised, or asked for.
     """
 
@@ -37,7 +38,7 @@ class AsyncSave(Future[Any]):
         super().__init__()
         self.name = name
         self.step = step
-        self.groups = groups
+        self.groups = tuple(map(ranks_of, groups))
         self.shown = False
         self._session = session
         # The save is under way, whatever becomes of who waits for it: asyncio cancels what it gives up.
@@ -188,8 +189,8 @@ def maybe_finalize_async_calls(blocking: bool = False, process_group: Any = None
     Args:
         blocking: Whether to wait for those that have not, each within the ``wait_timeout_s`` of its
             configuration.
-        process_group: Only saves that this group, as a process group or replication group, took part in;
-            all where it is None.
+        process_group: Only saves that these ranks, as process group or replication group, took part in: a process
+            group, or global ranks. All where it is None.
 
     Returns:
         Those that have ended since the last call, in the order of their beginning.
@@ -198,8 +199,9 @@ def maybe_finalize_async_calls(blocking: bool = False, process_group: Any = None
         SaveError: One of them failed, and ``on_save_error`` is ``raise``.
         DrainError: One has not ended in time.
     """
+    ranks = None if process_group is None else ranks_of(process_group)
     with _lock:
-        mine = [save for save in _saves if process_group is None or any(each is process_group for each in save.groups)]
+        mine = [save for save in _saves if ranks is None or ranks in save.groups]
     if blocking and mine:
         bound = max(save.bound_s for save in mine)
         _, late = concurrent.futures.wait(mine, bound)

@@ -96,6 +96,17 @@ def save_planner(what: str, process_group: Any = None, *, alone: bool = False) -
     return planner
 
 
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """The global ranks of a group, sorted; none of a group that this rank is not in.
+
+    Args:
+        group: A process group, or global ranks.
+    """
+    if isinstance(group, Sequence):
+        return tuple(sorted(int(each) for each in group))
+    return () if group == dist.GroupMember.NON_GROUP_MEMBER else tuple(sorted(dist.get_process_group_ranks(group)))
+
+
 def rank_in_group(process_group: Any, coordinator_rank: int | None) -> int:
     """The coordinator's rank in its group, as DCP wants it; asks no other rank.
 
@@ -146,10 +157,7 @@ def shard_role_of(process_group: Any, replication_group: Any, writer: int | None
             )
         return ShardRole(dist.get_rank(process_group), dist.get_world_size(process_group))
     rank = dist.get_rank()
-    if isinstance(replication_group, Sequence) and not isinstance(replication_group, str):
-        ranks = sorted(int(each) for each in replication_group)
-    else:
-        ranks = sorted(dist.get_process_group_ranks(replication_group))
+    ranks = list(ranks_of(replication_group))
     saves = min(ranks) if writer is None else writer
     if rank not in ranks or saves not in ranks:
         raise UsageError(
