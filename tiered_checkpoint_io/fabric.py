@@ -10,6 +10,7 @@ from lightning.fabric.wrappers import _unwrap_objects
 
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.adapters.steps import name_of, tiers_due
+from tiered_checkpoint_io.errors import UsageError
 
 __all__ = ["save"]
 
@@ -36,12 +37,21 @@ def save(
         filter: As ``fabric.save`` takes it.
 
     Raises:
-        UsageError: Fabric has another checkpoint IO. (Sharded strategies take none; Fabric says so itself.)
+        UsageError: Fabric has another checkpoint IO (sharded strategies take none; Fabric says so itself), or
+            ``filter`` names what ``state`` does not have.
         SaveError: A save failed, and ``on_save_error`` is ``raise``.
     """
     strategy: Any = fabric.strategy
     io = require_tiered_io(strategy, "tiered_checkpoint_io.fabric.save")
     io.resumes_with = frozenset(state)
+    unknown = ", ".join(sorted(set(filter or ()) - set(state)))
+    if unknown:
+        # Else nothing of it would be filtered out, without a word.
+        raise UsageError(
+            f"filter names {unknown}, which the state does not have",
+            operation="save",
+            hint=f"the state has {', '.join(sorted(state))}",
+        )
     wanted = tiers_due(step, io.config) if tiers is None else tiers
     if tiers is None and not wanted:
         return

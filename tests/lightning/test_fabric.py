@@ -41,6 +41,12 @@ def test_a_fabric_without_the_io_is_refused():
         save(Fabric(accelerator="cpu"), {"step": 10}, 10)
 
 
+def test_a_filter_of_what_the_state_does_not_have_is_refused(tmp_path, memory_dir):
+    io = TieredCheckpointIO(dirpath=str(tmp_path / "run"), memory_dir=memory_dir, drain="thread")
+    with pytest.raises(UsageError, match=r"filter names modle, .*the state has model, step"):
+        save(Fabric(accelerator="cpu", plugins=[io]), {"model": 1, "step": 3}, 3, filter={"modle": lambda *_: False})
+
+
 def test_one_tier_may_be_named_as_a_text(tmp_path, memory_dir):
     io = TieredCheckpointIO(dirpath=str(tmp_path / "run"), memory_dir=memory_dir, drain="thread")
     fabric = Fabric(accelerator="cpu", plugins=[AsyncCheckpointIO(io)])
