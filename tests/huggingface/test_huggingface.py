@@ -204,6 +204,8 @@ def test_wrong_use_is_one_clear_message(tmp_path, memory_dir):
             "TieredCheckpointCallback with FSDP",
             "unknown key 'save_steps'",
             "the accelerator has 0 models, the checkpoint none",
+            "AcceleratorCheckpoints with hooks of register_save_state_pre_hook",
+            "AcceleratorCheckpoints with hooks of register_save_state_pre_hook",
             "TieredCheckpointCallback with a model whose parameters are sharded",
             "AcceleratorCheckpoints with a model whose parameters are sharded",
             "AcceleratorCheckpoints with a model whose parameters are sharded",

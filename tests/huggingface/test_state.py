@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers", reason="pip install -c constraints.txt '.[huggingface]'")
 
 from accelerate import Accelerator
-from transformers import TrainerControl, TrainerState
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.huggingface import AcceleratorCheckpoints, TieredCheckpointCallback
@@ -159,3 +159,49 @@ def test_data_loaders_of_another_number_of_ranks_start_anew(loop, caplog):
 def test_each_rank_reads_what_was_written_on_its_node(ranks, writers):
     job = [Rank(*each) for each in ranks]
     assert [writer_for(each, job) for each in job] == writers
+
+
+class Counting(torch.nn.Module):
+    """A model with a state beside its tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.seen = torch.nn.Linear(4, 1), 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+    def forward(self, x, labels):
+        self.seen += 1
+        return {"loss": (self.linear(x) - labels).pow(2).mean()}
+
+
+def test_a_model_with_a_state_beside_its_tensors_is_trained_and_saved(tmp_path, memory_dir):
+    tiered = TieredCheckpointCallback(str(tmp_path / "durable"), namespace="extra", memory_dir=memory_dir)
+    args = TrainingArguments(
+        str(tmp_path / "out"), max_steps=2, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    data = [{"x": torch.ones(4), "labels": torch.zeros(1)}] * 32
+    Trainer(Counting(), args, train_dataset=data, callbacks=[tiered]).train()
+    assert torch.load(tmp_path / "durable" / "step=2.ckpt")["model"]["_extra_state"] == {"seen": 2}
+
+
+def test_a_compiled_model_is_saved_as_itself_stays_as_it_was_and_takes_older_files(loop, tmp_path):
+    compiled = torch.compile(torch.nn.Linear(2, 1), backend="eager")
+    around = torch.compile(torch.nn.DataParallel(torch.nn.Linear(2, 1)), backend="eager")
+    checkpoints, accelerator = loop()
+    accelerator._models += [compiled, torch.nn.DataParallel(compiled), around]
+    weights = [torch.clone(each.weight) for each in (compiled._orig_mod, around._orig_mod.module)]
+    checkpoints.save(accelerator, 10, tiers=["durable"])
+    assert type(around._orig_mod) is torch.nn.DataParallel, "ranks that lost DDP would train apart"
+    checkpoints.close()
+    saved = torch.load(tmp_path / "durable" / "step=10.ckpt")
+    assert [list(state) for state in saved["models"]] == [["weight", "bias"]] * 3
+    saved["models"] = [{f"_orig_mod.{name}": value + 1 for name, value in state.items()} for state in saved["models"]]
+    checkpoints.checkpointer.save({**saved, "global_step": 20}, "step=20.ckpt", tiers=["memory"])
+    assert checkpoints.load(accelerator) == 20
+    assert torch.equal(compiled._orig_mod.weight, weights[0] + 1)
+    assert torch.equal(around._orig_mod.module.weight, weights[1] + 1)

@@ -6,18 +6,22 @@ import os
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from tiered_checkpoint_io.adapters.steps import name_of, tiers_due
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.engine.restore.loaders import report_left_out
-from tiered_checkpoint_io.errors import RestoreError
+from tiered_checkpoint_io.errors import RestoreError, UsageError
 from tiered_checkpoint_io.huggingface.state import random_state, refuse_sharded, set_random_state
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.metrics.recording import say_not_exported
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+
+#: Where what torch.compile wraps has the model.
+_COMPILED = "_orig_mod"
 
 
 class AcceleratorCheckpoints:
@@ -55,8 +59,8 @@ class AcceleratorCheckpoints:
             tiers: ``"memory"``, ``"durable"`` or both; None for those that the step is due for, which may be none.
 
         Raises:
-            UsageError: A save is due and the state is sharded (FSDP, DeepSpeed, tensor parallelism), or the tiers are
-                unknown.
+            UsageError: A save is due and the state is sharded (FSDP, DeepSpeed, tensor parallelism), the accelerator
+                has hooks of its own saves, or the tiers are unknown.
             SaveError: A save failed, and ``on_save_error`` is ``raise``.
         """
         wanted = tiers_due(step, self.config) if tiers is None else tiers
@@ -90,7 +94,8 @@ class AcceleratorCheckpoints:
             Its step; None where ``tiered:latest`` finds no checkpoint at all.
 
         Raises:
-            UsageError: The state is sharded (FSDP, DeepSpeed, tensor parallelism).
+            UsageError: The state is sharded (FSDP, DeepSpeed, tensor parallelism), or the accelerator has hooks of its
+                own saves and loads.
             CheckpointNotFoundError: There is none of that name.
             RestoreError: None is intact, or it holds other objects than the accelerator; or it has states of data
                 loaders that can't be restored, and ``on_unrestored_loader`` is ``raise``.
@@ -114,7 +119,7 @@ class AcceleratorCheckpoints:
         loaders = self._restored_loaders(accelerator, state.get("loaders"))
         for entry, here in parts.items():
             for part, content in zip(here, state[entry], strict=True):
-                part.load_state_dict(content)
+                part.load_state_dict(_as_named_here(content, part) if entry == "models" else content)
         for loader, content in loaders:
             loader.load_state_dict(content)
         accelerator.step = state["accelerator_step"]
@@ -128,6 +133,13 @@ class AcceleratorCheckpoints:
 
     def _check(self, accelerator: Accelerator) -> None:
         refuse_sharded(accelerator.distributed_type, accelerator._models, type(self).__name__)
+        if accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook:
+            raise UsageError(
+                f"{type(self).__name__} with hooks of register_save_state_pre_hook or register_load_state_pre_hook:"
+                " they write and read folders, and it saves one file",
+                operation="setup",
+                hint="register what they save in place of them: accelerator.register_for_checkpointing(ema)",
+            )
         if accelerator.is_main_process:
             say_not_exported(self.checkpointer.session, type(self).__name__)
 
@@ -165,9 +177,25 @@ def _loaders(accelerator: Accelerator) -> list[Any]:
 def _parts(accelerator: Accelerator) -> dict[str, list[Any]]:
     scaler = accelerator.scaler
     return {
-        "models": [accelerator.unwrap_model(model) for model in accelerator._models],
+        "models": [_bare(accelerator, model) for model in accelerator._models],
         "optimizers": list(accelerator._optimizers),
         "schedulers": list(accelerator._schedulers),
         "custom_objects": list(accelerator._custom_objects),
         "scalers": [] if scaler is None else [scaler],
     }
+
+
+def _bare(accelerator: Accelerator, model: torch.nn.Module) -> Any:
+    """The model itself, without what DDP and ``torch.compile`` wrap around it, in either order."""
+    # To keep the wrapper of torch.compile would take DDP out of it for good: the ranks would train apart.
+    model = accelerator.unwrap_model(model, keep_torch_compile=False)
+    return getattr(model, _COMPILED, model)
+
+
+def _as_named_here(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """A model's state with the names that it has here: earlier releases saved those of compiled models with a prefix."""
+    if any(_COMPILED in name for name in state):
+        names = set(model.state_dict())
+        for name in list(state):
+            state[name if name in names else name.replace(f"{_COMPILED}.", "")] = state.pop(name)
+    return state

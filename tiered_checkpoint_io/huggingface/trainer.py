@@ -161,7 +161,7 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             )
         train_here()
         session, self._due, self._is_prepared, self._ended = self._engine.session, (), False, -1
-        weights = sum(each.numel() * each.element_size() for each in kw["model"].state_dict().values())
+        weights = size_here(kw["model"], [])
         memory, durable = self.config.memory_every_n_train_steps, self.config.s3_every_n_train_steps
         ends = self.config.save_on_train_end
         # Adam keeps two values for each parameter.
