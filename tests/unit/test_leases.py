@@ -1,6 +1,7 @@
 """Two runs, one place: who is refused, who goes on, and when; by real processes."""
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -20,7 +21,7 @@ from support.tenants import descriptors_to_spare
 
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.leasing import lease_keeper
+from tiered_checkpoint_io.engine.leasing import lease_keeper, leases
 from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper
 from tiered_checkpoint_io.engine.leasing.leases import Lease
 from tiered_checkpoint_io.engine.leasing.namespace_lock import NamespaceLock
@@ -256,6 +257,40 @@ def test_a_lease_that_nobody_understands_is_no_lease_of_the_dead_while_it_beats(
         assert clock.now <= clock.timing.lease_ttl_s + clock.timing.lease_beat_s
         clock.advance(silent.step())
     assert key not in {entry.key for entry in store.list(LEASE_PREFIX)}
+    store.close()
+
+
+@pytest.mark.parametrize("user", ["of this user", pytest.param("of another", marks=pytest.mark.matrix)])
+def test_a_run_whose_process_is_hidden_is_judged_by_its_beats_and_a_dead_one_at_once(user, tmp_path, monkeypatch):
+    """As where /proc is mounted with hidepid: then no other user's process can be told from a dead one there."""
+
+    def hidden(path, *_):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    def forbidden(*_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    clock, log = VirtualClock(), logging.getLogger("test")
+    store = open_store(TieredCheckpointConfig(dirpath=str(tmp_path)))
+    alive = replace(Lease.of_this_process("other", "alive"), held=True)
+    monkeypatch.setattr(leases, "open", hidden, raising=False)
+    dead = subprocess.Popen(["true"])
+    dead.wait(timeout=20)
+    store.put(lease_key("default", "dead"), replace(alive, pid=dead.pid).to_json())
+    keeper = LeaseKeeper(lambda: store, "default", log, owner="me", clock=clock)
+    keeper.step()
+    assert keeper.is_held
+    if user == "of another":
+        monkeypatch.setattr(leases.os, "kill", forbidden)
+    store.put(lease_key("default", "alive"), alive.to_json())
+    keeper = LeaseKeeper(lambda: store, "default", log, owner="late", clock=clock)
+    keeper.step()
+    assert not keeper.is_held
+    time.sleep(0.05)
+    store.put(lease_key("default", "alive"), alive.to_json())
+    keeper.step()
+    with pytest.raises(UsageError, match="another run writes to the same dirpath"):
+        keeper.check()
     store.close()
 
 

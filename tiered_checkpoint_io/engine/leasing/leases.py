@@ -10,6 +10,7 @@ on any store that lists what was written; conditional writes, which not every se
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -65,7 +66,10 @@ class Lease:
     def of_this_process(cls, owner: str, token: str) -> Lease:
         """The lease of this process, not yet held."""
         pid = os.getpid()
-        return cls(owner, token, False, socket.gethostname(), boot_id(), _pid_ns(), pid, _born(pid) or 0)
+        born = None
+        with contextlib.suppress(OSError):
+            born = _born(pid)
+        return cls(owner, token, False, socket.gethostname(), boot_id(), _pid_ns(), pid, born or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,9 @@ class Other:
         """Whether its process is alive; None where only time will show."""
         lease, here = self.lease, (mine.boot_id, mine.pid_ns)
         if lease is not None and "" not in here and (lease.boot_id, lease.pid_ns) == here:
-            return _born(lease.pid) == lease.born
+            # What can't be read is hidden, or we are out of descriptors.
+            with contextlib.suppress(OSError):
+                return _born(lease.pid) == lease.born
         # Its age says nothing: it is written seldom while no other run asks.
         if self.quiet > timing.lease_ttl_s:
             return False
@@ -112,14 +118,30 @@ class Other:
 
 
 def _born(pid: int) -> int | None:
-    """When a process of this machine began, in clock ticks since boot; None where there is none, or it is dead."""
+    """When a process of this machine began, in clock ticks since boot; None where there is none, or it is dead.
+
+    Raises:
+        OSError: There is one, but its facts can't be read, as where /proc hides other users' processes (``hidepid``).
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             # The name, in brackets, may hold anything.
             fields = stat.read().rpartition(b")")[2].split()
     except OSError:
+        if _exists(pid):
+            raise
         return None
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
 
 
 def _pid_ns() -> str:
