@@ -44,6 +44,8 @@ def job_env(rank: int, world_size: int, port: int, *, nodes: int = 1) -> dict[st
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
+        # Replicas go to other machines only.
+        "TIERED_CHECKPOINT_MACHINE": f"node-{rank // local}",
     }
 
 

@@ -13,14 +13,19 @@ DEADLINE_S = 90.0
 
 @pytest.fixture
 def ranks(tmp_path, memory_dir):
-    """Runs steps of ``worker.py`` on ranks placed on nodes (a letter a rank); the answers, by step and rank."""
+    """Runs steps of ``worker.py`` on ranks placed on nodes (a letter a rank); the answers, by step and rank.
 
-    def run(nodes, *steps, dead=(), places=None, **options):
+    A node is a memory folder and a machine of its own, unless the machines are told (a letter a rank, too).
+    """
+
+    def run(nodes, *steps, dead=(), places=None, machines=None, **options):
         options = {"dirpath": str(tmp_path / "durable"), "save_to_s3": False, "wait_timeout_s": 60, **options}
         jobs = []
-        for node in nodes:
+        for rank, node in enumerate(nodes):
             os.makedirs(f"{memory_dir}/{node}", exist_ok=True)
             jobs.append({"options": {**options, "memory_dir": f"{memory_dir}/{node}"}, "steps": steps})
+            if machines is not None:
+                jobs[-1]["machine"] = machines[rank]
             if places is not None:
                 jobs[-1]["netns"] = places[node]
         answers = launch(tmp_path, jobs, deadline_s=DEADLINE_S, worker=WORKER)

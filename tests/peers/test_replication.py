@@ -58,9 +58,21 @@ def test_memory_stays_bounded_where_names_tell_a_metric(ranks):
     assert [step for step, *_ in one["own"]] == [step for step, *_ in other["copies"]] == [5, 6]
 
 
-@pytest.mark.parametrize(("nodes", "factor"), [("aa", 2), pytest.param("aabb", 3, marks=pytest.mark.matrix)])
-def test_copies_on_the_same_machine_are_refused_on_all_ranks(ranks, nodes, factor):
-    (answers,) = ranks(nodes, ["save", 1], replication_factor=factor)
+def test_of_containers_on_one_machine_each_has_its_copies_on_another(ranks):
+    (answers,) = ranks("abcd", ["save", 1], machines="aabb", replication_factor=2)
+    assert [answer["copies"] for answer in answers] == [[[1, rank, True]] for rank in (2, 3, 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "machines", "factor"),
+    [
+        ("ab", "aa", 2),
+        *(pytest.param(nodes, nodes, len(nodes) // 2 + 1, marks=pytest.mark.matrix) for nodes in ("aa", "aabb")),
+    ],
+)
+def test_copies_on_the_same_machine_are_refused_on_all_ranks(ranks, nodes, machines, factor):
+    """Also where each of its containers has a memory of its own, as with Kubernetes' emptyDir."""
+    (answers,) = ranks(nodes, ["save", 1], machines=machines, replication_factor=factor)
     assert [answer["error"] for answer in answers] == ["UsageError"] * len(nodes)
     assert all("same machine" in answer["message"] for answer in answers)
 

@@ -154,6 +154,9 @@ def launch(folder, jobs, *, deadline_s=DEADLINE_S, worker=WORKER, preload=()):
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
         }
+        # Nodes are simulated by memory folders of their own; a job may say otherwise.
+        simulated = job.get("machine") or job.get("options", {}).get("memory_dir")
+        environment |= {"TIERED_CHECKPOINT_MACHINE": simulated} if simulated else {}
         argument = json.dumps({**job, "answer": str(answer)})
         log = folder / f"log-{rank}.txt"
         ranks.append(zygote(preload).start(worker, argument, environment=environment, out=log))

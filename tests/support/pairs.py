@@ -197,6 +197,7 @@ def train(order, counter, rank):
 
     counter.phase = "replicate: train together"
     os.makedirs(node(order, rank), exist_ok=True)
+    os.environ["TIERED_CHECKPOINT_MACHINE"] = node(order, rank)
     options = {**options_of(order), "memory_dir": node(order, rank), "replication_factor": 2, "memory_keep_last": 2}
     writer = TieredStorageWriter(**options, save_to_s3=False)
     try:

@@ -7,7 +7,8 @@ import pytest
 from support.restoring import in_ranks
 
 from tiered_checkpoint_io.clock import SYSTEM
-from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, current_group, node_of
+from tiered_checkpoint_io.engine.ranks import coordination
+from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, current_group, machine, memory_of, node_of
 from tiered_checkpoint_io.errors import RestoreError, StoreUnavailableError
 
 
@@ -49,7 +50,7 @@ def test_alone_an_error_is_raised_as_it_is(tmp_path):
     assert "direct cause" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_nodes_are_told_apart_by_their_memory_and_one_process_needs_no_group(tmp_path):
+def test_nodes_are_told_apart_by_their_memory_and_one_process_needs_no_group(tmp_path, monkeypatch):
     one, two = tmp_path / "1", tmp_path / "2"
     one.mkdir()
     two.mkdir()
@@ -60,3 +61,15 @@ def test_nodes_are_told_apart_by_their_memory_and_one_process_needs_no_group(tmp
     assert group.all_gather("x") == ["x"]
     assert pickle.loads(pickle.dumps(group.broadcast({"a": 1}))) == {"a": 1}
     group.close()
+    # A container of the same machine: it may see the same memory, and is lost with it.
+    seen = machine(), memory_of(one), node_of(one)
+    monkeypatch.setattr(coordination.socket, "gethostname", lambda: "gpt-worker-1")
+    assert (machine(), memory_of(one)) == seen[:2]
+    assert node_of(one) != seen[2]
+    # Machines that tell no start of theirs.
+    monkeypatch.setattr(coordination, "boot_id", lambda: "")
+    assert machine() == "gpt-worker-1"
+    # Of two that fail as one, the memories stay two.
+    memory = memory_of(one)
+    monkeypatch.setenv(coordination.MACHINE, "host-7")
+    assert (machine(), memory_of(one)) == ("host-7", memory)

@@ -25,6 +25,9 @@ from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.errors import LostRankError, RestoreError, TieredCheckpointError, UsageError
 from tiered_checkpoint_io.memory.node import boot_id
 
+#: Names the machine where its boot id does not: virtual ones that fail as one, or machines that are simulated.
+MACHINE = "TIERED_CHECKPOINT_MACHINE"
+
 
 class _Failed(NamedTuple):
     error: TieredCheckpointError | None
@@ -299,9 +302,26 @@ def ready_together(
 
 
 def node_of(root: Path) -> str:
-    """Names the node: its host, boot, and memory tier (simulated nodes share the first two)."""
+    """Names what ranks that load share: a memory tier, and a folder for temporary files.
+
+    Containers with hostnames of their own may share the first alone, as by Kubernetes' ``hostPath``.
+    """
+    return f"{socket.gethostname()}/{memory_of(root)}"
+
+
+def memory_of(root: Path) -> str:
+    """Names a memory tier: equal where processes see the same files, also in containers of their own."""
     facts = os.stat(root)
-    return f"{socket.gethostname()}/{boot_id()}/{facts.st_dev}/{facts.st_ino}"
+    return f"{_boot()}/{facts.st_dev}/{facts.st_ino}"
+
+
+def machine() -> str:
+    """Names the machine, with which all memory on it is lost; all its containers say the same."""
+    return os.environ.get(MACHINE, "") or _boot()
+
+
+def _boot() -> str:
+    return boot_id() or socket.gethostname()
 
 
 def agree(group: Group, error: Exception | None) -> None:

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.ranks.coordination import GivenGroup, Group, TorchGroup, agree, node_of, trains_here
+from tiered_checkpoint_io.engine.ranks.coordination import (
+    GivenGroup,
+    Group,
+    TorchGroup,
+    agree,
+    machine,
+    memory_of,
+    node_of,
+    trains_here,
+)
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.engine.replication.fates import Fates, SeriesKey, newest_of, newest_replicated, series_key
@@ -31,7 +40,8 @@ class _Member(NamedTuple):
     """What a rank says of itself when all meet.
 
     Attributes:
-        node: Where it runs.
+        machine: With which its node's memory is lost.
+        memory: Its node's memory.
         replicas: Of which saves and ranks its node keeps replicas.
         parts: Of which it has parts as its own.
         newest: The newest save of which it has a part of its own.
@@ -39,7 +49,8 @@ class _Member(NamedTuple):
         token: The first rank's tells this group from all others that used the same store.
     """
 
-    node: str
+    machine: str
+    memory: str
     replicas: set[tuple[str, int]]
     parts: set[tuple[str, int]]
     newest: str
@@ -106,7 +117,7 @@ class Peering:
             process_group: The ranks that save together; all of them where it is None.
 
         Raises:
-            UsageError: There are fewer nodes than copies, or some rank did not come; on all ranks.
+            UsageError: There are fewer machines than copies, or some rank did not come; on all ranks.
             MemoryTierError: Some rank can't use its memory tier; on all ranks.
         """
         import torch.distributed as dist
@@ -155,7 +166,8 @@ class Peering:
                 own = [each for each in parts if each.part.rank == group.rank]
                 gathered: list[_Member] = group.all_gather(
                     _Member(
-                        node,
+                        machine(),
+                        memory_of(tier.root),
                         {(each.save_id, each.part.rank) for each in replicas},
                         {(each.save_id, each.part.rank) for each in parts},
                         "".join(each.save_id for each in own[-1:]),
@@ -163,7 +175,7 @@ class Peering:
                         self._clock.token(8),
                     )
                 )
-                peers = self._peers_of([each.node for each in gathered])
+                peers = self._peers_of([each.machine for each in gathered])
         finally:
             group.close()
         # A machine may not have learnt what is replicated before all ended.
@@ -190,19 +202,19 @@ class Peering:
         self, tier: MemoryTier, parts: Sequence[StoredPart], gathered: Sequence[_Member], rank: int
     ) -> list[StoredPart]:
         """The parts of this job that this rank sends, of ranks that are elsewhere now: too few nodes have them."""
-        nodes = [each.node for each in gathered]
+        memories = [each.memory for each in gathered]
         found = []
         for stored in parts:
             part, key = stored.part.rank, (stored.save_id, stored.part.rank)
-            copies = {each.node for each in gathered if key in each.parts or key in each.replicas}
-            is_own = nodes[part : part + 1] == [nodes[rank]]
-            sends = not is_own and sender_of(part, nodes[rank], nodes) == rank
+            copies = {each.machine for each in gathered if key in each.parts or key in each.replicas}
+            is_own = memories[part : part + 1] == [memories[rank]]
+            sends = not is_own and sender_of(part, memories[rank], memories) == rank
             if sends and stored.part.place == tier.place and len(copies) < self._config.replication_factor:
                 found.append(stored)
         return found
 
-    def _peers_of(self, nodes: Sequence[str]) -> list[tuple[int, ...]]:
-        return peers_of_ranks(nodes, factor=self._config.replication_factor, jump=self._config.replication_jump)
+    def _peers_of(self, machines: Sequence[str]) -> list[tuple[int, ...]]:
+        return peers_of_ranks(machines, factor=self._config.replication_factor, jump=self._config.replication_jump)
 
     def _interface(self, store: Any, logger: Logger) -> Interface | None:
         """What links listen on; logged once."""

@@ -24,22 +24,22 @@ def peers_of_ranks(nodes: Sequence[str], *, factor: int, jump: int) -> list[tupl
     The k-th rank of a node sends to the k-th rank of its peers, as far as they have so many.
 
     Args:
-        nodes: The node of each rank, by rank.
+        nodes: The machine of each rank, by rank: its memory is lost as a whole, however many containers share it out.
         factor: On how many nodes each part is to be, the rank's own included.
         jump: The distance between the nodes of a clique, counted in nodes in the order of their lowest ranks.
 
     Raises:
-        UsageError: There are fewer nodes than copies, so that two of them would lie on one machine.
+        UsageError: There are fewer machines than copies, so that two of them would lie on the same one.
     """
     ranks: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks.setdefault(node, []).append(rank)
     if len(ranks) < factor:
         raise UsageError(
-            f"replication_factor is {factor}, but the {len(nodes)} ranks are on {len(ranks)} node(s): copies on the"
+            f"replication_factor is {factor}, but the {len(nodes)} ranks are on {len(ranks)} machine(s): copies on the"
             " same machine would be lost with it",
             operation="replicate",
-            hint=f"use {factor} nodes or more, or lower replication_factor",
+            hint=f"use {factor} machines or more (containers on one count as one), or lower replication_factor",
         )
     order = list(ranks)
     peers: list[tuple[int, ...]] = [()] * len(nodes)
@@ -57,8 +57,8 @@ def sender_of(part: int, node: str, nodes: Sequence[str]) -> int:
 
     Args:
         part: The part's number.
-        node: A node of some rank.
-        nodes: The node of each rank, by rank.
+        node: The memory of some rank.
+        nodes: The memory of each rank, by rank.
     """
     here = [rank for rank, each in enumerate(nodes) if each == node]
     return part if part in here else here[part % len(here)]
