@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from support.clocks import hurried
 from support.fault_proxy import FaultProxy, refuse
+from support.restoring import flip
 from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
+    RestoreError,
     StoreUnavailableError,
 )
 
@@ -168,3 +170,39 @@ def test_another_job_below_one_base_path_does_not_resume_from_this_one(kind, s3_
             other.load(LATEST)
     finally:
         other.close()
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"], indirect=True)
+@pytest.mark.parametrize("own", ["new", pytest.param("", marks=pytest.mark.matrix)], ids=["beside", "above"])
+def test_a_checkpoint_of_another_run_is_verified_whatever_folders_its_name_has(start, dirpath, memory_dir, own):
+    """Which of the folders above it is that run's dirpath, no URL tells."""
+    job = start(dirpath=f"{dirpath}/old", namespace="one")
+    job.save(1, "best/step_1.ckpt")
+    job.alias("best/last.ckpt", "best/step_1.ckpt")
+    job.save(2, "best/step_2.ckpt", durable=False)
+    job.wait()
+    other = {"dirpath": f"{dirpath}/{own}".rstrip("/"), "namespace": "one"}
+    urls = [f"{dirpath}/old/best/{name}.ckpt" for name in ("step_1", "last", "step_2")]
+    job = start(**other)
+    assert [job.load(url) for url in urls] == [1, 1, 2]
+    assert not [line for line in job.messages.said if "has no manifest" in line]
+    job.close()
+    lose_memory(memory_dir)
+    job = start(**other)
+    assert [job.load(url) for url in urls[:2]] == [1, 1]
+    with pytest.raises(CheckpointNotFoundError):
+        job.load(urls[2])
+
+
+@on_a_directory
+@pytest.mark.parametrize("kind", ["full", "sharded"], indirect=True)
+def test_a_damaged_checkpoint_of_another_run_is_never_loaded_as_one_that_nothing_verifies(start, dirpath, memory_dir):
+    job = start(dirpath=f"{dirpath}/old")
+    job.save(1, "best/step_1.ckpt", size=1 << 15)
+    job.close()
+    lose_memory(memory_dir)
+    for path in Path(dirpath, "old", "best").rglob("*"):
+        if path.is_file() and path.stat().st_size > 1 << 16:
+            flip(path, 1 << 15)
+    with pytest.raises(RestoreError, match="intact"):
+        start(dirpath=f"{dirpath}/new").load(f"{dirpath}/old/best/step_1.ckpt", 1 << 15)

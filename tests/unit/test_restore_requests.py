@@ -88,6 +88,17 @@ def test_to_choose_among_checkpoints_of_many_ranks_takes_one_list_and_their_mani
     assert len(known.manifests) == STEPS
 
 
+def test_what_is_asked_for_by_its_name_is_looked_for_elsewhere_only_where_it_has_no_manifest_here(world):
+    asked, above = Asked(world.store), Asked(DirectoryStore(str(Path(world.store.url).parent)))
+    tiers = replace(world.tiers(asked), store_at=lambda _: above)
+    assert len(discover(tiers, Selector("name", "step_1"), {}, "sharded").manifests) == 1
+    assert (asked.keys, above.keys) == ([ids.manifest_key("step_1")], [])
+    known = discover(tiers, Selector("name", "a/b/step_7"), {}, "sharded")
+    assert (known.elsewhere, known.foreign) == (None, None)
+    # Each folder but this dirpath is asked once, whatever its depth.
+    assert len(above.keys) == len(set(above.keys)) == min(16, len(Path(world.store.url).parts))
+
+
 def test_each_rank_reads_the_index_once_and_the_descriptions_of_what_it_loads(world):
     newest = op_id(STEPS)
     stores = [Asked(world.store) for _ in range(RANKS)]

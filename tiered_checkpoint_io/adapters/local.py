@@ -118,7 +118,11 @@ def load_local_state(
     note_restore(session, found, found.tier, began)
     session.save_ids.follow(found.newest_save_id or content.save_id)
     reader.opened = OpenShards(
-        name=found.name, content=content, rejected=found.rejected, newest_save_id=found.newest_save_id
+        name=found.name,
+        dirpath=found.dirpath,
+        content=content,
+        rejected=found.rejected,
+        newest_save_id=found.newest_save_id,
     )
     if any(stored.pending for stored in tier.parts()):
         # What an earlier process left; only this node's ranks can see it.

@@ -296,7 +296,7 @@ class TieredSharding(_Base):
         engine.restored = Restored(
             name=opened.name,
             content=opened.content,
-            dirpath=dirpath,
+            dirpath=opened.dirpath,
             tier=reader.tier,
             is_durable=opened.is_durable,
             path=session.open().tier.root,

@@ -16,6 +16,7 @@ from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable.manifests import contents_of, read_manifest
 from tiered_checkpoint_io.engine.durable.metrics import rated
 from tiered_checkpoint_io.engine.restore.choice import Held, Selector
+from tiered_checkpoint_io.engine.restore.elsewhere import committed_elsewhere, other_names
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
@@ -52,7 +53,8 @@ class Tiers(AtPlace):
     """Where a restore looks, and how.
 
     ``store`` opens the durable tier, on rank 0 and where bytes are fetched; ``on_listed`` gets all its names, where
-    this rank listed them.
+    this rank listed them. ``store_at`` opens that of another dirpath, whose run may have saved what is asked for by its
+    name; None where no other is looked at.
     """
 
     config: TieredCheckpointConfig
@@ -63,6 +65,13 @@ class Tiers(AtPlace):
     clock: Clock = SYSTEM
     on_listed: Callable[[set[str]], None] = lambda _: None
     server: Server | None = None
+    store_at: Callable[[str], Store] | None = None
+
+    def at(self, dirpath: str) -> Tiers:
+        """The same of another dirpath on the same server, beside which no other is looked at."""
+        assert self.store_at is not None
+        store = functools.partial(self.store_at, dirpath)
+        return replace(self, dirpath=dirpath, store=store, on_listed=lambda _: None, store_at=None)
 
     def skipped(self, note: str) -> None:
         """Logs why a copy is not taken."""
@@ -102,17 +111,19 @@ class Tiers(AtPlace):
 
 
 def tiers_of(session: Session, config: TieredCheckpointConfig, dirpath: str | None = None) -> Tiers:
-    """The tiers of a session, or its memory and another durable tier."""
-    here = session.place if dirpath is None else place_of(config, dirpath)
+    """A session's memory, and the durable tier of a configuration, or at another dirpath."""
+    wanted = config.dirpath if dirpath is None else dirpath
+    here = session.place if wanted == session.dirpath else place_of(config, wanted)
     return Tiers(
         config=config,
         memory=session.open().tier,
-        store=session.durable if dirpath is None else lambda: session.durable(dirpath),
+        store=lambda: session.durable(wanted),
         dirpath=here.dirpath,
         log=session.log,
         clock=session.clock,
         on_listed=session.known.remember if here == session.place else lambda _: None,
         server=here.server,
+        store_at=session.durable,
     )
 
 
@@ -128,6 +139,8 @@ class DurableCatalog:
     rest: list[str] = field(default_factory=list)
     #: What others wrote under the wanted name, without a manifest: nothing can verify it.
     foreign: Content | None = None
+    #: Where the wanted file has a manifest, if not here: a run saved it under a name with folders, or with fewer.
+    elsewhere: ids.Split | None = None
     #: All names there, where they were listed.
     listed: set[str] | None = None
     #: Why the tier could not be asked.
@@ -158,7 +171,10 @@ def discover(
         store = tiers.store()
         if selector.kind == "name":
             _read(store, list(dict.fromkeys((selector.name, queued.get(selector.name, selector.name)))), found)
-            if not found.manifests and not found.rejected:
+            if accepts is not None and not found.manifests and not found.rejected:
+                if tiers.store_at is not None:
+                    others = other_names(tiers.place, selector.name).values()
+                    found.elsewhere = committed_elsewhere(tiers.store_at, others)
                 found.foreign = _foreign(store, selector.name, accepts)
             return found
         if known is None:
@@ -295,16 +311,26 @@ class NodeCatalog:
     error: TieredCheckpointError | None = None
     #: Aliases that are queued for the durable tier, and their targets.
     aliases: dict[str, str] = field(default_factory=dict)
+    #: Where the wanted file belongs by a part or an alias of another dirpath.
+    elsewhere: ids.Split | None = None
 
 
-def look(tiers: Tiers, rank: int) -> NodeCatalog:
-    """Lists this node's memory, and takes out of it what can't be read; ``rank`` is this one, for notes of that."""
+def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
+    """Lists this node's memory, and takes out of it what can't be read.
+
+    Args:
+        tiers: Whose memory, and for which durable tier.
+        rank: This one, for notes of what can't be read.
+        name: What is asked for by its name, which another run may have saved; empty for none.
+    """
     here, tier, place = NodeCatalog(), tiers.memory, tiers.place
+    elsewhere = other_names(place, name) if name and tiers.store_at is not None else {}
     others: set[Place] = set()
     for stored in tier.held():
         part = stored.part
         if part.dirpath == place.dirpath and part.place != place:
             others.add(part.place)
+        here.elsewhere = here.elsewhere or elsewhere.get((part.place, part.name))
         if part.place == place:
             content = replace(part.content, files=tuple(replace(entry, hashes=()) for entry in part.content.files))
             owns = not stored.is_replica
@@ -327,7 +353,11 @@ def look(tiers: Tiers, rank: int) -> NodeCatalog:
     for other in sorted(map(str, others)):
         tiers.log.warning("memory holds checkpoints of %s: they are another job's, and are not restored", other)
     for request in Queue(tier.root).requests():
-        if request.action in NAMING and request.place.known(tier.place) == place:
+        if request.action not in NAMING:
+            continue
+        where = request.place.known(tier.place)
+        here.elsewhere = here.elsewhere or elsewhere.get((where, request.name))
+        if where == place:
             here.aliases[request.name] = request.target
     return here
 

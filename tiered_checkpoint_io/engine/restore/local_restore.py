@@ -41,7 +41,8 @@ class LocalRestorer:
         ``alone`` says that no other rank takes part in the load.
         """
         self._alone = alone
-        self._tiers = tiers
+        # Each rank looks by itself: all have to look at one place.
+        self._tiers = replace(tiers, store_at=None)
         self._role = role
         self._peers = peers
         self._load = ""

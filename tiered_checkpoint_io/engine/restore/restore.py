@@ -21,6 +21,7 @@ from tiered_checkpoint_io.engine.ranks.transfer import SlotDestination, find_par
 from tiered_checkpoint_io.engine.ranks.views import bytes_of, privately_mapped
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
+from tiered_checkpoint_io.engine.restore.elsewhere import at_its_place
 from tiered_checkpoint_io.engine.restore.part_moves import move_parts, spread
 from tiered_checkpoint_io.engine.restore.search import Attempt, Found, Search
 from tiered_checkpoint_io.engine.session import Session
@@ -43,7 +44,6 @@ class Restored(Found):
     """A checkpoint's file that lies, verified, on this node, and stays there until it is released.
 
     Attributes:
-        dirpath: The durable tier that it belongs to.
         tier: Where this node had it from.
         is_durable: Whether it is known to be on the durable tier, wherever this node had it from.
         path: The local file.
@@ -53,7 +53,6 @@ class Restored(Found):
             these never gets into the file. Where this process has verified them there, each page is touched once.
     """
 
-    dirpath: str
     tier: Tier
     path: Path
     is_durable: bool = False
@@ -61,11 +60,6 @@ class Restored(Found):
     bytes_read: int = 0
     mapped: torch.UntypedStorage | None = field(default=None, repr=False)
     _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
-
-    @property
-    def url(self) -> str:
-        """Where the durable tier has it, or will."""
-        return ids.join_url(self.dirpath, self.name)
 
     def __enter__(self) -> Restored:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         return self
@@ -331,6 +325,10 @@ def restore(tiers: Tiers, selector: Selector, group: Group) -> Restored | None:
         RestoreError: There are some, but none is intact.
         TieredCheckpointError: As :meth:`Search.run`.
     """
+    return at_its_place(tiers, selector, lambda tiers, selector: _restore(tiers, selector, group))
+
+
+def _restore(tiers: Tiers, selector: Selector, group: Group) -> Restored | None:
     fetcher = NodeFetcher(tiers)
     search = Search(tiers, selector, "full", group)
     search.look()

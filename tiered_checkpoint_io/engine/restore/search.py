@@ -17,7 +17,14 @@ from typing import Generic, NamedTuple, TypeVar
 from tiered_checkpoint_io.engine.drain.progress import tier_label
 from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, portable, raise_first
 from tiered_checkpoint_io.engine.ranks.world import current_rank
-from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, NodeCatalog, Tiers, Versions, discover, look
+from tiered_checkpoint_io.engine.restore.catalog import (
+    DurableCatalog,
+    NodeCatalog,
+    Tiers,
+    Versions,
+    discover,
+    look,
+)
 from tiered_checkpoint_io.engine.restore.choice import (
     Candidate,
     Catalog,
@@ -26,6 +33,8 @@ from tiered_checkpoint_io.engine.restore.choice import (
     choose,
     refuse_other_kind,
 )
+from tiered_checkpoint_io.engine.restore.elsewhere import Elsewhere
+from tiered_checkpoint_io.engine.restore.nothing import why_nothing
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -50,15 +59,22 @@ class Found:
 
     Attributes:
         name: Its name.
+        dirpath: The durable tier that it belongs to.
         content: The facts of the save; None where others wrote it, so that nothing verified it.
         rejected: What was tried before it, and why it was not taken.
         newest_save_id: The newest save that was seen in any tier; later runs count on from there.
     """
 
     name: str
+    dirpath: str
     content: Content | None
     rejected: list[str] = field(default_factory=list)
     newest_save_id: str | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the durable tier has it, or will."""
+        return ids.join_url(self.dirpath, self.name)
 
     @property
     def save_id(self) -> str:
@@ -105,7 +121,7 @@ class _Turn(NamedTuple):
     rejected: Sequence[str] = ()
     newest: str | None = None
     nothing: TieredCheckpointError | None = None
-    error: TieredCheckpointError | None = None
+    error: Exception | None = None
 
 
 class Search:
@@ -164,7 +180,7 @@ class Search:
         self.reject(f"save {save_id}: damaged" for save_id in sorted(self._tried))
         mine: NodeCatalog | None = None
         try:
-            mine = look(self._tiers, self._rank) if self.leads else None
+            mine = look(self._tiers, self._rank, self.selector.name) if self.leads else None
         except Exception as error:
             mine = NodeCatalog(error=portable(error, self._rank))
         catalogs: list[NodeCatalog | None] = self.group.gather(mine) or []
@@ -203,6 +219,7 @@ class Search:
 
         Raises:
             OtherKindError: What is meant has another payload.
+            Elsewhere: It is another dirpath's: see :func:`at_its_place`.
             StoreError: The durable tier could not be asked, and memory does not suffice.
             FormatVersionError: A newer release wrote what would have to be chosen.
         """
@@ -273,6 +290,8 @@ class Search:
             candidate = next(candidates, None)
             self.reject(self._notes)
             nothing = self._nothing() if candidate is None else None
+        except Elsewhere as other:
+            return _Turn(error=other)
         except Exception as error:
             return _Turn(error=portable(error, self._rank))
         notes, self._notes = self._notes, []
@@ -285,6 +304,8 @@ class Search:
             TieredCheckpointError: As :meth:`run`.
         """
         self.check()
+        if not self._untried():
+            _go(each.elsewhere for each in self._memory.values())
         known = DurableCatalog()
         for known in self._durable():
             if known.listed is not None:
@@ -312,6 +333,8 @@ class Search:
                     self._has_changed = True
                     break
         self.reject(self._notes)
+        if not self.rejected:
+            _go([known.elsewhere])
         if known.foreign is not None and not self.rejected:
             self._tiers.log.warning("%s has no manifest: it is loaded, but nothing verified it", self.selector.name)
             yield Candidate(self.selector.name, known.foreign, durable=known.foreign)
@@ -363,38 +386,16 @@ class Search:
 
     def _nothing(self) -> RestoreError | CheckpointNotFoundError:
         """Why nothing was found: there is nothing, or nothing of it is intact."""
-        selector = self.selector
-        what = "checkpoint" if self._accepts == "full" else f"{self._accepts} checkpoint"
-        key, by_name = self._tiers.dirpath, selector.kind == "name"
-        if by_name:
-            what, key = f"{what} {selector.name!r}", ids.join_url(key, selector.name)
-        if selector.step is not None:
-            what += f" of step {selector.step}"
         # What an earlier start found corrupt must not become a start from scratch on the next one.
         suspects = [note for each in self._memory.values() for note in (*each.damaged, *each.quarantined)]
-        damage = list(dict.fromkeys([*self.rejected, *suspects]))
-        if self.rejected or (damage and not by_name):
-            return RestoreError(
-                f"no {what} is intact: " + "; ".join(damage),
-                operation="restore",
-                key=key,
-                rank=self._rank,
-                step=selector.step,
-                hint=f"corrupt parts of memory lie in {self._tiers.memory.root}/quarantine; to start from scratch,"
-                " remove what is damaged",
-            )
-        self._versions.say_weights(self._tiers, selector, self._memory.values())
-        hint = "see `tiered-ckpt ls` for those that exist"
-        if by_name and selector.name.startswith(f"{ids.SENTINELS}:"):
-            hint = f"allowed: {ids.LOADABLE}"
-        if self._accepts == "local":
-            hint += "; local ones that several nodes hold in memory alone are loaded by name"
-        return CheckpointNotFoundError(
-            f"no {what} in memory or at {self._tiers.dirpath}"
-            + (f" (it may have been: {'; '.join(damage)})" if damage else ""),
-            operation="restore",
-            key=key,
-            rank=self._rank,
-            step=selector.step,
-            hint=hint,
-        )
+        error = why_nothing(self._tiers, self.selector, self._accepts, self.rejected, suspects, self._rank)
+        if isinstance(error, CheckpointNotFoundError):
+            self._versions.say_weights(self._tiers, self.selector, self._memory.values())
+        return error
+
+
+def _go(places: Iterable[ids.Split | None]) -> None:
+    """Raises :class:`Elsewhere` for the first place, where there is one."""
+    for each in places:
+        if each is not None:
+            raise Elsewhere(each)

@@ -14,6 +14,7 @@ from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
+from tiered_checkpoint_io.engine.restore.elsewhere import at_its_place
 from tiered_checkpoint_io.engine.restore.part_moves import restore_owners
 from tiered_checkpoint_io.engine.restore.search import Attempt, Found, Search
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
@@ -74,6 +75,10 @@ def open_shards(tiers: Tiers, selector: Selector, group: Group, rejected: Collec
         RestoreError: There are some, but none is intact.
         TieredCheckpointError: As :meth:`Search.run`.
     """
+    return at_its_place(tiers, selector, lambda tiers, selector: _open(tiers, selector, group, rejected))
+
+
+def _open(tiers: Tiers, selector: Selector, group: Group, rejected: Collection[str]) -> OpenShards:
     search = Search(tiers, selector, "sharded", group)
     search.look(rejected)
     opened = search.run(lambda candidate: _try(tiers, candidate, search))
@@ -104,6 +109,7 @@ def _try(tiers: Tiers, candidate: Candidate, search: Search) -> OpenShards | Non
             if small is not None:
                 return OpenShards(
                     name=candidate.name,
+                    dirpath=tiers.dirpath,
                     content=None if candidate.is_foreign else candidate.content,
                     rejected=search.rejected,
                     newest_save_id=search.newest,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -16,7 +17,10 @@ from tiered_checkpoint_io.model.ids.urls import (
     SURROGATE,
     StrPath,
     at_home,
+    build_s3_url,
+    is_s3_url,
     normalize_dirpath,
+    parse_s3_url,
     text_of,
     url_scheme,
 )
@@ -163,6 +167,32 @@ def series_of(name: str, step: int = -1) -> str:
         return f"{match['word']}#" if int(match["number"]) == step else match[0]
 
     return _MEASURED.sub("#", _COUNTED.sub(r"\g<what>#", _OF_STEP.sub(without_step, name)))
+
+
+class Split(NamedTuple):
+    """A durable tier, and what a file is called there."""
+
+    dirpath: str
+    name: str
+
+
+def splits(url: str) -> list[Split]:
+    """Where the run may save that has saved a file, and its name there: each folder above it, the nearest first."""
+    scheme = url_scheme(url)
+    if is_s3_url(url):
+        # An access point has slashes of its own.
+        bucket, rest = parse_s3_url(url)
+        root = build_s3_url(bucket)
+    else:
+        head = f"{scheme}://" if scheme is not None else "/"
+        first, _, rest = url[len(head) :].partition("/")
+        root = head + first
+    folders = rest.split("/")
+    found = []
+    for at in range(len(folders) - 1, -1, -1):
+        with contextlib.suppress(InvalidNameError):
+            found.append(Split("/".join([root, *folders[:at]]), validate_name("/".join(folders[at:]))))
+    return found
 
 
 class Located(NamedTuple):

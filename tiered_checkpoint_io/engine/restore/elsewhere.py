@@ -1,0 +1,81 @@
+"""Whose a file is: by its URL alone, the run at any folder above it may have saved it, and only that run's manifest
+can verify it.
+
+A restore looks at one dirpath. Where neither its tier nor memory knows the name there, and a run at another dirpath has
+saved the file, all ranks look once more, at that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from tiered_checkpoint_io.engine.restore.choice import Selector
+from tiered_checkpoint_io.errors import TieredCheckpointError
+from tiered_checkpoint_io.formats.parallel import in_parallel
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import reservation_in
+from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.stores.base import Store
+
+if TYPE_CHECKING:
+    from tiered_checkpoint_io.engine.restore.catalog import Tiers
+
+_T = TypeVar("_T")
+#: So many folders above a file are asked for its manifest.
+_MOST_FOLDERS = 16
+
+
+class Elsewhere(Exception):  # noqa: N818 - no failure: it says where to look
+    """What is meant belongs to another dirpath; raised on all ranks."""
+
+    def __init__(self, split: ids.Split) -> None:
+        super().__init__(split)
+        self.split = split
+
+
+def at_its_place(tiers: Tiers, selector: Selector, find: Callable[[Tiers, Selector], _T]) -> _T:
+    """What ``find`` gives, at another dirpath where it says so by :class:`Elsewhere`."""
+    try:
+        return find(tiers, selector)
+    except Elsewhere as other:
+        dirpath, name = other.split
+    return find(tiers.at(dirpath), replace(selector, name=name))
+
+
+def other_names(place: Place, name: str) -> Mapping[tuple[Place, str], ids.Split]:
+    """At which other places the file of a checkpoint may have been saved, the nearest to it first."""
+    splits = ids.splits(ids.join_url(place.dirpath, name))
+    return {(Place(each.dirpath, place.server), each.name): each for each in splits if each.dirpath != place.dirpath}
+
+
+def committed_elsewhere(store_at: Callable[[str], Store], others: Iterable[ids.Split]) -> ids.Split | None:
+    """The nearest of some places that has a manifest.
+
+    Raises:
+        StoreError: The durable tier does not answer.
+    """
+    places = list(others)[:_MOST_FOLDERS]
+    if not places:
+        return None
+    # One store asks for all, so that one connection does.
+    outermost = places[-1]
+
+    def has_manifest(split: ids.Split) -> bool:
+        return not reservation_in(store.get(outermost.name.removesuffix(split.name) + ids.manifest_key(split.name)))
+
+    def is_there(split: ids.Split) -> bool:
+        try:
+            return has_manifest(split)
+        except TieredCheckpointError as error:
+            # Rights often end at a folder: whose manifests can't be read, its checkpoints can't be verified.
+            if error.retryable:
+                raise
+            return False
+
+    try:
+        store = store_at(outermost.dirpath)
+    except TieredCheckpointError:
+        return None
+    return next((each for each, there in zip(places, in_parallel(is_there, places), strict=True) if there), None)
