@@ -158,6 +158,12 @@ class StrategyGuard(Callback):
             self._recording.reach(trainer.global_step, io.checkpointer.session)
             self._first_save.reach(trainer, io)
 
+    def on_validation_batch_end(self, trainer: Trainer, *_: object) -> None:
+        """Notes the step: a long validation is no silence."""
+        io = tiered_io_of(trainer.strategy.checkpoint_io)
+        if io is not None:
+            self._recording.reach(trainer.global_step, io.checkpointer.session)
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Training starts from scratch where there is no checkpoint; an evaluation has no use for that.
 

@@ -205,3 +205,11 @@ def test_a_compiled_model_is_saved_as_itself_stays_as_it_was_and_takes_older_fil
     assert checkpoints.load(accelerator) == 20
     assert torch.equal(compiled._orig_mod.weight, weights[0] + 1)
     assert torch.equal(around._orig_mod.module.weight, weights[1] + 1)
+
+
+def test_a_long_evaluation_is_no_silence(tmp_path, memory_dir, monkeypatch):
+    made = TieredCheckpointCallback(str(tmp_path / "durable"), memory_dir=memory_dir)
+    reached = []
+    monkeypatch.setattr(made._recording, "reach", lambda step, session: reached.append(step))
+    made.on_prediction_step(SimpleNamespace(), TrainerState(global_step=7), TrainerControl())
+    assert reached == [7]

@@ -54,6 +54,48 @@ def test_what_a_run_that_was_killed_and_went_back_has_lost():
     assert totals_of([*KILLED, at(1200, "new"), at(1200, "save"), {"t": 1.0, "event": None}]).step == 45
 
 
+def restored(t, step, created, tier="durable"):
+    return at(t, "restore", name=f"step={step}.ckpt", step=step, tier=tier, seconds=3.0, created=float(created))
+
+
+def test_the_age_of_what_is_durable_is_training_time():
+    # 25 s since the checkpoint of 1020 was captured. Neither uploads nor loads are training.
+    dead = totals_of([*KILLED, uploaded(1900, 12, 900), restored(1950, 20, 1020)])
+    assert (dead.durable_age_s, dead.active_at) == (25, 1045)
+    # It goes on a day later, from memory: the pause does not count.
+    resumed = [*KILLED, restored(90_000, 30, 1030, "memory"), at(90_001, "start", step=30), at(90_016, "step", step=45)]
+    assert (totals_of(resumed).durable_age_s, totals_of(resumed).active_at) == (40, 90_016)
+    # An evaluation beside it loads one.
+    assert totals_of([*resumed, restored(90_020, 20, 1020), at(90_031, "step", step=60)]).durable_age_s == 55
+    # A save after the end, and one a day later, are no training in between.
+    ended = [*resumed, at(90_020, "end", step=50, error=""), save(90_021, 50), save(180_000, 50)]
+    assert totals_of(ended).durable_age_s == 44
+    # A loop of one's own notes saves and loads alone.
+    loop = [save(1000, 10), save(1030, 20), restored(90_000, 20, 1030, "memory"), save(90_010, 30), save(90_050, 40)]
+    assert totals_of(loop).durable_age_s == 70
+
+
+def test_a_save_after_the_end_of_a_training_does_not_set_it_running():
+    trained = [at(1000, "start", step=0), at(1010, "end", step=10, error="")]
+    assert not totals_of([*trained, save(1011, 10, durable=True, queued=True)]).running
+    assert totals_of([*trained, at(1020, "start", step=10)]).running
+    assert totals_of([save(1011, 10)]).running, "a loop of one's own notes no start"
+
+
+def test_after_a_rollback_the_resumed_checkpoint_is_the_durable_one():
+    far = [at(1000, "start", step=0), save(1300, 300, durable=True, queued=True), uploaded(1305, 300, 1300)]
+    far += [save(1500, 500, durable=True, queued=True), uploaded(1505, 500, 1500), at(1510, "step", step=510)]
+    back = totals_of([*far, restored(1600, 300, 1300), at(1601, "start", step=300), at(1616, "step", step=315)])
+    assert (back.durable_step, back.durable_at, back.durable_age_s) == (300, 1300, 15)
+    # Where an evaluation loads it, training has not gone back; nor where training begins elsewhere.
+    for others in ([at(1615, "step", step=520)], [at(1615, "start", step=0)], [at(1615, "start", step=510)]):
+        assert totals_of([*far, restored(1600, 300, 1300), *others]).durable_step == 500
+    assert totals_of([*far, restored(1600, 300, 1300), save(1610, 310)]).durable_step == 300, "a loop of one's own"
+    # A save in the background is noted after later steps.
+    late = [restored(900, 100, 800), at(901, "start", step=100), *far[1:], save(1512, 505)]
+    assert totals_of(late).durable_step == 500
+
+
 def test_failures_of_saves_and_uploads_are_counted_apart_from_all_others():
     tried = [uploaded(1, 1, 0, "failed", action) for action in ("save", "part", "alias", "delete", "retain")]
     # Of a release before, without the action.

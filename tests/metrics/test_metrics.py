@@ -22,8 +22,9 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io import dcp
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.errors import ConfigError
-from tiered_checkpoint_io.metrics import exports
+from tiered_checkpoint_io.metrics import exports, recording
 from tiered_checkpoint_io.metrics.catalog import CATALOG, PREFIX, table
 from tiered_checkpoint_io.metrics.collect import Collector, Source
 from tiered_checkpoint_io.metrics.otel import Instruments
@@ -85,6 +86,7 @@ def test_a_dead_trainer_and_one_that_resumes(dead, tmp_path):
     assert 0 < found["capture_seconds_total"] < found["stall_seconds_total"] < found["run_seconds"]
     assert found["uploaded_bytes_total"] > 1000
     assert 0 < found["durable_age_seconds"] < found["run_seconds"]
+    assert 0 < time.time() - found["last_activity_timestamp_seconds"] < found["run_seconds"]
     assert found["used_bytes memory"] > 3000
     assert found["free_bytes memory"] > 0
     assert "replicated_step" not in found
@@ -98,7 +100,9 @@ def test_a_dead_trainer_and_one_that_resumes(dead, tmp_path):
             (server,) = (
                 each for each in self.trainer.callbacks[-1]._recording._exports._running if hasattr(each, "port")
             )
-            if not seen:
+            if told.exists():
+                seen.setdefault("told", parsed(told.read_text())["running"])
+            if "step" not in seen:
                 url = f"http://127.0.0.1:{server.port}/metrics"
                 with urllib.request.urlopen(url, timeout=10) as answer:
                     seen.update(parsed(answer.read().decode()))
@@ -110,17 +114,29 @@ def test_a_dead_trainer_and_one_that_resumes(dead, tmp_path):
     trainer.fit(Asked(), ckpt_path="tiered:latest")
     # A figure may be a moment old: on a busy machine it is of the batch that has just ended.
     assert seen["step"] in (15, 16)
-    assert (seen["running"], seen["restores_total"], seen["repeated_steps_total"]) == (1, 1, 2)
+    assert (seen["running"], seen["restores_total"], seen["repeated_steps_total"], seen["told"]) == (1, 1, 2, 1)
     assert seen["lost_seconds_total repeated_steps"] > 0
-    # Ended: files have the last values, and nothing is left running.
+    # Ended: nothing is left running. A textfile would have its last values for ever.
+    assert not told.exists()
     ended = steady(values(root))
     assert (ended["running"], ended["step"], ended["durable_step"], ended["steps_at_risk"]) == (0, 20, 20, 0)
-    assert steady(parsed(told.read_text())).items() >= {k: v for k, v in ended.items() if "bytes" not in k}.items()
     lines = [json.loads(line) for line in (tmp_path / "m.log").read_text().splitlines()]
     assert max(line.get(f"{PREFIX}durable_step", -1) for line in lines) == 20
     for line in lines:
         (about,) = line["_aws"]["CloudWatchMetrics"]
         assert {each["Name"] for each in about["Metrics"]} | {*about["Dimensions"][0], "_aws"} == set(line)
+
+
+def test_a_long_validation_is_no_silence(runs, monkeypatch):
+    monkeypatch.setattr(recording, "_STEP_EVERY_S", 0)
+
+    class Validated(Model):
+        validation_step = Model.test_step
+        val_dataloader = Model.train_dataloader
+
+    trainer = runs.trainer([TieredModelCheckpoint()], max_steps=1, limit_val_batches=3, val_check_interval=1)
+    trainer.fit(Validated())
+    assert [each["step"] for each in read_events(root_of(runs)) if each["event"] == "step"] == [1] * 4
 
 
 def test_opentelemetry_has_the_same(dead):
@@ -237,12 +253,12 @@ def test_opentelemetry_needs_its_exporter_whatever_provider_a_rank_has(monkeypat
 def test_a_training_goes_on_with_the_exports_that_start(runs, tmp_path, monkeypatch, caplog):
     """A port that an earlier process still has, and a setting that OpenTelemetry's exporter refuses."""
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "0")
-    told = tmp_path / "m.prom"
+    told = tmp_path / "m.log"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        io = runs.io(metrics_export=f"prometheus={port}, otel, textfile={told}")
+        io = runs.io(metrics_export=f"prometheus={port}, otel, cloudwatch={told}")
         runs.trainer([TieredModelCheckpoint(memory_every_n_train_steps=1)], io=io, max_steps=2).fit(Model())
-    assert "running" in parsed(told.read_text())
+    assert f"{PREFIX}step" in told.read_text()
     assert f"metrics can't be served on 127.0.0.1:{port}: Address already in use" in caplog.text
     assert "metrics can't go to otel: ValueError: " in caplog.text
     assert caplog.text.count("; training continues without") == 2

@@ -196,6 +196,16 @@ class TieredCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero:
             self._engine.session.poll()
 
+    def on_prediction_step(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        **_: Any,
+    ) -> None:
+        """Notes the step: a long evaluation is no silence."""
+        self._recording.reach(state.global_step, self._engine.session)
+
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
         """Saves the last step of a training, before the Trainer may put the best weights in place of the last.
 

@@ -48,6 +48,12 @@ def _metric(name: str, kind: Kind, unit: Unit, meaning: str, *labels: str) -> Me
 RUNNING = _metric(
     "running", "gauge", "", "1 from the start of training to its regular end, also if it was killed meanwhile; else 0."
 )
+ACTIVITY = _metric(
+    "last_activity_timestamp_seconds",
+    "gauge",
+    "seconds",
+    "When this node last trained, validated or saved, since the epoch; noted every 15 s.",
+)
 STEP = _metric("step", "gauge", "steps", "The last training step that is known of.")
 MEMORY_STEP = _metric("memory_step", "gauge", "steps", "The step of the newest checkpoint in this node's memory.")
 DURABLE_STEP = _metric(
@@ -57,7 +63,7 @@ DURABLE_AGE = _metric(
     "durable_age_seconds",
     "gauge",
     "seconds",
-    "Time since that checkpoint was captured; since the run began where there is none.",
+    "Training time since that checkpoint was captured, or since the run began where there is none; without pauses.",
 )
 STEPS_AT_RISK = _metric(
     "steps_at_risk", "gauge", "steps", "Steps that the loss of this node costs: those since the last safe checkpoint."

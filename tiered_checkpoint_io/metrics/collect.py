@@ -85,12 +85,12 @@ def _of_drain(progress: DrainProgress, now: float) -> _Samples:
 
 
 def _of_events(totals: Totals, now: float) -> _Samples:
-    since = totals.durable_at or totals.began
     return [
         (catalog.RUNNING, totals.running, {}),
+        (catalog.ACTIVITY, totals.active_at or None, {}),
         (catalog.STEP, _known(totals.step), {}),
         (catalog.DURABLE_STEP, _known(totals.durable_step), {}),
-        (catalog.DURABLE_AGE, max(0.0, now - since) if since else None, {}),
+        (catalog.DURABLE_AGE, totals.durable_age_s if totals.active_at else None, {}),
         (catalog.SAVES, totals.memory_saves, {"tier": "memory"}),
         (catalog.SAVES, totals.durable_saves, {"tier": "durable"}),
         (catalog.STALL, totals.stall_s, {}),

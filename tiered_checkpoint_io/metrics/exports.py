@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import threading
@@ -101,7 +102,8 @@ def _start(target: MetricsTarget, source: Source, log: Logger) -> Export:
         from tiered_checkpoint_io.metrics.otel import Instruments
 
         return Instruments(source)
-    return _Repeated(lambda: write(target, source()), _EVERY_S[target.kind], f"metrics to {target.path}", log)
+    repeated = _Repeated(lambda: write(target, source()), _EVERY_S[target.kind], f"metrics to {target.path}", log)
+    return _Textfile(repeated, Path(target.path)) if target.kind == "textfile" else repeated
 
 
 def write(target: MetricsTarget, samples: Iterable[Sample]) -> None:
@@ -133,7 +135,7 @@ class Exports:
         self._running.append(start(target, source, log))
 
     def close(self) -> None:
-        """Ends them; files get their last values."""
+        """Ends them. CloudWatch gets its last values; a textfile is removed, because it would say them for ever."""
         running, self._running = self._running, []
         for each in running:
             each.close()
@@ -165,6 +167,18 @@ class _Repeated:
     def close(self) -> None:
         self._ended.set()
         SYSTEM.join(self._thread, _CLOSE_S)
+
+
+class _Textfile:
+    """A file of metrics that is there while it is written."""
+
+    def __init__(self, writer: _Repeated, path: Path) -> None:
+        self._writer, self._path = writer, path
+
+    def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
 
 
 def targets_of_trainer(configured: str | None) -> list[MetricsTarget]:

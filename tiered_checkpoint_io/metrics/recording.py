@@ -55,7 +55,7 @@ class Recording:
                 session.log.error("%s; training continues without", error)
 
     def reach(self, step: int, session: Session) -> None:
-        """Notes the step that training has reached, every few seconds."""
+        """Notes the step that training has reached, every few seconds; the same one while it is validated."""
         now = session.clock.monotonic()
         if self._root is not None and now - self._noted >= _STEP_EVERY_S:
             self._noted = now

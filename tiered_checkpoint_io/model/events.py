@@ -35,6 +35,9 @@ class Totals:
     Attributes:
         began: When the first event happened.
         running: Whether a training began that has not ended by itself; one that was killed counts as running.
+        has_start: Whether starts and ends of trainings are noted; a loop of one's own notes saves alone.
+        active_at: When training last was seen: at its start or end, at a step, or at a save.
+        trained_to: Up to when training is counted in ``durable_age_s``; 0 while nothing trains.
         step: The last training step that is known.
         step_at: When that was reached.
         memory_saves: Saves to memory alone.
@@ -51,16 +54,21 @@ class Totals:
         upload_s: Seconds that this took.
         durable_step: The step of the last checkpoint that was committed on the durable tier.
         durable_at: When that checkpoint was captured; not later than the last event.
+        durable_age_s: Seconds of training since then; since the first event where there is none.
         restores: Checkpoints that were loaded.
         restore_s: Seconds to find, fetch and verify them.
         resumed_step: The step of the last one of these.
         resumed_created: When that checkpoint was captured.
+        resumed_durable: Whether it came from the durable tier; until training goes on.
         repeated_steps: Steps that were trained again after restarts.
         repeated_s: Seconds that training had spent on them before.
     """
 
     began: float = 0.0
     running: bool = False
+    has_start: bool = False
+    active_at: float = 0.0
+    trained_to: float = 0.0
     step: int = -1
     step_at: float = 0.0
     memory_saves: int = 0
@@ -77,10 +85,12 @@ class Totals:
     upload_s: float = 0.0
     durable_step: int = -1
     durable_at: float = 0.0
+    durable_age_s: float = 0.0
     restores: int = 0
     restore_s: float = 0.0
     resumed_step: int = -1
     resumed_created: float = 0.0
+    resumed_durable: bool = False
     repeated_steps: int = 0
     repeated_s: float = 0.0
 
@@ -102,14 +112,19 @@ class Totals:
                 if name in known:
                     setattr(self, name, value)
         elif kind in ("start", "step"):
-            self.running = True
+            self.running = self.has_start = True
+            if kind == "start":
+                # Since a kill nothing trained.
+                self.trained_to = 0.0
             self._reach(int(event["step"]), t)
         elif kind == "end":
             self._reach(int(event["step"]), t)
+            self.trained_to = 0.0
             # What an exception ended has to be looked at, as what was killed.
             self.running = bool(event.get("error"))
         elif kind == "save":
-            self.running = True
+            # A trainer's may come after its end.
+            self.running |= not self.has_start
             self._reach(int(event["step"]), t)
             self.memory_saves += not event["durable"]
             self.durable_saves += bool(event["durable"])
@@ -128,7 +143,11 @@ class Totals:
             self.restores += 1
             self.restore_s += event["seconds"]
             self.resumed_step, self.resumed_created = int(event["step"]), float(event["created"])
-            if event["tier"] == "durable":
+            self.resumed_durable = event["tier"] == "durable"
+            if not self.has_start:
+                # A loop of one's own begins so.
+                self.trained_to = 0.0
+            if self.resumed_durable:
                 self._is_durable(int(event["step"]), float(event["created"]), t)
 
     def _add_upload(self, event: Event, t: float) -> None:
@@ -149,9 +168,14 @@ class Totals:
     def _is_durable(self, step: int, created: float, t: float) -> None:
         if created >= self.durable_at:
             self.durable_step, self.durable_at = step, min(created, t)
+            self.durable_age_s = min(self.durable_age_s, max(0.0, self.active_at - self.durable_at))
 
     def _reach(self, step: int, t: float) -> None:
         """Training is at a step. Where it went back, the steps since the resumed checkpoint are repeated."""
+        self.durable_age_s += max(0.0, t - self.trained_to) if self.trained_to else 0.0
+        self.active_at, self.trained_to = t, t if self.running else 0.0
+        # Only what begins right after a load resumes from it.
+        from_durable, self.resumed_durable = self.resumed_durable, False
         if step < 0:
             return
         if step < self.step:
@@ -159,6 +183,10 @@ class Totals:
             self.repeated_steps += self.step - resumed
             since = self.resumed_created if resumed == self.resumed_step else self.step_at
             self.repeated_s += max(0.0, self.step_at - max(since, self.began))
+            if from_durable and resumed == self.resumed_step:
+                # Also where a later one was committed: training has left that behind.
+                self.durable_step, self.durable_at = resumed, min(self.resumed_created, t)
+                self.durable_age_s = 0.0
         self.step, self.step_at = step, t
 
     def event(self, t: float) -> dict[str, Any]:
