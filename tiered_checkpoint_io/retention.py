@@ -14,7 +14,7 @@ from tiered_checkpoint_io.engine.durable import metrics as _metrics
 from tiered_checkpoint_io.engine.durable import pins as _pins
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.retention import Best, EveryHours, EverySteps, Latest, Pin, Policy
+from tiered_checkpoint_io.model.retention import Best, EveryHours, EverySteps, Latest, Pin
 from tiered_checkpoint_io.stores import Store, open_store
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "EverySteps",
     "Latest",
     "Pin",
-    "Policy",
     "add_metrics",
     "pin",
     "pins",
@@ -83,13 +82,39 @@ def pin(
 def unpin(
     dirpath: str | os.PathLike[str], name: str | os.PathLike[str], token: str | None = None, **options: Any
 ) -> list[Pin]:
-    """Removes the pins of a checkpoint, or the one with this token; gives those that are gone. Deletes nothing else."""
+    """Removes the pins of a checkpoint; deletes nothing else.
+
+    Args:
+        dirpath: The durable tier.
+        name: The checkpoint, as :func:`pin` takes it.
+        token: Of the one pin to remove; None for all of the checkpoint.
+        options: See the head of this module.
+
+    Returns:
+        The pins that are gone.
+
+    Raises:
+        ConfigError: An option is not allowed.
+        StoreError: The tier could not be asked.
+    """
     with _opened(dirpath, options) as store:
         return _pins.unpin(store, _name(store, name), token)
 
 
 def pins(dirpath: str | os.PathLike[str], **options: Any) -> dict[str, list[Pin]]:
-    """All pins that hold, by the names of their checkpoints."""
+    """All pins that hold.
+
+    Args:
+        dirpath: The durable tier.
+        options: See the head of this module.
+
+    Returns:
+        The pins, by the names of their checkpoints.
+
+    Raises:
+        ConfigError: An option is not allowed.
+        StoreError: The tier could not be asked.
+    """
     with _opened(dirpath, options) as store:
         return _pins.pins(store)
 

@@ -40,6 +40,8 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from missing
 
+__all__ = ["TieredStorageConfig"]
+
 #: The key by which one of our checkpoints holds the files of one of theirs.
 FILES = "files"
 

@@ -13,7 +13,19 @@ PACKAGES = [
     "tiered_checkpoint_io",
     *(
         f"tiered_checkpoint_io.{each}"
-        for each in ("callbacks", "strategies", "dcp", "export", "resharding", "nemo", "errors")
+        for each in (
+            "callbacks",
+            "strategies",
+            "dcp",
+            "fabric",
+            "huggingface",
+            "torch_checkpointing",
+            "retention",
+            "export",
+            "resharding",
+            "nemo",
+            "errors",
+        )
     ),
 ]
 ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
