@@ -96,7 +96,7 @@ class TieredCheckpointIO(CheckpointIO):
 
         Args:
             dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory. Or a :class:`TieredCheckpointConfig`:
-                then each further argument that is not its default replaces the configuration's.
+                then each further argument that is given replaces the configuration's.
             logger: Where to log, in place of the package's own logger.
             namespace: Keeps jobs that share a node apart in memory: letters, digits, ``_`` and ``-``; ``auto`` for one
                 made from dirpath.
