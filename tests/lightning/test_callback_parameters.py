@@ -1,6 +1,7 @@
 """What the callback and the IO take is said by their signatures: Lightning's arguments, and the configuration's keys."""
 
 import inspect
+import re
 import typing
 from dataclasses import fields
 from datetime import timedelta
@@ -27,9 +28,15 @@ def arguments(of):
     return {p.name: (p.default, hints[p.name]) for p in found if p.kind is not p.VAR_KEYWORD}
 
 
+def texts(docstring, head):
+    """What a section of a docstring says of each name."""
+    section = inspect.cleandoc(docstring).partition(f"{head}:\n")[2].partition("\n\n")[0]
+    entries = (entry.partition(": ") for entry in re.split(r"^    (?! )", section, flags=re.MULTILINE)[1:])
+    return {name: " ".join(text.split()) for name, _, text in entries}
+
+
 def documented(of):
-    text = inspect.getdoc(of.__init__).partition("Args:\n")[2].partition("\n\n")[0]
-    return {line.split(":")[0].strip() for line in text.splitlines() if line.startswith("    ") and line[4] != " "}
+    return set(texts(of.__init__.__doc__, "Args"))
 
 
 def test_the_callback_takes_what_model_checkpoint_takes():
@@ -47,6 +54,11 @@ def test_the_io_takes_every_key_of_the_configuration():
     assert {name: mine[name] for name in keys} == keys
     assert set(mine) - set(keys) == {"dirpath", "logger"}
     assert documented(TieredCheckpointIO) == {*mine, "unknown"}
+    says, means = (
+        texts(TieredCheckpointIO.__init__.__doc__, "Args"),
+        texts(TieredCheckpointConfig.__doc__, "Attributes"),
+    )
+    assert {name: says[name] for name in keys} == {name: means[name] for name in keys}
 
 
 def test_what_the_arguments_say_holds(tmp_path):

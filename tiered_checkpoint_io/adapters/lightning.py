@@ -102,48 +102,62 @@ class TieredCheckpointIO(CheckpointIO):
                 made from dirpath.
             memory_dir: A folder on tmpfs, or on node-local disk, for the memory tier.
             spill_dir: A folder on node-local disk for what does not fit into memory; ``auto`` for one in the system's
-                temporary directory, and None for none.
-            memory_every_n_train_steps: A checkpoint to memory every so many steps; None for none.
-            s3_every_n_train_steps: A checkpoint to the durable tier every so many steps; None leaves
-                that to ModelCheckpoint's other triggers.
-            memory_keep_last: How many checkpoints memory keeps.
-            retention: Which checkpoints the durable tier keeps: see docs/retention.md.
-            memory_allocation_percentage: Per cent of the node's memory for checkpoints of all its ranks; 20 to 100.
+                temporary directory, or in ``/var/tmp`` where that is on tmpfs, and None for none.
+            memory_every_n_train_steps: A checkpoint to memory every so many steps; None for none. Read by
+                ``TieredModelCheckpoint.from_config``.
+            s3_every_n_train_steps: A checkpoint to the durable tier every so many steps; None leaves that to
+                ModelCheckpoint's other triggers. Read by ``TieredModelCheckpoint.from_config``.
+            memory_keep_last: How many checkpoints memory keeps; of DCP and local ones, of each series of names.
+            retention: Which checkpoints the durable tier keeps, such as ``{latest: 3, every_steps: 1000}``; without a
+                policy all that are not deleted otherwise. See docs/retention.md.
+            memory_allocation_percentage: Per cent of the node's memory that checkpoints may take, shared by all ranks
+                of the node; 20 to 100.
             chunk_size_MB: Size of one part of an upload, MiB; 8 to 5,120.
-            delta_upload: Whether S3 itself copies what an earlier checkpoint has as well: see docs/deployment.md.
+            delta_upload: Whether what an earlier checkpoint has as well is copied by the server, where it can, in
+                place of being sent again; each copied part is compared, which takes CPU time. Pays where the uplink is
+                the limit and much of the state is frozen: see docs/deployment.md. S3 alone.
             max_write_concurrency: Parts in flight at once per node, or ``auto``.
             max_read_concurrency: Ranges in flight at once per node, or ``auto``.
-            enable_async_checkpointing: Whether :meth:`from_config` gives an ``AsyncCheckpointIO``; this class waits.
+            enable_async_checkpointing: Whether ``from_config`` gives an ``AsyncCheckpointIO``, whose saves return once
+                the checkpoint is in node memory. ``TieredCheckpointIO`` itself does not read it.
             staging: When a save copies the state: ``eager``, before it returns; ``overlapped``, what only the
-                optimizers change while the next forward and backward run; ``auto``, whichever costs training less.
+                optimizers change while the next forward and backward run; ``auto``, whichever costs training less. See
+                docs/staging.md.
             max_pending: Checkpoints that may wait for the durable tier at once.
             on_pending: ``wait`` for room, or ``skip`` the durable part of the save.
             on_save_error: ``warn`` and train on, or ``raise``.
-            on_unrestored_loader: ``warn``, or ``raise``, where a training resumes without the state of a data loader.
+            on_unrestored_loader: ``warn``, or ``raise``, where a training resumes without the state of a data loader
+                that its checkpoint holds.
             replication_factor: On how many nodes each part is kept in memory, its own included; 1 for no copies.
             replication_jump: Distance between the nodes that keep each other's parts, in nodes.
-            replication_interface: The network interface for replicas; None for the one by which nodes reach each other.
+            replication_interface: The network interface for replicas, such as eth0; null for the one by which this
+                node reaches the others, or that ``GLOO_SOCKET_IFNAME`` names.
             verify: Must be true: nothing is restored unverified.
             weights_only: For ``torch.load``, where the caller does not say; None leaves it to torch.
-            safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside plain data.
+            safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside tensors and plain
+                data.
             drain: Upload from a ``process`` of its own, or a ``thread`` of the trainer.
-            save_on_train_end: Whether the last state is saved to the durable tier when ``fit`` ends and the newest
-                checkpoint that training can resume from is in memory alone.
+            save_on_train_end: Whether the last state is saved to the durable tier, as ``end_of_training.ckpt``, when
+                ``fit`` ends and the newest of ``TieredModelCheckpoint`` that training can resume from is in memory
+                alone.
             preflight: What follows at the start of ``fit`` where the durable tier can't be used and no retry can mend
-                that: an ``error``, a warning (``warn``), or nothing is tried (``off``).
+                that: an ``error``, a warning (``warn``; also where node memory holds a checkpoint to resume from), or
+                nothing is tried (``off``).
             durable_timeout_s: How long a restart waits for a durable tier that does not answer, seconds.
-            pending_timeout_s: How long a save waits for a durable tier that does not answer before the checkpoint stays
-                in memory and training continues, seconds.
+            pending_timeout_s: How long a save waits for a durable tier that does not answer before the checkpoint
+                stays in memory and training continues, seconds.
             wait_timeout_s: Bound of every wait for the durable tier, seconds.
             log_dir: Folder for ``{namespace}_checkpointing.log``; None for no file.
-            metrics_export: Where this node's metrics go, such as ``prometheus=9464``: see docs/metrics.md.
+            metrics_export: Where the metrics of this node go while training runs, such as ``prometheus=9464``; None
+                for nowhere. TIERED_CHECKPOINT_METRICS in the environment replaces it. See docs/metrics.md.
             endpoint_url: Of an S3 server other than AWS.
             region: AWS region.
             profile: Profile in the AWS configuration files.
             sse: Server-side encryption: ``AES256``, ``aws:kms`` or ``aws:kms:dsse``.
             sse_kms_key_id: The KMS key for it.
             expected_bucket_owner: AWS account that must own the bucket.
-            request_payer: ``requester`` for a bucket where the requester pays: requests are then on your account.
+            request_payer: ``requester`` for a bucket where the requester pays; these requests are then on your
+                account.
             acl: Canned ACL of written objects.
             storage_class: Storage class of written objects.
             checksum_algorithm: Additional checksum that S3 keeps for written objects.
