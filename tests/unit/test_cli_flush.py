@@ -250,6 +250,26 @@ def test_a_live_trainer_goes_on(drain, named, memory_dir, tmp_path):
     assert sorted(names_of(DirectoryStore(run))) == ["step=1.ckpt", "step=3.ckpt"]
 
 
+def test_a_jobs_epilog_leaves_the_jobs_alone_that_still_run(memory_dir, tmp_path):
+    def epilog(name):
+        done = command("flush", "--ended", "--memory-dir", memory_dir, "--namespace", name, "--json")
+        assert done.exit_code == 0, done.exception
+        return [row["state"] for row in document_of("flush", done)["checkpoints"]]
+
+    jobs = {}
+    for name in ("ended", "live"):
+        run = str(tmp_path / name)
+        jobs[name] = TieredCheckpointIO(dirpath=run, memory_dir=memory_dir, drain="thread", namespace=name)
+        jobs[name].save_checkpoint({"global_step": 1}, f"{run}/step=1.ckpt", storage_options={"tiers": ["memory"]})
+    jobs["ended"].teardown()
+    assert {name: epilog(name) for name in jobs} == {"ended": ["durable"], "live": []}
+    assert names_of(DirectoryStore(str(tmp_path / "live"))) == set()
+    shown = command("flush", "--ended", "--memory-dir", memory_dir, "--namespace", "live").stdout
+    assert shown == "live: left to its trainer, which is alive\n"
+    jobs["live"].teardown()
+    assert epilog("live") == ["durable"]
+
+
 def test_what_a_trainer_saves_meanwhile_is_not_waited_for(memory_dir, tmp_path, monkeypatch):
     """Where it saves faster than the drain uploads, something is queued at all times."""
     node = Node(memory_dir, str(tmp_path / "run"))

@@ -158,11 +158,11 @@ def test_the_epilog_flushes_each_namespace_and_never_fails(tmp_path):
     for given in ({}, job):
         assert subprocess.run(["bash", str(SCRIPTS[1])], env={**environment, **given}, timeout=60).returncode == 0
     steps = (tmp_path / "steps").read_text().splitlines()
-    root = tmp_path / "memory/tiered-1000"
+    memory = tmp_path / "memory"
     wanted = (
         [
-            f"runuser -u ada -- tiered-ckpt flush --root {root}/{each} --timeout 80",
-            f"logger -t tiered-epilog flush of {root}/{each}/ failed",
+            f"runuser -u ada -- tiered-ckpt flush --ended --memory-dir {memory} --namespace {each} --timeout 80",
+            f"logger -t tiered-epilog flush of namespace {each} failed",
         ]
         for each in ("gpt-1", "gpt-2")
     )

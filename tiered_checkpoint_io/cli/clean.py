@@ -17,11 +17,10 @@ from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.stores import last_config
-from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK_FILE, TRAINERS_FILE
-from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.inventory.durable import latest, read_all
-from tiered_checkpoint_io.inventory.roots import owned, undone
+from tiered_checkpoint_io.inventory.roots import TRAINERS, owned, undone
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.spill import AUTO
@@ -32,8 +31,6 @@ from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import config_at, place_of
 
-#: What a process that may add to the memory holds: a trainer, of this release or an earlier one, and a job.
-_TRAINERS = (TRAINERS_FILE, EARLIER_TRAINERS_FILE, JOB_FILE)
 _NOT_KNOWN = "a spill_dir other than auto is not known here: give --spill-dir"
 
 
@@ -73,7 +70,7 @@ def clean(
             if not force:
                 owned(root)
         if folders:
-            locks = {name: try_lock(root / name) for name in (*_TRAINERS, LOCK_FILE)} if root.is_dir() else {}
+            locks = {name: try_lock(root / name) for name in (*TRAINERS, LOCK_FILE)} if root.is_dir() else {}
             for lock in filter(None, locks.values()):
                 held.callback(release, lock)
             busy = {name for name, lock in locks.items() if lock is None}

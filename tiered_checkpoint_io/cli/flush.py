@@ -32,7 +32,7 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.inventory.flushing import HeldSave, to_flush
 from tiered_checkpoint_io.inventory.node import held_part
-from tiered_checkpoint_io.inventory.roots import existing, owned, tier_at
+from tiered_checkpoint_io.inventory.roots import existing, has_trainer, owned, tier_at
 from tiered_checkpoint_io.logs import get_logger, size_text
 from tiered_checkpoint_io.memory.parts import mark_durable
 from tiered_checkpoint_io.memory.private import write_atomic
@@ -53,6 +53,9 @@ _NAMED = 16
 def flush(
     name: Annotated[str | None, typer.Argument(help="One checkpoint, or tiered:latest: the default.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All checkpoints in this node's memory.")] = False,
+    ended: Annotated[
+        bool, typer.Option("--ended", help="Leave a namespace alone that a live trainer uses: for a job's epilog.")
+    ] = False,
     node: Node = NODE,
     timeout: Annotated[
         int, typer.Option(min=1, max=24 * 3600, help="How long to wait for the uploads in all, seconds.")
@@ -72,6 +75,12 @@ def flush(
     # That is the default.
     name = None if name == ids.LATEST else name
     root = owned(existing(node.path))
+    if ended and has_trainer(root):
+        if json:
+            write_json("flush", {"namespace": root.name, "flushed": False, "checkpoints": []})
+        else:
+            say(printable(f"{root.name}: left to its trainer, which is alive"))
+        return
     tier, queue = tier_at(root), Queue(root)
     saves = to_flush(tier.parts(), name=name, everything=everything)
     if not saves:

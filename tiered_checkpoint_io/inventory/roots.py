@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, last_config
+from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, TRAINERS_FILE
+from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier, namespace_root
 from tiered_checkpoint_io.stores import place_of
+
+#: What a process that may add to the memory holds: a trainer, of this release or an earlier one, and a job.
+TRAINERS = (TRAINERS_FILE, EARLIER_TRAINERS_FILE, JOB_FILE)
 
 
 def all_roots(memory_dir: str) -> list[Path]:
@@ -66,6 +72,16 @@ def tier_at(root: Path) -> MemoryTier:
     tier.use_spill(config.spill_dir if config is not None else AUTO)
     tier.place = place_of(config) if config is not None else None
     return tier
+
+
+def has_trainer(root: Path) -> bool:
+    """Whether a process lives that may add to the memory."""
+    for path in filter(Path.exists, (root / name for name in TRAINERS)):
+        lock = try_lock(path)
+        if lock is None:
+            return True
+        release(lock)
+    return False
 
 
 def undone(root: Path) -> int:
