@@ -35,10 +35,10 @@ def test_folders_that_are_not_ours_alone_are_refused_and_left(memory_dir, tmp_pa
     ours.unlink()
 
     ours.mkdir(mode=0o700)
-    ours.chmod(0o770)
+    ours.chmod(0o775)
     with pytest.raises(MemoryUnsafeError, match="open to others"):
         MemoryTier.open(memory_dir, "test")
-    assert stat.S_IMODE(ours.stat().st_mode) == 0o770
+    assert stat.S_IMODE(ours.stat().st_mode) == 0o775
     ours.chmod(0o700)
 
     (ours / "test").mkdir(mode=0o700)
@@ -56,6 +56,20 @@ def test_folders_that_are_not_ours_alone_are_refused_and_left(memory_dir, tmp_pa
         os.chown(ours / "test", 12345, -1)
         with pytest.raises(MemoryUnsafeError, match="belongs to user 12345"):
             MemoryTier.open(memory_dir, "test")
+
+
+def test_folders_that_kubernetes_has_opened_to_a_group_are_closed_again(memory_dir):
+    """By ``fsGroup``, each time a pod starts: u=rwx, g=rws, recursively."""
+    MemoryTier.open(memory_dir, "test").close()
+    folders = [each for each in Path(memory_dir).rglob("*") if each.is_dir()]
+    for folder in folders:
+        folder.chmod(0o2770)
+    with pytest.warns(UserWarning, match="was open to its group.*OnRootMismatch") as said:
+        tier = MemoryTier.open(memory_dir, "test")
+    assert len(said) == 1
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in folders} == {0o700}
+    assert content_of(tier, save(tier, b"x" * 5000, 1)) == b"x" * 5000
+    tier.close()
 
 
 def test_a_link_in_place_of_a_file_is_not_followed(tier, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -57,10 +58,17 @@ def problem_with(folder: Path) -> str:
     return ""
 
 
-def private_folder(folder: Path) -> None:
-    """Makes a folder of the memory tier; a MemoryUnsafeError where the one that is there is not this user's alone."""
+def private_folder(folder: Path) -> bool:
+    """Makes a folder of the memory tier; whether it was open to its group, and was closed to it.
+
+    Kubernetes opens all folders of a volume to the group ``fsGroup`` when a pod starts.
+
+    Raises:
+        MemoryUnsafeError: The one that is there is not this user's alone.
+    """
     problem = problem_with(folder)
-    if problem:
+    was_open = bool(problem) and _close_to_group(folder)
+    if problem and not was_open:
         raise MemoryUnsafeError(
             f"the memory tier's folder {problem}",
             operation="open",
@@ -68,6 +76,23 @@ def private_folder(folder: Path) -> None:
             key=str(folder),
             hint="remove it, or name another memory_dir",
         )
+    return was_open
+
+
+def _close_to_group(folder: Path) -> bool:
+    """Closes a folder of this user that is open to its group, and to no others; whether it is one."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        facts = os.fstat(descriptor)
+        if facts.st_uid != os.getuid() or facts.st_mode & 0o007:
+            return False
+        os.fchmod(descriptor, 0o700)
+        return True
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -90,8 +115,11 @@ def opening(root: Path) -> Iterator[None]:
 
 def make_folders(root: Path, names: Iterable[str]) -> None:
     """Makes a root, the folder that it lies in, and those in it; raises as :func:`private_folder` does."""
-    for folder in (root.parent, root, *(root / name for name in names)):
-        private_folder(folder)
+    # The outermost first: what is in a folder is safe once that is closed.
+    closed = [folder for folder in (root.parent, root, *(root / name for name in names)) if private_folder(folder)]
+    if closed:
+        text = f"{closed[0]} was open to its group, and was closed to it again"
+        warnings.warn(f"{text}; under Kubernetes set fsGroupChangePolicy: OnRootMismatch", stacklevel=2)
 
 
 def inode_of(facts: os.stat_result) -> tuple[int, int]:
