@@ -20,7 +20,7 @@ from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.formats.image import plan
 from tiered_checkpoint_io.formats.live import _HELD, LiveFile
 from tiered_checkpoint_io.formats.shard_image import plan_shard
-from tiered_checkpoint_io.memory import spill, tier
+from tiered_checkpoint_io.memory import node, spill, tier
 from tiered_checkpoint_io.memory.spill import disk_left, spill_dir_of, spill_root
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 
@@ -57,10 +57,16 @@ def test_what_the_key_means(temporary_folder, monkeypatch):
     assert spill_dir_of("auto") == str(temporary_folder)
     assert spill_dir_of("/local/nvme") == "/local/nvme"
     assert spill_dir_of(None) is None
-    monkeypatch.setattr(spill, "is_tmpfs", lambda path: path == str(temporary_folder))
+    monkeypatch.setattr(spill, "is_local_disk", lambda path: path != str(temporary_folder))
     assert spill_dir_of("auto") == "/var/tmp"
-    monkeypatch.setattr(spill, "is_tmpfs", lambda _: True)
+    monkeypatch.setattr(spill, "is_local_disk", lambda _: False)
     assert spill_dir_of("auto") is None
+
+
+@pytest.mark.parametrize(("kind", "is_local"), [("ext4", True), ("overlay", True), ("nfs4", False), ("lustre", False)])
+def test_auto_takes_no_folder_that_other_nodes_may_see(kind, is_local, temporary_folder, monkeypatch):
+    monkeypatch.setattr(node, "mounts", lambda: [("/", "tmpfs"), (str(temporary_folder), kind)])
+    assert spill_dir_of("auto") == (str(temporary_folder) if is_local else None)
 
 
 def test_under_kubernetes_there_is_none_unless_it_is_named(monkeypatch):

@@ -14,6 +14,8 @@ _MARGIN_SHARE = 64
 _MAX_MARGIN = 1 << 30
 #: How the mount table has blanks and the like.
 _ESCAPED = re.compile(rb"\\([0-3][0-7]{2})")
+#: Kinds of file systems that no other node sees; "" where there is no mount table.
+_LOCAL = frozenset(("", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "xfs", "zfs"))
 
 
 def node_budget(percentage: int, memory_dir: str) -> int:
@@ -115,18 +117,24 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 
 
 def is_tmpfs(path: str) -> bool:
-    """Whether ``path`` lies on tmpfs or ramfs, as the mount table says.
+    """Whether ``path`` lies on tmpfs or ramfs; raises as :func:`mounts` does."""
+    return _kind(path) in ("tmpfs", "ramfs")
 
-    Raises:
-        OSError: The mount table can't be read now, as by a process that is out of descriptors.
-    """
+
+def is_local_disk(path: str) -> bool:
+    """Whether ``path`` lies on a disk that is known to be of this node alone; raises as :func:`mounts` does."""
+    return _kind(path) in _LOCAL
+
+
+def _kind(path: str) -> str:
+    """Of which kind the file system is that ``path`` lies on, as the mount table says."""
     best, kind = "", ""
     real = os.path.realpath(path)
     for mount, name in mounts():
         inside = real == mount or real.startswith(mount.rstrip("/") + "/")
         if inside and len(mount) >= len(best):
             best, kind = mount, name
-    return kind in ("tmpfs", "ramfs")
+    return kind
 
 
 def boot_id() -> str:

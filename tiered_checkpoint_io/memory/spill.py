@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left
+from tiered_checkpoint_io.memory.node import is_local_disk, is_tmpfs, memory_left
 from tiered_checkpoint_io.model.hashing import hash_bytes
 
 AUTO = "auto"
@@ -21,7 +21,7 @@ def spill_dir_of(configured: str | None) -> str | None:
         return None
     try:
         folders = (tempfile.gettempdir(), "/var/tmp")  # noqa: S108 - a private folder is made there
-        return next((each for each in folders if os.path.isdir(each) and not is_tmpfs(each)), None)
+        return next((each for each in folders if os.path.isdir(each) and is_local_disk(each)), None)
     except OSError:
         return None
 
