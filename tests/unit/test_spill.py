@@ -184,7 +184,7 @@ def test_a_moment_without_space_or_descriptors_leaves_it_as_it_is(lacking, start
     io = started()
     io.save_checkpoint(state(1, size=LARGE), "1.ckpt")
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="nothing is spilled to"):
-        patch.setattr(tier, "make_folders", refuse)
+        patch.setattr(spill, "make_folders", refuse)
         io.save_checkpoint(state(2, size=LARGE), "2.ckpt")
     assert session_of(io).last_save.tiers == {"durable"}
     assert [each.part.name for each in session_of(io).open().tier.parts()] == ["1.ckpt"]

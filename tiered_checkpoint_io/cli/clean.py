@@ -15,15 +15,16 @@ from tiered_checkpoint_io.cli.documents import Cleaned, Removed
 from tiered_checkpoint_io.cli.options import NODE, Json, Node, path_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.clock import SYSTEM
-from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
+from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.inventory.durable import latest, read_all
 from tiered_checkpoint_io.inventory.roots import TRAINERS, owned, undone
 from tiered_checkpoint_io.logs import size_text
+from tiered_checkpoint_io.memory.ownership import siblings
 from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.memory.spill import AUTO
+from tiered_checkpoint_io.memory.spill import AUTO, spill_dir_of, spill_root
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -79,7 +80,7 @@ def clean(
             parts, unread = _parts(memory, memory.replicas, *spills), _unread(memory, memory.replicas, *spills)
             if not force:
                 # A drain that has nothing to do is no reason to keep anything.
-                in_use = bool(busy - {LOCK_FILE}) or (bool(busy) and undone(root) > 0) or any(map(_is_written, spills))
+                in_use = bool(busy - {LOCK_FILE}) or (bool(busy) and undone(root) > 0)
                 _refuse(root, config, parts, unread, in_use=in_use)
         going = [_put_away(root, force=force)] if root.is_dir() else []
         # The spill first: where this is killed, what was put away tells the next one where it is.
@@ -97,6 +98,10 @@ def clean(
     if not folders:
         searched = f" in {spill_dir}" if spill_dir is not None else ""
         spill = f"no spill of it{searched}" if searched or config is not None else _NOT_KNOWN
+        if _is_anothers(root, config, spill_dir):
+            spill = (
+                f"a trainer or drain whose memory is not seen here uses the spill{searched}, which was left as it is"
+            )
         say(printable(f"nothing in memory at {root}; {spill}"))
         return
     for save in saves:
@@ -131,10 +136,13 @@ def _spills(root: Path, config: TieredCheckpointConfig | None, named: Path | Non
     return list(found.values())
 
 
-def _is_written(spill: MemoryTier) -> bool:
-    """Whether a process writes to a spill: its memory may be one that only its own container sees."""
-    slots = spill.root / "slots"
-    return slots.is_dir() and any(map(is_locked, slots.iterdir()))
+def _is_anothers(root: Path, config: TieredCheckpointConfig | None, named: Path | None) -> bool:
+    """Whether there is a spill where that of a root would be, though it is not this root's."""
+    folders = {
+        spill_dir_of(config.spill_dir if config is not None else AUTO),
+        str(named) if named is not None else None,
+    }
+    return any(siblings(spill_root(each, root)) for each in folders if each is not None)
 
 
 def _parts(*tiers: MemoryTier) -> list[StoredPart]:

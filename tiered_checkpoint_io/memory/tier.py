@@ -10,9 +10,11 @@
       replicas/<save_id>/...     the same, of other nodes' parts: never uploaded from here
       slots/  trash/  quarantine/  status/
       operations.log  drain.json  *.lock              what trainers and the drain tell each other
+      id                         a link to nowhere that names this memory, for its spill
 
-What does not fit goes to the *spill*, a root of the same kind on the node's disk. A part stays in the root where it was
-captured, and all that is done with it there; the lists of parts are of both.
+What does not fit goes to the *spill*, a root of the same kind on the node's disk, of this memory alone (see
+:mod:`ownership`). A part stays in the root where it was captured, and all that is done with it there; the lists of
+parts are of both.
 
 No checkpoint's name becomes a folder here, only the last component of its path, as a file.
 """
@@ -47,8 +49,8 @@ from tiered_checkpoint_io.memory.parts import (
 from tiered_checkpoint_io.memory.private import make_folders, opening, sync_folder, write_private
 from tiered_checkpoint_io.memory.slot import Slot
 from tiered_checkpoint_io.memory.slots import SlotPool
-from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE, is_scarcity, used
-from tiered_checkpoint_io.memory.spill import AUTO, disk_left, spill_dir_of, spill_root
+from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE, used
+from tiered_checkpoint_io.memory.spill import Spill, disk_left
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
@@ -95,9 +97,7 @@ class MemoryTier:
         self.bell: Callable[[], None] = lambda: None
         #: The job's durable tier: what earlier releases left, without a server, is of this one's.
         self.place: Place | None = None
-        self._spill: MemoryTier | None = None
-        self._spill_root: Path | None = None
-        self._spill_is_shared = False
+        self._spill = Spill(root, FOLDERS, self._spill_at, clock)
 
     @classmethod
     def open(
@@ -133,6 +133,9 @@ class MemoryTier:
             return False
         with opening(self.root):
             make_folders(self.root, FOLDERS)
+        if self._spill.tier is not None:
+            # Before another process gives this memory a new id, with which it would not find the spill.
+            self._spill.open()
         return True
 
     @property
@@ -148,44 +151,27 @@ class MemoryTier:
     # --------------------------------------------------------------------------------- spill
     def use_spill(self, configured: str | None) -> None:
         """Takes where parts go that do not fit: see ``spill_dir`` of the configuration."""
-        spill_dir = spill_dir_of(configured)
-        root = spill_root(spill_dir, self.root) if spill_dir is not None else None
-        if root != self._spill_root:
-            self._spill, self._spill_root, self._spill_is_shared = None, root, configured == AUTO
+        self._spill.use(configured)
 
     @property
     def spill(self) -> MemoryTier | None:
-        """The spill, once any process of the node has made it."""
-        if self._spill is None and self._spill_root is not None and self._spill_root.is_dir():
-            self.open_spill()
-        return self._spill
+        """The spill, once any process of this memory has made it."""
+        return self._spill.find()
 
     def open_spill(self) -> MemoryTier | None:
         """The spill, made where it is missing; None where there is none, or, with one warning, it can't be used."""
-        root = self._spill_root
-        if root is None:
-            return None
-        try:
-            # Again each time: what clears temporary folders may have taken some.
-            os.makedirs(root.parent.parent, exist_ok=True)
-            make_folders(root, FOLDERS)
-            if self._spill is None:
-                spill = MemoryTier(root, unmap=self._pool.unmap, clock=self._clock)
-                spill._pool.bounded_by_disk()
-                spill._left = lambda: disk_left(root, spill.usage(), is_shared=self._spill_is_shared)
-                clear_dead(root, self._clock)
-                self._spill = spill
-        except OSError as error:
-            warnings.warn(f"nothing is spilled to {root}: {getattr(error, 'message', error.strerror)}", stacklevel=2)
-            # What others may give back is asked for again by the next request, and what lies there stays known.
-            if not is_scarcity(error):
-                self._spill_root = self._spill = None
-            return None
-        return self._spill
+        return self._spill.open()
+
+    def _spill_at(self, root: Path) -> MemoryTier:
+        spill = MemoryTier(root, unmap=self._pool.unmap, clock=self._clock)
+        spill._pool.bounded_by_disk()
+        spill._left = lambda: disk_left(root, spill.usage(), is_shared=self._spill.is_shared)
+        return spill
 
     def _home(self, path: Path | str) -> MemoryTier:
         """The root that a path lies in: this one, or the spill."""
-        return self._spill if self._spill is not None and Path(path).is_relative_to(self._spill.root) else self
+        spill = self._spill.tier
+        return spill if spill is not None and Path(path).is_relative_to(spill.root) else self
 
     def is_spilled(self, path: Path | str) -> bool:
         """Whether a part's folder, or a slot's file, lies in the spill."""
@@ -394,6 +380,6 @@ class MemoryTier:
     def close(self) -> None:
         """Gives free slots back to the node; committed parts stay."""
         self._pool.close()
-        for tier in (self._replicas, self._spill):
+        for tier in (self._replicas, self._spill.tier):
             if tier is not None:
                 tier.close()

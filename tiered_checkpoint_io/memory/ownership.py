@@ -1,0 +1,165 @@
+"""Whose a spill is: of one node memory, as long as a process of it lives.
+
+A path does not tell: containers that have a memory each see it under the same path, and may have one disk. So a node
+memory has a random id, a spill says which id owns it, and each process that uses the spill locks that, shared, for the
+rest of its life. Where another memory's process lives, a spill beside it is used: ``…-2``. One whose owner has no live
+process is taken over, as after a reboot, with all that it holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import re
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.errors import MemoryTierError
+from tiered_checkpoint_io.memory.private import inode_at, inode_of, private_folder
+
+#: In a node memory: a link whose target is the id. It is made in one step, and takes no space of a full tmpfs.
+ID_LINK = "id"
+#: In a spill.
+OWNER_FILE = "owner"
+
+
+class _Claim(NamedTuple):
+    folder: Path
+    descriptor: int
+    owner: str
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its file was removed, so that other processes do not see the lock."""
+        return inode_at(self.folder / OWNER_FILE) != inode_of(os.fstat(self.descriptor))
+
+
+#: What this process has claimed, by the path that was asked for.
+_claims: dict[Path, _Claim] = {}
+_guard = threading.Lock()
+
+
+def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
+    """The folder of a node memory's spill, which is its own until the last process that has claimed it for it ends.
+
+    Args:
+        base: Where it is, or ``base-2`` and so on where a live process uses that for another memory.
+        memory: The root of the node memory.
+        clock: For ids, and waits.
+        make: Whether to make it where there is none for this memory; otherwise that is None.
+
+    Raises:
+        MemoryTierError: A folder is not ours alone, or its lock can't be had.
+        OSError: It can't be used for another reason.
+    """
+    with _guard:
+        mine = _claims.get(base)
+        # A memory whose folder was made anew gets the id back that its spill knows.
+        owner = _id_of(memory, clock.token(16) if mine is None else mine.owner)
+        if mine is not None:
+            if mine.owner == owner and not mine.is_lost:
+                return mine.folder
+            os.close(_claims.pop(base).descriptor)
+        there = siblings(base)
+        folders = sorted(there, key=lambda each: _owner_of(each) != owner)
+        numbers = itertools.count(2) if make else ()
+        for folder in itertools.chain(folders, [base] if make else [], (_sibling(base, each) for each in numbers)):
+            taken = _take(folder, owner, clock)
+            if taken is not None:
+                _claims[base] = taken
+                return folder
+        return None
+
+
+def siblings(base: Path) -> list[Path]:
+    """The spills that are there under a path, whosever they are."""
+    try:
+        names = os.listdir(base.parent)
+    except OSError:
+        return []
+    found = re.compile(re.escape(base.name) + r"(?:-(\d{1,3}))?")
+    numbered = {int(match[1] or 1): base.with_name(name) for name in names if (match := found.fullmatch(name))}
+    return [numbered[number] for number in sorted(numbered)]
+
+
+def _sibling(base: Path, number: int) -> Path:
+    return base.with_name(f"{base.name}-{number}")
+
+
+def _id_of(memory: Path, fresh: str) -> str:
+    """The id of a node memory, which becomes ``fresh`` where it has none."""
+    link = memory / ID_LINK
+    with contextlib.suppress(FileNotFoundError):
+        return os.readlink(link)
+    try:
+        # A memory that is gone, as after a reboot, has none; its spill may be there.
+        with contextlib.suppress(FileExistsError):
+            os.symlink(fresh, link)
+        return os.readlink(link)
+    except FileNotFoundError:
+        return fresh
+
+
+def _owner_of(folder: Path) -> str:
+    try:
+        return (folder / OWNER_FILE).read_text("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _take(folder: Path, owner: str, clock: Clock) -> _Claim | None:
+    """Claims one spill; None where it is another live memory's."""
+    deadline = clock.monotonic() + clock.timing.space_wait_s
+    while True:
+        private_folder(folder)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        taken = _Claim(folder, os.open(folder / OWNER_FILE, flags, 0o600), owner)
+        try:
+            if _lock(taken.descriptor, fcntl.LOCK_EX):
+                # No live process has it.
+                os.ftruncate(taken.descriptor, 0)
+                os.pwrite(taken.descriptor, owner.encode(), 0)
+            # Not in one step: another process may come between, and its owner is read then.
+            while not _lock(taken.descriptor, fcntl.LOCK_SH):
+                _wait(clock, deadline, folder)
+            is_lost = taken.is_lost
+            if not is_lost and os.pread(taken.descriptor, 1024, 0) == owner.encode():
+                return taken
+        except BaseException:
+            os.close(taken.descriptor)
+            raise
+        os.close(taken.descriptor)
+        if not is_lost:
+            return None
+        # It was being removed.
+        _wait(clock, deadline, folder)
+
+
+def _wait(clock: Clock, deadline: float, folder: Path) -> None:
+    if clock.monotonic() > deadline:
+        text = "another process has been changing the owner of this spill for too long"
+        raise MemoryTierError(text, operation="open", tier="memory", key=str(folder), hint="name another spill_dir")
+    clock.sleep(clock.timing.space_poll_s)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _drop_in_child() -> None:
+    # A worker that outlives its trainer would keep the spill for it.
+    global _guard
+    _guard = threading.Lock()
+    while _claims:
+        os.close(_claims.popitem()[1].descriptor)
+
+
+os.register_at_fork(after_in_child=_drop_in_child)
