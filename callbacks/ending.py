@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -110,25 +110,22 @@ def _others(trainer: Trainer) -> list[Callback]:
     return [each for each in trainer.callbacks if not isinstance(each, EndOfTraining)]  # type: ignore[attr-defined]
 
 
-@contextlib.contextmanager
-def _epoch_as_it_ended(trainer: Trainer) -> Iterator[None]:
-    """A block in which an epoch that training left halfway is not counted as completed.
+def count_epoch_as_it_ended(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Has a checkpoint not count an epoch that training leaves halfway, as it does at ``max_time`` or ``should_stop``.
 
-    Lightning counts it when training ends. A run that resumed from that count would begin with the next epoch, and
-    train less than ``max_epochs`` says.
+    Lightning counts it before ``on_train_epoch_end``. A run that resumed from that count would begin with the next
+    epoch, and train less than ``max_epochs`` says.
     """
-    loop: Any = trainer.fit_loop
-    is_halfway = loop.epoch_progress.current.completed and not loop.epoch_loop.batch_progress.is_last_batch
-    counts = [loop.epoch_progress.current, loop.epoch_progress.total] if is_halfway else []
-    for each in counts:
-        each.processed -= 1
-        each.completed -= 1
-    try:
-        yield
-    finally:
-        for each in counts:
-            each.processed += 1
-            each.completed += 1
+    progress, epoch_loop = trainer.fit_loop.epoch_progress, trainer.fit_loop.epoch_loop
+    is_counted = progress.current.processed == progress.current.ready > 0
+    # A loop that is not done has run out of batches before the length that its loader has named.
+    if not is_counted or epoch_loop.batch_progress.is_last_batch or not epoch_loop.done:
+        return
+    saved = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+    for counts in (saved["current"], saved["total"]):
+        counts["processed"] -= 1
+        counts["completed"] = min(counts["completed"], counts["processed"])
+    checkpoint["epoch"] = saved["current"]["completed"]
 
 
 class DurableEnd(SafeDeletes):
@@ -201,8 +198,7 @@ class DurableEnd(SafeDeletes):
         """Saves the last state to the durable tier, where the newest is in memory alone; all ranks call this."""
         # Where nothing else was saved, upstream saves "last" now.
         super().on_train_end(trainer, module)
-        with _epoch_as_it_ended(trainer):
-            self._save_what_is_in_memory_alone(trainer)
+        self._save_what_is_in_memory_alone(trainer)
 
     def _save_what_is_in_memory_alone(self, trainer: Trainer) -> None:
         wanted = self.save_on_train_end and self._io is not None and self._io.config.save_on_train_end

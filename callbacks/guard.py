@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.callbacks.ending import count_epoch_as_it_ended
 from tiered_checkpoint_io.callbacks.held_weights import HeldWeights
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.on_exception import count_as_last
@@ -98,10 +99,14 @@ class StrategyGuard(Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             self._held.train(pl_module)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Tells the IO whether training can resume from what comes next; warns once where an evaluation is why not."""
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Counts the epoch as it was left, and tells the IO whether training can resume from what comes next.
+
+        Warns once where an evaluation is why not.
+        """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is not None:
+            count_epoch_as_it_ended(trainer, checkpoint)
             io.mixes_steps = self._held.are_others(pl_module)
             if io.mixes_steps and trainer.is_global_zero:
                 self._held.warn(io.checkpointer.session.log)

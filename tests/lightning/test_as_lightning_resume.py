@@ -184,6 +184,21 @@ def _(side):
     return side.load("epoch=0-step=2.ckpt")[0]["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"]
 
 
+@RESUME.different("a resume from the end of a training that stopped within an epoch", lightning=[2, 2], here=[2, 4])
+def _(side):
+    class Stopping(Tiny):
+        def on_train_batch_end(self, *_):
+            self.trainer.should_stop |= self.global_step == 2
+
+    steps = []
+    for model in (Stopping(), Tiny()):
+        callback = side.callback(every_n_epochs=1, save_top_k=-1)
+        path = None if isinstance(model, Stopping) else side.path("epoch=0-step=2.ckpt")
+        trainer = side.fit(callback, model=model, ckpt_path=path, max_epochs=1, limit_train_batches=4)
+        steps.append(trainer.global_step)
+    return steps
+
+
 class Watching(Tiny):
     """Notes the weights that it is tested with."""
 

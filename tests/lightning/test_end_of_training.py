@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from support.training import Model, Stop
 
@@ -82,19 +83,56 @@ class Batches(Model):
         self.trainer.should_stop = self.trainer.should_stop or self.global_step == self.until
 
 
+class SavesTheEnd(Callback):
+    def on_train_end(self, trainer, *_):
+        trainer.save_checkpoint(f"{trainer.io.config.dirpath}/saved.ckpt")
+
+
+#: What may save where training ends: its end, an epoch's end, "last", the user.
+SAVING = {
+    "end_of_training.ckpt": [memory_alone],
+    "epoch={}-step={}.ckpt": [TieredModelCheckpoint],
+    "last.ckpt": [lambda: TieredModelCheckpoint(s3_every_n_train_steps=100, save_last=True)],
+    "saved.ckpt": [lambda: TieredModelCheckpoint(save_top_k=0), SavesTheEnd],
+}
+
+
 @pytest.mark.parametrize("how", ["max_steps", "should_stop"])
 @pytest.mark.parametrize("ended", [13, 30])
-def test_the_run_after_it_goes_on_with_the_epoch_where_training_ended(how, ended, runs):
+@pytest.mark.parametrize(
+    "saved", [*[*SAVING][:2], *(pytest.param(each, marks=pytest.mark.matrix) for each in [*SAVING][2:])]
+)
+def test_the_run_after_it_goes_on_with_the_epoch_where_training_ended(how, ended, saved, runs):
     """Without this the rest of the epoch counts as the next one, and one epoch less is trained."""
     whole = Batches()
-    runs.fit(model=whole, ckpt_path=None, max_steps=-1, max_epochs=3, io=runs.io(namespace="whole"))
+    runs.fit(model=whole, ckpt_path=None, max_steps=-1, max_epochs=3, enable_checkpointing=False)
     window = {"max_steps": ended} if how == "max_steps" else {"max_steps": -1, "max_epochs": 3}
-    runs.fit(memory_alone(), model=Batches(ended if how == "should_stop" else 0), ckpt_path=None, **window)
-    assert runs.durable()[0] == "end_of_training.ckpt"
+    until = ended if how == "should_stop" else 0
+    runs.fit(*(each() for each in SAVING[saved]), model=Batches(until), ckpt_path=None, **window)
+    name = saved.format(ended // 20, ended)
+    assert name in runs.durable()
     for rest in ({"max_steps": -1, "max_epochs": 3}, {"max_steps": 60}):
         after = Batches()
-        runs.fit(model=after, ckpt_path="end_of_training.ckpt", **rest)
+        runs.fit(model=after, ckpt_path=name, **rest)
         assert after.seen == whole.seen[ended:], rest
+
+
+class Fewer(torch.utils.data.IterableDataset):
+    """Ends before the length that it names."""
+
+    def __len__(self):
+        return 25
+
+    def __iter__(self):
+        return iter(torch.zeros(20, 8))
+
+
+def test_an_epoch_that_ran_out_of_batches_is_over(runs):
+    first, after = Batches(), Batches()
+    for model, max_epochs in ((first, 1), (after, 2)):
+        model.train_dataloader = lambda: torch.utils.data.DataLoader(Fewer())
+        runs.fit(TieredModelCheckpoint(), model=model, max_steps=-1, max_epochs=max_epochs)
+    assert (first.seen[-1], after.seen[0]) == ((19, 0, 19), (20, 1, 0))
 
 
 def test_the_configuration_may_say_no(runs):
