@@ -13,6 +13,8 @@ from support.restoring import (
     save_id,
 )
 
+from tiered_checkpoint_io.engine.drain.operations import Request
+from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.errors import (
     RestoreError,
@@ -42,6 +44,16 @@ def test_a_corrupt_copy_on_one_node_sends_that_node_to_its_peer(world):
     flip(into_memory(world.tier("m"), world.store.url, "a.ckpt", NEW, 2))
     got = world.restore_all(["n", "m", "m"])
     assert got == [(save_id(2), tier, NEW) for tier in ("memory", "peer", "peer")]
+
+
+@pytest.mark.parametrize("nodes", [["n", "m"], ["m", "n"]])
+def test_last_is_what_the_latest_alias_means_that_waits_on_any_node(world, nodes):
+    """Rank 0 may be on another node than before."""
+    into_durable(world.store, "old.ckpt", OLD, 1)
+    into_memory(world.tier("m"), world.store.url, "new.ckpt", NEW, 3)
+    for node, number, target in (("n", 2, "old.ckpt"), ("m", 4, "new.ckpt")):
+        Queue(world.tier(node).root).submit(Request(save_id(number), "alias", "last.ckpt", world.store.url, target))
+    assert [got[0] for got in world.restore_all(nodes, Selector("last"))] == [save_id(3)] * 2
 
 
 def test_corrupt_copies_and_no_other_send_all_to_the_older_one(world):

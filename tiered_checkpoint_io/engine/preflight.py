@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.coordination import node_of
-from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, discover, look, tiers_of
+from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, discover, look, queued_aliases, tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Selector, choose
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (
@@ -123,9 +123,10 @@ def newest(session: Session, companion: str = "") -> Candidate | None:
     selector = Selector("latest", companion=companion)
     tiers = replace(tiers_of(session, session.config), on_listed=lambda _: None)
     here = look(tiers, 0)
+    aliases = queued_aliases([here])
 
     def ask(store: Store) -> DurableCatalog:
-        return discover(replace(tiers, store=lambda: store), selector, here.aliases)
+        return discover(replace(tiers, store=lambda: store), selector, aliases)
 
     found = DurableCatalog()
     with contextlib.suppress(TieredCheckpointError):
@@ -133,7 +134,7 @@ def newest(session: Session, companion: str = "") -> Candidate | None:
     for manifest in found.manifests:
         session.save_ids.follow(manifest.content.save_id)
     node = node_of(tiers.memory.root)
-    catalog = Catalog({node: here.held}, found.manifests, here.aliases)
+    catalog = Catalog({node: here.held}, found.manifests, aliases)
     # Of local checkpoints, each rank loads its own by itself: none is this training's.
     return next(iter(choose(catalog, selector, "sharded", replicas=True)), None)
 

@@ -309,10 +309,16 @@ class NodeCatalog:
     #: Why a part can't be read, where a newer release wrote it; and why memory can't be looked at.
     newer: FormatVersionError | None = None
     error: TieredCheckpointError | None = None
-    #: Aliases that are queued for the durable tier, and their targets.
-    aliases: dict[str, str] = field(default_factory=dict)
+    #: Aliases that are queued for the durable tier: the operation's id, and the target.
+    aliases: dict[str, tuple[str, str]] = field(default_factory=dict)
     #: Where the wanted file belongs by a part or an alias of another dirpath.
     elsewhere: ids.Split | None = None
+
+
+def queued_aliases(nodes: Iterable[NodeCatalog]) -> dict[str, str]:
+    """Aliases that are queued on any node, and their targets; of those of one name, the latest counts."""
+    queued = sorted((op_id, name, target) for node in nodes for name, (op_id, target) in node.aliases.items())
+    return {name: target for _, name, target in queued}
 
 
 def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
@@ -358,7 +364,7 @@ def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
         where = request.place.known(tier.place)
         here.elsewhere = here.elsewhere or elsewhere.get((where, request.name))
         if where == place:
-            here.aliases[request.name] = request.target
+            here.aliases[request.name] = request.op_id, request.target
     return here
 
 

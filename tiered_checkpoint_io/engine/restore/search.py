@@ -24,6 +24,7 @@ from tiered_checkpoint_io.engine.restore.catalog import (
     Versions,
     discover,
     look,
+    queued_aliases,
 )
 from tiered_checkpoint_io.engine.restore.choice import (
     Candidate,
@@ -156,6 +157,7 @@ class Search:
         self.nothing: TieredCheckpointError = RestoreError("the search is not over", operation="restore")
         #: On rank 0: what each node's memory holds, saves that were seen, and damage that the others are to note.
         self._memory: dict[str, NodeCatalog] = {}
+        self._aliases: dict[str, str] = {}
         self._seen: set[str] = set()
         self._tried: set[str] = set()
         #: Those that were tried while no manifest of theirs was known: the durable tier may have them intact.
@@ -185,6 +187,7 @@ class Search:
             mine = NodeCatalog(error=portable(error, self._rank))
         catalogs: list[NodeCatalog | None] = self.group.gather(mine) or []
         self._memory = {node: each for node, each in zip(self.nodes, catalogs, strict=False) if each is not None}
+        self._aliases = queued_aliases(self._memory.values())
         self._seen = {held.content.save_id for each in self._memory.values() for held in each.held}
         if self.selector.kind != "name":
             self._notes = [note for each in self._memory.values() for note in each.damaged]
@@ -346,10 +349,6 @@ class Search:
         options = choose(catalog, self.selector, self._accepts, self._own, replicas=self._replicas)
         in_vain = self._tried | self._tried_in_memory
         return [each for each in options if each.save_id not in (self._tried if each.durable is not None else in_vain)]
-
-    @property
-    def _aliases(self) -> dict[str, str]:
-        return self._memory[self.group.node].aliases
 
     def _durable(self) -> Iterator[DurableCatalog]:
         """What the durable tier says, and more of it while that is asked for.
