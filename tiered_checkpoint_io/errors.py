@@ -134,6 +134,10 @@ class StoreAccessError(StoreError, PermissionError):
     """The durable tier refuses: missing credentials or rights. Retrying does not help."""
 
 
+class StoreCredentialsError(StoreAccessError):
+    """Credentials for the durable tier are missing, wrong or expired. With others, the same call may succeed."""
+
+
 class StoreConfigError(StoreError):
     """The durable tier does not exist as configured: bucket, region or endpoint."""
 

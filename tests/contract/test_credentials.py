@@ -19,7 +19,13 @@ from tiered_checkpoint_io.engine.drain import environment
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.environment import announcement, differs, elsewhere
 from tiered_checkpoint_io.engine.drain.worker import Drain
-from tiered_checkpoint_io.errors import DrainError, StoreAccessError, StoreConfigError, StoreError
+from tiered_checkpoint_io.errors import (
+    DrainError,
+    StoreAccessError,
+    StoreConfigError,
+    StoreCredentialsError,
+    StoreError,
+)
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 
 LOG = logging.getLogger("test")
@@ -239,6 +245,25 @@ def test_training_goes_on_without_credentials(facts, keys_of, proxy, s3_url, mem
     with pytest.warns(UserWarning, match=r"names of this run may repeat.*(could not be renewed|no S3 client)"):
         trainer, _ = runs.fit(callback, io=io, max_steps=3, ckpt_path=None)
     assert (trainer.global_step, dict(proxy.counts)) == (3, {})
+
+
+def test_a_restart_that_node_memory_carries_does_without_credentials(keys_of, proxy, s3_url, memory_dir, tmp_path):
+    keys = keys_of("file")
+    keys.write()
+    runs = Runs(s3_url, memory_dir, tmp_path)
+
+    def fit(steps):
+        io = runs.io(endpoint_url=proxy.endpoint_url, save_on_train_end=False)
+        callback = TieredModelCheckpoint(memory_every_n_train_steps=1, save_top_k=0)
+        trainer, _ = runs.fit(callback, io=io, max_steps=steps)
+        return trainer.global_step, io.checkpointer.restored and io.checkpointer.restored.step
+
+    assert fit(2) == (2, None)
+    keys.write("OLD")
+    assert fit(3) == (3, 2)
+    runs.wipe()
+    with pytest.raises(StoreCredentialsError, match="ExpiredToken"):
+        fit(4)
 
 
 def test_threads_whose_requests_are_refused_at_once_change_over_together(keys_of, open_store, proxy):

@@ -17,11 +17,13 @@ from support.training import Model, Runs
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.engine import preflight
 from tiered_checkpoint_io.errors import (
     MemoryFullError,
     MemoryTierError,
     StoreAccessError,
     StoreConfigError,
+    StoreCredentialsError,
     StoreError,
 )
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -92,7 +94,7 @@ def denied(operation):
 #: A wrong setup: its options, the error's class, its operation, and texts of its message, key and hint.
 WRONG = {
     "no bucket": ({"dirpath": "s3://no-such-bucket-here/run"}, StoreConfigError, "list", "does not exist there"),
-    "no credentials": ({"without": CREDENTIALS}, StoreAccessError, "list, put", "environment, profile or role"),
+    "no credentials": ({"without": CREDENTIALS}, StoreCredentialsError, "list, put", "environment, profile or role"),
     "no profile": ({"profile": "nobody"}, StoreConfigError, "connect", "check profile"),
     "a wrong region": (
         {"plan": in_region("eu-central-1", told=False), "region": "us-west-2"},
@@ -215,6 +217,15 @@ def test_a_restart_after_a_role_was_changed_continues_from_memory(memory_dir, tm
 def use(env: Mapping[str, str], monkeypatch):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(("operation", "trains"), [("list", False), ("put", True)])
+def test_what_a_restart_fails_for_is_an_error_whatever_memory_holds(runs, monkeypatch, operation, trains):
+    assert fit(runs)[1] is None
+    refused = StoreAccessError("denied", operation=operation)
+    monkeypatch.setattr(preflight, "_failures", lambda *_, **__: [refused])
+    trainer, error, _ = fit(runs)
+    assert (trainer.global_step, error is None) == ((3, True) if trains else (0, False))
 
 
 @pytest.mark.parametrize("server", ["silent", "away", pytest.param("busy", marks=pytest.mark.matrix)])

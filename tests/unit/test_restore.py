@@ -36,6 +36,8 @@ from tiered_checkpoint_io.errors import (
     FormatVersionError,
     RestoreError,
     StoreAccessError,
+    StoreConfigError,
+    StoreCredentialsError,
     StoreUnavailableError,
 )
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -276,15 +278,18 @@ def test_a_store_that_never_answers_is_an_error_after_the_bound_that_is_told(wor
     assert "giving up in" in caplog.text
 
 
-def test_refused_access_is_an_error_even_if_memory_has_something(world):
-    into_memory(world.tier(), world.store.url, "m.ckpt", NEW, 2)
-
+@pytest.mark.parametrize("kind", [StoreAccessError, StoreConfigError, StoreCredentialsError])
+def test_a_refusal_is_an_error_even_if_memory_has_something_but_for_credentials_that_are_not_good(world, kind):
     class Refusing(FaultyStore):
         def list(self, prefix):
-            raise StoreAccessError("no rights")
+            raise kind("no")
 
-    with pytest.raises(StoreAccessError):
+    with pytest.raises(kind):
         world.restore(store=Refusing(world.store))
+    into_memory(world.tier(), world.store.url, "m.ckpt", NEW, 2)
+    is_silence = kind is StoreCredentialsError
+    with contextlib.nullcontext() if is_silence else pytest.raises(kind):
+        assert world.restore(store=Refusing(world.store))[1] == NEW
 
 
 @pytest.mark.parametrize("where", ["memory", "durable"])

@@ -1,7 +1,8 @@
 """Preflight: what the saves of a training will need is tried before its first batch, within a few seconds.
 
-First come the tries, then a judgement that is pure. What no retry can mend is an error, unless node memory holds a
-checkpoint to resume from: then training must not stay down for it. What may pass is a warning.
+First come the tries, then a judgement that is pure. What no retry can mend is an error, unless a restart can do without
+it, and node memory holds a checkpoint to resume from: then training must not stay down for it. What may pass is a
+warning.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (
     MemoryFullError,
     MemoryTierError,
+    StoreConfigError,
+    StoreCredentialsError,
     StoreUnavailableError,
     TieredCheckpointError,
 )
@@ -67,12 +70,14 @@ class Problem(NamedTuple):
         permanent: Whether no retry can mend it.
         consequence: What follows where training continues.
         unless: Where it does not continue.
+        stops_restarts: Whether a restart fails for it, whatever node memory holds.
     """
 
     error: TieredCheckpointError
     permanent: bool
     consequence: str
     unless: str = ""
+    stops_restarts: bool = False
 
 
 def preflight(session: Session, need: Need) -> None:
@@ -100,11 +105,11 @@ def preflight(session: Session, need: Need) -> None:
     # A checkpoint of one part is one request, a larger one several.
     multipart = need.file_bytes > config.chunk_size_MB << 20
     problems += judge_store(_failures(session, multipart=multipart), config)
-    stopping = next((each for each in problems if each.permanent), None)
-    if stopping is not None and config.preflight == "error" and not holds:
+    stopping = next((each for each in problems if each.permanent and (each.stops_restarts or not holds)), None)
+    if stopping is not None and config.preflight == "error":
         raise _refusal(stopping.error)
     for each in problems:
-        # Of what is refused, a restore makes an error, whatever memory holds.
+        # A restart does without credentials, or a right to write, only where all nodes find it in memory.
         reason = each.unless if each.permanent or not holds else ""
         if each.permanent and config.preflight == "error":
             reason = ", because node memory holds a checkpoint to resume from" + each.unless
@@ -160,7 +165,10 @@ def judge_store(failures: Sequence[TieredCheckpointError], config: TieredCheckpo
     )
     # The restore comes after this, and never takes silence for an empty tier.
     unless = ", unless ckpt_path needs an answer from there"
-    return [Problem(error, not first.retryable, consequence, unless)]
+    # As the restore has it: what refuses to be read is not passed over, but for want of credentials.
+    refused = (each for each in failures if not each.retryable and not isinstance(each, StoreCredentialsError))
+    stops = any(isinstance(each, StoreConfigError) or each.operation in ("list", "get") for each in refused)
+    return [Problem(error, not first.retryable, consequence, unless, stops)]
 
 
 def judge_room(need: Need, room: Room, config: TieredCheckpointConfig) -> list[Problem]:

@@ -17,6 +17,7 @@ from tiered_checkpoint_io.errors import (
     StoreArchivedError,
     StoreChangedError,
     StoreConfigError,
+    StoreCredentialsError,
     StoreError,
     StoreFullError,
     StoreNotFoundError,
@@ -177,7 +178,8 @@ def _no_credentials(operation: str, code: str, status: int, url: str) -> StoreEr
     """
     kind, hint = _meaning(operation, code, status, ids.parse_s3_url(url)[0], None)
     if kind not in (StoreUnavailableError, StoreConfigError):
-        kind, hint = StoreAccessError, f"check the role, or its token or keys, and whether they may call {operation}"
+        kind = StoreCredentialsError
+        hint = f"check the role, or its token or keys, and whether they may call {operation}"
     text = f"credentials could not be had: {operation} failed ({_label(code, status)})"
     return kind(text, operation=operation, key=url, hint=hint)
 
@@ -223,14 +225,8 @@ def is_changed(error: StoreError) -> bool:
 
 def is_just_denied(error: StoreError) -> bool:
     """Whether credentials that are good lack a right."""
-    code, cause = _code_of(error), error.__cause__
-    return (
-        isinstance(error, StoreAccessError)
-        and _status_of(error) in (401, 403)
-        and not (code in _BAD_KEYS or code == _CLOCK or code.startswith("ExpiredToken"))
-        # Else they could not be had.
-        and getattr(cause, "operation_name", None) != error.operation
-    )
+    is_refused = isinstance(error, StoreAccessError) and _status_of(error) in (401, 403)
+    return is_refused and not isinstance(error, StoreCredentialsError)
 
 
 def lacks_credentials(error: BaseException) -> bool:
@@ -275,13 +271,13 @@ def _meaning(request: str, code: str, status: int, bucket: str, region: str | No
     if code in _BUSY or code.startswith("Throttl") or status in _BUSY_STATUS:
         return StoreUnavailableError, None
     if code == _CLOCK:
-        return StoreAccessError, "this machine's clock is wrong by more than the server allows"
+        return StoreCredentialsError, "this machine's clock is wrong by more than the server allows"
     if code == _ARCHIVED:
         return StoreArchivedError, _ARCHIVED_HINT
     if code == _FULL or _QUOTA in code or status == 507:
         return StoreFullError, _FULL_HINT
     if code in _BAD_KEYS or code.startswith("ExpiredToken"):
-        return StoreAccessError, "the credentials are wrong or have expired; " + _CREDENTIALS_HINT
+        return StoreCredentialsError, "the credentials are wrong or have expired; " + _CREDENTIALS_HINT
     if status == 407:
         return StoreConfigError, _PROXY_HINT
     if status in (401, 403):
@@ -298,7 +294,7 @@ def _meaning(request: str, code: str, status: int, bucket: str, region: str | No
 
 def _failure(error: Exception) -> _Meaning:
     if isinstance(error, _NO_CREDENTIALS):
-        return StoreAccessError, _CREDENTIALS_HINT
+        return StoreCredentialsError, _CREDENTIALS_HINT
     if isinstance(error, botocore.exceptions.NoRegionError | botocore.exceptions.InvalidRegionError):
         return StoreConfigError, "set region"
     if isinstance(error, botocore.exceptions.MissingDependencyException):

@@ -22,8 +22,9 @@ from tiered_checkpoint_io.engine.ranks.views import bytes_of, privately_mapped
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
 from tiered_checkpoint_io.engine.restore.elsewhere import at_its_place
+from tiered_checkpoint_io.engine.restore.ending import Found
 from tiered_checkpoint_io.engine.restore.part_moves import move_parts, spread
-from tiered_checkpoint_io.engine.restore.search import Attempt, Found, Search
+from tiered_checkpoint_io.engine.restore.search import Attempt, Search
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.loaded import retain_loaded, slot_for
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryTierError

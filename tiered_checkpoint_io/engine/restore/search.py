@@ -35,60 +35,24 @@ from tiered_checkpoint_io.engine.restore.choice import (
     refuse_other_kind,
 )
 from tiered_checkpoint_io.engine.restore.elsewhere import Elsewhere
-from tiered_checkpoint_io.engine.restore.nothing import why_nothing
+from tiered_checkpoint_io.engine.restore.ending import why_nothing
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     LostRankError,
     RestoreError,
+    StoreCredentialsError,
     StoreNotFoundError,
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Content, Kind, Manifest
+from tiered_checkpoint_io.model.manifest import Kind, Manifest
 from tiered_checkpoint_io.stores.silence import Question
 
 _T = TypeVar("_T")
 
 #: What shows that a copy is bad, rather than that reading is.
 DAMAGE = (CorruptCheckpointError, CheckpointNotFoundError, StoreNotFoundError)
-
-
-@dataclass(slots=True, kw_only=True)
-class Found:
-    """A checkpoint that all ranks have agreed on.
-
-    Attributes:
-        name: Its name.
-        dirpath: The durable tier that it belongs to.
-        content: The facts of the save; None where others wrote it, so that nothing verified it.
-        rejected: What was tried before it, and why it was not taken.
-        newest_save_id: The newest save that was seen in any tier; later runs count on from there.
-    """
-
-    name: str
-    dirpath: str
-    content: Content | None
-    rejected: list[str] = field(default_factory=list)
-    newest_save_id: str | None = None
-
-    @property
-    def url(self) -> str:
-        """Where the durable tier has it, or will."""
-        return ids.join_url(self.dirpath, self.name)
-
-    @property
-    def save_id(self) -> str:
-        """Which save; empty where others wrote it."""
-        return self.content.save_id if self.content is not None else ""
-
-    @property
-    def step(self) -> int:
-        """The training step; -1 where the checkpoint does not tell."""
-        if self.content is not None:
-            return self.content.step
-        step = ids.step_in_name(self.name)
-        return -1 if step is None else step
 
 
 @dataclass(slots=True)
@@ -321,11 +285,13 @@ class Search:
             options = self._untried(known.manifests)
             if known.error is not None:
                 # Training must go on while S3 is away, if memory can carry it; but no rank may start from scratch
-                # because S3 did not answer.
-                if not options or not known.error.retryable:
+                # because S3 did not answer. Without good credentials, it tells as little.
+                is_silent = known.error.retryable or isinstance(known.error, StoreCredentialsError)
+                if not options or not is_silent:
                     raise known.error
                 self._notes.append(f"durable {self._tiers.dirpath}: {known.error}")
-                self._tiers.log.warning("the durable tier does not answer; restoring from node memory: %s", known.error)
+                what = "does not answer" if known.error.retryable else "takes no credentials of this job"
+                self._tiers.log.warning("the durable tier %s; restoring from node memory: %s", what, known.error)
             for candidate in options:
                 refuse_other_kind(candidate, self._accepts, self._tiers.dirpath)
                 (self._tried if candidate.durable is not None else self._tried_in_memory).add(candidate.save_id)

@@ -1,14 +1,52 @@
-"""What a search says that has found nothing: there is nothing, or nothing of it is intact."""
+"""What a search ends with: a checkpoint that all ranks have agreed on, or why there is none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Kind
+from tiered_checkpoint_io.model.manifest import Content, Kind
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """A checkpoint that all ranks have agreed on.
+
+    Attributes:
+        name: Its name.
+        dirpath: The durable tier that it belongs to.
+        content: The facts of the save; None where others wrote it, so that nothing verified it.
+        rejected: What was tried before it, and why it was not taken.
+        newest_save_id: The newest save that was seen in any tier; later runs count on from there.
+    """
+
+    name: str
+    dirpath: str
+    content: Content | None
+    rejected: list[str] = field(default_factory=list)
+    newest_save_id: str | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the durable tier has it, or will."""
+        return ids.join_url(self.dirpath, self.name)
+
+    @property
+    def save_id(self) -> str:
+        """Which save; empty where others wrote it."""
+        return self.content.save_id if self.content is not None else ""
+
+    @property
+    def step(self) -> int:
+        """The training step; -1 where the checkpoint does not tell."""
+        if self.content is not None:
+            return self.content.step
+        step = ids.step_in_name(self.name)
+        return -1 if step is None else step
 
 
 def why_nothing(
