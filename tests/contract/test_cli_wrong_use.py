@@ -52,8 +52,8 @@ USES = {
     "show": Use("{url} c3 --memory-dir {memory}", "{url} no --memory-dir {memory}"),
     "verify": Use("{url} --tier durable", "{url} no --tier durable"),
     "export": Use("{url} t.ckpt {tmp}/model.pt", "{url} no {tmp}/model.pt", files=("model.pt",)),
-    "flush": Use("m.ckpt --root {root}", "no --root {root}", makes=("d.ckpt", "m.ckpt")),
-    "drain": Use("--root {root} --once", "--namespace no --memory-dir {memory}", makes=("d.ckpt",)),
+    "flush": Use("m.ckpt --memory-dir {memory}", "no --memory-dir {memory}", makes=("d.ckpt", "m.ckpt")),
+    "drain": Use("--memory-dir {memory} --once", "--namespace no --memory-dir {memory}", makes=("d.ckpt",)),
     "pull": Use("{url} c3 --to {tmp}/pulled", "{url} no --to {tmp}/pulled", files=("pulled/c3",)),
     "pull to memory": Use("{url} c3 --memory-dir {memory} --namespace other", "{url} no --memory-dir {memory}"),
     "import": Use("{tmp}/i.ckpt {url}", "{tmp}/no.ckpt {url}", makes=("i.ckpt",)),
@@ -115,7 +115,7 @@ class Scene:
         self.before = self.held()
 
     def line(self, arguments=None):
-        given = {"url": self.url, "memory": self.memory, "tmp": self.tmp, "root": self.node.root}
+        given = {"url": self.url, "memory": self.memory, "tmp": self.tmp}
         return [self.command, *(each.format(**given) for each in (arguments or self.use.arguments).split())]
 
     def run(self, *line):

@@ -7,6 +7,7 @@ import textwrap
 
 import boto3
 import pytest
+from support.draining import where_of
 from support.launch import scripts
 from support.restoring import into_memory
 
@@ -145,14 +146,14 @@ def refuse_and_take(first, second, job, s3_bucket, capsys, monkeypatch):
     job.leaves_queued(second, ["queue", "x.ckpt"])
     assert job.on(first, ["load"], ["save", "y.ckpt"]) == [None]
     assert names_on(first, s3_bucket) == {"y.ckpt"}
-    app(["status", "--root", str(job.root)], standalone_mode=False)
+    app(["status", *where_of(job.root)], standalone_mode=False)
     said = capsys.readouterr().out
     assert f"dirpath: {job.url} at {first.endpoint_url}" in said
     assert f"dirpath: {job.url} at {second.endpoint_url}" in said
     # By the configuration of the other job, but with keys that this server takes.
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, second.env()[name])
-    app(["drain", "--once", "--root", str(job.root)], standalone_mode=False)
+    app(["drain", "--once", *where_of(job.root)], standalone_mode=False)
     assert names_on(first, s3_bucket) == {"y.ckpt"}
     assert names_on(second, s3_bucket) == {"x.ckpt"}
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.draining import where_of
 from support.training import Model
 from typer.testing import CliRunner
 
@@ -270,7 +271,7 @@ def test_a_training_goes_on_with_the_exports_that_start(runs, tmp_path, monkeypa
 def test_the_command_serves_until_it_is_ended(dead):
     """A process beside a dead trainer; the port that it has is an error to the next one."""
     ours = [sys.executable, "-m", "tiered_checkpoint_io"]
-    where = ["--root", str(root_of(dead)), "--export"]
+    where = [*where_of(root_of(dead)), "--export"]
     with _running([*ours, "metrics", *where, "prometheus=0"]) as served:
         address = next(line for line in served.stderr if "http://" in line).split()[-1]
         with urllib.request.urlopen(address, timeout=10) as answer:

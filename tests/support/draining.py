@@ -24,6 +24,11 @@ def part_of(name, data, number, dirpath):
     return Part(name, 0, content, dirpath, durable=True)
 
 
+def where_of(root):
+    """The options of a command that name a memory tier."""
+    return "--memory-dir", str(root.parents[1]), "--namespace", root.name
+
+
 class Node:
     """One node's memory tier, as a trainer fills it; operations are numbered in order."""
 
@@ -35,6 +40,10 @@ class Node:
         self.config = self.config_of(memory_dir, dirpath, namespace=namespace, **options)
         write_atomic(self.root / "drain.json", self.config.to_json().encode())
         self.number = 0
+
+    @property
+    def where(self):
+        return where_of(self.root)
 
     @staticmethod
     def config_of(memory_dir, dirpath, **options):

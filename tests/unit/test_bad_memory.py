@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.bad_input import KEPT, Kept, state
+from support.draining import where_of
 from support.tenants import Tenant, mounted_tmpfs
 from typer.testing import CliRunner
 
@@ -296,7 +297,7 @@ def test_training_goes_on_where_memory_is_removed_beside_it(drain, how, memory_d
     elif how == "moved":
         root.rename(root.with_name("away"))
     else:
-        cleaned = CliRunner().invoke(app, ["clean", "--root", str(root), "--force"])
+        cleaned = CliRunner().invoke(app, ["clean", *where_of(root), "--force"])
         assert (cleaned.exit_code, root.exists()) == (0, False)
     for step in (4, 5):
         io.save_checkpoint(state(step), f"{step}.ckpt")

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 from support import committing
 from support.clocks import quick
-from support.draining import Node, names
+from support.draining import Node, names, where_of
 from support.launch import free_port
 from support.sharded import full_part, make_part
 from typer.testing import CliRunner
@@ -25,6 +25,7 @@ from tiered_checkpoint_io.engine.drain.locks import is_lost, release, try_lock
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import ConfigError, DrainError
+from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -75,7 +76,7 @@ def test_a_second_drain_stands_by_and_takes_over_from_one_that_dies(node):
     """Two sidecars over one tmpfs."""
 
     def start():
-        ours = [sys.executable, "-m", "tiered_checkpoint_io", "drain", "--stay", "--root", str(node.root)]
+        ours = [sys.executable, "-m", "tiered_checkpoint_io", "drain", "--stay", *node.where]
         return subprocess.Popen(ours, stderr=subprocess.PIPE, text=True)
 
     def wait_for(said, process):
@@ -158,13 +159,14 @@ def test_a_namespace_that_is_not_there_is_an_error(memory_dir):
 
 @pytest.mark.parametrize("what", ["status", "drain", "clean"])
 def test_a_root_that_is_no_memory_tier_is_left_as_it_is(what, tmp_path):
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "file").touch()
-    for root in (tmp_path / "precious", *([tmp_path / "none"] if what != "clean" else [])):
-        refused = command(what, "--root", str(root), *(["--force"] if what == "clean" else []))
+    precious = namespace_root(str(tmp_path), "precious")
+    precious.mkdir(parents=True)
+    (precious / "file").touch()
+    for root in (precious, *([precious.with_name("none")] if what != "clean" else [])):
+        refused = command(what, *where_of(root), *(["--force"] if what == "clean" else []))
         assert isinstance(refused.exception, ConfigError)
         assert "no memory tier" in str(refused.exception)
-    assert os.listdir(tmp_path / "precious") == ["file"]
+    assert os.listdir(precious) == ["file"]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can enter another user's folder")
@@ -175,42 +177,42 @@ def test_root_leaves_the_memory_of_another_user_as_it_is(what, node):
     everything = [node.root.parent, *node.root.parent.rglob("*")]
     for path in everything:
         os.chown(path, 12345, -1)
-    refused = command(*what, "--root", str(node.root))
+    refused = command(*what, *node.where)
     assert isinstance(refused.exception, ConfigError)
     assert "belongs to user 12345, and this command runs as user 0" in str(refused.exception)
     assert "sudo -u '#12345'" in str(refused.exception)
     assert {path.stat().st_uid for path in node.root.rglob("*")} == {12345}
     assert len([*node.root.parent.rglob("*")]) + 1 == len(everything)
-    assert command("status", "--root", str(node.root)).exit_code == 0
+    assert command("status", *node.where).exit_code == 0
 
 
 def test_what_a_drain_leaves_undone_is_told_and_kept_from_cleaning(node, tmp_path):
     """A save and an alias, and a place that nobody can write to; with the save alone done, the alias is not."""
     node.save("a.ckpt", b"A")
     (tmp_path / "durable").write_bytes(b"in the way")
-    undone = command("drain", "--root", str(node.root), "--once")
+    undone = command("drain", *node.where, "--once")
     assert isinstance(undone.exception, DrainError)
     assert "1 operation is not done" in str(undone.exception)
     (tmp_path / "durable").unlink()
-    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+    assert command("drain", *node.where, "--once").exit_code == 0
     node.alias("last.ckpt", "a.ckpt")
     with pytest.raises(ConfigError, match="1 operation not yet durable"):
-        raise command("clean", "--root", str(node.root)).exception
-    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
-    assert command("clean", "--root", str(node.root)).exit_code == 0
+        raise command("clean", *node.where).exception
+    assert command("drain", *node.where, "--once").exit_code == 0
+    assert command("clean", *node.where).exit_code == 0
 
 
 def test_a_drain_beside_another_says_that_there_is_work_left(node):
     """As in the epilog of a Slurm job, while the run's own drain waits for a server."""
     node.save("a.ckpt", b"A")
     other = try_lock(node.root / LOCK_FILE)
-    done = command("drain", "--root", str(node.root), "--once", "--json")
+    done = command("drain", *node.where, "--once", "--json")
     release(other)
     assert (done.exit_code, json.loads(done.stdout)["operations_left"]) == (1, 1)
     assert isinstance(done.exception, DrainError)
     assert "1 operation is not done" in str(done.exception)
     assert "another drain works on this namespace" in done.exception.hint
-    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+    assert command("drain", *node.where, "--once").exit_code == 0
 
 
 # ----------------------------------------------------------------------------------- all namespaces
@@ -266,7 +268,7 @@ def test_clean_keeps_a_newest_checkpoint_that_is_nowhere_else(node, memory_dir):
 
 def test_clean_ends_a_sidecar_that_has_nothing_to_do(node):
     """As a DaemonSet runs it: it holds the drain's lock for ever. One that works on something is waited for first."""
-    where = ("--root", str(node.root))
+    where = node.where
     op = node.save("1.ckpt", b"A")
     ours = [sys.executable, "-m", "tiered_checkpoint_io", "drain", "--stay", *where]
     with subprocess.Popen(ours, stderr=subprocess.PIPE, text=True) as sidecar:
@@ -292,7 +294,7 @@ def test_clean_leaves_what_is_queued_in_the_last_moment(node, monkeypatch):
         late.append(node.save("2.ckpt", b"B"))
 
     monkeypatch.setattr(cleaning, "_refuse", and_then)
-    where = ("--root", str(node.root))
+    where = node.where
     assert "something was queued just now" in str(command("clean", *where).exception)
     assert [each.op_id for each in node.queue.look(node.tier)] == late
     monkeypatch.undo()
@@ -311,7 +313,7 @@ def test_clean_leaves_what_is_queued_in_the_last_moment(node, monkeypatch):
 def test_clean_leaves_what_a_drain_works_on(node):
     node.save("1.ckpt", b"A")
     drain = try_lock(node.root / LOCK_FILE)
-    assert "a trainer or drain uses it" in str(command("clean", "--root", str(node.root)).exception)
+    assert "a trainer or drain uses it" in str(command("clean", *node.where).exception)
     assert not is_lost(drain)
     release(drain)
 

@@ -18,7 +18,7 @@ def node(memory_dir, tmp_path):
 
 
 def drain(node, *options):
-    return CliRunner().invoke(app, ["drain", "--root", str(node.root), *options])
+    return CliRunner().invoke(app, ["drain", *node.where, *options])
 
 
 def test_one_that_leaves_the_work_to_another_says_so(node):

@@ -29,7 +29,7 @@ def command(*arguments):
 
 
 def flushed(node, *arguments):
-    done = command("flush", *arguments, "--root", str(node.root), "--json")
+    done = command("flush", *arguments, *node.where, "--json")
     document = document_of("flush", done)
     assert document["flushed"] == (done.exit_code == 0)
     return done, {row["name"]: row["state"] for row in document["checkpoints"]}
@@ -55,7 +55,7 @@ def test_the_newest_step_in_memory_becomes_durable_with_the_trainer_dead(memory_
     assert store.get("new.ckpt") == b"N" * 100
     assert read_manifest(store, "old.ckpt") is None
     # Once more: there is nothing to do, and that is no error.
-    again = command("flush", "--root", str(node.root))
+    again = command("flush", *node.where)
     assert (again.exit_code, again.stdout) == (
         0,
         f"durable     new.ckpt (step 2, 0.10 KiB) at {node.dirpath}\n",
@@ -66,11 +66,11 @@ def test_the_newest_step_in_memory_becomes_durable_with_the_trainer_dead(memory_
 
 def test_what_can_not_be_uploaded_stays_queued_and_is_said(memory_dir, tmp_path):
     node = Node(memory_dir, str(tmp_path / "run"))
-    missing = command("flush", "--root", str(node.root))
+    missing = command("flush", *node.where)
     assert isinstance(missing.exception, CheckpointNotFoundError)
     node.save("a.ckpt", b"A", durable=False)
-    assert "no such checkpoint: b.ckpt" in str(command("flush", "b.ckpt", "--root", str(node.root)).exception)
-    assert command("flush", "a.ckpt", "--all", "--root", str(node.root)).exit_code == 2
+    assert "no such checkpoint: b.ckpt" in str(command("flush", "b.ckpt", *node.where).exception)
+    assert command("flush", "a.ckpt", "--all", *node.where).exit_code == 2
     # A file stands where the durable tier's directory should be.
     (tmp_path / "run").write_text("in the way")
     done, states = flushed(node)
@@ -103,7 +103,7 @@ def test_a_save_of_two_nodes_is_committed_once_both_are_flushed(memory_dir, tmp_
         in_memory_alone(node, "s", 1, rank)
     done, states = flushed(second)
     assert (done.exit_code, states) == (0, {"s": "uploaded"})
-    line = command("flush", "--root", str(second.root)).stdout
+    line = command("flush", *second.where).stdout
     assert "not committed yet: the parts of ranks 0 are not on this node, run tiered-ckpt flush on theirs" in line
     assert flushed(first)[1] == {"s": "durable"}
     assert flushed(second)[1] == {"s": "durable"}
@@ -111,7 +111,7 @@ def test_a_save_of_two_nodes_is_committed_once_both_are_flushed(memory_dir, tmp_
     shutil.rmtree(second.dirpath)
     done, states = flushed(second)
     assert (done.exit_code, states) == (1, {"s": "not_durable"})
-    assert "the bucket was emptied" in command("flush", "--root", str(second.root)).stdout
+    assert "the bucket was emptied" in command("flush", *second.where).stdout
 
 
 def test_a_part_is_durable_only_once_the_other_nodes_have_sent_theirs(memory_dir, tmp_path):
@@ -137,7 +137,7 @@ def test_the_coordinator_waits_for_the_other_nodes_only_so_long(memory_dir, tmp_
     assert "not durable after 2 s" in str(done.exception)
     node.cancel(node.tier.parts()[0].save_id)
     # The drain that works for the command gives the save up; until then, a second one has nothing done.
-    ended = (command("drain", "--root", str(node.root)).exit_code == 0 or time.sleep(0.1) for _ in range(300))
+    ended = (command("drain", *node.where).exit_code == 0 or time.sleep(0.1) for _ in range(300))
     assert any(ended)
 
 
@@ -165,7 +165,7 @@ def test_what_is_not_on_the_durable_tier_any_more_is_uploaded_again(memory_dir, 
 def test_an_upload_that_was_given_up_is_asked_for_again(memory_dir, tmp_path):
     node = Node(memory_dir, str(tmp_path / "run"))
     node.cancel(node.save("a.ckpt", b"A"))
-    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+    assert command("drain", *node.where, "--once").exit_code == 0
     assert node.states()[node.tier.parts()[0].op_id] == "skipped"
     assert flushed(node)[1] == {"a.ckpt": "durable"}
 
@@ -176,12 +176,12 @@ def test_what_was_deleted_since_is_not_durable(memory_dir, tmp_path):
     node.save("old.ckpt", b"O")
     node.save("new.ckpt", b"N")
     node.delete("old.ckpt")
-    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+    assert command("drain", *node.where, "--once").exit_code == 0
     done, states = flushed(node, "--all")
     assert (done.exit_code, states) == (0, {"new.ckpt": "durable", "old.ckpt": "not_durable"})
     done, states = flushed(node, "old.ckpt")
     assert (done.exit_code, states) == (1, {"old.ckpt": "not_durable"})
-    said = command("flush", "old.ckpt", "--root", str(node.root)).stdout
+    said = command("flush", "old.ckpt", *node.where).stdout
     assert said == "not durable old.ckpt (step 1, 0.00 KiB): it was deleted from the durable tier\n"
     # A later save of the same name is another one.
     node.save("old.ckpt", b"A")
@@ -221,7 +221,7 @@ def test_while_a_run_of_another_job_is_there_nothing_is_written(memory_dir, tmp_
     torch.save({"global_step": 1}, tmp_path / "other.ckpt")
     io = TieredCheckpointIO(dirpath=node.dirpath, memory_dir=memory_dir, namespace="live", drain="thread")
     io.save_checkpoint({"global_step": 2}, f"{node.dirpath}/step=2.ckpt")
-    lines = (("flush", "--root", str(node.root)), ("import", str(tmp_path / "other.ckpt"), node.dirpath))
+    lines = (("flush", *node.where), ("import", str(tmp_path / "other.ckpt"), node.dirpath))
     store = DirectoryStore(node.dirpath)
     for line in lines:
         done = command(*line)

@@ -48,7 +48,7 @@ def server(s3_server, s3_bucket, monkeypatch):
 def test_ctrl_c_amid_a_pull_leaves_nothing_in_memory(server, memory_dir):
     node = Node(memory_dir, server.url)
     node.save("large.ckpt", LARGE)
-    assert CliRunner().invoke(app, ["drain", "--root", str(node.root), "--once"]).exit_code == 0
+    assert CliRunner().invoke(app, ["drain", *node.where, "--once"]).exit_code == 0
     server.is_slow = True
     pulled = ("pull", server.url, "--memory-dir", memory_dir, "--namespace", "other")
     assert interrupted(server, "get", *pulled) == (130, "", ["interrupted"])
@@ -99,9 +99,9 @@ def test_ctrl_c_amid_a_flush_leaves_the_upload_to_the_drain(server, memory_dir):
     node = Node(memory_dir, server.url)
     node.save("large.ckpt", LARGE, durable=False)
     server.is_slow = True
-    assert interrupted(server, "put", "flush", "--root", str(node.root)) == (130, "", ["interrupted"])
+    assert interrupted(server, "put", "flush", *node.where) == (130, "", ["interrupted"])
     server.is_slow = False
-    assert CliRunner().invoke(app, ["flush", "--root", str(node.root)]).exit_code == 0
+    assert CliRunner().invoke(app, ["flush", *node.where]).exit_code == 0
     store = open_store(node.config)
     assert names_of(store) == {"large.ckpt"}
     store.close()
@@ -118,7 +118,7 @@ def test_a_bucket_that_is_not_there_is_one_line(s3_server, memory_dir, tmp_path)
         ("verify", node.dirpath, "--tier", "durable"),
         ("pull", node.dirpath, "--memory-dir", memory_dir),
         ("import", str(tmp_path / "step_1"), node.dirpath),
-        ("flush", "--root", str(node.root)),
+        ("flush", *node.where),
     ):
         status, _, err = end(start(*arguments))
         (line,) = [line for line in err.splitlines() if line.startswith("error: ")]

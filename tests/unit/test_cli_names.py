@@ -16,7 +16,7 @@ def command(*arguments):
 def node(memory_dir, tmp_path):
     node = Node(memory_dir, str(tmp_path / "run"))
     node.save("a.ckpt", b"A")
-    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+    assert command("drain", *node.where, "--once").exit_code == 0
     return node
 
 
@@ -57,7 +57,7 @@ def test_a_name_that_is_mistyped_is_not_one_without_pins(node):
 
 
 def test_a_checkpoint_is_flushed_by_its_url_and_as_the_latest(node):
-    where = ("--root", str(node.root))
+    where = node.where
     node.save("x/b.ckpt", b"B", durable=False)
     node.save("weights.ckpt", b"C", durable=False, resumable=False)
     for name in ("other.ckpt", f"{node.dirpath}/other.ckpt", "/elsewhere/x/b.ckpt", "tiered:last"):

@@ -247,7 +247,7 @@ def test_parts_of_some_ranks(memory_dir, tmp_path):
     node = Node(memory_dir, str(tmp_path / "run"))
     for rank in (0, 1):
         node.part("s", 1, rank)
-    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+    assert command("drain", *node.where, "--once").exit_code == 0
     pulled = ("pull", node.dirpath, "--memory-dir", memory_dir, "--namespace", "other")
     assert command(*pulled, "--rank", "2").exit_code == 2
     assert json.loads(command(*pulled, "--rank", "1", "--json").stdout)["ranks"] == [1]
@@ -266,7 +266,7 @@ def test_parts_of_some_ranks(memory_dir, tmp_path):
         "reshard {run} x --name y --full --scratch {empty}",
         "report {run} -o {empty}",
         "prune {run} --config {empty}",
-        "drain --once --root {empty}",
+        "drain --once --memory-dir {empty}",
     ],
 )
 def test_an_empty_path_is_not_the_working_directory(arguments, tmp_path, monkeypatch):

@@ -35,7 +35,7 @@ def node(memory_dir, tmp_path):
     node.save("a.ckpt", b"A" * 100)
     for rank in (0, 1):
         node.part("b", 2, rank)
-    assert command("drain", "--root", str(node.root), "--once").exit_code == 0
+    assert command("drain", *node.where, "--once").exit_code == 0
     node.save("c.ckpt", b"C" * 100, durable=False)
     slot = node.tier.replicas.acquire(3)
     slot.view[:3] = b"DDD"
@@ -44,7 +44,7 @@ def node(memory_dir, tmp_path):
 
 
 def verified(node, *arguments):
-    done = command("verify", node.dirpath, "--root", str(node.root), "--json", *arguments)
+    done = command("verify", node.dirpath, *node.where, "--json", *arguments)
     document = document_of("verify", done)
     assert document["intact"] == (done.exit_code == 0)
     return done.exit_code, document["checkpoints"]
@@ -74,7 +74,7 @@ def test_damage_is_named_by_file_tier_and_rank(node, tmp_path):
         str(copy): ("memory", 0, "replica"),
         str(shard): ("durable", 1, None),
     }
-    lines = command("verify", node.dirpath, "--root", str(node.root)).stdout.splitlines()
+    lines = command("verify", node.dirpath, *node.where).stdout.splitlines()
     (line,) = [line for line in lines if "c.ckpt" in line]
     assert line == f"DAMAGED  memory   c.ckpt rank 0: {held}: bytes 0-100 of 'c.ckpt' differ from their hash"
     # Damage is left where it is: a restart quarantines it, and looks for the next copy.
@@ -90,17 +90,17 @@ def test_one_tier_and_one_checkpoint(node):
     ]
     # A restart takes the replica: it is the latest save.
     assert [row["name"] for row in verified(node, "tiered:latest")[1]] == ["d.ckpt"]
-    alone = command("verify", "--root", str(node.root))
+    alone = command("verify", *node.where)
     assert (alone.exit_code, alone.stdout.count("memory "), alone.stdout.count("durable")) == (0, 5, 0)
     assert command("verify", "--tier", "durable").exit_code == 2
-    missing = command("verify", node.dirpath, "never.ckpt", "--root", str(node.root))
+    missing = command("verify", node.dirpath, "never.ckpt", *node.where)
     assert isinstance(missing.exception, CheckpointNotFoundError)
 
 
 @pytest.mark.matrix
 def test_on_a_terminal_lines_stand_above_the_bar(node):
     main, terminal = pty.openpty()
-    process = start("verify", node.dirpath, "--root", str(node.root), stdout=terminal, stderr=terminal)
+    process = start("verify", node.dirpath, *node.where, stdout=terminal, stderr=terminal)
     os.close(terminal)
     printed = b""
     # At the end of the process reading fails.

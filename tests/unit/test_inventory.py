@@ -36,7 +36,7 @@ def node(memory_dir, tmp_path):
 
 
 def drain(node):
-    assert CliRunner().invoke(app, ["drain", "--root", str(node.root), "--once"]).exit_code == 0
+    assert CliRunner().invoke(app, ["drain", *node.where, "--once"]).exit_code == 0
 
 
 def test_each_durable_checkpoint_is_new_once_also_across_a_restart(node):

@@ -102,13 +102,13 @@ def test_a_flush_leaves_the_configuration_of_a_newer_release_as_it_is(node, stor
     stored = written_by_a_newer_release(replace(node.config, retention={"latest": 3}), seal="x")
     (node.root / CONFIG_FILE).write_text(stored)
     node.save("a.ckpt", b"A", durable=False)
-    refused = CliRunner().invoke(app, ["flush", "--root", str(node.root), "--timeout", "5"])
+    refused = CliRunner().invoke(app, ["flush", *node.where, "--timeout", "5"])
     assert isinstance(refused.exception, ConfigError)
     assert "upgrade tiered-checkpoint-io" in str(refused.exception)
     assert (node.root / CONFIG_FILE).read_text() == stored
     # A damaged one is written anew, by what the checkpoints say.
     (node.root / CONFIG_FILE).write_text(stored[:20])
-    assert CliRunner().invoke(app, ["flush", "--root", str(node.root), "--timeout", "30"]).exit_code == 0
+    assert CliRunner().invoke(app, ["flush", *node.where, "--timeout", "30"]).exit_code == 0
     assert names(store) == ["a.ckpt"]
 
 

@@ -24,7 +24,7 @@ def node(memory_dir, tmp_path):
 
 
 def drain(node):
-    assert CliRunner().invoke(app, ["drain", "--root", str(node.root), "--once"]).exit_code == 0
+    assert CliRunner().invoke(app, ["drain", *node.where, "--once"]).exit_code == 0
 
 
 def watch(node, memory_dir, command, after="", **options):
@@ -88,7 +88,7 @@ def test_a_command_is_not_run_for_what_was_overwritten_before_its_turn(node, mem
         node.save(name, b"A")
     drain(node)
     node.save("last.ckpt", b"B")
-    upload = f"{sys.executable} -m tiered_checkpoint_io drain --root {node.root} --once"
+    upload = f"{sys.executable} -m tiered_checkpoint_io drain {' '.join(node.where)} --once"
     done = watch(node, memory_dir, f"echo $TIERED_CKPT_NAME $TIERED_CKPT_STEP; {upload}")
     assert capfd.readouterr().out.splitlines() == ["first.ckpt 1"]
     assert (done.exit_code, done.stderr) == (

@@ -67,7 +67,8 @@ def clean(
         folders = [*([root] if root.is_dir() else []), *(each.root for each in spills)]
         if root.is_dir():
             if not any((root / folder).is_dir() for folder in FOLDERS):
-                raise ConfigError(f"{root} is no memory tier, and was left as it is", hint="check --root")
+                hint = "check --memory-dir and --namespace"
+                raise ConfigError(f"{root} is no memory tier, and was left as it is", hint=hint)
             if not force:
                 owned(root)
         if folders:

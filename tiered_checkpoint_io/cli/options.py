@@ -103,12 +103,6 @@ class Server(Address):
 class Node:
     """Which memory tier of this node: options of a command, see :func:`spread`."""
 
-    root: Annotated[
-        Path | None,
-        typer.Option(
-            parser=path_of, metavar="PATH", help="The memory tier's root, in place of --memory-dir and --namespace."
-        ),
-    ] = None
     memory_dir: MemoryDir = SHM
     namespace: Annotated[
         str | None, typer.Option(help="The job's namespace; may be left out where this node's memory has just one.")
@@ -117,7 +111,7 @@ class Node:
     @property
     def is_named(self) -> bool:
         """Whether one is meant."""
-        return self.root is not None or self.namespace is not None
+        return self.namespace is not None
 
     @property
     def path(self) -> Path:
@@ -126,8 +120,6 @@ class Node:
         Raises:
             ConfigError: None is named, and there are several; or there is no such memory_dir.
         """
-        if self.root is not None:
-            return self.root
         if self.namespace is not None:
             with wrong_use():
                 return namespace_root(self.memory_dir, self.namespace)

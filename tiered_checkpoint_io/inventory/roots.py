@@ -45,7 +45,7 @@ def existing(root: Path) -> Path:
         ConfigError: There is none.
     """
     if not _is_tier(root):
-        raise ConfigError(f"no memory tier at {root}", hint="check --memory-dir and --namespace, or --root")
+        raise ConfigError(f"no memory tier at {root}", hint="check --memory-dir and --namespace")
     return root
 
 
