@@ -14,6 +14,7 @@ from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.restore import restore
 from tiered_checkpoint_io.errors import (
+    ConfigError,
     RestoreError,
 )
 from tiered_checkpoint_io.model.ids import LEASE_PREFIX, manifest_key
@@ -268,6 +269,12 @@ def test_a_home_directory_may_be_written_as_a_shell_has_it(make, tmp_path, monke
     assert io.load_checkpoint("~/runs/a/step=1.ckpt")["global_step"] == 1
     assert make("~/runs/b").load_checkpoint("~/runs/a/step=1.ckpt")["global_step"] == 1
     assert make("~").checkpointer.dirpath == str(tmp_path)
+    # In a container whose user has no entry in the passwd file, it would be a folder "~" of the working directory.
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigError, match="dirpath is '~/runs/a': .*HOME is not set") as caught:
+        make("~/runs/a")
+    assert caught.value.hint == "set HOME, or write the whole path"
 
 
 @pytest.mark.parametrize(

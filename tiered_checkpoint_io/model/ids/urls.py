@@ -192,8 +192,18 @@ def at_home(path: str) -> str:
     """A path that is ``~``, or begins with ``~/``, as a shell has it.
 
     YAML has none, and Lightning's own callback does the same.
+
+    Raises:
+        InvalidNameError: This user has no home: it would be a folder ``~`` of the working directory.
     """
-    return os.path.expanduser(path) if path == "~" or path.startswith("~/") else path
+    if path != "~" and not path.startswith("~/"):
+        return path
+    full = os.path.expanduser(path)
+    if full == path:
+        raise InvalidNameError(
+            "this user has no home folder for ~: HOME is not set", hint="set HOME, or write the whole path"
+        )
+    return full
 
 
 def join_url(dirpath: str, name: str) -> str:
