@@ -75,7 +75,9 @@ def test_a_restart_passes_by_the_full_checkpoint_that_ended_the_training(kind, m
     options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread"}
     dcp.save({"t": torch.full((3,), 1.0)}, checkpoint_id="step_1", kind=kind, **options)
     # An export is on no schedule.
-    report = dcp.save_full({"t": torch.full((3,), 9.0)}, checkpoint_id="export/step_7.pt", s3_every_n_steps=5, **options)
+    report = dcp.save_full(
+        {"t": torch.full((3,), 9.0)}, checkpoint_id="export/step_7.pt", s3_every_n_steps=5, **options
+    )
     assert report is not None
     assert (tmp_path / "durable" / "export" / "step_7.pt").exists()
     if not memory:

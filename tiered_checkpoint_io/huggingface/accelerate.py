@@ -193,7 +193,7 @@ def _bare(accelerator: Accelerator, model: torch.nn.Module) -> Any:
 
 
 def _as_named_here(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
-    """A model's state with the names that it has here: earlier releases saved those of compiled models with a prefix."""
+    """A model's state with the names that it has here: earlier releases saved those of compiled models in wrappers."""
     if any(_COMPILED in name for name in state):
         names = set(model.state_dict())
         for name in list(state):
