@@ -116,7 +116,8 @@ def count_epoch_as_it_ended(trainer: Trainer, checkpoint: dict[str, Any]) -> Non
     Lightning counts it before ``on_train_epoch_end``. A run that resumed from that count would begin with the next
     epoch, and train less than ``max_epochs`` says.
     """
-    progress, epoch_loop = trainer.fit_loop.epoch_progress, trainer.fit_loop.epoch_loop
+    progress: Any = trainer.fit_loop.epoch_progress
+    epoch_loop = trainer.fit_loop.epoch_loop
     is_counted = progress.current.processed == progress.current.ready > 0
     # A loop that is not done has run out of batches before the length that its loader has named.
     if not is_counted or epoch_loop.batch_progress.is_last_batch or not epoch_loop.done:

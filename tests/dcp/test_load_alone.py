@@ -178,6 +178,44 @@ def test_the_latest_is_taken_by_its_sentinel_and_another_one_is_told_what_there_
             ours.load(blank(), checkpoint_id=wrong, kind=kind, **config)
 
 
+@pytest.mark.parametrize("kind", ["sharded", pytest.param("local", marks=pytest.mark.matrix)])
+def test_what_lies_in_folders_side_by_side_is_never_mixed_up(config, kind):
+    """Averaged weights beside a training, and process groups that save into one dirpath."""
+    config |= {"kind": kind, "drain": "thread"}
+
+    def save(number, name, **more):
+        ours.save(state(number), checkpoint_id=name, **config, **more)
+
+    def load(**more):
+        loaded = blank()
+        reader = ours.load(loaded, **{**config, **more})
+        return next(number for number in range(100) if is_step(loaded, number)), reader
+
+    for step in (1, 2):
+        save(10 + step, f"stage0/step_{step}")
+    assert load()[0] == 12, "the only folder there is"
+    for step in (1, 2):
+        save(20 + step, f"stage1/step_{step}")
+    for more in ({}, {"step": 2}, {"checkpoint_id": "tiered:latest"}):
+        with pytest.raises(RestoreError, match=r"several folders.*: stage0, stage1 .*checkpoint_id='stage0/tiered:lat"):
+            load(**more)
+    assert load(checkpoint_id="stage1/tiered:latest")[0] == 22
+    assert load(checkpoint_id=f"{config['dirpath']}/stage0/tiered:latest", step=1)[0] == 11
+    with pytest.raises(CheckpointNotFoundError, match=r"checkpoint of step 3 in folder 'stage1'"):
+        load(path="stage1/tiered:latest", step=3)
+    save(31, "step_1")
+    for step in (1, 2):
+        save(40 + step, f"ema/step_{step}")
+    assert load()[0] == load(step=1)[0] == 31
+    with pytest.raises(CheckpointNotFoundError, match="checkpoint of step 2 "):
+        load(step=2)
+    # More of others' than are looked at first, and none in memory.
+    for step in range(3, 40):
+        save(50, f"ema/step_{step}", wait=False)
+    load()[1].close()
+    assert load(namespace="another-node")[0] == 31
+
+
 def test_a_partial_load_reads_what_there_is(saved):
     loaded = {**blank(), "new": torch.full((3,), 5.0)}
     ours.load(loaded, planner=dcp.DefaultLoadPlanner(allow_partial_load=True), **saved)

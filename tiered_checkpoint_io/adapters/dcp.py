@@ -158,9 +158,8 @@ def async_save(
 
     The tensors are copied once, straight to where the upload reads them; of kind ``sharded``, DCP's exchanges between
     the ranks come on top. Each rank then hashes such a part in the background, at several gigabytes a second and
-    thread, and commits it in memory; a process that is killed meanwhile leaves the checkpoint before
-    as the newest. Where neither memory nor ``spill_dir`` has room for it, the call returns once it is on the durable
-    tier.
+    thread, and commits it in memory; a process that is killed meanwhile leaves the checkpoint before as the newest.
+    Where neither memory nor ``spill_dir`` has room for it, the call returns once it is on the durable tier.
 
     A failure on the way to the durable tier is shown once: by the future, where it is asked, by
     :func:`maybe_finalize_async_calls`, or at the next save, whatever comes first.
@@ -232,12 +231,12 @@ def load(
 
     ``sharded``: as ``torch.distributed.checkpoint.load`` does. Where a checkpoint shows damage while it
     is read, and it was not asked for by its name, all ranks go on to the next one.
-    ``local``: each rank its shard, without any collective; see ``engine/restore/local_restore.py`` for how ranks
-    come to load the same.
+    ``local``: each rank its shard, without any collective; see ``engine/restore/local_restore.py``.
 
     Args:
         state_dict: The state to load into. Where an error is raised, it may hold anything.
-        checkpoint_id: Its name, path or URL; by default, and as ``tiered:latest``, the newest that is whole.
+        checkpoint_id: Its name, path or URL; by default, and as ``tiered:latest``, the newest that is whole, of
+            names in no folder, else of the only folder. ``stage1/tiered:latest`` is the newest of that folder.
         storage_reader: The reader; by default one made from ``options``.
         planner: As DCP takes it; for ``sharded`` alone.
         process_group: As :func:`save` takes it.
@@ -252,7 +251,8 @@ def load(
 
     Raises:
         CheckpointNotFoundError: There is none.
-        RestoreError: There are some, but none is intact; or another number of shards made a local one.
+        RestoreError: There are some, but none is intact, or they are in several folders and none was named; or another
+            number of shards made a local one.
         CheckpointException: Anything else that failed on some rank.
     """
     reader = storage_reader or TieredStorageReader(**options)

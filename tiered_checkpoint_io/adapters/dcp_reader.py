@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tiered_checkpoint_io.adapters.groups import dcp_arguments
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
-from tiered_checkpoint_io.engine.restore.choice import Selector, Tier
+from tiered_checkpoint_io.engine.restore.choice import ONE_FOLDER, Selector, Tier
 from tiered_checkpoint_io.engine.restore.loaders import warn_of_left_out
 from tiered_checkpoint_io.engine.restore.restore import note_restore
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
@@ -63,7 +64,9 @@ class TieredStorageReader(OverTiers, StorageReader):
 
         Args:
             config: As :class:`TieredStorageWriter` takes it.
-            step: The training step; the newest checkpoint where neither it nor a path is given.
+            step: The training step; the newest checkpoint where neither it nor a path is given. Both as ``load`` has
+                it: of names in no folder, else of the only folder; of another with a path such as
+                ``stage1/tiered:latest``.
             path: In place of the ``checkpoint_id`` that ``load`` is given.
             no_dist: Whether this process loads alone; by default as DCP's ``load`` has it.
             process_group: The ranks that load together; by default the group that DCP's ``load``
@@ -91,7 +94,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         known: Any = getattr(filesystem, "_StorageReaderTransforms", None)
         self._transforms = known and known(_extension_registry)
         #: Which checkpoint is meant.
-        self.selector = Selector("latest")
+        self.selector = Selector("latest", folder=ONE_FOLDER)
         self._rejected: set[str] = set()
         self._metadata: Metadata | None = None
         self._joined: coordination.Group | None = None
@@ -112,10 +115,14 @@ class TieredStorageReader(OverTiers, StorageReader):
         self._began = SYSTEM.monotonic()
         self.settings = self._base
         text = os.fspath(path) if path is not None else ""
-        if text in ("", ids.LATEST):
+        folder, is_latest = text.removesuffix(f"/{ids.LATEST}"), text in ("", ids.LATEST)
+        if is_latest or folder != text:
+            dirpath = self._base.config.dirpath
             if self.step is not None:
-                ids.locate(self._base.config.dirpath, None, self.step)
-            self.selector = Selector("latest", step=self.step)
+                ids.locate(dirpath, None, self.step)
+            self.selector = Selector("latest", step=self.step, folder=ONE_FOLDER)
+            if not is_latest:
+                self.selector = replace(self.selector, folder=ids.name_in(dirpath, folder))
             return
         if text.startswith(f"{ids.SENTINELS}:"):
             hint = f"allowed: {ids.LATEST}, a name, a path or a URL"
@@ -136,7 +143,7 @@ class TieredStorageReader(OverTiers, StorageReader):
 
         Raises:
             CheckpointNotFoundError: There is none.
-            RestoreError: There are some, but none is intact.
+            RestoreError: There are some, but none is intact, or they are in several folders and none was named.
             StoreError: The durable tier could not be asked.
         """
         del args, options

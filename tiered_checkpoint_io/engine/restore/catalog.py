@@ -15,7 +15,7 @@ from tiered_checkpoint_io.engine.drain.operations import NAMING
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable.manifests import contents_of, read_manifest
 from tiered_checkpoint_io.engine.durable.metrics import rated
-from tiered_checkpoint_io.engine.restore.choice import Held, Selector
+from tiered_checkpoint_io.engine.restore.choice import ONE_FOLDER, Held, Selector
 from tiered_checkpoint_io.engine.restore.elsewhere import committed_elsewhere, other_names
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (
@@ -182,6 +182,12 @@ def discover(
             found.listed = set(names)
             targets = {target for alias, target in queued.items() if selector.wants(alias)}
             found.rest = [name for name in names if selector.wants(name) or name in targets]
+            if selector.folder == ONE_FOLDER:
+                # Which folders there are has to be known, also of those that only older saves are in.
+                by_step = sorted(names, key=lambda name: ids.step_in_name(name) or 0)
+                newest = {ids.series_of(name): name for name in by_step}.values()
+                newest_there = {ids.series_of(name): name for name in reversed(names)}.values()
+                _read(store, list({*newest, *newest_there} - set(found.rest[:_BATCH])), found)
         while True:
             batch, found.rest = found.rest[:_BATCH], found.rest[_BATCH:]
             _read(store, batch, found)

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tiered_checkpoint_io.errors import OtherKindError
+from tiered_checkpoint_io.errors import OtherKindError, RestoreError
+from tiered_checkpoint_io.logs import names_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content, Kind, Manifest, newest_first
 
 #: Where a node has a checkpoint from: its own memory (its own parts, and copies that it keeps for others), the
 #: memory of another node, or the durable tier.
 Tier = Literal["memory", "peer", "durable"]
+
+
+#: For :attr:`Selector.folder`: see :meth:`Catalog.in_one_folder`.
+ONE_FOLDER = "*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,8 @@ class Selector:
         also: For ``last``: names that count as such beside those that a callback called "last".
         companion: Where it is given, ``x.ckpt`` counts only together with ``x<companion>.ckpt`` of the same
             step, which is never meant by itself.
+        folder: For ``latest``: only names in this folder, as :func:`ids.folder_of` gives it; None for any. Process
+            groups, or averaged weights, may be saved side by side: the newest of all may be another's.
     """
 
     kind: Literal["latest", "last", "name", "best"]
@@ -44,10 +51,19 @@ class Selector:
     step: int | None = None
     also: frozenset[str] = frozenset()
     companion: str = ""
+    folder: str | None = None
+
+    @property
+    def terms(self) -> str:
+        """What is asked for beside a name, for messages: `` of step 5 in folder 'ema'``."""
+        step = f" of step {self.step}" if self.step is not None else ""
+        return f"{step} in folder {self.folder!r}" if self.folder not in (None, "", ONE_FOLDER) else step
 
     def wants(self, name: str) -> bool:
         """Whether a checkpoint of this name is meant, or may be."""
         if self.step is not None and ids.step_in_name(name) not in (None, self.step):
+            return False
+        if self.folder not in (None, ONE_FOLDER, ids.folder_of(name)):
             return False
         if self.kind in ("latest", "best"):
             return True
@@ -103,6 +119,29 @@ class Catalog:
     memory: Mapping[str, Sequence[Held]]
     manifests: Sequence[Manifest] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def in_one_folder(self, selector: Selector, accepts: Kind, dirpath: str) -> Selector:
+        """The selector with the folder that :data:`ONE_FOLDER` means, whatever the step: none, if any name is in none.
+
+        Raises:
+            RestoreError: All names are in folders, and these are several.
+        """
+        there = [(held.name, held.content) for parts in self.memory.values() for held in parts]
+        there += [(manifest.name, manifest.content) for manifest in self.manifests]
+        passed = _PASSED_OVER.get(accepts, ())
+        names = {name for name, content in there if content.resumable and content.kind not in passed}
+        folders = sorted({ids.folder_of(name) for name in names})
+        if selector.folder != ONE_FOLDER or not folders:
+            return selector
+        if len(folders) > 1 and folders[0]:
+            raise RestoreError(
+                f"there are checkpoints in several folders, and which is meant is not said: {names_text(folders)}",
+                operation="restore",
+                key=dirpath,
+                hint=f"ask for the newest of one by checkpoint_id='{folders[0]}/{ids.LATEST}', or for one by its name,"
+                f" such as '{max(name for name in names if ids.folder_of(name) == folders[0])}'",
+            )
+        return replace(selector, folder=folders[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,8 +66,7 @@ def why_nothing(
     key, by_name = tiers.dirpath, selector.kind == "name"
     if by_name:
         what, key = f"{what} {selector.name!r}", ids.join_url(key, selector.name)
-    if selector.step is not None:
-        what += f" of step {selector.step}"
+    what += selector.terms
     damage = list(dict.fromkeys([*rejected, *suspects]))
     if rejected or (damage and not by_name):
         return RestoreError(

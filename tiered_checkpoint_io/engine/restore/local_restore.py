@@ -57,8 +57,8 @@ class LocalRestorer:
             UsageError: The other ranks' choice could not be learnt.
             TieredCheckpointError: As :meth:`Search.run`.
         """
-        what = f"{self._tiers.config.namespace}/{self._tiers.dirpath}/{selector.kind}/{selector.name}/{selector.step}"
-        self._load = current_run().begin_load(what)
+        what = (self._tiers.config.namespace, self._tiers.dirpath, selector.kind, selector.name, selector.step)
+        self._load = current_run().begin_load("/".join(map(str, (*what, selector.folder))))
         # No collective.
         group, has_peers = Group("here"), self._peers is not None
         search = Search(self._tiers, selector, "local", group, self._role.shard, replicas=has_peers)

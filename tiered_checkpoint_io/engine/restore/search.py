@@ -282,7 +282,9 @@ class Search:
             self._notes += known.rejected
             self._seen |= {manifest.content.save_id for manifest in known.manifests}
             self._versions.note(known.manifests)
-            options = self._untried(known.manifests)
+            catalog = self._catalog(known.manifests)
+            self.selector = catalog.in_one_folder(self.selector, self._accepts, self._tiers.dirpath)
+            options = self._untried(catalog)
             if known.error is not None:
                 # Training must go on while S3 is away, if memory can carry it; but no rank may start from scratch
                 # because S3 did not answer. Without good credentials, it tells as little.
@@ -308,10 +310,12 @@ class Search:
             self._tiers.log.warning("%s has no manifest: it is loaded, but nothing verified it", self.selector.name)
             yield Candidate(self.selector.name, known.foreign, durable=known.foreign)
 
-    def _untried(self, manifests: Sequence[Manifest] = ()) -> list[Candidate]:
-        """What is meant of what memory and these manifests hold, in the order in which to try it."""
-        memory = {node: each.held for node, each in self._memory.items()}
-        catalog = Catalog(memory, manifests, self._aliases)
+    def _catalog(self, manifests: Sequence[Manifest] = ()) -> Catalog:
+        """What memory and these manifests hold."""
+        return Catalog({node: each.held for node, each in self._memory.items()}, manifests, self._aliases)
+
+    def _untried(self, catalog: Catalog) -> list[Candidate]:
+        """What is meant of these, in the order in which to try it."""
         options = choose(catalog, self.selector, self._accepts, self._own, replicas=self._replicas)
         in_vain = self._tried | self._tried_in_memory
         return [each for each in options if each.save_id not in (self._tried if each.durable is not None else in_vain)]
@@ -329,7 +333,8 @@ class Search:
             # None of the newest may be intact: older ones are better than none.
             ask = functools.partial(discover, tiers, self.selector, self._aliases, self._accepts, known)
             with contextlib.closing(Question(ask, clock=tiers.clock)) as question:
-                if self._untried() and not question.within(bound, self._said("resuming from node memory")):
+                here = self._untried(self._catalog())
+                if here and not question.within(bound, self._said("resuming from node memory")):
                     yield DurableCatalog(error=question.silence(where, bound))
                 # What a store says when it gives up tells more; a folder of a file server's that is gone never does.
                 longer = timing.retry_deadline_s + 2 * timing.s3_read_s

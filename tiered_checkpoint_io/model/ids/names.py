@@ -195,6 +195,12 @@ def splits(url: str) -> list[Split]:
     return found
 
 
+def folder_of(name: str) -> str:
+    """The folder that a name lies in, with ``#`` in place of what :func:`series_of` leaves out; empty without one."""
+    told = step_in_name(name)
+    return series_of(name, -1 if told is None else told).rpartition("/")[0]
+
+
 class Located(NamedTuple):
     """Which checkpoint a caller means."""
 
