@@ -1,11 +1,15 @@
 """Sharded checkpoints read back by real ranks: from memory, from the durable tier, by other world sizes."""
 
+import logging
 import os
 from pathlib import Path
 
 import pytest
+import torch
 from support.losing import lose_memory
 from support.restoring import flip
+
+from tiered_checkpoint_io import dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -99,3 +103,21 @@ def test_one_rank_loads_without_the_others(ranks):
 def test_a_process_group_loads_without_the_others(ranks):
     answers = ranks(3, ["group_save", 7, [1, 2]], ["group_load", [0, 2]])
     assert [answer[1].get("got") for answer in answers] == [[1.0] * 4, None, [1.0] * 4]
+
+
+def test_an_optimizer_that_has_made_no_step_does_not_lose_its_state_without_a_word(tmp_path, memory_dir, caplog):
+    def made():
+        model = torch.nn.Linear(3, 2)
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "save_to_s3": False}
+    options["logger"] = logging.getLogger("mine")
+    saved = made()
+    saved["model"](torch.ones(3)).sum().backward()
+    saved["optimizer"].step()
+    dcp.save(saved, checkpoint_id="step_1", **options)
+    dcp.load(saved, **options)
+    dcp.load(made(), **options).close()
+    # One, of the load that there was nothing to load into for.
+    (warning,) = [each.getMessage() for each in caplog.records if each.name == "mine" and each.levelname == "WARNING"]
+    assert warning.startswith("optimizer.state is empty in the state to load into, so what step_1 holds of it is not")

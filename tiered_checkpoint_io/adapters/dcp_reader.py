@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,8 @@ class TieredStorageReader(OverTiers, StorageReader):
         # Of what lies in the memory of several nodes, this one may hold nothing.
         self.tier = "memory" if opened.files.held else "peer" if opened.scattered else "durable"
         try:
+            if self._joined is None or self._joined.rank == 0:
+                self._warn_of_empty(getattr(planner, "original_state_dict", None), opened.name)
             reader = PlanReader(self._metadata, opened.files, self._transforms, Trust.of(self.settings.config), log)
             if opened.scattered:
                 assert self._joined is not None
@@ -242,6 +245,19 @@ class TieredStorageReader(OverTiers, StorageReader):
             self.release()
 
     # ----------------------------------------------------------------------------------- inside
+    def _warn_of_empty(self, state: Any, name: str) -> None:
+        """Warns of what is not loaded because there is nothing to load it into: DCP itself says nothing."""
+        assert self._metadata is not None
+        held = self._metadata.state_dict_metadata
+        for path in _empty(state, ()):
+            if any(fqn.startswith(f"{path}.") for fqn in held):
+                self.session.log.warning(
+                    "%s is empty in the state to load into, so what %s holds of it is not loaded; an optimizer that has"
+                    " made no step gets its state by torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
+                    path,
+                    name,
+                )
+
     def _leave(self) -> None:
         if self._joined is not None:
             joined, self._joined = self._joined, None
@@ -298,6 +314,15 @@ class TieredStorageReader(OverTiers, StorageReader):
             return coordination.GivenGroup(node, process_group)
         timeout_s = float(self.settings.config.wait_timeout_s)
         return coordination.current_group(root, self.session.clock, timeout_s=timeout_s)
+
+
+def _empty(state: Any, path: tuple[str, ...]) -> Iterator[str]:
+    """Where a state has a dictionary with nothing in it."""
+    if isinstance(state, Mapping):
+        if path and not state:
+            yield ".".join(path)
+        for key, value in state.items():
+            yield from _empty(value, (*path, str(key)))
 
 
 def _sizes(metadata: Metadata) -> dict[str, int]:
