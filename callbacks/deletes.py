@@ -3,60 +3,74 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning.pytorch import Trainer
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks.migration import WITHHELD, PortableState
-from tiered_checkpoint_io.callbacks.trainer import failing_together, is_below, of_rank_0
+from tiered_checkpoint_io.callbacks.trainer import failing_together, is_below, of_rank_0, on_rank_0
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.engine.drain.operations import SAVES, Outcome
+from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError, UsageError
 from tiered_checkpoint_io.model import ids
 
-_LACKING = "lacking"
+_SCORES = "scores"
 
 
 class SafeDeletes(PortableState):
-    """A ModelCheckpoint that deletes a checkpoint only where nothing needs it any more.
+    """A ModelCheckpoint that deletes a checkpoint only once what replaces it is on the durable tier.
 
-    A delete waits until a later save is durable, or queued for it; what the run resumed from is left for the next run
-    to delete; what lies elsewhere is never deleted. What waits is part of the callback's state.
+    Where that does not get there, it is none of the best any more, and what it replaced is one of them again. What the
+    run resumed from is left for the next run to delete; what lies elsewhere is never deleted. What is known of the
+    tiers is known on rank 0; what waits there is part of the callback's state.
     """
 
     _io: TieredCheckpointIO | None
-    #: On rank 0, whether the newest save is on the durable tier, or queued for it.
+    #: Whether the newest save is on the durable tier, or queued for it; and then its id.
     _landed: bool
-    #: Paths that are to be deleted once they are not needed any more.
-    _withheld: list[str]
-    #: Of the best, those that are neither on the durable tier nor queued for it: too many saves waited, or it failed.
-    _lacking: list[str]
-    #: While a checkpoint is saved that may replace others: what was kept before it.
-    _before: set[str]
-    #: While a name is chosen: the path that the save replaces, whose name is free for it.
+    _landed_as: str
+    #: Paths that are to be deleted once a save has landed, with the scores of those that were among the best.
+    _withheld: dict[str, Any]
+    #: Those whose delete is queued, with their scores, and the id of the save that it waits for.
+    _queued: dict[str, tuple[Any, str]]
+    #: The ids of the saves of :meth:`_named`.
+    _saved_as: dict[str, str]
+    #: Of the best, those that will not be on the durable tier: too many saves waited, or it failed.
+    _lost: list[str]
+    #: Whether the best are those of an earlier run, of which some may have been lost with its node.
+    _is_unchecked: bool
+    #: While a checkpoint is saved that may replace others: what was kept before it, with the scores.
+    _before: dict[str, Any]
 
     def _begin(self) -> None:
         """The state of a callback that has done nothing yet."""
         self._io = None
-        self._landed = False
-        self._withheld, self._lacking = [], []
-        self._before = set()
+        self._landed, self._landed_as, self._is_unchecked = False, "", False
+        self._withheld, self._queued, self._saved_as, self._lost = {}, {}, {}, []
+        self._before = {}
 
     # ------------------------------------------------------------------------------------ state
     def state_dict(self) -> dict[str, Any]:
         # This state is part of the save that replaces these: the run that resumes from it deletes what this one can't.
-        replaced = sorted(self._before - {*self._withheld, *self._named()})
-        return {**super().state_dict(), WITHHELD: [*self._withheld, *replaced], _LACKING: [*self._lacking]}
+        queued = {path: score for path, (score, _) in self._queued.items()}
+        replaced = {path: score for path, score in sorted(self._before.items()) if not self._shows(path)}
+        waiting = {**queued, **replaced, **self._withheld}
+        scores = {path: score for path, score in waiting.items() if score is not None}
+        return {**super().state_dict(), WITHHELD: [*waiting], _SCORES: scores}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if state_dict.get("dirpath") == self.dirpath:
-            self._withheld = list(state_dict.get(WITHHELD, ()))
-            self._lacking = list(state_dict.get(_LACKING, ()))
+            scores = state_dict.get(_SCORES, {})
+            self._withheld = {path: scores.get(path) for path in state_dict.get(WITHHELD, ())}
+            self._is_unchecked = True
 
     # ---------------------------------------------------------------------------------- deletes
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
+        self._take_back(trainer)
         with self._replacing(self._named() if self.save_top_k >= 1 else set()):
             super()._save_topk_checkpoint(trainer, of_rank_0(trainer, monitor_candidates))
 
@@ -65,48 +79,115 @@ class SafeDeletes(PortableState):
             super()._save_last_checkpoint(trainer, of_rank_0(trainer, monitor_candidates))
 
     @contextlib.contextmanager
-    def _replacing(self, before: set[str]) -> Iterator[None]:
-        self._before = before
+    def _replacing(self, before: Iterable[str]) -> Iterator[None]:
+        self._before = {path: self.best_k_models.get(path) for path in before}
         try:
             yield
         finally:
-            self._before = set()
+            self._before = {}
 
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:  # noqa: ARG002
-        """Always: :meth:`_remove_due` leaves out what is not to be deleted."""
+        """Always: :meth:`_due` leaves out what is not to be deleted. What replaces it is the newest save."""
         return True
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        if filepath not in self._withheld:
-            self._withheld.append(filepath)
+        if trainer.is_global_zero:
+            self._withheld.setdefault(filepath, self._before.get(filepath))
         self._remove_withheld(trainer)
 
     def _remove_withheld(self, trainer: Trainer) -> None:
-        """Deletes what is due, where the newest save has landed; all ranks call this.
-
-        What the run resumed from stays: the next run may delete that. For each of the best that is lacking, the newest
-        of those that it has replaced stays.
-        """
+        """Deletes what is due, where the newest save has landed; all ranks call this."""
         with failing_together(trainer):
-            if self._landed:
-                self._remove_due(trainer)
-
-    def _remove_due(self, trainer: Trainer) -> None:
-        named = self._named()
-        self._lacking = [path for path in self._lacking if path in named]
-        # What was saved again under its name, or lies elsewhere and so belongs to another run, is not deleted.
-        due = [path for path in self._withheld if path not in named and self._is_ours(path)]
-        replaced = [path for path in due if not (self._is_restored(path) or ids.is_last(path))]
-        spare = replaced[-len(self._lacking) :] if self._lacking else []
-        self._withheld = [path for path in due if self._is_restored(path) or path in spare]
-        for path in due:
-            if path not in self._withheld:
+            for path in self._due(trainer):
                 self._delete(trainer, path)
+
+    def _due(self, trainer: Trainer) -> list[str]:
+        """What is to be deleted once the newest save is committed; on rank 0, which takes note of it.
+
+        What the run resumed from stays: the next run may delete that. While one of the best is lost, all stay.
+        """
+        if not (trainer.is_global_zero and self._landed) or self._lost:
+            return []
+        # What was saved again under its name, or lies elsewhere and so belongs to another run, is not deleted.
+        there = {path: score for path, score in self._withheld.items() if not self._shows(path) and self._is_ours(path)}
+        due = [path for path in there if not self._is_restored(path)]
+        self._withheld = {path: score for path, score in there.items() if path not in due}
+        if self._landed_as and not self._engine.config.retention:
+            self._queued.update({path: (there[path], self._landed_as) for path in due})
+        return due
 
     def _delete(self, trainer: Trainer, path: str) -> None:
         """Deletes what nothing needs any more; where there are policies of retention, they alone decide what goes."""
-        if not self._engine.config.retention:
+        if self._engine.config.retention:
+            return
+        if self._landed_as:
+            self._engine.remove(path, replaced_by=self._landed_as)
+        else:
             super()._remove_checkpoint(trainer, path)
+
+    # ------------------------------------------------------------------------- what came to nothing
+    def _note_saved(self, path: str, report: SaveReport | None) -> None:
+        """Takes note on rank 0 of a save that has returned; without a report, of one that failed."""
+        self._landed = report is not None and "durable" in report.tiers
+        self._landed_as = report.save_id if report is not None and report.queued else ""
+        self._saved_as = {known: save_id for known, save_id in self._saved_as.items() if self._shows(known)}
+        self._lost = [each for each in self._lost if each != path]
+        if report is not None and self._landed:
+            self._saved_as[path] = report.save_id
+
+    def _heed(self, outcomes: Iterable[Outcome]) -> None:
+        """Takes note on rank 0 of what became of queued saves and deletes."""
+        for outcome in outcomes:
+            path, save_id = ids.join_url(self._engine.dirpath, outcome.name), ids.save_id_of_op(outcome.op_id)
+            if outcome.action in SAVES and (
+                outcome.state == "skipped" or outcome.error_type == CorruptCheckpointError.__name__
+            ):
+                self._lose(save_id)
+            elif outcome.action == "delete" and path in self._queued and outcome.state != "failed":
+                score, replaced_by = self._queued.pop(path)
+                # Else it is pinned, and stays for those who have pinned it.
+                if outcome.error_type == CheckpointNotFoundError.__name__:
+                    self._withheld[path] = score
+                    self._engine.session.known.note(outcome.name, exists=True)
+                    self._lose(replaced_by)
+
+    def _lose(self, save_id: str) -> None:
+        self._lost += [path for path, each in self._saved_as.items() if each == save_id and path not in self._lost]
+
+    def _take_back(self, trainer: Trainer) -> None:
+        """Takes what is lost out of the best, and what it had replaced back into them; all ranks call this."""
+        lost, best, path = on_rank_0(trainer, self._instead)
+        if not lost:
+            return
+        self.best_k_models = {known: score for known, score in self.best_k_models.items() if known not in lost} | best
+        if self.monitor is None:
+            self.best_model_path = path if self.best_model_path in lost else self.best_model_path
+            return
+        worst_first = sorted(self.best_k_models, key=self.best_k_models.__getitem__, reverse=self.mode == "min")
+        self.best_model_path = worst_first[-1] if worst_first else ""
+        self.best_model_score = self.best_k_models.get(self.best_model_path)
+        self.kth_best_model_path = worst_first[0] if len(worst_first) == self.save_top_k else ""
+        self.kth_value = self.best_k_models.get(self.kth_best_model_path, self.kth_value)
+
+    def _instead(self) -> tuple[list[str], dict[str, Any], str]:
+        """What is lost, and what takes its place among the best; without a monitor, what the best path is then."""
+        if self._is_unchecked:
+            self._is_unchecked = False
+            with contextlib.suppress(StoreError):
+                self._lost += [path for path in self._named() if self._is_ours(path) and not self._engine.exists(path)]
+        # The delete of what they had replaced may not be skipped yet.
+        waited_for = {save_id for _, save_id in self._queued.values()}
+        lost = [path for path in self._lost if self._saved_as.get(path) not in waited_for]
+        self._lost = [path for path in self._lost if path not in lost]
+        there = [path for path in self._withheld if self._is_ours(path) and not ids.is_last(path)]
+        rated = {path: self._withheld[path] for path in there if self._withheld[path] is not None}
+        best_first = sorted(rated, key=rated.__getitem__, reverse=self.mode == "max")
+        room = max(0, self.save_top_k - sum(path not in lost for path in self.best_k_models))
+        best = {path: rated[path] for path in best_first[:room]} if lost else {}
+        path = there[-1] if lost and there and self.monitor is None else ""
+        self._withheld = {each: score for each, score in self._withheld.items() if each not in (*best, path)}
+        self._withheld.update(dict.fromkeys(lost))
+        return lost, best, path
 
     # ----------------------------------------------------------------------------------- inside
     @property

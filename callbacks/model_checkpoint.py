@@ -244,11 +244,16 @@ class TieredModelCheckpoint(DurableEnd):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         # What is saved at the end is saved by now: see EndOfTraining.
+        self._take_back(trainer)
         if trainer.is_global_zero:
             # What cannot be finished is shown by the IO's teardown, and taken up by the next start.
             with contextlib.suppress(DrainError):
                 self._engine.session.wait()
         self._look_after(trainer)
+        if trainer.world_size == 1:
+            # Other ranks are not made to wait for uploads.
+            self._take_back(trainer)
+            self._remove_withheld(trainer)
         self._reporter.stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -275,13 +280,12 @@ class TieredModelCheckpoint(DurableEnd):
             if value is not None:
                 options["metric"] = (self.monitor, float(value))
             report = self._save(trainer, filepath, options, weights_only=self.save_weights_only)
-            self._landed = report is not None and "durable" in report.tiers
+            self._note_saved(filepath, report)
             if not self.save_weights_only:
                 self._resumable = self._resumable.after(step, report)
             if not self._naming_last:
                 self._durable_save = (step, filepath)
-                self._lacking = [path for path in self._lacking if path != filepath]
-                self._lacking += [] if self._landed else [filepath]
+                self._lost += [] if self._landed or not trainer.is_global_zero else [filepath]
             if self._landed:
                 self._reporter.expect(name, filepath, pending=self._engine.session.is_pending(name))
             self._remove_withheld(trainer)
@@ -390,6 +394,7 @@ class TieredModelCheckpoint(DurableEnd):
             outcomes, progress = session.poll(), session.progress()
             log_drain(trainer, outcomes)
             for each in self._siblings(trainer):
+                each._heed(outcomes)
                 each._reporter.publish(trainer, outcomes, progress, is_shown=each._shows, is_pending=session.is_pending)
         # After the work: however long it takes, it is not done at every batch.
         self._polled = session.clock.monotonic()

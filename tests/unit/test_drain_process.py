@@ -197,6 +197,22 @@ def test_backpressure_is_bounded(memory_dir, tmp_path, handle_of, policy):
     release(lock)
 
 
+def test_a_save_for_which_a_delete_waits_is_given_up_last(memory_dir, tmp_path, handle_of):
+    node = Node(memory_dir, str(tmp_path / "durable"), max_pending=2)
+    handle = handle_of(node)
+    lock = try_lock(node.root / LOCK_FILE)
+    saves = [node.save(name, b"A") for name in ("best", "a")]
+    node.request("delete", "old", saves[0])
+    for save_id in saves:
+        node.queue.finish(Outcome(save_id, "save", "x", 1, "failed", "no"), final=False)
+    assert handle.has_room(op_id(90))
+    assert handle.given_up == saves[1]
+    node.save("b", b"B")
+    assert handle.has_room(op_id(91))
+    assert handle.given_up == saves[0], "the queue stays bounded"
+    release(lock)
+
+
 def test_a_forked_child_neither_drains_nor_queues(node, handle_of):
     handle = handle_of(node)
     child = os.fork()

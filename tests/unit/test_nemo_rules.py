@@ -199,7 +199,7 @@ def test_those_that_were_saved_first_lose_theirs_once(saves):
 def test_a_newest_that_is_not_durable_yet_does_not_count(saves):
     """Its upload may fail, and nothing could be resumed from."""
     saves.pending.add("a")
-    saves.callback._lacking.append(f"{DIRPATH}/b")
+    saves.callback._lost.append(f"{DIRPATH}/b")
     saves.callback._drop_optimizer_states()
     assert saves.rewritten == []
     saves.pending.clear()

@@ -15,6 +15,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
     blocked_by_failures,
     held_back,
     in_order,
+    needed,
     next_operation,
     superseded,
     unreplaced,
@@ -39,8 +40,8 @@ def part(number, rank, name="", dirpath="d"):
     return Request(op, "part", name or f"{number}.ckpt", dirpath)
 
 
-def delete(number, name, dirpath="d"):
-    return Request(op_id(number), "delete", name, dirpath)
+def delete(number, name, dirpath="d", target=""):
+    return Request(op_id(number), "delete", name, dirpath, target)
 
 
 def alias(number, name, target, dirpath="d"):
@@ -134,6 +135,27 @@ def test_a_delete_is_held_until_something_newer_than_the_lost_save_is_committed(
     # A save lost behind the delete, or on another durable tier, is none of its business.
     assert next_operation(operations, (), unreplaced([ended(3, "skipped")])) == operations[0]
     assert next_operation(operations, (), unreplaced([ended(1, "skipped", "other")])) == operations[0]
+
+
+def test_a_delete_waits_for_the_save_that_replaces_what_it_deletes_and_for_no_other():
+    other, own, old = save(1), save(2), delete(3, "0.ckpt", target=op_id(2))
+    assert next_operation([other, own, old], {own.op_id}) == other
+    assert next_operation([own, old, save(4)], {own.op_id}) == save(4)
+    assert next_operation([own, old], {own.op_id}) is None
+    assert blocked_by_failures([own, old], {own.op_id}) == {old.op_id}
+    assert next_operation([other, old], {other.op_id}) == old
+    assert next_operation([old], (), unreplaced([ended(1, "failed")])) == old
+    # Of its own name, in order.
+    assert next_operation([save(1, "0.ckpt"), old], {op_id(1)}) is None
+
+
+def test_a_save_for_which_a_delete_waits_is_not_superseded_unless_another_replaces_it_in_turn():
+    operations = [save(1), save(2), delete(3, "0.ckpt", target=op_id(2)), save(4)]
+    failed = {op_id(1), op_id(2)}
+    assert needed(operations) == {op_id(2)}
+    assert superseded(operations, failed, save(4)) == [save(1)]
+    assert needed([*operations, delete(5, "2.ckpt", target=op_id(4))]) == {op_id(4)}
+    assert superseded([*operations, delete(5, "2.ckpt", target=op_id(4))], failed, save(4)) == [save(1), save(2)]
 
 
 def test_a_cancel_goes_first():

@@ -156,13 +156,19 @@ class Checkpointer:
             session.background.after(name, lambda: session.submit("copy" if copy else "alias", name, of), needs=of)
             session.known.note(name, exists=True)
 
-    def remove(self, path: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint from memory now, and from the durable tier after earlier commits."""
+    def remove(self, path: str | os.PathLike[str], *, replaced_by: str = "") -> None:
+        """Removes a checkpoint from memory now, and from the durable tier after earlier commits.
+
+        Args:
+            path: A path below dirpath, or a name relative to it.
+            replaced_by: The id of a queued save: the durable tier keeps the checkpoint until that is committed, and for
+                good if it is given up.
+        """
         name = ids.name_in(self.dirpath, path)
         with self.session.turn.taken(name):
-            self.session.background.after(name, lambda: self._remove(name))
+            self.session.background.after(name, lambda: self._remove(name, replaced_by))
 
-    def _remove(self, name: str) -> None:
+    def _remove(self, name: str, replaced_by: str) -> None:
         here: list[StoredPart] = []
         try:
             tier = self.session.open().tier
@@ -175,7 +181,7 @@ class Checkpointer:
         memory_only = here and not any(stored.part.durable for stored in here)
         # Memory may have removed an earlier save of that name that the durable tier has.
         if not memory_only or self.session.known.may_be_durable(name):
-            self.session.submit("delete", name)
+            self.session.submit("delete", name, replaced_by)
         self.session.known.note(name, exists=False)
 
     def exists(self, path: str | os.PathLike[str]) -> bool:

@@ -97,7 +97,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             # One "last" of earlier runs stays until the next is good; the others go with it.
             names = on_rank_0(trainer, self._last_checkpoints)
             self.last_model_path = names[-1] if names else ""
-            self._withheld += [path for path in names[:-1] if path not in self._withheld]
+            self._withheld = {**dict.fromkeys(names[:-1]), **self._withheld}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -138,11 +138,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             self.best_k_models[filepath] = self.best_k_models.pop(filepath)
         before = self._durable_save
         super()._save_checkpoint(trainer, filepath)
-        if self._shards > 1:
-            # Else each rank would count what only rank 0's save tells.
-            self._landed, self._lacking = trainer.strategy.broadcast((self._landed, self._lacking))
-            # Rank 0 has removed its own already.
-            self._remove_withheld(trainer)
         if self._naming_last:
             self._slim_older(trainer)
         if self.always_save_nemo and self._durable_save != before:
@@ -209,6 +204,11 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         restored = self._engine.restored
         return restored is not None and path == without_rank(restored.url)
 
+    def _due(self, trainer: Trainer) -> list[str]:
+        due = super()._due(trainer)
+        # Each rank deletes a file of its own.
+        return trainer.strategy.broadcast(due) if self._shards > 1 else due
+
     def _delete(self, trainer: Trainer, path: str) -> None:
         super()._delete(trainer, path)
         if self._io is not None and self._io.companion:
@@ -246,7 +246,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         assert self._io is not None
         engine = self._engine
         # A resume keeps their order, which is part of this callback's state.
-        paths = [path for path in self.best_k_models if self._is_ours(path) and path not in self._lacking]
+        paths = [path for path in self.best_k_models if self._is_ours(path) and path not in self._lost]
         names = [ids.name_in(engine.dirpath, path) for path in paths]
         durable = [name for name in names if name in self._slim or not engine.session.is_pending(name)]
         # At least one keeps them: runs resume from it.

@@ -13,6 +13,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
     Request,
     blocked_by_failures,
     held_back,
+    needed,
     unreplaced,
 )
 from tiered_checkpoint_io.engine.drain.outcomes import NewOutcomes
@@ -110,7 +111,7 @@ class DrainHandle:
 
         Waits, where so configured, while the drain gets on. One that has moved nothing for ``pending_timeout_s`` is not
         waited for, and neither is one that fails: its oldest failed save is cancelled in favour of the new one, and is
-        :attr:`given_up`, so that training goes on and the queue stays bounded.
+        :attr:`given_up`, so that training goes on and the queue stays bounded. One that is :func:`needed` goes last.
 
         Args:
             cancel_id: The id of the request to cancel it.
@@ -129,10 +130,12 @@ class DrainHandle:
             failed = [save_id for save_id in waiting if save_id in lost | orphans]
             # A drain that is held up by its store frees what was cancelled only later: that, too, is bounded.
             if failed and len(cancelled) < max_pending:
-                why = _ORPHANED if failed[0] in orphans else self.progress().last_error
+                wanted = needed(self.queue.look(self._tier))
+                oldest = min(failed, key=lambda save_id: (save_id in wanted, save_id))
+                why = _ORPHANED if oldest in orphans else self.progress().last_error
                 self._log.error("giving up the oldest failed upload, as max_pending is reached: %s", why)
-                self.given_up = failed[0]
-                self.queue.submit(Request(cancel_id, "cancel", "cancel", self._config.dirpath, failed[0]))
+                self.given_up = oldest
+                self.queue.submit(Request(cancel_id, "cancel", "cancel", self._config.dirpath, oldest))
                 return True
             if self._config.on_pending == "skip" or self.leave_by is not None:
                 # The time that is left to a job that has to end is for its last checkpoint.

@@ -26,6 +26,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
     Outcome,
     OutcomeState,
     Request,
+    is_committed,
     superseded,
 )
 from tiered_checkpoint_io.engine.drain.queue import Queue
@@ -111,6 +112,7 @@ class Executor:
                 elif operation.action == "retain":
                     state, said = self._retain(operation, operations, store, journal)
                 else:
+                    self._check_replaced(operation)
                     aliases.delete(store, operation.name, before=operation.op_id, journal=journal, clock=self.clock)
         except _Stopped:
             return
@@ -211,6 +213,11 @@ class Executor:
                 operation.name,
                 refused,
             )
+
+    def _check_replaced(self, delete: Request) -> None:
+        if delete.target and not is_committed(delete.target, self.queue.outcomes()):
+            text = f"{delete.name} stays: the checkpoint that was to replace it did not reach the durable tier"
+            raise CheckpointNotFoundError(text, operation="drain", tier="durable", key=delete.name)
 
     def _later(self, of: AtPlace, what: str | None = None, before: str | None = None) -> Later:
         return functools.partial(remove_later, self.queue, self.begun.queued, self.log, of, what, before)

@@ -33,8 +33,8 @@ class Request(AtPlace):
         action: What to do.
         name: The checkpoint (or alias) that it is about.
         dirpath: The durable tier.
-        target: The target's name of an alias or a copy; the save id that a cancel is about, or that a ``retain``
-            waits for.
+        target: The target's name of an alias or a copy; the save id that a cancel is about, that a ``retain`` waits
+            for, or that a delete makes way for (empty where that is not known).
         stored: The part in node memory that a save uploads.
         server: Of the durable tier, see :class:`Place`.
     """
@@ -100,9 +100,10 @@ def next_operation(
     """What the drain does next.
 
     Operations go in the order in which they were made, with these exceptions. A cancel goes first.
-    A save that waits for its next attempt does not hold up later saves. A delete waits for all
-    saves before it, and where one of them came to nothing, for a later one: what was good stays
-    until what replaces it is good. An alias, or a copy, waits for the saves of its target and of its own name.
+    A save that waits for its next attempt does not hold up later saves. A delete waits for the save that replaces what
+    it deletes: what was good stays until its replacement is good. Where that is not known, it waits for all saves
+    before it, and where one of them came to nothing, for a later one. An alias, or a copy, waits for the saves of its
+    target and of its own name.
     What concerns the same name stays in order. Retention waits for its own save alone: it removes only what is there
     beside newer ones, whatever becomes of others.
 
@@ -126,7 +127,9 @@ def _in_turn(operations: Iterable[Request], undone: Collection[str]) -> Iterator
     for operation in operations:
         names = {(operation.place, name) for name in (operation.name, operation.target) if name}
         is_blocked = False
-        if operation.action == "delete":
+        if operation.action == "delete" and operation.target:
+            is_blocked = operation.target in undone_saves or bool(names & (busy | saving))
+        elif operation.action == "delete":
             is_blocked = bool(names & busy) or any(place == operation.place for place, _ in saving)
         elif operation.action in NAMING:
             # Of a save of the alias' own name as well: it would come later, and replace what is newer.
@@ -176,14 +179,17 @@ def first_unreplaced(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def held_back(operations: Iterable[Request], unreplaced: Iterable[Outcome]) -> list[Request]:
-    """Deletes that wait for a further save, because a save before them failed."""
+    """Deletes that wait for a further save, because a save before them failed, and their own is not known."""
     first: dict[Place, str] = {}
     for save in unreplaced:
         first[save.place] = min(first.get(save.place, save.op_id), save.op_id)
     return [
         operation
         for operation in operations
-        if operation.action == "delete" and operation.place in first and first[operation.place] < operation.op_id
+        if operation.action == "delete"
+        and not operation.target
+        and operation.place in first
+        and first[operation.place] < operation.op_id
     ]
 
 
@@ -192,16 +198,40 @@ def blocked_by_failures(operations: Iterable[Request], failed: Collection[str]) 
     return {operation.op_id for operation, is_blocked in _in_turn(operations, failed) if is_blocked}
 
 
+def needed(operations: Sequence[Request]) -> set[str]:
+    """Ids of saves that replace what a queued delete is about, and that no later save replaces in turn.
+
+    Not those of several parts: other nodes, which do not see the delete, may have given up theirs.
+    """
+    deletes = [each for each in operations if each.action == "delete" and each.target]
+    targets, replaced = {each.target for each in deletes}, {(each.place, each.name) for each in deletes}
+    saves = ((ids.save_id_of_op(each.op_id), each) for each in operations if each.action in SAVES)
+    return {
+        save_id
+        for save_id, each in saves
+        if save_id in targets
+        and (each.place, each.name) not in replaced
+        and (each.stored is None or each.stored.part.content.parts == 1)
+    }
+
+
 def superseded(operations: Sequence[Request], failed: Collection[str], committed: Request) -> list[Request]:
-    """Failed saves that need not be tried again, because a later save is committed.
+    """Failed saves that are not tried again, because a later save is committed, and that are not :func:`needed`.
 
     A later part that has arrived does the same for parts, but not for saves.
     """
+    wanted = needed(operations)
     return [
         operation
         for operation in operations
         if operation.action in (SAVES if committed.action == "save" else ("part",))
         and operation.op_id in failed
+        and ids.save_id_of_op(operation.op_id) not in wanted
         and ids.save_id_of_op(operation.op_id) < ids.save_id_of_op(committed.op_id)
         and operation.place == committed.place
     ]
+
+
+def is_committed(save_id: str, outcomes: Iterable[Outcome]) -> bool:
+    """Whether all that this node was to do for a save is known to be done."""
+    return {each.state for each in outcomes if ids.save_id_of_op(each.op_id) == save_id} == {"committed"}

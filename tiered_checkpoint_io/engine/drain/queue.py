@@ -190,8 +190,9 @@ class Queue:
         # Those of one save stay or go together. What deletes wait for stays, however much has failed since.
         first = ids.save_id_of_op(kept[-count])
         outcomes = [*(each for each in self.outcomes() if each.op_id != news.op_id), news]
-        needed = {each.op_id for each in first_unreplaced(outcomes)}
-        return {_OUTCOME + each: None for each in kept if ids.save_id_of_op(each) < first and each not in needed}
+        needed = {ids.save_id_of_op(each.op_id) for each in first_unreplaced(outcomes)}
+        needed |= {each.target for each in self.requests() if each.action == "delete"}
+        return {_OUTCOME + each: None for each in kept if (of := ids.save_id_of_op(each)) < first and of not in needed}
 
     def outcome(self, op_id: str) -> Outcome | None:
         """What became of an operation; None where it is still to be done, or too long ago."""

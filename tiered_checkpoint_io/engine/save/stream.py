@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 
-from tiered_checkpoint_io.engine.drain.operations import Outcome, unreplaced
+from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.commit import commit, put_part
 from tiered_checkpoint_io.engine.durable.garbage import clear_up
@@ -107,10 +107,9 @@ class Stream:
             server=part.server,
         )
         try:
-            if unreplaced(drain.queue.outcomes()):
-                drain.queue.finish(done)
+            drain.queue.finish(done)
         except OSError as error:
-            session.log.warning("deletes that wait for a durable save may wait for the next: %s", error)
+            session.log.warning("deletes that wait for %s may stay undone: %s", name, error)
 
     def _await_others(self) -> dict[int, IndexRow]:
         clock, timeout_s = self._session.clock, self._session.config.wait_timeout_s
