@@ -271,7 +271,7 @@ class Search:
             TieredCheckpointError: As :meth:`run`.
         """
         self.check()
-        if not self._untried():
+        if not self._untried(self._catalog()):
             _go(each.elsewhere for each in self._memory.values())
         known = DurableCatalog()
         for known in self._durable():
