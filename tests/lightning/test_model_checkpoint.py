@@ -4,6 +4,7 @@ import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
+import fsspec
 import pytest
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsync
@@ -239,13 +240,15 @@ def test_an_io_is_pickled_without_its_engine_and_may_be_used_again_after_teardow
         each.teardown()
 
 
-def test_the_tuner_keeps_its_scratch_file_out_of_the_tiers(runs):
-    trainer = runs.trainer([newest()])
+@pytest.mark.parametrize("url", [None, "memory://scratch/logs"])
+def test_the_tuner_keeps_its_scratch_file_out_of_the_tiers(url, runs):
+    trainer = runs.trainer([newest()], default_root_dir=url or runs.root)
     model = Model()
     found = Tuner(trainer).lr_find(model, num_training=5, update_attr=False)
     assert found.suggestion is not None
     assert runs.durable() == []
     assert list(runs.root.glob(".lr_find*")) == []
+    assert url is None or fsspec.filesystem("memory").find(url) == []
 
 
 def test_tiers_are_a_function_of_the_step():

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from tiered_checkpoint_io.adapters.fresh_start import FreshStart
 from tiered_checkpoint_io.adapters.given import noting_what_is_given
-from tiered_checkpoint_io.adapters.storage_options import is_resumable, read_storage_options
+from tiered_checkpoint_io.adapters.storage_options import is_of_tuner, is_resumable, read_storage_options
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
@@ -333,9 +333,10 @@ class TieredCheckpointIO(CheckpointIO):
         return self._is_elsewhere(path) and os.path.basename(os.fspath(path)).startswith(".")
 
     def _is_elsewhere(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a path is an absolute local one outside dirpath."""
+        """Whether a path is an absolute local one outside dirpath, or the URL there of what the tuner keeps."""
         text = os.fspath(path)
-        if not os.path.isabs(text) or ".." in text.split("/"):
+        is_whole = os.path.isabs(text) or (is_of_tuner(text) and ids.url_scheme(text) is not None)
+        if not is_whole or ".." in text.split("/"):
             # A name says where it lies: the engine refuses what leaves its folder again.
             return False
         # dirpath itself is no place for a file: the engine refuses it as a name.

@@ -16,6 +16,11 @@ _SCRATCH = (".lr_find_", ".scale_batch_size_")
 OPTIMIZERS = ("optimizer_states", "optimizer")
 
 
+def is_of_tuner(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is the scratch of Lightning's tuner, in ``default_root_dir``."""
+    return os.path.basename(os.fspath(path)).startswith(_SCRATCH)
+
+
 def is_resumable(checkpoint: Any, path: str | os.PathLike[str], entries: Collection[str] = frozenset()) -> bool:
     """Whether training can resume from what Lightning saves: not from weights alone, nor from its tuner's scratch.
 
@@ -23,7 +28,7 @@ def is_resumable(checkpoint: Any, path: str | os.PathLike[str], entries: Collect
     ``ddp_notebook``) trained in processes of their own. It would begin at step 0, without optimizers' states.
     Nor from what lacks one of the entries that a loop of Fabric resumes from.
     """
-    if os.path.basename(os.fspath(path)).startswith(_SCRATCH):
+    if is_of_tuner(path):
         return False
     is_lightnings = isinstance(checkpoint, Mapping) and {"pytorch-lightning_version", "state_dict"} <= set(checkpoint)
     if not is_lightnings:
