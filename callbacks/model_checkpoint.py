@@ -208,7 +208,7 @@ class TieredModelCheckpoint(DurableEnd):
             check_retention([self], io.config.retention)
             # Before anything is trained: whether another run writes there.
             on_rank_0(trainer, lambda: io.checkpointer.session.claims.claim(saves=False))
-            self._begin_fit(trainer)
+            self._begin_fit()
             EndOfTraining.join(trainer)
         self._io = io
         self._asks_from = 0.0
@@ -227,6 +227,9 @@ class TieredModelCheckpoint(DurableEnd):
         super().on_train_start(trainer, pl_module)
         self._begin_training(trainer)
         self._reached = trainer.global_step
+        # Not in setup: what is restored since then may be of another step.
+        if self._last_global_step_saved != trainer.global_step:
+            self._last_global_step_saved = 0
         if trainer.is_global_zero:
             self._reporter.start(trainer)
 
@@ -329,12 +332,10 @@ class TieredModelCheckpoint(DurableEnd):
         super().to_yaml(filepath)
 
     # ----------------------------------------------------------------------------------- inside
-    def _begin_fit(self, trainer: Trainer) -> None:
+    def _begin_fit(self) -> None:
         """Forgets what an earlier fit has saved: the same step may be another state now."""
         self._last_memory_step, self._durable_save = -1, (-1, "")
         self._landed, self._last_checkpoint_saved = False, ""
-        if self._last_global_step_saved != trainer.global_step:
-            self._last_global_step_saved = 0
 
     def _promise_best(self) -> None:
         """Lets ``ckpt_path="best"`` find, in a process that has not trained, what earlier ones saved."""
