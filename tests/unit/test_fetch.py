@@ -2,14 +2,13 @@
 
 import mmap
 import os
-import tempfile
 import threading
 
 import pytest
 from support.restoring import CHUNK, flip, make_content
 
 from tiered_checkpoint_io.engine import chunks
-from tiered_checkpoint_io.engine.chunks import fetch, temporary_file, unverified, verify, writer_to
+from tiered_checkpoint_io.engine.chunks import drop_temporary, fetch, temporary_file, unverified, verify, writer_to
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreUnavailableError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.faulty import FaultyStore
@@ -133,14 +132,15 @@ def test_the_ranges_of_a_huge_file_are_worked_out_once():
     assert Counting.asked == 1
 
 
-def test_a_temporary_file_goes_where_its_filling_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(StoreUnavailableError), temporary_file(10):
+def test_a_temporary_file_goes_where_its_filling_fails(tmp_path):
+    with pytest.raises(StoreUnavailableError), temporary_file(tmp_path, 10):
         raise StoreUnavailableError("gone")
     assert not list(tmp_path.iterdir())
-    with pytest.raises(RestoreError, match="no room"), temporary_file(1 << 60):
+    with pytest.raises(RestoreError, match="no room"), temporary_file(tmp_path, 1 << 60):
         pass
     assert not list(tmp_path.iterdir())
-    with temporary_file(10) as (path, view):
+    with temporary_file(tmp_path, 10) as (path, view):
         view[:] = b"0123456789"
     assert path.read_bytes() == b"0123456789"
+    drop_temporary(path)
+    assert not list(tmp_path.iterdir())

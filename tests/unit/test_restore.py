@@ -24,10 +24,12 @@ from support.restoring import (
     save_id,
 )
 
+from tiered_checkpoint_io.engine.chunks import drop_temporary, temporary_file
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable.aliases import put_alias
 from tiered_checkpoint_io.engine.ranks.coordination import Group
+from tiered_checkpoint_io.engine.restore.aside import SLOTS, aside_root
 from tiered_checkpoint_io.engine.restore.catalog import Tiers, reading_order
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import restore
@@ -223,11 +225,17 @@ def test_a_copied_bucket_whose_times_tell_nothing_still_gives_the_newest():
 def test_without_room_in_memory_a_temporary_file_serves_and_goes(world, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     into_durable(world.store, "a.ckpt", NEW, 1)
-    world.tier(budget_bytes=CHUNK)
+    folder = aside_root(world.tier(budget_bytes=CHUNK)) / SLOTS
+    (folder / "tiered-checkpoint-of-a-killed-one.ckpt").touch()
     restored = world.restorer()(LATEST, Group("n"))
-    assert restored.path.parent == tmp_path
+    assert restored.path.parent == folder
+    assert folder.is_relative_to(tmp_path)
+    # A load beside this one leaves it.
+    with temporary_file(folder, 10) as (path, _):
+        assert sorted(folder.iterdir()) == sorted([restored.path, path])
+    drop_temporary(path)
     assert read(restored) == NEW
-    assert not list(tmp_path.glob("tiered-checkpoint-*"))
+    assert not list(folder.iterdir())
     assert memory_files(world) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, TieredCheckpointError
 from tiered_checkpoint_io.formats.parallel import in_parallel, in_parallel_as_needed
+from tiered_checkpoint_io.memory.slots import clean_dead
 from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes, new_hash
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.base import Store, UploadContent
@@ -188,31 +190,47 @@ def chunks_of(entry: FileEntry, spans: Iterable[Span]) -> list[int]:
     return sorted(wanted)
 
 
+#: The temporary files of this process, which are locked as slots are: unlocked ones are a dead process's, and cleared.
+_temporary: dict[Path, int] = {}
+
+
 @contextlib.contextmanager
-def temporary_file(size: int) -> Iterator[tuple[Path, memoryview]]:
-    """A private file of ``size`` bytes, mapped for writing; removed if the block fails.
+def temporary_file(folder: Path, size: int) -> Iterator[tuple[Path, memoryview]]:
+    """A file of ``size`` bytes in a folder of slots, mapped for writing, until :func:`drop_temporary`.
 
     Raises:
         RestoreError: No room for it.
     """
-    descriptor, name = tempfile.mkstemp(prefix="tiered-checkpoint-", suffix=".ckpt")
+    clean_dead(str(folder))
+    while True:
+        descriptor, name = tempfile.mkstemp(prefix="tiered-checkpoint-", suffix=".ckpt", dir=folder)
+        _temporary[Path(name)] = descriptor
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            break
+        # Another process came between, took it for a dead one's, and unlinked it.
+        drop_temporary(Path(name))
     try:
-        try:
-            os.posix_fallocate(descriptor, 0, max(size, 1))
-            mapping = mmap.mmap(descriptor, max(size, 1))
-        finally:
-            os.close(descriptor)
-        with mapping:
+        os.posix_fallocate(descriptor, 0, max(size, 1))
+        with mmap.mmap(descriptor, max(size, 1)) as mapping:
             with memoryview(mapping) as view, view[:size] as part:
                 yield Path(name), part
             mapping.flush()
     except BaseException as error:
-        os.unlink(name)
+        drop_temporary(Path(name))
         if not isinstance(error, OSError) or isinstance(error, TieredCheckpointError):
             raise
         raise RestoreError(
             f"no room for {size} bytes: {error.strerror}",
             operation="restore",
             key=name,
-            hint="give memory_dir, or the folder for temporary files, more space",
+            hint="give memory_dir, spill_dir or the folder for temporary files more space",
         ) from error
+
+
+def drop_temporary(path: Path) -> None:
+    """Unlinks a temporary file, of this process or of another one; a mapping of it stays valid."""
+    path.unlink(missing_ok=True)
+    descriptor = _temporary.pop(path, None)
+    if descriptor is not None:
+        os.close(descriptor)

@@ -19,6 +19,7 @@ from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.ranks.transfer import SlotDestination, find_part
 from tiered_checkpoint_io.engine.ranks.views import bytes_of, privately_mapped
+from tiered_checkpoint_io.engine.restore.aside import SLOTS, aside_root
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
 from tiered_checkpoint_io.engine.restore.elsewhere import at_its_place
@@ -96,7 +97,7 @@ class FetchedPart:
     def drop(self) -> None:
         """Unlinks a temporary file: the first rank of the node to come does it; by then all have opened it."""
         if self.temporary:
-            self.path.unlink(missing_ok=True)
+            chunks.drop_temporary(self.path)
 
 
 class NodeFetcher:
@@ -151,7 +152,7 @@ class NodeFetcher:
         return fetched_from(stored, "memory")
 
     def _from_durable(self, candidate: Candidate) -> FetchedPart:
-        """The file from the durable tier, in this node's memory, or a temporary file where that has no room."""
+        """The file from the durable tier, in this node's memory or spill, or else a temporary file."""
         assert candidate.durable is not None
         store = self.tiers.store()
         # Of a checkpoint of several parts, the index and the description of one part tell it.
@@ -264,7 +265,7 @@ def fetched_from(stored: StoredPart, tier: Tier) -> FetchedPart:
 
 
 class SlotOrFile:
-    """Where a part's file is put: a slot, or a temporary file where memory has no room for it."""
+    """Where a part's file is put: a slot, or a temporary file where neither memory nor the spill has room for it."""
 
     def __init__(self, tiers: Tiers, part: Part, *, tier: Tier, drained: bool) -> None:
         """Takes no room yet; ``tier`` is the one that the part comes from."""
@@ -292,7 +293,8 @@ class SlotOrFile:
                     self._tiers.log.warning("fetching into a temporary file: %s", error)
             if not views:
                 (entry,) = self._part.content.files
-                self._path, view = held.enter_context(chunks.temporary_file(entry.size))
+                folder = aside_root(self._tiers.memory) / SLOTS
+                self._path, view = held.enter_context(chunks.temporary_file(folder, entry.size))
                 views = {entry.basename: view}
             yield views
 
@@ -308,7 +310,7 @@ class SlotOrFile:
     def drop(self) -> None:
         self._slot.drop()
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
+            chunks.drop_temporary(self._path)
 
 
 def restore(tiers: Tiers, selector: Selector, group: Group) -> Restored | None:

@@ -2,32 +2,28 @@
 
 A file lies in this node's memory as a rank's part, or is fetched from the durable tier, a hashed
 chunk at a time, into a file that all ranks of the node map. Where memory has no room for them,
-the ranks of the node have such a file in the folder for temporary files.
+the ranks of the node have such a file in the spill, or in the folder for temporary files: *aside*.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import socket
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tiered_checkpoint_io.engine.chunks import Span, chunks_of, verify
 from tiered_checkpoint_io.engine.durable.files import Files, files_of
+from tiered_checkpoint_io.engine.restore.aside import aside_root
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder
 from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, read_chunk
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryFullError, RestoreError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryFullError
 from tiered_checkpoint_io.formats.filling import default_threads
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.memory.parts import StoredPart, mapped, opened
-from tiered_checkpoint_io.memory.private import problem_with
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry
 
@@ -220,21 +216,14 @@ class ShardFiles:
 
     @property
     def is_aside(self) -> bool:
-        """Whether memory had no room, so that this rank has what comes here in the folder for temporary files."""
+        """Whether memory had no room, so that this rank has what comes here aside, see :mod:`aside`."""
         return self._aside is not None
 
     def step_aside(self) -> None:
-        """Has all that comes here in the folder for temporary files, as another rank of this node has."""
+        """Has all that comes here aside, as another rank of this node has; raises as :func:`aside_root`."""
         if self._aside is not None:
             return
-        # It may be a file server's: other nodes see neither our locks nor, at once, what we write to a mapping.
-        node = hashlib.sha256(f"{socket.gethostname()}\0{self._tiers.memory.root}".encode()).hexdigest()[:16]
-        root = Path(tempfile.gettempdir(), f"tiered-reads-{os.getuid()}-{node}")
-        problem = problem_with(root)
-        if problem:
-            hint = "remove it, or set TMPDIR to another folder"
-            raise RestoreError(f"the folder for what is read {problem}", operation="restore", key=str(root), hint=hint)
-        self._aside = SharedFolder(root, self._key, self._tiers.clock)
+        self._aside = SharedFolder(aside_root(self._tiers.memory), self._key, self._tiers.clock)
         self._exits.callback(self._aside.close)
         # What was read from the earlier files stays valid: they are closed at the end.
         earlier, self._fetched = self._fetched, {}
@@ -242,7 +231,7 @@ class ShardFiles:
             each.copy_to(self._fetched_file(name))
 
     def _with_room(self, basename: str, work: Callable[[FetchedFile], None]) -> FetchedFile:
-        """Works on a fetched file; where memory has no room for it, in the folder for temporary files."""
+        """Works on a fetched file; where memory has no room for it, aside."""
         try:
             file = self._fetched_file(basename)
             work(file)

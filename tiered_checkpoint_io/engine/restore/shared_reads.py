@@ -31,7 +31,7 @@ READS = "reads"
 _PAGE = mmap.PAGESIZE
 _VERIFIED = 1
 _FULL_HINT = (
-    "memory_dir is full, or the folder for temporary files where that was full before: give"
+    "memory_dir is full, or, where that was full before, spill_dir or the folder for temporary files: give"
     " either more space (docker: --shm-size)"
 )
 

@@ -6,10 +6,12 @@ series alone, and none that another process reads, that only this node has saved
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from tiered_checkpoint_io.engine.staging.capture import acquire_for
 from tiered_checkpoint_io.engine.staging.retention import Scope, all_complete, removable, room_for
+from tiered_checkpoint_io.errors import MemoryFullError
 from tiered_checkpoint_io.memory.parts import PINNED, StoredPart, is_read
 from tiered_checkpoint_io.memory.slot import Slot
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -20,20 +22,28 @@ from tiered_checkpoint_io.model.manifest import Part
 def slot_for(tier: MemoryTier, part: Part, size: int) -> Slot:
     """A slot of ``size`` bytes for a part that a load brings; where there is no room, what loads have brought goes.
 
+    Where memory has none even so, it is one of the spill.
+
     Raises:
-        MemoryFullError: There is no room even so.
+        MemoryFullError: There is no room there either.
     """
 
-    def going_for(missing: int) -> list[StoredPart]:
+    def going_for(missing: int, *, spilled: bool = False) -> list[StoredPart]:
         scope = _scope(part)
         # Of another payload or series of this job, it may be the newest.
         ours = [each for each in tier.parts() if scope.covers(each) or each.part.place != scope.place]
-        here = [each for each in ours if not tier.is_spilled(each.folder) and _may_go(each)]
+        here = [each for each in ours if tier.is_spilled(each.folder) == spilled and _may_go(each)]
         # It counts as if it were there: what is older may go for it, even the newest that this node has.
         coming = StoredPart(part, Path(), drained=True)
         return room_for(missing, [*here, coming], scope, {part.save_id, *tier.awaited(True)})
 
-    return acquire_for(tier, size, going_for)
+    try:
+        return acquire_for(tier, size, going_for)
+    except MemoryFullError:
+        spill = tier.open_spill()
+        if spill is None:
+            raise
+        return acquire_for(spill, size, partial(going_for, spilled=True))
 
 
 def retain_loaded(tier: MemoryTier, part: Part, keep: int) -> None:

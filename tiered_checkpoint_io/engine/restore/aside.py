@@ -1,0 +1,38 @@
+"""Where a load puts what node memory has no room for: the spill, or a private folder among the temporary files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+from tiered_checkpoint_io.errors import MemoryUnsafeError, RestoreError
+from tiered_checkpoint_io.memory.private import private_folder
+from tiered_checkpoint_io.memory.tier import MemoryTier
+
+#: As in a memory tier: files that a living process has locked.
+SLOTS = "slots"
+
+
+def aside_root(memory: MemoryTier) -> Path:
+    """The root of that place, the same for all ranks of a node, with a folder of slots in it.
+
+    Raises:
+        RestoreError: It is not safe to use.
+    """
+    spill = memory.open_spill()
+    if spill is not None:
+        return spill.root
+    # It may be a file server's: other nodes see neither our locks nor, at once, what we write to a mapping.
+    node = hashlib.sha256(f"{socket.gethostname()}\0{memory.root}".encode()).hexdigest()[:16]
+    root = Path(tempfile.gettempdir(), f"tiered-reads-{os.getuid()}-{node}")
+    try:
+        private_folder(root)
+        private_folder(root / SLOTS)
+    except MemoryUnsafeError as error:
+        hint = "remove it, or set TMPDIR to another folder"
+        text = error.message.replace("the memory tier's folder", "the folder for what is read")
+        raise RestoreError(text, operation="restore", key=str(error.key), hint=hint) from error
+    return root
