@@ -59,7 +59,7 @@ def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
     with _guard:
         mine = _claims.get(base)
         # A memory whose folder was made anew gets the id back that its spill knows.
-        owner = _id_of(memory, clock.token(16) if mine is None else mine.owner)
+        owner = id_of(memory, clock.token(16) if mine is None else mine.owner)
         if mine is not None:
             if mine.owner == owner and not mine.is_lost:
                 return mine.folder
@@ -90,7 +90,7 @@ def _sibling(base: Path, number: int) -> Path:
     return base.with_name(f"{base.name}-{number}")
 
 
-def _id_of(memory: Path, fresh: str) -> str:
+def id_of(memory: Path, fresh: str) -> str:
     """The id of a node memory, which becomes ``fresh`` where it has none."""
     link = memory / ID_LINK
     with contextlib.suppress(FileNotFoundError):
