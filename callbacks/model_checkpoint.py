@@ -334,8 +334,7 @@ class TieredModelCheckpoint(DurableEnd):
     # ----------------------------------------------------------------------------------- inside
     def _begin_fit(self) -> None:
         """Forgets what an earlier fit has saved: the same step may be another state now."""
-        self._last_memory_step, self._durable_save = -1, (-1, "")
-        self._landed, self._last_checkpoint_saved = False, ""
+        self._last_memory_step, self._last_checkpoint_saved, self._durable_save, self._landed = -1, "", (-1, ""), False
 
     def _promise_best(self) -> None:
         """Lets ``ckpt_path="best"`` find, in a process that has not trained, what earlier ones saved."""
