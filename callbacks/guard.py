@@ -63,7 +63,7 @@ class StrategyGuard(Callback):
         """Refuses what would go past our checkpoint IO; has ranks meet that keep each other's copies.
 
         Raises:
-            UsageError: A strategy does, or a ModelCheckpoint; or there are fewer nodes than ``replication_factor``.
+            UsageError: A strategy does, or a ModelCheckpoint; or there are fewer machines than ``replication_factor``.
             StoreError, ConfigError, MemoryTierError: As :func:`preflight`, on all ranks.
             ConfigError: Metrics are to go where they can't: metrics_export or TIERED_CHECKPOINT_METRICS can't be
                 understood, or names what is not installed.
