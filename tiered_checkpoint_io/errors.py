@@ -6,6 +6,7 @@ between ranks by pickle, so every one of them can be pickled.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tiered_checkpoint_io.redaction import without_secrets
@@ -175,7 +176,21 @@ class RestoreError(TieredCheckpointError, RuntimeError):
 
 
 class OtherKindError(RestoreError):
-    """The checkpoint to restore is a full one where a sharded one was asked for, or the reverse."""
+    """The checkpoint to restore is a full one where a sharded one was asked for, or the reverse.
+
+    Args:
+        message: As :class:`TieredCheckpointError` takes it.
+        rejected: Ids of saves that were tried before it, and why they were not taken.
+        context: As :class:`TieredCheckpointError` takes it.
+    """
+
+    def __init__(self, message: str, *, rejected: Mapping[str, str] | None = None, **context: Any) -> None:
+        super().__init__(message, **context)
+        self.rejected = dict(rejected or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        build, (kind, message, state) = super().__reduce__()
+        return build, (kind, message, {**state, "rejected": self.rejected})
 
 
 class LostRankError(RestoreError):

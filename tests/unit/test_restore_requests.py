@@ -1,11 +1,12 @@
 """What a restore of a checkpoint of many parts asks of the durable tier, and what it does where a listing is damaged."""
 
 import logging
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.restoring import in_ranks
+from support.restoring import in_ranks, into_durable
 from support.sharded import bytes_of, make_part, views_of
 from support.story import op_id
 
@@ -14,10 +15,10 @@ from tiered_checkpoint_io.engine.durable.commit import commit, put_part
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.restore.catalog import Tiers, discover
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector
-from tiered_checkpoint_io.engine.restore.restore import NodeFetcher
+from tiered_checkpoint_io.engine.restore.restore import NodeFetcher, restore
 from tiered_checkpoint_io.engine.restore.search import Search
 from tiered_checkpoint_io.engine.restore.shard_reading import open_shards
-from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreUnavailableError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, OtherKindError, StoreUnavailableError
 from tiered_checkpoint_io.export.find import find
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
@@ -145,6 +146,23 @@ def test_a_damaged_listing_leads_to_the_step_before_as_damaged_bytes_do(world, w
     (note,) = opened.rejected
     assert key in note
     opened.close()
+
+
+def test_a_full_one_behind_damaged_sharded_ones_is_loaded_by_a_caller_that_takes_both(world):
+    """As strategies do: they look for a sharded one first, then for a full one."""
+    data = b"full" * 1000
+    into_durable(world.store, "old.ckpt", data, 0)
+    for number in range(1, STEPS + 1):
+        world.store.delete(ids.index_key(op_id(number)))
+    with pytest.raises(
+        OtherKindError, match="old.ckpt is a full checkpoint, not a sharded one; before it: .*step_3"
+    ) as caught:
+        world.open()
+    rejected = pickle.loads(pickle.dumps(caught.value)).rejected
+    assert sorted(rejected) == [op_id(number) for number in range(1, STEPS + 1)]
+    with restore(world.tiers(), LATEST, Group("n"), rejected) as restored:
+        assert restored.path.read_bytes() == data
+    assert "this object is missing" in str(restored.rejected)
 
 
 def test_a_damaged_description_of_another_rank_shows_where_its_bytes_are_read(world):

@@ -96,7 +96,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         self._transforms = known and known(_extension_registry)
         #: Which checkpoint is meant.
         self.selector = Selector("latest", folder=ONE_FOLDER)
-        self._rejected: set[str] = set()
+        self._rejected: dict[str, str] = {}
         self._metadata: Metadata | None = None
         self._joined: coordination.Group | None = None
         #: The checkpoint that is, or was last, loaded.
@@ -226,7 +226,8 @@ class TieredStorageReader(OverTiers, StorageReader):
     def reject(self) -> None:
         """Leaves the checkpoint that was loaded last out of account from now on."""
         if self.opened is not None and self.opened.save_id:
-            self._rejected.add(self.opened.save_id)
+            why = str(self.error) if self.error is not None else "another rank can't read it"
+            self._rejected[self.opened.save_id] = f"{self.opened.name}: {why}"
 
     def release(self) -> None:
         """Lets go of the checkpoint that is open, where the load ended before :meth:`read_data`."""

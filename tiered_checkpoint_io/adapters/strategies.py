@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -280,8 +281,8 @@ class TieredSharding(_Base):
         reader = StrategyReader(self._shared, dirpath, selector)
         try:
             reader.choose()
-        except OtherKindError:
-            return self._load_full(path, weights_only)
+        except OtherKindError as error:
+            return self._load_full(path, weights_only, error.rejected)
         except CheckpointNotFoundError as error:
             if selector.kind == "name":
                 return self._load_full(path, weights_only)
@@ -341,7 +342,9 @@ class TieredSharding(_Base):
         assert module is not None
         return self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else []
 
-    def _load_full(self, path: str, weights_only: bool | None) -> dict[str, Any]:
+    def _load_full(
+        self, path: str, weights_only: bool | None, rejected: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
         trust = Trust.of(self._tiered_io.config, weights_only)
         module = self.lightning_module
         assert module is not None
@@ -355,7 +358,7 @@ class TieredSharding(_Base):
             take_full(self._wrapped, optimizers, state, strict=module.strict_loading)
             return state
 
-        loaded: dict[str, Any] = self._tiered_io.checkpointer.load_by(path, read)
+        loaded: dict[str, Any] = self._tiered_io.checkpointer.load_by(path, read, rejected=rejected)
         return loaded
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:

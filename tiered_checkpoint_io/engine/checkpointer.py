@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -250,6 +250,7 @@ class Checkpointer:
         *,
         companion: str = "",
         alone: bool = False,
+        rejected: Mapping[str, str] | None = None,
     ) -> Any:
         """As :meth:`load`, for callers that read the file in a way of their own.
 
@@ -258,13 +259,14 @@ class Checkpointer:
             read: Called on every rank with what is restored, whose file is intact; its answer is returned.
             companion: As :meth:`load` takes it.
             alone: As :meth:`load` takes it.
+            rejected: Ids of saves that are not to be taken, and why.
         """
         clock, timeout_s = self.session.clock, float(self.config.wait_timeout_s)
         with coordination.ready_together(
             lambda: self.session.open().tier.root, clock, timeout_s=timeout_s, alone=alone
         ) as group:
             dirpath, selector = self.select(os.fspath(path))
-            return self._restore(group, dirpath, replace(selector, companion=companion), read)
+            return self._restore(group, dirpath, replace(selector, companion=companion), read, rejected)
 
     def _restore(
         self,
@@ -272,10 +274,11 @@ class Checkpointer:
         dirpath: str,
         selector: Selector,
         read: Callable[[Restored], Any],
+        rejected: Mapping[str, str] | None,
     ) -> Any:
         began = self.session.clock.monotonic()
         tiers = tiers_of(self.session, self.config, None if dirpath == self.dirpath else dirpath)
-        restored = restore(tiers, selector, group)
+        restored = restore(tiers, selector, group, rejected)
         if restored is None and selector.kind == "best":
             raise no_best(selector, dirpath)
         if restored is None:

@@ -270,16 +270,20 @@ _HOW_TO_LOAD: Mapping[Kind, str] = {
 }
 
 
-def refuse_other_kind(candidate: Candidate, accepts: Kind, dirpath: str) -> None:
+def refuse_other_kind(candidate: Candidate, accepts: Kind, dirpath: str, rejected: Mapping[str, str]) -> None:
     """Refuses a checkpoint whose payload the caller can't load, rather than to go back to an older one.
+
+    ``rejected`` has the ids of saves that were tried before it, and why they were not taken.
 
     Raises:
         OtherKindError: It has another payload.
     """
     kind = candidate.content.kind
     if kind != accepts:
+        before = f"; before it: {'; '.join(rejected.values())}" if rejected else ""
         raise OtherKindError(
-            f"{candidate.name} is a {kind} checkpoint, not a {accepts} one",
+            f"{candidate.name} is a {kind} checkpoint, not a {accepts} one{before}",
+            rejected=rejected,
             operation="restore",
             key=ids.join_url(dirpath, candidate.name),
             step=candidate.content.step,

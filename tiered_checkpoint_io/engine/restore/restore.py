@@ -313,11 +313,13 @@ class SlotOrFile:
             chunks.drop_temporary(self._path)
 
 
-def restore(tiers: Tiers, selector: Selector, group: Group) -> Restored | None:
+def restore(
+    tiers: Tiers, selector: Selector, group: Group, rejected: Mapping[str, str] | None = None
+) -> Restored | None:
     """Fetches the checkpoint of one file that ``selector`` means to every node.
 
     Every rank of ``group`` calls this, and all return the same checkpoint or raise the same
-    error.
+    error. ``rejected`` has the ids of saves that it can't take, and why.
 
     Returns:
         The checkpoint, to be released once it is loaded; None where no tier holds any, and
@@ -328,13 +330,13 @@ def restore(tiers: Tiers, selector: Selector, group: Group) -> Restored | None:
         RestoreError: There are some, but none is intact.
         TieredCheckpointError: As :meth:`Search.run`.
     """
-    return at_its_place(tiers, selector, lambda tiers, selector: _restore(tiers, selector, group))
+    return at_its_place(tiers, selector, lambda tiers, selector: _restore(tiers, selector, group, rejected))
 
 
-def _restore(tiers: Tiers, selector: Selector, group: Group) -> Restored | None:
+def _restore(tiers: Tiers, selector: Selector, group: Group, rejected: Mapping[str, str] | None) -> Restored | None:
     fetcher = NodeFetcher(tiers)
     search = Search(tiers, selector, "full", group)
-    search.look()
+    search.look(rejected)
     restored = search.run(lambda candidate: _try(fetcher, candidate, search))
     if restored is not None and group.rank == 0:
         fetcher.report(restored)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -124,6 +124,7 @@ class Search:
         self._aliases: dict[str, str] = {}
         self._seen: set[str] = set()
         self._tried: set[str] = set()
+        self._why: dict[str, str] = {}
         #: Those that were tried while no manifest of theirs was known: the durable tier may have them intact.
         self._tried_in_memory: set[str] = set()
         #: What the durable tier had under each name, and whether that has changed since.
@@ -131,19 +132,20 @@ class Search:
         self._notes: list[str] = []
 
     # ------------------------------------------------------------------------------------ looking
-    def look(self, damaged: Collection[str] = ()) -> list[Held]:
+    def look(self, rejected: Mapping[str, str] | None = None) -> list[Held]:
         """Has the lowest rank of each node list its memory; every rank calls this.
 
         Args:
-            damaged: Ids of saves that this rank has found damaged.
+            rejected: Ids of saves that this rank can't take, and why.
 
         Returns:
             What this rank listed; nothing where another rank of its node did.
         """
-        gathered: list[tuple[str, list[str]]] = self.group.all_gather((self.group.node, sorted(damaged)))
+        gathered: list[tuple[str, dict[str, str]]] = self.group.all_gather((self.group.node, dict(rejected or {})))
         self.nodes = [node for node, _ in gathered]
-        self._tried = {save_id for _, theirs in gathered for save_id in theirs}
-        self.reject(f"save {save_id}: damaged" for save_id in sorted(self._tried))
+        self._why = {save_id: why for _, theirs in gathered for save_id, why in theirs.items()}
+        self._tried = set(self._why)
+        self.reject(f"save {save_id}: {why}" for save_id, why in sorted(self._why.items()))
         mine: NodeCatalog | None = None
         try:
             mine = look(self._tiers, self._rank, self.selector.name) if self.leads else None
@@ -295,9 +297,11 @@ class Search:
                 what = "does not answer" if known.error.retryable else "takes no credentials of this job"
                 self._tiers.log.warning("the durable tier %s; restoring from node memory: %s", what, known.error)
             for candidate in options:
-                refuse_other_kind(candidate, self._accepts, self._tiers.dirpath)
+                refuse_other_kind(candidate, self._accepts, self._tiers.dirpath, self._why)
+                told = len(self.rejected)
                 (self._tried if candidate.durable is not None else self._tried_in_memory).add(candidate.save_id)
                 yield candidate
+                self._why[candidate.save_id] = "; ".join(self.rejected[told:]) or f"{candidate.name} is not intact"
                 now = self._versions.changed(self._tiers, candidate.name) if candidate.durable is not None else None
                 if now is not None:
                     self._tried -= now  # One may have been tried before its bytes were there.

@@ -7,7 +7,7 @@ that it is read once. The tensors' bytes are read later, by each rank for itself
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tiered_checkpoint_io.engine import chunks
@@ -62,14 +62,16 @@ class OpenShards(Found):
             self.files.close()
 
 
-def open_shards(tiers: Tiers, selector: Selector, group: Group, rejected: Collection[str] = ()) -> OpenShards:
+def open_shards(
+    tiers: Tiers, selector: Selector, group: Group, rejected: Mapping[str, str] | None = None
+) -> OpenShards:
     """Chooses a sharded checkpoint; every rank of ``group`` calls this, and all get the same, or the same error.
 
     Args:
         tiers: Where to look.
         selector: What is wanted.
         group: The ranks that load together.
-        rejected: Saves that this rank has found damaged.
+        rejected: Ids of saves that this rank can't take, and why.
 
     Raises:
         CheckpointNotFoundError: There is none.
@@ -79,7 +81,7 @@ def open_shards(tiers: Tiers, selector: Selector, group: Group, rejected: Collec
     return at_its_place(tiers, selector, lambda tiers, selector: _open(tiers, selector, group, rejected))
 
 
-def _open(tiers: Tiers, selector: Selector, group: Group, rejected: Collection[str]) -> OpenShards:
+def _open(tiers: Tiers, selector: Selector, group: Group, rejected: Mapping[str, str] | None) -> OpenShards:
     search = Search(tiers, selector, "sharded", group)
     search.look(rejected)
     opened = search.run(lambda candidate: _try(tiers, candidate, search))
