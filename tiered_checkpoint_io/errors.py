@@ -132,7 +132,7 @@ class StoreArchivedError(StoreError):
 
 
 class StoreAccessError(StoreError, PermissionError):
-    """The durable tier refuses: missing credentials or rights. Retrying does not help."""
+    """The durable tier refuses, as rights are missing. Retrying does not help."""
 
 
 class StoreCredentialsError(StoreAccessError):

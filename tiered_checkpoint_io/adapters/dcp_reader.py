@@ -123,7 +123,7 @@ class TieredStorageReader(OverTiers, StorageReader):
                 ids.locate(dirpath, None, self.step)
             self.selector = Selector("latest", step=self.step, folder=ONE_FOLDER)
             if not is_latest:
-                self.selector = replace(self.selector, folder=ids.name_in(dirpath, folder))
+                self.selector = replace(self.selector, folder=ids.folder_of(f"{ids.name_in(dirpath, folder)}/any"))
             return
         if text.startswith(f"{ids.SENTINELS}:"):
             hint = f"allowed: {ids.LATEST}, a name, a path or a URL"
@@ -226,8 +226,8 @@ class TieredStorageReader(OverTiers, StorageReader):
     def reject(self) -> None:
         """Leaves the checkpoint that was loaded last out of account from now on."""
         if self.opened is not None and self.opened.save_id:
-            why = str(self.error) if self.error is not None else "another rank can't read it"
-            self._rejected[self.opened.save_id] = f"{self.opened.name}: {why}"
+            # Empty where another rank can't read it, which says why.
+            self._rejected[self.opened.save_id] = f"{self.opened.name}: {self.error}" if self.error is not None else ""
 
     def release(self) -> None:
         """Lets go of the checkpoint that is open, where the load ended before :meth:`read_data`."""

@@ -102,7 +102,7 @@ def ranks_of(group: Any) -> tuple[int, ...]:
     Args:
         group: A process group, or global ranks.
     """
-    if isinstance(group, Sequence):
+    if isinstance(group, Sequence) and not isinstance(group, str):
         return tuple(sorted(int(each) for each in group))
     return () if group == dist.GroupMember.NON_GROUP_MEMBER else tuple(sorted(dist.get_process_group_ranks(group)))
 

@@ -141,8 +141,8 @@ class TieredCheckpointIO(CheckpointIO):
                 ``fit`` ends and the newest of ``TieredModelCheckpoint`` that training can resume from is in memory
                 alone.
             preflight: What follows at the start of ``fit`` where the durable tier can't be used and no retry can mend
-                that: an ``error``, a warning (``warn``; also where node memory holds a checkpoint to resume from), or
-                nothing is tried (``off``).
+                that: an ``error``, a warning (``warn``; also where only credentials, or rights to write, are
+                missing and node memory holds a checkpoint to resume from), or nothing is tried (``off``).
             durable_timeout_s: How long a restart waits for a durable tier that does not answer, seconds.
             pending_timeout_s: How long a save waits for a durable tier that does not answer before the checkpoint
                 stays in memory and training continues, seconds.

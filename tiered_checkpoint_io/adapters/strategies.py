@@ -156,7 +156,7 @@ class TieredSharding(_Base):
             return
         self._show()
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        state: dict[str, Any] = {self._model_key: checkpoint["state_dict"]}
+        state: dict[str, Any] = {self._model_key: (model := checkpoint["state_dict"])}
         state.update({f"optimizer_{i}": each for i, each in enumerate(checkpoint.get("optimizer_states", []))})
         wait = may_wait and "durable" in tiers and not isinstance(self.checkpoint_io, AsyncCheckpointIO)
         writer = StrategyWriter(
@@ -171,7 +171,6 @@ class TieredSharding(_Base):
         overlap = writer.saver.overlap if writer.seals_in_background else None
         begun = None
         try:
-            model = checkpoint["state_dict"]
             writer.rest = Rest(rest, model) if self.is_global_zero else None
             sharded = writer.rest.sharded if writer.rest is not None else part_off(rest, model)[1]
             state.update({SHARDED: sharded} if sharded else {})
@@ -291,9 +290,12 @@ class TieredSharding(_Base):
             self._tiered_io.found_nothing = True
             session.log.info("%s", nothing_to_resume(selector, dirpath))
             return FreshStart(dirpath)
-        rest = self._load_shards(reader, weights_only)
-        opened = reader.opened
-        assert opened is not None
+        try:
+            rest = self._load_shards(reader, weights_only)
+        except OtherKindError as error:
+            # Damage of the newer ones has shown only now.
+            return self._load_full(path, weights_only, error.rejected)
+        opened: Any = reader.opened
         engine.restored = Restored(
             name=opened.name,
             content=opened.content,

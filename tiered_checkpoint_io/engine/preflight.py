@@ -20,6 +20,7 @@ from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, discover
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Selector, choose
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (
+    ConfigError,
     MemoryFullError,
     MemoryTierError,
     StoreConfigError,
@@ -167,7 +168,9 @@ def judge_store(failures: Sequence[TieredCheckpointError], config: TieredCheckpo
     unless = ", unless ckpt_path needs an answer from there"
     # As the restore has it: what refuses to be read is not passed over, but for want of credentials.
     refused = (each for each in failures if not each.retryable and not isinstance(each, StoreCredentialsError))
-    stops = any(isinstance(each, StoreConfigError) or each.operation in ("list", "get") for each in refused)
+    stops = any(
+        isinstance(each, ConfigError | StoreConfigError) or each.operation in ("list", "get") for each in refused
+    )
     return [Problem(error, not first.retryable, consequence, unless, stops)]
 
 

@@ -193,9 +193,9 @@ def _bare(accelerator: Accelerator, model: torch.nn.Module) -> Any:
 
 
 def _as_named_here(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
-    """A model's state with the names that it has here: earlier releases saved those of compiled models in wrappers."""
-    if any(_COMPILED in name for name in state):
-        names = set(model.state_dict())
-        for name in list(state):
-            state[name if name in names else name.replace(f"{_COMPILED}.", "")] = state.pop(name)
+    """A model's state with the names that it has here, where other parts of it may be compiled."""
+    prefix = f"{_COMPILED}."
+    here = {name.replace(prefix, ""): name for name in model.state_dict()}
+    for name in list(state):
+        state[here.get(name.replace(prefix, ""), name)] = state.pop(name)
     return state

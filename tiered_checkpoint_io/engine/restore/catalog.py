@@ -183,11 +183,13 @@ def discover(
             targets = {target for alias, target in queued.items() if selector.wants(alias)}
             found.rest = [name for name in names if selector.wants(name) or name in targets]
             if selector.folder == ONE_FOLDER:
-                # Which folders there are has to be known, also of those that only older saves are in.
-                by_step = sorted(names, key=lambda name: ids.step_in_name(name) or 0)
-                newest = {ids.series_of(name): name for name in by_step}.values()
-                newest_there = {ids.series_of(name): name for name in reversed(names)}.values()
-                _read(store, list({*newest, *newest_there} - set(found.rest[:_BATCH])), found)
+                # Which folders there are has to be known, also of those that only older saves are in. What else is
+                # wrong there is not asked for.
+                by_step, folders = sorted(names, key=lambda name: ids.step_in_name(name) or 0), DurableCatalog()
+                newest = {ids.folder_of(name): name for name in by_step}.values()
+                newest_there = {ids.folder_of(name): name for name in reversed(names)}.values()
+                _read(store, sorted({*newest, *newest_there} - set(found.rest[:_BATCH]))[-_BATCH:], folders)
+                found.manifests += folders.manifests
         while True:
             batch, found.rest = found.rest[:_BATCH], found.rest[_BATCH:]
             _read(store, batch, found)

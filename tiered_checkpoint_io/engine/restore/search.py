@@ -90,7 +90,7 @@ class _Turn(NamedTuple):
 
 
 class Search:
-    """One search; its public state is the same on all ranks."""
+    """One search; its public state but for the selector is the same on all ranks."""
 
     def __init__(
         self,
@@ -143,9 +143,12 @@ class Search:
         """
         gathered: list[tuple[str, dict[str, str]]] = self.group.all_gather((self.group.node, dict(rejected or {})))
         self.nodes = [node for node, _ in gathered]
-        self._why = {save_id: why for _, theirs in gathered for save_id, why in theirs.items()}
+        # Of a save that one rank can't read, the others know no more.
+        self._why = {}
+        for _, theirs in gathered:
+            self._why |= {save_id: self._why.get(save_id) or why for save_id, why in theirs.items()}
         self._tried = set(self._why)
-        self.reject(f"save {save_id}: {why}" for save_id, why in sorted(self._why.items()))
+        self.reject(f"save {save_id}: {why or 'a rank can not read it'}" for save_id, why in sorted(self._why.items()))
         mine: NodeCatalog | None = None
         try:
             mine = look(self._tiers, self._rank, self.selector.name) if self.leads else None
