@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, model_parallel
 from support.launch import launch, said
+from support.restoring import flip
 from support.training import Model, wipe
 
 from tiered_checkpoint_io import TieredCheckpointIO
@@ -214,6 +215,15 @@ def test_full_checkpoints_of_a_sharded_model_and_sharded_ones_replace_each_other
     first, _ = fit(12, full=True)
     assert first["from"] == ["step=8.ckpt", 8, "durable"]
     assert first["losses"] == pytest.approx({i: whole["losses"][i] for i in first["losses"]}, rel=1e-5)
+
+
+def test_a_full_checkpoint_is_resumed_from_where_the_shards_after_it_are_damaged(fit, tmp_path, memory_dir):
+    fit(4, full=True)
+    fit(8)
+    wipe(memory_dir)
+    for shard in (tmp_path / "durable").glob("step=8.ckpt/*.distcp"):
+        flip(shard)
+    assert fit(9)[0]["from"] == ["step=4.ckpt", 4, "durable"]
 
 
 @pytest.mark.matrix
