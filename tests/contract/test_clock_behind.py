@@ -49,7 +49,7 @@ def test_what_a_new_run_saves_is_newer(run, s3_url, memory_dir, kind, memory_fir
     options = {"dirpath": s3_url, "memory_dir": memory_dir, "namespace": "a-third-node", "drain": "thread"}
     if kind == "dcp":
         state = {"model": {"w": torch.zeros(100)}}
-        reader = dcp.load(state, **options)
+        reader = dcp.load(state, checkpoint_id="before/tiered:latest", **options)
         assert (state["model"]["w"][0].item(), reader.opened.step) == (5, 5)
         reader.close()
         return

@@ -81,7 +81,7 @@ def _(side):
     return side.callback(monitor="a").state_key
 
 
-@OTHER.different("keys of `state_dict` beyond Lightning's", lightning=[], here=["lacking", "withheld"])
+@OTHER.different("keys of `state_dict` beyond Lightning's", lightning=[], here=["scores", "withheld"])
 def _(side):
     callback = side.callback(monitor="score")
     side.fit(callback)

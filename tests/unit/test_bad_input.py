@@ -20,8 +20,8 @@ from tiered_checkpoint_io.errors import (
     FormatVersionError,
     InvalidNameError,
     SaveError,
-    StoreAccessError,
     StoreConfigError,
+    StoreCredentialsError,
     StoreUnavailableError,
     UsageError,
 )
@@ -41,11 +41,16 @@ def kept_on_s3(s3_url, memory_dir):
     kept.still_loads()
 
 
-def refused(io, kind, said):
-    """Load and save each say what is wrong; the save stays in memory, and the end says that it does."""
+def refused(io, kind, said, *, resumes=False):
+    """Load and save each say what is wrong; the save stays in memory, and the end says that it does.
+
+    Where it ``resumes``, node memory carries a restart, and a load of what that has not says it.
+    """
     started = time.monotonic()
+    if resumes:
+        assert io.load_checkpoint("tiered:latest")["global_step"] == 1
     with pytest.raises(kind, match=said) as caught:
-        io.load_checkpoint("tiered:latest")
+        io.load_checkpoint("nowhere.ckpt" if resumes else "tiered:latest")
     assert not caught.value.retryable
     with pytest.raises(SaveError, match=rf"in memory, but not on the durable tier.*{said}"):
         io.save_checkpoint(state(2), "epoch=0-step=2.ckpt")
@@ -60,7 +65,8 @@ def test_no_credentials(kept_on_s3, monkeypatch):
         # Neither in the environment, nor in files, nor from a metadata service, which the server's own rule out.
         for key in KEYS:
             env.delenv(key)
-        refused(kept_on_s3.io(drain="process"), StoreAccessError, "NoCredentialsError.*environment, profile or role")
+        said = "NoCredentialsError.*environment, profile or role"
+        refused(kept_on_s3.io(drain="process"), StoreCredentialsError, said, resumes=True)
     kept_on_s3.mended(2)
 
 
@@ -71,7 +77,8 @@ def test_no_credentials(kept_on_s3, monkeypatch):
 def test_wrong_credentials(kept_on_s3, monkeypatch, key, code):
     with monkeypatch.context() as env:
         env.setenv(key, "not-it")
-        refused(kept_on_s3.io(), StoreAccessError, f"{code}.*credentials are wrong or have expired")
+        said = f"{code}.*credentials are wrong or have expired"
+        refused(kept_on_s3.io(), StoreCredentialsError, said, resumes=True)
     kept_on_s3.mended(2)
 
 
@@ -275,5 +282,5 @@ def test_nor_without_credentials(kept_on_s3, memory_dir, tmp_path, monkeypatch):
     with monkeypatch.context() as env:
         for key in KEYS:
             env.delenv(key)
-        with pytest.raises(StoreAccessError, match="NoCredentialsError"):
-            runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=5))
+        with pytest.raises(StoreCredentialsError, match="NoCredentialsError"):
+            runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=5), io=runs.io(namespace="another-node"))

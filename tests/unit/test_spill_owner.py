@@ -145,7 +145,8 @@ def test_containers_with_one_disk_load_and_keep_only_their_own(tmp_path):
     def container(first, *more):
         script = [sys.executable, "-c", textwrap.dedent(CONTAINER), str(tmp_path), str(first), *more, "-"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        return subprocess.Popen(["unshare", "--mount", *script], **pipes)
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.Popen(["unshare", "--mount", *script], env=env, **pipes)
 
     with container(500) as one:
         try:
