@@ -1,6 +1,8 @@
 """Whose a spill is, where several node memories have it under one path, as containers on one disk do."""
 
 import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -8,11 +10,13 @@ import sys
 import textwrap
 
 import pytest
+from support.restoring import into_memory
 
-from tiered_checkpoint_io.clock import SYSTEM
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import MemoryTierError
 from tiered_checkpoint_io.memory import ownership
-from tiered_checkpoint_io.memory.ownership import claim
+from tiered_checkpoint_io.memory.ownership import claim, id_of
+from tiered_checkpoint_io.memory.tier import MemoryTier
 
 
 @contextlib.contextmanager
@@ -70,6 +74,9 @@ def test_none_is_found_where_there_are_only_those_of_others(memories):
 def test_a_memory_that_was_made_anew_keeps_its_spill_and_a_spill_that_was_removed_is_made_again(memories):
     base, a, b = memories
     assert claim(base, a, SYSTEM, make=True) == base
+    os.utime(base / ownership.OWNER_FILE, (1, 1))
+    assert claim(base, a, SYSTEM, make=True) == base
+    assert (base / ownership.OWNER_FILE).stat().st_mtime > 1, "else what clears temporary folders would take it"
     with living(base, a):
         shutil.rmtree(a)
         a.mkdir()
@@ -80,6 +87,89 @@ def test_a_memory_that_was_made_anew_keeps_its_spill_and_a_spill_that_was_remove
         assert claim(base, a, SYSTEM, make=True) == base
         with living(base, b) as other:
             assert other == "job-2"
+
+
+class ClockThatIsMet(Clock):
+    """Something happens at the first sleep."""
+
+    def __init__(self, happens):
+        super().__init__()
+        self.__dict__["happens"] = [happens]
+
+    def sleep(self, seconds):
+        while self.happens:
+            self.happens.pop()()
+
+
+def test_a_process_that_looks_for_a_moment_keeps_no_memory_from_a_dead_ones(memories):
+    base, a, b = memories
+    claim(base, a, SYSTEM, make=True)
+    ownership._drop_in_child()
+    with (base / ownership.OWNER_FILE).open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        assert claim(base, b, ClockThatIsMet(looking.close), make=True) == base
+
+
+def test_one_that_another_process_of_the_memory_makes_meanwhile_is_taken(memories):
+    base, a, b = memories
+
+    def make():
+        made = base.with_name("job-3")
+        made.mkdir(0o700)
+        (made / ownership.OWNER_FILE).write_text(id_of(b, "b"))
+
+    id_of(b, "b")
+    with living(base, a):
+        assert claim(base, b, ClockThatIsMet(make), make=True).name == "job-3"
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """A context in which bytes can be written over, and none added."""
+    write = os.pwrite
+
+    def refuse(descriptor, data, offset):
+        if offset + len(data) > os.fstat(descriptor).st_size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data, offset)
+
+    @contextlib.contextmanager
+    def full():
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", refuse)
+            yield
+
+    return full
+
+
+def test_on_a_full_disk_what_is_spilled_stays_in_sight(memories, full_disk):
+    base, a, b = memories
+    claim(base, a, SYSTEM, make=True)
+    ownership._drop_in_child()
+    with full_disk():
+        assert claim(base, b, SYSTEM, make=False) == base, "that of a dead one"
+
+
+@pytest.mark.filterwarnings("ignore:memory_dir")
+def test_also_one_that_an_earlier_release_has_made(tmp_path, full_disk):
+    def opened():
+        ownership._drop_in_child()
+        tier = MemoryTier.open(str(tmp_path), "job")
+        tier.use_spill(str(tmp_path / "disk"))
+        return tier
+
+    spill = opened().open_spill()
+    into_memory(spill, "s3://b/run", "a.ckpt", b"A", 1)
+    (spill.root / ownership.OWNER_FILE).unlink()
+    with full_disk():
+        tier = opened()
+        with pytest.warns(UserWarning, match="nothing is spilled to .*No space"):
+            assert [each.part.name for each in tier.parts()] == ["a.ckpt"]
+        with pytest.warns(UserWarning, match="nothing is spilled to .*No space"):
+            assert tier.open_spill() is None
+    assert tier.open_spill().root == spill.root
+    assert (spill.root / ownership.OWNER_FILE).read_text()
+    ownership._drop_in_child()
 
 
 def test_a_worker_that_outlives_its_trainer_does_not_keep_it(memories):

@@ -41,6 +41,8 @@ class _Claim(NamedTuple):
 #: What this process has claimed, by the path that was asked for.
 _claims: dict[Path, _Claim] = {}
 _guard = threading.Lock()
+#: How often a spill that is another's is looked at: its owner may be dead, and a process that just looks may lock it.
+_TRIES = 5
 
 
 def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
@@ -62,17 +64,26 @@ def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
         owner = id_of(memory, clock.token(16) if mine is None else mine.owner)
         if mine is not None:
             if mine.owner == owner and not mine.is_lost:
+                with contextlib.suppress(OSError):
+                    # What clears temporary folders removes files of 10 days ago.
+                    os.utime(mine.descriptor)
                 return mine.folder
             os.close(_claims.pop(base).descriptor)
-        there = siblings(base)
-        folders = sorted(there, key=lambda each: _owner_of(each) != owner)
-        numbers = itertools.count(2) if make else ()
-        for folder in itertools.chain(folders, [base] if make else [], (_sibling(base, each) for each in numbers)):
-            taken = _take(folder, owner, clock)
+        others = set[Path]()
+        while (folder := _next(base, owner, others, make=make)) is not None:
+            taken = _take(folder, owner, clock, tries=_TRIES if make else 1)
             if taken is not None:
                 _claims[base] = taken
                 return folder
+            others.add(folder)
         return None
+
+
+def _next(base: Path, owner: str, others: set[Path], *, make: bool) -> Path | None:
+    """What to try next: of what is there now, the owner's own first; then, where ``make`` says so, a new one."""
+    folders = sorted(siblings(base), key=lambda each: _owner_of(each) != owner)
+    new = (_sibling(base, each) for each in itertools.count(1)) if make else iter(())
+    return next((each for each in itertools.chain(folders, new) if each not in others), None)
 
 
 def siblings(base: Path) -> list[Path]:
@@ -87,7 +98,7 @@ def siblings(base: Path) -> list[Path]:
 
 
 def _sibling(base: Path, number: int) -> Path:
-    return base.with_name(f"{base.name}-{number}")
+    return base.with_name(f"{base.name}-{number}") if number > 1 else base
 
 
 def id_of(memory: Path, fresh: str) -> str:
@@ -104,6 +115,14 @@ def id_of(memory: Path, fresh: str) -> str:
         return fresh
 
 
+def is_unclaimed(folder: Path) -> bool:
+    """Whether there is a spill that does not say whose it is; told without a descriptor."""
+    try:
+        return not (folder / OWNER_FILE).lstat().st_size
+    except FileNotFoundError:
+        return folder.is_dir()
+
+
 def _owner_of(folder: Path) -> str:
     try:
         return (folder / OWNER_FILE).read_text("utf-8", "replace")
@@ -111,8 +130,8 @@ def _owner_of(folder: Path) -> str:
         return ""
 
 
-def _take(folder: Path, owner: str, clock: Clock) -> _Claim | None:
-    """Claims one spill; None where it is another live memory's."""
+def _take(folder: Path, owner: str, clock: Clock, *, tries: int) -> _Claim | None:
+    """Claims one spill; None where it is another live memory's, as often as it is tried."""
     deadline = clock.monotonic() + clock.timing.space_wait_s
     while True:
         private_folder(folder)
@@ -120,9 +139,8 @@ def _take(folder: Path, owner: str, clock: Clock) -> _Claim | None:
         taken = _Claim(folder, os.open(folder / OWNER_FILE, flags, 0o600), owner)
         try:
             if _lock(taken.descriptor, fcntl.LOCK_EX):
-                # No live process has it.
-                os.ftruncate(taken.descriptor, 0)
-                os.pwrite(taken.descriptor, owner.encode(), 0)
+                # No live process has it. Written in place: a full disk has no new block for it.
+                os.ftruncate(taken.descriptor, os.pwrite(taken.descriptor, owner.encode(), 0))
             # Not in one step: another process may come between, and its owner is read then.
             while not _lock(taken.descriptor, fcntl.LOCK_SH):
                 _wait(clock, deadline, folder)
@@ -133,9 +151,10 @@ def _take(folder: Path, owner: str, clock: Clock) -> _Claim | None:
             os.close(taken.descriptor)
             raise
         os.close(taken.descriptor)
-        if not is_lost:
+        tries -= not is_lost
+        if not tries:
             return None
-        # It was being removed.
+        # It was being removed, or is another's as yet.
         _wait(clock, deadline, folder)
 
 
