@@ -239,6 +239,20 @@ def test_without_room_in_memory_a_temporary_file_serves_and_goes(world, tmp_path
     assert memory_files(world) == []
 
 
+@pytest.mark.parametrize("has_room", [False, True])
+def test_a_spill_without_room_either_is_not_what_a_load_fails_for(world, tmp_path, monkeypatch, caplog, has_room):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    into_durable(world.store, "a.ckpt", NEW, 1)
+    tier = world.tier(budget_bytes=CHUNK)
+    tier.use_spill(str(tmp_path / "disk"))
+    spill = tier.open_spill()
+    spill._left = lambda: 1 << 30 if has_room else CHUNK
+    with caplog.at_level(logging.INFO, "test"):
+        restored, data = world.restore()
+    assert (data, restored.path.is_relative_to(spill.root)) == (NEW, has_room)
+    assert "resuming from a.ckpt (durable, " in caplog.text, "where it came from, not where it lies"
+
+
 @pytest.mark.parametrize("released", [False, True])
 def test_what_was_mapped_from_a_restored_file_is_never_written_over(world, released):
     path = into_memory(world.tier(), world.store.url, "a.ckpt", NEW, 1)

@@ -234,12 +234,13 @@ class NodeFetcher:
     def report(self, restored: Restored) -> None:
         """Logs what training resumes from."""
         if restored.content is not None:
+            is_spilled = restored.tier == "memory" and self.tiers.memory.is_spilled(restored.path)
             self.tiers.log.info(
                 "Step %d: resuming from %s%s (%s, %s) after %.2f s",
                 restored.step,
                 "" if self._rank is None else f"shard {self._rank} of ",
                 restored.name,
-                "spill" if self.tiers.memory.is_spilled(restored.path) else restored.tier,
+                "spill" if is_spilled else restored.tier,
                 size_text(restored.path.stat().st_size),
                 restored.seconds,
             )
@@ -293,7 +294,7 @@ class SlotOrFile:
                     self._tiers.log.warning("fetching into a temporary file: %s", error)
             if not views:
                 (entry,) = self._part.content.files
-                folder = aside_root(self._tiers.memory) / SLOTS
+                folder = aside_root(self._tiers.memory, entry.size) / SLOTS
                 self._path, view = held.enter_context(chunks.temporary_file(folder, entry.size))
                 views = {entry.basename: view}
             yield views
