@@ -24,6 +24,7 @@ from support.restoring import (
     save_id,
 )
 
+from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.chunks import drop_temporary, temporary_file
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
@@ -42,6 +43,7 @@ from tiered_checkpoint_io.errors import (
     StoreCredentialsError,
     StoreUnavailableError,
 )
+from tiered_checkpoint_io.memory.slots import clean_dead
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.ids import manifest_key
@@ -251,6 +253,26 @@ def test_a_spill_without_room_either_is_not_what_a_load_fails_for(world, tmp_pat
         restored, data = world.restore()
     assert (data, restored.path.is_relative_to(spill.root)) == (NEW, has_room)
     assert "resuming from a.ckpt (durable, " in caplog.text, "where it came from, not where it lies"
+
+
+def test_a_worker_that_outlives_a_load_keeps_no_temporary_file(tmp_path):
+    read_end, write_end = os.pipe()
+    with temporary_file(tmp_path, 10) as (path, _):
+        pass
+    worker = os.fork()
+    if worker == 0:
+        os.close(write_end)
+        os.read(read_end, 1)
+        os._exit(0)
+    os.close(chunks._temporary.pop(path))  # as when its process is killed
+    deadline = time.monotonic() + 5
+    while (is_there := path.exists()) and time.monotonic() < deadline:
+        clean_dead(str(tmp_path))
+        time.sleep(0.01)
+    os.close(write_end)
+    os.close(read_end)
+    os.waitpid(worker, 0)
+    assert not is_there
 
 
 @pytest.mark.parametrize("released", [False, True])

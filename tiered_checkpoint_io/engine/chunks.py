@@ -194,6 +194,15 @@ def chunks_of(entry: FileEntry, spans: Iterable[Span]) -> list[int]:
 _temporary: dict[Path, int] = {}
 
 
+def _drop_in_child() -> None:
+    # A worker that outlives its trainer would keep them for it.
+    while _temporary:
+        os.close(_temporary.popitem()[1])
+
+
+os.register_at_fork(after_in_child=_drop_in_child)
+
+
 @contextlib.contextmanager
 def temporary_file(folder: Path, size: int) -> Iterator[tuple[Path, memoryview]]:
     """A file of ``size`` bytes in a folder of slots, mapped for writing, until :func:`drop_temporary`.
