@@ -63,7 +63,9 @@ def test_what_the_key_means(temporary_folder, monkeypatch):
     assert spill_dir_of("auto") is None
 
 
-@pytest.mark.parametrize(("kind", "is_local"), [("ext4", True), ("overlay", True), ("nfs4", False), ("lustre", False)])
+@pytest.mark.parametrize(
+    ("kind", "is_local"), [("ext4", True), ("fuse.fuse-overlayfs", True), ("nfs4", False), ("lustre", False)]
+)
 def test_auto_takes_no_folder_that_other_nodes_may_see(kind, is_local, temporary_folder, monkeypatch):
     monkeypatch.setattr(node, "mounts", lambda: [("/", "tmpfs"), (str(temporary_folder), kind)])
     assert spill_dir_of("auto") == (str(temporary_folder) if is_local else None)

@@ -16,6 +16,8 @@ _MAX_MARGIN = 1 << 30
 _ESCAPED = re.compile(rb"\\([0-3][0-7]{2})")
 #: Kinds of file systems that no other node sees; "" where there is no mount table.
 _LOCAL = frozenset(("", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "xfs", "zfs"))
+#: The overlay of a container without root.
+_LOCAL |= {"fuse-overlayfs", "fuse.fuse-overlayfs"}
 
 
 def node_budget(percentage: int, memory_dir: str) -> int:

@@ -84,7 +84,7 @@ class TieredCheckpointConfig:
             from dirpath.
         memory_dir: A folder on tmpfs, or on node-local disk, for the memory tier.
         spill_dir: A folder on node-local disk for what does not fit into memory; ``auto`` for one in the system's
-            temporary directory, or in ``/var/tmp`` where that is on no local disk, and None for none.
+            temporary directory, else in ``/var/tmp``, where that is on local disk, else none; None for none.
         memory_every_n_train_steps: A checkpoint to memory every so many steps; None for none. Read by
             ``TieredModelCheckpoint.from_config``.
         s3_every_n_train_steps: A checkpoint to the durable tier every so many steps; None leaves that to
