@@ -1,5 +1,6 @@
 """``clean`` where memory, which tells where the spill is, was lost or put away already."""
 
+import fcntl
 import shutil
 
 import pytest
@@ -81,3 +82,23 @@ def test_a_spill_in_use_is_kept_though_its_memory_is_not_seen_here(spilled, tmp_
     ownership._drop_in_child()  # as when its process ends
     done = clean(spilled, *named)
     assert (done.exit_code, spilled.spill.exists()) == (0, False)
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_it_tells_of_another_spill_that_it_leaves(spilled, tmp_path, in_use):
+    other = spilled.spill.with_name(f"{spilled.spill.name}-2")
+    other.mkdir(0o700)
+    named = ("--spill-dir", str(tmp_path / "disk"))
+    with (other / ownership.OWNER_FILE).open("w") as owner:
+        if in_use:
+            fcntl.flock(owner, fcntl.LOCK_SH)
+        done = clean(spilled, *named, "--force")
+    assert (done.exit_code, spilled.spill.exists(), other.is_dir()) == (0, False, True)
+    assert f"another spill of this namespace is left at {other}: " in done.stdout
+    ownership._drop_in_child()
+    if in_use:
+        assert "uses it" in done.stdout.splitlines()[-1]
+    else:
+        assert f"run clean again, with {' '.join(named)}" in done.stdout
+        assert clean(spilled, *named).exit_code == 0
+        assert not other.exists()

@@ -22,7 +22,7 @@ from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.inventory.durable import latest, read_all
 from tiered_checkpoint_io.inventory.roots import TRAINERS, owned, undone
 from tiered_checkpoint_io.logs import size_text
-from tiered_checkpoint_io.memory.ownership import siblings
+from tiered_checkpoint_io.memory.ownership import OWNER_FILE, siblings
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.spill import AUTO, spill_dir_of, spill_root
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier
@@ -99,7 +99,7 @@ def clean(
     if not folders:
         searched = f" in {spill_dir}" if spill_dir is not None else ""
         spill = f"no spill of it{searched}" if searched or config is not None else _NOT_KNOWN
-        if _is_anothers(root, config, spill_dir):
+        if _others(root, config, spill_dir):
             spill = (
                 f"a trainer or drain whose memory is not seen here uses the spill{searched}, which was left as it is"
             )
@@ -111,6 +111,8 @@ def clean(
         say(printable(f"removed {folder}, which could not be read: {error}"))
     count, size = _count(len(parts) + len(unread), "part"), size_text(_size(parts))
     say(printable(f"removed {count}, {size}, and {', '.join(map(str, folders))}"))
+    for folder in _others(root, config, spill_dir):
+        say(printable(f"another spill of this namespace is left at {folder}: {_used_by(folder)}"))
 
 
 def _left_over(root: Path, held: contextlib.ExitStack) -> list[Path]:
@@ -137,13 +139,23 @@ def _spills(root: Path, config: TieredCheckpointConfig | None, named: Path | Non
     return list(found.values())
 
 
-def _is_anothers(root: Path, config: TieredCheckpointConfig | None, named: Path | None) -> bool:
-    """Whether there is a spill where that of a root would be, though it is not this root's."""
+def _others(root: Path, config: TieredCheckpointConfig | None, named: Path | None) -> list[Path]:
+    """The spills that are where that of a root would be, once its own is gone."""
     folders = {
         spill_dir_of(config.spill_dir if config is not None else AUTO),
         str(named) if named is not None else None,
     }
-    return any(siblings(spill_root(each, root)) for each in folders if each is not None)
+    found = {spill for each in folders if each is not None for spill in siblings(spill_root(each, root).resolve())}
+    return sorted(found)
+
+
+def _used_by(spill: Path) -> str:
+    """Whether a spill is in use, and what to do."""
+    lock = try_lock(spill / OWNER_FILE)
+    if lock is None:
+        return "a trainer or drain whose memory is not seen here uses it"
+    release(lock)
+    return f"no process uses it; run clean again, with --spill-dir {spill.parent.parent}"
 
 
 def _parts(*tiers: MemoryTier) -> list[StoredPart]:
