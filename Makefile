@@ -98,8 +98,6 @@ soak: venv ## random lives for long, and 200 saves in a row: what grows?
 test-rgw: venv ## the S3 tests against a single-node Ceph RADOS Gateway (Debian packages, as root): some 6 minutes
 	bash tests/support/run_rgw.sh
 
-# Every single node lost, and with three copies every pair: 16 losses of a job of 6 or 8 ranks, some 8 s each.
-# One line a test as it ends; the last but one is losses_recovered=16 durable_gets=0.
 test-peers: venv ## every single node lost, and every pair with three copies; losses_recovered=16 durable_gets=0
 	TIERED_TEST_ALL_LOSSES=1 timeout -k 10 900 $(BIN)/python -m pytest -v -n 2 tests/peers
 
@@ -120,12 +118,10 @@ test-cli: venv ## all tests that type a command of tiered-ckpt
 test-examples: venv ## the scripts of examples/
 	$(BIN)/python -m pytest -n 2 $(if $(ONCE),$(filter-out $(CLI_TESTS),$(EXAMPLE_TESTS)),$(EXAMPLE_TESTS))
 
-# Wheel and sdist, in dist/, from a clean clone of the last commit; the wheel is tried with the sources gone.
 dist: venv ## wheel and sdist from a clean clone; the wheel tried on each Python here, and at the lowest versions it declares
 	$(call INSTALL,$(VENV)) -c constraints.txt --no-build-isolation -e '.[dist]'
 	$(BIN)/python tests/wheel/check.py
 
-# The site, in build/site: strict, so that a link to nowhere ends it, and nothing in it is fetched from other hosts.
 docs: venv ## the site, in build/site; strict
 	$(call INSTALL,$(VENV)) -c constraints.txt --no-build-isolation -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -143,7 +139,6 @@ lint: venv ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Every contender beside the others, in environments of their own, and the goals: make bench ARGS=--quick
 bench: venv ## ours beside others, and the goals; ARGS=--page writes docs/benchmarks.md, ARGS=--quick is short
 	$(BIN)/python benchmarks/peers.py
 	-$(MAKE) $(NEMO_STAMP)
