@@ -297,8 +297,10 @@ class Search:
                 if not options or not is_silent:
                     raise known.error
                 self._notes.append(f"durable {self._tiers.dirpath}: {known.error}")
-                what = "does not answer" if known.error.retryable else "takes no credentials of this job"
-                self._tiers.log.warning("the durable tier %s; restoring from node memory: %s", what, known.error)
+                said = "the durable tier takes no credentials of this job; restoring from node memory: %s"
+                if known.error.retryable:
+                    said = "the durable tier does not answer; restoring from node memory: %s"
+                self._tiers.log.warning(said, known.error)
             for candidate in options:
                 refuse_other_kind(candidate, self._accepts, self._tiers.dirpath, self._why)
                 told = len(self.rejected)
