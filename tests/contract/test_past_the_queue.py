@@ -82,7 +82,9 @@ def test_the_name_is_just_being_uploaded(key, io, options, proxy, memory_dir):
     io.save_checkpoint(state(1, SMALL), NAME)
     assert come.wait(10)
     io.save_checkpoint(state(2, LARGE), NAME)
-    assert io.checkpointer.session.last_save.tiers == {"durable"}
+    session = io.checkpointer.session
+    assert session.last_save.tiers == {"durable"}
+    assert session.last_save.save_id not in [each.op_id for each in session.poll()], "the save itself has said so"
     io.teardown()
     assert elsewhere(options, memory_dir, NAME) == 2
 

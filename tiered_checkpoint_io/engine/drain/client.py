@@ -291,6 +291,10 @@ class DrainHandle:
                 self._log.error("the drain has died, and could not be started again: %s", error)
         return self._news.take()
 
+    def skip(self, outcome: Outcome) -> None:
+        """Leaves an outcome out of :meth:`news`: the caller has said itself what became of it."""
+        self._news.skip(outcome)
+
     # ---------------------------------------------------------------------------------- inside
     def _looks(self, timeout_s: float) -> Iterator[None]:
         """Has a waiting caller look at once, and whenever something has changed, until it is late."""

@@ -106,10 +106,15 @@ class Stream:
             dirpath=part.dirpath,
             server=part.server,
         )
+        # The save itself says that it is durable.
+        drain.skip(done)
+        has_deletes = True
         try:
+            has_deletes = any(each.action == "delete" for each in drain.queue.requests())
             drain.queue.finish(done)
         except OSError as error:
-            session.log.warning("deletes that wait for %s may stay undone: %s", name, error)
+            if has_deletes:
+                session.log.warning("deletes that wait for %s may stay undone: %s", name, error)
 
     def _await_others(self) -> dict[int, IndexRow]:
         clock, timeout_s = self._session.clock, self._session.config.wait_timeout_s
