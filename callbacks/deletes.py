@@ -40,6 +40,8 @@ class SafeDeletes(PortableState):
     _saved_as: dict[str, str]
     #: Of the best, those that will not be on the durable tier: too many saves waited, or it failed.
     _lost: list[str]
+    #: All of which that is so, while they wait for a delete: these are not taken back.
+    _gone: set[str]
     #: Whether the best are those of an earlier run, of which some may have been lost with its node.
     _is_unchecked: bool
     #: While a checkpoint is saved that may replace others: what was kept before it, with the scores.
@@ -49,7 +51,7 @@ class SafeDeletes(PortableState):
         """The state of a callback that has done nothing yet."""
         self._io = None
         self._landed, self._landed_as, self._is_unchecked = False, "", False
-        self._withheld, self._queued, self._saved_as, self._lost = {}, {}, {}, []
+        self._withheld, self._queued, self._saved_as, self._lost, self._gone = {}, {}, {}, [], set()
         self._before = {}
 
     # ------------------------------------------------------------------------------------ state
@@ -132,34 +134,51 @@ class SafeDeletes(PortableState):
         self._landed_as = report.save_id if report is not None and report.queued else ""
         self._saved_as = {known: save_id for known, save_id in self._saved_as.items() if self._shows(known)}
         self._lost = [each for each in self._lost if each != path]
-        if report is not None and self._landed:
+        if report is not None and (self._landed or self._landed_as):
             self._saved_as[path] = report.save_id
+            self._gone.discard(path)
 
     def _heed(self, outcomes: Iterable[Outcome]) -> None:
         """Takes note on rank 0 of what became of queued saves and deletes."""
         for outcome in outcomes:
-            path, save_id = ids.join_url(self._engine.dirpath, outcome.name), ids.save_id_of_op(outcome.op_id)
+            path, save_id = self._path_of(outcome.name), ids.save_id_of_op(outcome.op_id)
             if outcome.action in SAVES and (
                 outcome.state == "skipped" or outcome.error_type == CorruptCheckpointError.__name__
             ):
                 self._lose(save_id)
+                # Of what an earlier process has saved, no id is known. A name may have been saved again since.
+                if self._saved_as.get(path, save_id) == save_id:
+                    self._note_lost(path)
             elif outcome.action == "delete" and path in self._queued and outcome.state != "failed":
-                score, replaced_by = self._queued.pop(path)
-                # Else it is pinned, and stays for those who have pinned it.
+                # Else it is done, or pinned, and stays for those who have pinned it.
                 if outcome.error_type == CheckpointNotFoundError.__name__:
-                    self._withheld[path] = score
-                    self._engine.session.known.note(outcome.name, exists=True)
-                    self._lose(replaced_by)
+                    self._lose(self._queued[path][1])
+                    self._withhold_again(path)
+                else:
+                    del self._queued[path]
 
     def _lose(self, save_id: str) -> None:
         self._lost += [path for path, each in self._saved_as.items() if each == save_id and path not in self._lost]
+
+    def _note_lost(self, path: str) -> None:
+        self._gone.add(path)
+        # "last" takes no place among the best.
+        if self._shows(path) and path != self.last_model_path and path not in self._lost:
+            self._lost.append(path)
+
+    def _withhold_again(self, path: str) -> None:
+        """Takes note of a queued delete that is not done, because what it waits for is lost."""
+        self._withheld[path], _ = self._queued.pop(path)
+        name = ids.name_in(self._engine.dirpath, path)
+        self._engine.session.known.note(name, exists=path not in self._gone)
 
     def _take_back(self, trainer: Trainer) -> None:
         """Takes what is lost out of the best, and what it had replaced back into them; all ranks call this."""
         lost, best, path = on_rank_0(trainer, self._instead)
         if not lost:
             return
-        self.best_k_models = {known: score for known, score in self.best_k_models.items() if known not in lost} | best
+        # First those that were saved first.
+        self.best_k_models = best | {known: score for known, score in self.best_k_models.items() if known not in lost}
         if self.monitor is None:
             self.best_model_path = path if self.best_model_path in lost else self.best_model_path
             return
@@ -174,17 +193,25 @@ class SafeDeletes(PortableState):
         if self._is_unchecked:
             self._is_unchecked = False
             with contextlib.suppress(StoreError):
-                self._lost += [path for path in self._named() if self._is_ours(path) and not self._engine.exists(path)]
-        # The delete of what they had replaced may not be skipped yet.
+                ours = [path for path in (*self._named(), *self._withheld) if self._is_ours(path)]
+                for path in [path for path in ours if not self._is_there(path)]:
+                    self._note_lost(path)
+        # The delete of what they had replaced may not be skipped yet. One that could not be queued never is.
+        lost_as = {self._saved_as.get(path) for path in self._lost}
+        for path in [path for path, (_, save_id) in self._queued.items() if save_id in lost_as]:
+            if not self._engine.session.is_pending(ids.name_in(self._engine.dirpath, path)):
+                self._withhold_again(path)
         waited_for = {save_id for _, save_id in self._queued.values()}
         lost = [path for path in self._lost if self._saved_as.get(path) not in waited_for]
         self._lost = [path for path in self._lost if path not in lost]
-        there = [path for path in self._withheld if self._is_ours(path) and not ids.is_last(path)]
+        self._gone &= {*self._withheld, *self._queued, *self._lost, *lost}
+        there = [path for path in self._withheld if path not in self._gone and self._is_ours(path)]
+        there = [path for path in there if not ids.is_last(path)]
         rated = {path: self._withheld[path] for path in there if self._withheld[path] is not None}
         best_first = sorted(rated, key=rated.__getitem__, reverse=self.mode == "max")
         room = max(0, self.save_top_k - sum(path not in lost for path in self.best_k_models))
         best = {path: rated[path] for path in best_first[:room]} if lost else {}
-        path = there[-1] if lost and there and self.monitor is None else ""
+        path = there[-1] if self.monitor is None and self.best_model_path in lost and there else ""
         self._withheld = {each: score for each, score in self._withheld.items() if each not in (*best, path)}
         self._withheld.update(dict.fromkeys(lost))
         return lost, best, path
@@ -198,6 +225,14 @@ class SafeDeletes(PortableState):
 
     def _is_ours(self, path: str) -> bool:
         return is_below(path, self._engine.dirpath)
+
+    def _is_there(self, path: str) -> bool:
+        """Whether the durable tier has a checkpoint, or it is queued; raises as :meth:`Checkpointer.exists`."""
+        return self._engine.exists(path)
+
+    def _path_of(self, name: str) -> str:
+        """The path by which this callback knows what is saved under a name."""
+        return ids.join_url(self._engine.dirpath, name)
 
     def _is_restored(self, path: str) -> bool:
         restored = self._engine.restored

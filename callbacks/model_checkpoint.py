@@ -158,8 +158,7 @@ class TieredModelCheckpoint(DurableEnd):
         self._durable_save: tuple[int, str] = (-1, "")
         self._naming_last = False
         #: From when on the durable tier is asked which names are taken.
-        self._asks_from = 0.0
-        self._polled = 0.0
+        self._asks_from = self._polled = 0.0
         self._reporter = Reporter(self)
         self._promise_best()
 
@@ -288,7 +287,8 @@ class TieredModelCheckpoint(DurableEnd):
                 self._resumable = self._resumable.after(step, report)
             if not self._naming_last:
                 self._durable_save = (step, filepath)
-                self._lost += [] if self._landed or not trainer.is_global_zero else [filepath]
+                if trainer.is_global_zero and not (self._landed or self._landed_as):
+                    self._note_lost(filepath)
             if self._landed:
                 self._reporter.expect(name, filepath, pending=self._engine.session.is_pending(name))
             self._remove_withheld(trainer)

@@ -12,6 +12,7 @@ from support.launch import launch, said
 from support.nemo_training import NeMoRuns
 
 from tiered_checkpoint_io.nemo import S3CheckpointIO
+from tiered_checkpoint_io.nemo.layouts import without_rank
 
 WORKER = Path(__file__).with_name("worker.py")
 pytestmark = pytest.mark.timeout(300)
@@ -132,6 +133,8 @@ def test_ranks_with_files_of_their_own_go_on_from_the_newest_step_that_all_have(
     ], said(ranks.folder, 0)
     assert [answer["asked"].get("requests.list", 0) for answer in answers] == [3, 0]
     assert set(best) <= set(ranks.objects())
+    # Nor does any count as lost, though there is no file by the name that the callback knows it by.
+    assert {f"{ranks.dirpath}/{without_rank(name)}" for name in best} <= set(answers[0]["best"])
 
 
 @pytest.mark.parametrize("save_last", [True, False])

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.trainer import failing_together, nemo_averages, on_rank_0
+from tiered_checkpoint_io.engine.drain.announcer import looking
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.errors import ExportError, StoreUnavailableError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
@@ -73,6 +74,8 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         self._slim: set[str] = set()
         #: How many ranks save a file of their own of each checkpoint.
         self._shards = 1
+        #: The names of this rank's queued files, and the ids of their saves, until they are committed.
+        self._uploads: dict[str, str] = {}
         if self.filename is not None:
             self.CHECKPOINT_NAME_LAST = f"{self.filename}-last"
 
@@ -85,7 +88,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         assert self._io is not None
-        self._shards = ranks_with_files()
+        self._shards, self._uploads = ranks_with_files(), {}
         if self._shards > 1 and isinstance(self._io, NeMoCheckpointIO) and self._io.async_checkpointing:
             rank_zero_warn("saves are synchronous: old files may be deleted only when all ranks' new ones are durable")
             self._io.async_checkpointing = False
@@ -197,6 +200,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         saved = mine if mine is not before else None
         reached = saved is None or saved.tiers >= set(options["tiers"])
         good = trainer.strategy.reduce_boolean_decision(reached and session.counts["failed"] == failed)
+        self._uploads.update({filepath: saved.save_id} if saved is not None and saved.queued else {})
         queued = trainer.strategy.reduce_boolean_decision(saved is not None and saved.queued, all=False)
         return replace(report, queued=queued) if report is not None and good else None
 
@@ -204,10 +208,34 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         restored = self._engine.restored
         return restored is not None and path == without_rank(restored.url)
 
+    def _is_there(self, path: str) -> bool:
+        if self._shards == 1:
+            return super()._is_there(path)
+        names = self._engine.session.known.all(self._engine.config.durable_timeout_s)
+        return path in {self._path_of(name) for name in names}
+
+    def _path_of(self, name: str) -> str:
+        return without_rank(super()._path_of(name))
+
     def _due(self, trainer: Trainer) -> list[str]:
-        due = super()._due(trainer)
+        if self._shards == 1:
+            return super()._due(trainer)
+        # What these replaced stays until all ranks' files are committed: no rank hears what is given up on others.
+        waits = trainer.strategy.reduce_boolean_decision(self._awaits_uploads(), all=False)
         # Each rank deletes a file of its own.
-        return trainer.strategy.broadcast(due) if self._shards > 1 else due
+        return trainer.strategy.broadcast([] if waits else super()._due(trainer))
+
+    def _awaits_uploads(self) -> bool:
+        """Whether one of this rank's files of what :meth:`_named` has is not committed."""
+        session, named = self._engine.session, self._named()
+        named |= {ids.companion_of(path, EMA) for path in named}
+
+        def is_open(path: str, save_id: str) -> bool:
+            outcome = looking(session.log, lambda: session.outcome(save_id), None)
+            return path in named and (outcome is None or outcome.state != "committed")
+
+        self._uploads = {path: save_id for path, save_id in self._uploads.items() if is_open(path, save_id)}
+        return bool(self._uploads)
 
     def _delete(self, trainer: Trainer, path: str) -> None:
         super()._delete(trainer, path)
