@@ -8,8 +8,10 @@ from support.restoring import in_ranks
 
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks import coordination
-from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, current_group, machine, memory_of, node_of
+from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, current_group, machine, node_of
 from tiered_checkpoint_io.errors import RestoreError, StoreUnavailableError
+from tiered_checkpoint_io.memory import node
+from tiered_checkpoint_io.memory.node import memory_of
 
 
 class Unpicklable(Exception):
@@ -67,7 +69,7 @@ def test_nodes_are_told_apart_by_their_memory_and_one_process_needs_no_group(tmp
     assert (machine(), memory_of(one)) == seen[:2]
     assert node_of(one) != seen[2]
     # Machines that tell no start of theirs.
-    monkeypatch.setattr(coordination, "boot_id", lambda: "")
+    monkeypatch.setattr(node, "boot_id", lambda: "")
     assert machine() == "gpt-worker-1"
     # Of two that fail as one, the memories stay two.
     memory = memory_of(one)

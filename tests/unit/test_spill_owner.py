@@ -14,8 +14,8 @@ from support.restoring import into_memory
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import MemoryTierError
-from tiered_checkpoint_io.memory import ownership
-from tiered_checkpoint_io.memory.ownership import claim, id_of
+from tiered_checkpoint_io.memory import node, ownership
+from tiered_checkpoint_io.memory.ownership import claim
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
 
@@ -46,7 +46,7 @@ def memories(tmp_path):
     ownership._drop_in_child()
 
 
-def test_it_is_of_one_memory_until_the_last_process_of_that_has_ended(memories):
+def test_it_is_of_one_memory_until_the_last_process_of_that_has_ended(memories, monkeypatch):
     base, a, b = memories
     with living(base, a) as first, living(base, a) as again, living(base, b) as other:
         assert (first, again, other) == ("job", "job", "job-2")
@@ -56,8 +56,7 @@ def test_it_is_of_one_memory_until_the_last_process_of_that_has_ended(memories):
     assert claim(base, b, SYSTEM, make=False).name == "job-2", "its own rather than one that is free"
     ownership._drop_in_child()
     # After a reboot, memory is another.
-    for folder in (a, b):
-        (folder / ownership.ID_LINK).unlink()
+    monkeypatch.setattr(node, "boot_id", lambda: "another")
     assert claim(base, a, SYSTEM, make=False).name == "job-2"
     with living(base, b) as name:
         assert name == "job"
@@ -116,9 +115,8 @@ def test_one_that_another_process_of_the_memory_makes_meanwhile_is_taken(memorie
     def make():
         made = base.with_name("job-3")
         made.mkdir(0o700)
-        (made / ownership.OWNER_FILE).write_text(id_of(b, "b"))
+        (made / ownership.OWNER_FILE).write_text(ownership._id_of(b))
 
-    id_of(b, "b")
     with living(base, a):
         assert claim(base, b, ClockThatIsMet(make), make=True).name == "job-3"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -137,6 +138,17 @@ def _kind(path: str) -> str:
         if inside and len(mount) >= len(best):
             best, kind = mount, name
     return kind
+
+
+def memory_of(root: Path) -> str:
+    """Names a memory tier: equal where processes see the same files, also in containers of their own."""
+    facts = os.stat(root)
+    return f"{this_boot()}/{facts.st_dev}/{facts.st_ino}"
+
+
+def this_boot() -> str:
+    """Which start of which machine this is, as far as that can be told."""
+    return boot_id() or socket.gethostname()
 
 
 def boot_id() -> str:

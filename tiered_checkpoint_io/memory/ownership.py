@@ -1,9 +1,9 @@
 """Whose a spill is: of one node memory, as long as a process of it lives.
 
-A path does not tell: containers that have a memory each see it under the same path, and may have one disk. So a node
-memory has a random id, a spill says which id owns it, and each process that uses the spill locks that, shared, for the
-rest of its life. Where another memory's process lives, a spill beside it is used: ``…-2``. One whose owner has no live
-process is taken over, as after a reboot, with all that it holds.
+A path does not tell: containers that have a memory each see it under the same path, and may have one disk. So a spill
+says which node memory owns it, by device and inode at this boot, and each process that uses it locks that, shared, for
+the rest of its life. Where another memory's process lives, a spill beside it is used: ``…-2``. One whose owner has no
+live process is taken over, as after a reboot, with all that it holds.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import MemoryTierError
+from tiered_checkpoint_io.memory.node import memory_of
 from tiered_checkpoint_io.memory.private import inode_at, inode_of, private_folder
+from tiered_checkpoint_io.model.hashing import hash_bytes
 
-#: In a node memory: a link whose target is the id. It is made in one step, and takes no space of a full tmpfs.
-ID_LINK = "id"
 #: In a spill.
 OWNER_FILE = "owner"
 
@@ -36,6 +36,10 @@ class _Claim(NamedTuple):
     def is_lost(self) -> bool:
         """Whether its file was removed, so that other processes do not see the lock."""
         return inode_at(self.folder / OWNER_FILE) != inode_of(os.fstat(self.descriptor))
+
+    def write(self, owner: str) -> None:
+        """Says whose it is."""
+        os.ftruncate(self.descriptor, os.pwrite(self.descriptor, owner.encode(), 0))
 
 
 #: What this process has claimed, by the path that was asked for.
@@ -60,13 +64,16 @@ def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
     """
     with _guard:
         mine = _claims.get(base)
-        # A memory whose folder was made anew gets the id back that its spill knows.
-        owner = id_of(memory, clock.token(16) if mine is None else mine.owner)
+        owner = _id_of(memory) or (clock.token(16) if mine is None else mine.owner)
         if mine is not None:
-            if mine.owner == owner and not mine.is_lost:
+            if not mine.is_lost:
                 with contextlib.suppress(OSError):
                     # What clears temporary folders removes files of 10 days ago.
                     os.utime(mine.descriptor)
+                if owner != mine.owner:
+                    # The memory's folder was made anew. It is all its processes' spill still.
+                    mine.write(owner)
+                    _claims[base] = mine._replace(owner=owner)
                 return mine.folder
             os.close(_claims.pop(base).descriptor)
         others = set[Path]()
@@ -101,18 +108,12 @@ def _sibling(base: Path, number: int) -> Path:
     return base.with_name(f"{base.name}-{number}") if number > 1 else base
 
 
-def id_of(memory: Path, fresh: str) -> str:
-    """The id of a node memory, which becomes ``fresh`` where it has none."""
-    link = memory / ID_LINK
-    with contextlib.suppress(FileNotFoundError):
-        return os.readlink(link)
+def _id_of(memory: Path) -> str:
+    """The id of a node memory; empty for one that is gone, as after a reboot: its spill may be there."""
     try:
-        # A memory that is gone, as after a reboot, has none; its spill may be there.
-        with contextlib.suppress(FileExistsError):
-            os.symlink(fresh, link)
-        return os.readlink(link)
+        return hash_bytes(memory_of(memory).encode())
     except FileNotFoundError:
-        return fresh
+        return ""
 
 
 def is_unclaimed(folder: Path) -> bool:
@@ -140,7 +141,7 @@ def _take(folder: Path, owner: str, clock: Clock, *, tries: int) -> _Claim | Non
         try:
             if _lock(taken.descriptor, fcntl.LOCK_EX):
                 # No live process has it. Written in place: a full disk has no new block for it.
-                os.ftruncate(taken.descriptor, os.pwrite(taken.descriptor, owner.encode(), 0))
+                taken.write(owner)
             # Not in one step: another process may come between, and its owner is read then.
             while not _lock(taken.descriptor, fcntl.LOCK_SH):
                 _wait(clock, deadline, folder)

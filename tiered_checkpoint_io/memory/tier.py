@@ -32,7 +32,6 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
 from tiered_checkpoint_io.memory.clearing import clear_dead
 from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left
-from tiered_checkpoint_io.memory.ownership import id_of
 from tiered_checkpoint_io.memory.parts import (
     DRAINED,
     NEW,
@@ -120,9 +119,6 @@ class MemoryTier:
                 text = "memory_dir does not exist"
                 raise MemoryTierError(text, operation="open", tier="memory", key=memory_dir, hint="make it")
             make_folders(root, FOLDERS)
-            with contextlib.suppress(OSError):
-                # Now: where the tmpfs has no file to spare later, the spill is needed.
-                id_of(root, clock.token(16))
             left = memory_left if is_tmpfs(memory_dir) else None
             tier = cls(root, budget_bytes=budget_bytes, unmap=unmap, left=left, clock=clock)
             clear_dead(root, clock)

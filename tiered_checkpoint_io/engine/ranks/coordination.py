@@ -23,7 +23,7 @@ from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.views import tensor_of
 from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.errors import LostRankError, RestoreError, TieredCheckpointError, UsageError
-from tiered_checkpoint_io.memory.node import boot_id
+from tiered_checkpoint_io.memory.node import memory_of, this_boot
 
 #: Names the machine where its boot id does not: virtual ones that fail as one, or machines that are simulated.
 MACHINE = "TIERED_CHECKPOINT_MACHINE"
@@ -309,19 +309,9 @@ def node_of(root: Path) -> str:
     return f"{socket.gethostname()}/{memory_of(root)}"
 
 
-def memory_of(root: Path) -> str:
-    """Names a memory tier: equal where processes see the same files, also in containers of their own."""
-    facts = os.stat(root)
-    return f"{_boot()}/{facts.st_dev}/{facts.st_ino}"
-
-
 def machine() -> str:
     """Names the machine, with which all memory on it is lost; all its containers say the same."""
-    return os.environ.get(MACHINE, "") or _boot()
-
-
-def _boot() -> str:
-    return boot_id() or socket.gethostname()
+    return os.environ.get(MACHINE, "") or this_boot()
 
 
 def agree(group: Group, error: Exception | None) -> None:

@@ -16,7 +16,6 @@ from tiered_checkpoint_io.engine.ranks.coordination import (
     TorchGroup,
     agree,
     machine,
-    memory_of,
     node_of,
     trains_here,
 )
@@ -31,6 +30,7 @@ from tiered_checkpoint_io.engine.replication.replica_receiver import ReplicaRece
 from tiered_checkpoint_io.engine.replication.replica_sender import ReplicaSender
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.memory.node import memory_of
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
