@@ -26,9 +26,8 @@ from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.drain import log, running
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.leasing import claims, leases
-from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.formats import parallel
-from tiered_checkpoint_io.memory import slots
+from tiered_checkpoint_io.memory import node, slots
 
 #: As in life, but for polls, which would be most of what happens.
 TIMING = Timing(
@@ -353,7 +352,7 @@ def operating_system(world, logger):
         (leases, "_born", born),
         (leases, "_pid_ns", lambda: "pid:[1]"),
         (leases, "boot_id", lambda: here().machine.boot_id),
-        (coordination, "boot_id", lambda: here().machine.boot_id),
+        (node, "boot_id", lambda: here().machine.boot_id),
         (claims, "owner_of_process", lambda _: here().owner),
         (session, "open_store", lambda *_, **__: Store(world)),
         (running, "start_process", lambda root, _: Child(start_drain(here().machine, root, logger))),

@@ -129,6 +129,7 @@ def test_a_dirpath_is_of_one_run_whatever_its_namespace(runs, tmp_path):
     (first,), (second,) = runs(place, nodes=[0]), runs(place, nodes=[1], namespace="other")
     assert first.do("save a.ckpt") == "ok"
     assert "another run writes to the same dirpath" in second.do("save b.ckpt")
+    assert second.do("close") == "ok"
     assert len(names_and_leases(place)[1]) == 1
 
 
