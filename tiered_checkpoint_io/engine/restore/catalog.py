@@ -186,9 +186,12 @@ def discover(
                 # Which folders there are has to be known, also of those that only older saves are in. What else is
                 # wrong there is not asked for.
                 by_step, folders = sorted(names, key=lambda name: ids.step_in_name(name) or 0), DurableCatalog()
-                newest = {ids.folder_of(name): name for name in by_step}.values()
-                newest_there = {ids.folder_of(name): name for name in reversed(names)}.values()
-                _read(store, sorted({*newest, *newest_there} - set(found.rest[:_BATCH]))[-_BATCH:], folders)
+                newest = {ids.form_of(name): name for name in by_step}
+                newest_there = {ids.form_of(name): name for name in reversed(names)}
+                # Those in no folder first. However many forms there are, few are read.
+                forms = sorted(newest, key=lambda form: ("/" in form, form))[:_BATCH]
+                wanted = {each[form] for each in (newest, newest_there) for form in forms}
+                _read(store, sorted(wanted - set(found.rest[:_BATCH])), folders)
                 found.manifests += folders.manifests
         while True:
             batch, found.rest = found.rest[:_BATCH], found.rest[_BATCH:]

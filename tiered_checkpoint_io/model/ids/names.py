@@ -195,10 +195,15 @@ def splits(url: str) -> list[Split]:
     return found
 
 
+def form_of(name: str) -> str:
+    """The series of a name, of which nothing else is known."""
+    told = step_in_name(name)
+    return series_of(name, -1 if told is None else told)
+
+
 def folder_of(name: str) -> str:
     """The folder that a name lies in, with ``#`` in place of what :func:`series_of` leaves out; empty without one."""
-    told = step_in_name(name)
-    return series_of(name, -1 if told is None else told).rpartition("/")[0]
+    return form_of(name).rpartition("/")[0]
 
 
 class Located(NamedTuple):
