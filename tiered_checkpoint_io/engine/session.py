@@ -380,9 +380,10 @@ class Session:
         """
         self.counts["failed"] += action == "save"
         self.note("failed", name=name, step=step, error=str(error), action=action)
-        self.log.at_step(step).error("saving %s failed: %s", name, error)
+        # What was not done with a name says itself what it is.
+        text = f"saving {name} failed: {error}" if action == "save" else str(error)
+        self.log.at_step(step).error("%s", text)
         if self._raises:
             if isinstance(error, SaveError):
                 raise error
-            text, known = f"saving {name} failed: {error}", ids.known(step)
-            raise SaveError(text, operation="save", key=self.dirpath, step=known) from error
+            raise SaveError(text, operation=action, key=self.dirpath, step=ids.known(step)) from error
