@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
-from tiered_checkpoint_io.adapters.sizes import WHOLE, parameters_of, tensors_of_optimizers
+from tiered_checkpoint_io.adapters.sizes import WHOLE, tensors_of_optimizers
 from tiered_checkpoint_io.callbacks.staging_choice import StagingChoice
 from tiered_checkpoint_io.callbacks.trainer import nemo_averages
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
@@ -159,10 +159,10 @@ class OverlappedCapture(Callback):
             return []
         if self._choice is not None and not self._choice.overlaps:
             return []
-        if any(map(attrgetter("_post_accumulate_grad_hooks"), parameters_of(trainer.optimizers))):
+        held = tensors_of_optimizers(trainer.optimizers)
+        if any(map(attrgetter("_post_accumulate_grad_hooks"), held)):
             say_eager(self._session, "a parameter's optimizer steps during the backward pass")
             return []
-        held = tensors_of_optimizers(trainer.optimizers)
         tensors = held if set(map(type, held)) <= WHOLE else list(map(local, held))
         # Whatever shares memory with these may change in the forward pass.
         buffers = {local(each).untyped_storage()._cdata for each in _changed_by_forward(trainer.lightning_module)}

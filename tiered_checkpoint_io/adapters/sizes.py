@@ -24,14 +24,10 @@ def size_here(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer
     return sum(storages.values())
 
 
-def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.nn.Parameter]:
-    """All their parameters."""
-    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
-
-
 def tensors_of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """Their parameters that are trained, and the tensors of their states."""
-    found: list[Any] = [each for each in parameters_of(optimizers) if each.requires_grad]
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    found: list[Any] = [each for group in groups for each in group["params"] if each.requires_grad]
     for optimizer in optimizers:
         for state in optimizer.state.values():
             found += state.values() if isinstance(state, dict) else ()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from tiered_checkpoint_io.engine.checkpointer import no_best, nothing_to_resume
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.restore.restore import Restored
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
-from tiered_checkpoint_io.engine.save.overlap import ChangedError
+from tiered_checkpoint_io.engine.save.overlap import ChangedError, Overlapped
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -158,27 +159,18 @@ class TieredSharding(_Base):
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         state: dict[str, Any] = {self._model_key: (model := checkpoint["state_dict"])}
         state.update({f"optimizer_{i}": each for i, each in enumerate(checkpoint.get("optimizer_states", []))})
-        wait = may_wait and "durable" in tiers and not isinstance(self.checkpoint_io, AsyncCheckpointIO)
-        writer = StrategyWriter(
-            self._shared, ids.Located(session.dirpath, name, step), durable="durable" in tiers, wait=wait
-        )
-        writer.seals_in_background = isinstance(self.checkpoint_io, AsyncCheckpointIO)
-        writer.facts = {
-            "epoch": checkpoint.get("epoch", -1),
-            "metric": metric,
-            "resumable": self._tiered_io.is_resumable(checkpoint, path),
-        }
-        overlap = writer.saver.overlap if writer.seals_in_background else None
-        begun = None
+        shared, is_async = self._shared, isinstance(self.checkpoint_io, AsyncCheckpointIO)
+        overlap = shared.saver.overlap if is_async else None
+        begun = pickled = failed = None
         try:
-            writer.rest = Rest(rest, model) if self.is_global_zero else None
-            sharded = writer.rest.sharded if writer.rest is not None else part_off(rest, model)[1]
+            pickled = Rest(rest, model) if self.is_global_zero else None
+            sharded = pickled.sharded if pickled is not None else part_off(rest, model)[1]
             state.update({SHARDED: sharded} if sharded else {})
             begun = overlap.begin_state(state) if overlap is not None else None
         except Exception as error:
             # The other ranks are told of it where they save; they would wait for one that does not come.
-            writer.failed = as_save_error(error)
-        if self._save_group is not None and writer.seals_in_background:
+            failed = as_save_error(error)
+        if self._save_group is not None and is_async:
             # Else one rank would wait for the parts of others, which are sealed when the save has ended.
             agreed = False
             try:
@@ -187,20 +179,29 @@ class TieredSharding(_Base):
                 if begun is not None and overlap is not None and not agreed:
                     overlap.forgo()
                     begun = None
+        resumable, is_durable = self._tiered_io.is_resumable(checkpoint, path), "durable" in tiers
+        # Where it overlaps training, which waits for this method, it is made beside that.
+        writer = functools.partial(
+            StrategyWriter,
+            shared,
+            ids.Located(session.dirpath, name, step),
+            durable=is_durable,
+            wait=may_wait and is_durable and not is_async,
+            facts={"epoch": checkpoint.get("epoch", -1), "metric": metric, "resumable": resumable},
+            rest=pickled,
+            failed=failed,
+        )
         if begun is None:
-            self._save(state, writer)
+            self._save(state, writer(seals_in_background=is_async))
             return
-        state, writer.overlapped = begun
-        writer.seals_in_background = False
-        overlapped = writer.overlapped
+        state, overlapped = begun
         overlapped.stall_s = stall_s = session.clock.monotonic() - started
         # Callers look here for what was saved, as soon as this returns.
-        more = {"overlapped": True, "resumable": writer.facts["resumable"]}
-        places = (frozenset(tiers), "durable" in tiers)
-        overlapped.made = SaveReport(name, step, "", overlapped.size, stall_s, *places, **more)
+        more = {"queued": is_durable, "overlapped": True, "resumable": resumable}
+        overlapped.made = SaveReport(name, step, "", overlapped.size, stall_s, frozenset(tiers), **more)
         session.last_save = overlapped.made
         try:
-            self._saving = session.background.run(name, lambda: self._save_beside(state, writer))
+            self._saving = session.background.run(name, lambda: self._save_beside(state, overlapped, writer))
         except BaseException:
             overlapped.copied.set()
             raise
@@ -235,15 +236,14 @@ class TieredSharding(_Base):
                 path = ids.join_url(located.dirpath, located.name)
                 raise SaveError(text, operation="save", key=path, step=located.step) from error
 
-    def _save_beside(self, state: dict[str, Any], writer: StrategyWriter) -> None:
+    def _save_beside(self, state: Any, overlapped: Overlapped, writer: Callable[..., StrategyWriter]) -> None:
         """Saves while training goes on, which waits until the state is captured before it changes."""
-        assert writer.overlapped is not None
         try:
-            writer.overlapped.let_caller_return()
+            overlapped.let_caller_return()
             with torch.no_grad():
-                self._save(state, writer)
+                self._save(state, writer(overlapped=overlapped))
         finally:
-            writer.overlapped.copied.set()
+            overlapped.copied.set()
 
     def _late(self) -> DrainError | None:
         """Waits for the last save, where it was left to the background; the error where that takes too long."""

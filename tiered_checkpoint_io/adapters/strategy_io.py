@@ -19,6 +19,7 @@ from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.rest import Rest
 from tiered_checkpoint_io.adapters.state import SHARDED, as_save_error, make_again
 from tiered_checkpoint_io.engine.restore.choice import Selector
+from tiered_checkpoint_io.engine.save.overlap import Overlapped
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.model import ids
@@ -46,18 +47,32 @@ class _OfStrategy:
 class StrategyWriter(_OfStrategy, TieredStorageWriter):
     """Writes one checkpoint of a strategy."""
 
-    def __init__(self, shared: Shared, located: ids.Located, *, durable: bool, wait: bool) -> None:
+    def __init__(
+        self,
+        shared: Shared,
+        located: ids.Located,
+        *,
+        durable: bool,
+        wait: bool,
+        facts: dict[str, Any],
+        rest: Rest | None,
+        failed: Exception | None,
+        seals_in_background: bool = False,
+        overlapped: Overlapped | None = None,
+    ) -> None:
+        """Takes what goes beside the shards, on rank 0, as ``rest``; for the others see what they are called there."""
         super().__init__(shared.session.config, save_to_s3=durable, wait=wait, require_step=False)
         self._of_strategy = shared
         self._located = located
-        #: What goes beside the shards, on rank 0.
-        self.rest: Rest | None = None
+        self._rest = rest
+        self.facts, self.failed = facts, failed
+        self.seals_in_background, self.overlapped = seals_in_background, overlapped
 
     def storage_meta(self) -> StorageMeta:
         """As :meth:`TieredStorageWriter.storage_meta`."""
         try:
-            if self.rest is not None:
-                self.extra = (ids.REST, self.rest.file())
+            if self._rest is not None:
+                self.extra = (ids.REST, self._rest.file())
         except Exception as error:
             self.failed = as_save_error(error)
         return super().storage_meta()

@@ -51,8 +51,10 @@ class Snapshot:
         # Training waits for this: what is asked of all is asked at once.
         here = [getattr(each, "_local_tensor", each) for each in tensors]
         sizes, live = list(map(attrgetter("nbytes"), here)), set(addresses)
-        strided = set(map(attrgetter("layout"), here)) <= {torch.strided}
-        begins = map(torch.Tensor.data_ptr, here) if strided else map(_begin_of, here)
+        try:
+            begins: list[int | None] = list(map(torch.Tensor.data_ptr, here))
+        except RuntimeError:
+            begins = list(map(_begin_of, here))
         others = [number for number, begin in enumerate(begins) if begin not in live]
         self.size, self.copied_size = sum(sizes), sum(sizes[number] for number in others)
         self._others = [(*self._places[number], tensors[number]) for number in others]
@@ -71,6 +73,9 @@ class Snapshot:
             return self._copied(value)
         made, items = (list(value), enumerate(value)) if kind is list else (kind(value), value.items())
         for key, each in items:
+            if type(each) in _PLAIN:
+                # It is in what was made already.
+                continue
             if isinstance(each, torch.Tensor):
                 self._places.append((made, key))
                 tensors.append(each)
