@@ -77,7 +77,7 @@ def test_damage_that_one_of_two_ranks_of_a_node_finds_leads_to_the_durable_copy(
     flip(path, at=10 << 20)
     for answer in ranks(3, ["load", 1, rows], nodes="aab"):
         assert answer[0].get("got", answer[0])["matches"]
-    assert list(Path(memory_dir, "a").glob("tiered-*/*/quarantine/*rank-00001/reason.txt"))
+    assert list(Path(memory_dir, "a").glob("tiered-*/*/quarantine/*rank-00001.*/reason.txt"))
 
 
 def test_a_file_that_only_another_rank_of_a_node_needs_comes_there(ranks):

@@ -102,6 +102,11 @@ def test_a_damaged_part_is_shown_and_can_be_quarantined(tier, damage):
     assert (kept / "reason.txt").read_text() == "test"
     assert tier.damaged() == []
     assert not bad.folder.parent.exists()
+    # Another process has found it, too; later the same part is back, from a peer, and damaged again.
+    assert MemoryTier(tier.root).quarantine(folder, "again") == kept.parent
+    again = tier.quarantine(save(tier, b"bad!", 2).folder, "again")
+    assert set(tier.quarantined()) == {kept, again}
+    assert (kept / "reason.txt").read_text() == "test"
 
 
 def test_files_that_are_not_as_their_part_says_are_corrupt(tier):

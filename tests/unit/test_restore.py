@@ -164,9 +164,12 @@ def test_corrupt_in_memory_then_corrupt_on_the_durable_tier_then_the_older_one(w
 def test_all_corrupt_is_an_error_that_lists_all_and_stays_one(world):
     into_durable(world.store, "old.ckpt", OLD, 1)
     flip(Path(world.store.url, "old.ckpt"))
-    flip(into_memory(world.tier(), world.store.url, "m.ckpt", NEW, 2))
+    damaged = into_memory(world.tier(), world.store.url, "m.ckpt", NEW, 2)
+    flip(damaged)
     with pytest.raises(RestoreError, match=r"memory m\.ckpt.*durable old\.ckpt"):
         world.restore()
+    # Another rank of the node had read the same chunk.
+    MemoryTier(world.tier().root).quarantine(damaged.parent, "a chunk differs")
     shutil.rmtree(world.store.url)
     # What was found corrupt must not become a start from scratch.
     with pytest.raises(RestoreError, match="quarantine"):

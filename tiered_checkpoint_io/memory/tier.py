@@ -365,13 +365,18 @@ class MemoryTier:
         shutil.rmtree(trash, ignore_errors=True)
 
     def quarantine(self, folder: Path, reason: str) -> Path:
-        """Takes a corrupt part's folder out of use, without deleting it."""
+        """Takes a corrupt part's folder out of use, without deleting it; where it lies now."""
         mark = f"{REPLICAS}." if folder.parent.parent.name == REPLICAS else ""
-        target = self._home(folder).root / "quarantine" / f"{mark}{folder.parent.name}.{folder.name}"
-        shutil.rmtree(target, ignore_errors=True)
+        # A name of its own: what an earlier start, or another rank, has put there stays.
+        name = f"{mark}{folder.parent.name}.{folder.name}.{self._clock.token(4)}"
+        target = self._home(folder).root / "quarantine" / name
         target.parent.mkdir(mode=0o700, exist_ok=True)  # a corrupt part that stays would be tried for ever
-        with contextlib.suppress(FileNotFoundError, MemoryFullError):
+        try:
             os.rename(folder, target)
+        except FileNotFoundError:
+            # Another process has found it, too.
+            return target.parent
+        with contextlib.suppress(FileNotFoundError, MemoryFullError):
             write_private(target / "reason.txt", reason.encode())
         with contextlib.suppress(OSError):
             os.rmdir(folder.parent)
