@@ -7,9 +7,10 @@ import secrets
 import pytest
 from support import clocks
 
-from tiered_checkpoint_io.errors import StoreAccessError, StoreConfigError, StoreUnavailableError
+from tiered_checkpoint_io.errors import ManifestError, StoreAccessError, StoreConfigError, StoreError, StoreUnavailableError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.delta import MAX_PARTS
+from tiered_checkpoint_io.model.manifest import FileEntry
+from tiered_checkpoint_io.model.s3_limits import MAX_OBJECT, MAX_PART, MAX_PARTS, MIN_PART
 from tiered_checkpoint_io.stores import open_store, remote
 from tiered_checkpoint_io.stores.base import Store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -163,11 +164,20 @@ def test_unreachable_is_retried_within_the_deadline(quick, monkeypatch):
     assert store.metrics.snapshot()["requests.get"] > 1
 
 
-@pytest.mark.parametrize("size", [1, 64 * MIB, 700 << 30, 5 << 40])
+@pytest.mark.parametrize("size", [1, 64 * MIB, 700 << 30, 48 << 40, MAX_OBJECT])
 def test_part_sizes_stay_within_the_limits(size):
     part = part_size_for(size, 8 * MIB)
     assert -(-size // part) <= MAX_PARTS
-    assert 5 * MIB <= part <= 5 << 30
+    assert MIN_PART <= part <= MAX_PART
+
+
+def test_what_is_above_the_limit_is_refused_and_no_manifest_has_it():
+    with pytest.raises(StoreError, match=r"48\.8 TiB"):
+        part_size_for(MAX_OBJECT + 1, 8 * MIB)
+    largest = {"path": "a", "size": MAX_OBJECT, "chunk_size": MAX_OBJECT, "hashes": ["0" * 32]}
+    assert FileEntry.from_json(largest).size == MAX_OBJECT
+    with pytest.raises(ManifestError, match="size"):
+        FileEntry.from_json({**largest, "size": MAX_OBJECT + 1})
 
 
 def test_open_store_picks_by_url(tmp_path, s3_url, s3_server):

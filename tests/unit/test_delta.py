@@ -5,9 +5,10 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiered_checkpoint_io.model.delta import MAX_PARTS, MIN_PART, Same, pieces_of, same_ranges
+from tiered_checkpoint_io.model.delta import Same, pieces_of, same_ranges
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
 from tiered_checkpoint_io.model.manifest import FileEntry
+from tiered_checkpoint_io.model.s3_limits import MAX_PARTS, MIN_PART
 
 CHUNK = 4
 MIB = 1 << 20

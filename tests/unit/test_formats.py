@@ -19,6 +19,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes
 from tiered_checkpoint_io.model.index import Index, IndexRow, check_digest
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest, Metric, Part
+from tiered_checkpoint_io.model.s3_limits import MAX_OBJECT
 
 DATA = Path(__file__).parents[1] / "data" / "format_v1"
 names = st.from_regex(r"[A-Za-z0-9=_ü.-]{1,20}(/[A-Za-z0-9=_-]{1,20}\.ckpt)?", fullmatch=True).filter(
@@ -162,7 +163,7 @@ def test_a_newer_format_is_refused_by_name():
         Manifest.from_json(newer, where="x")
 
 
-@given(st.integers(0, 5 << 40))
+@given(st.integers(0, MAX_OBJECT))
 def test_chunks_cover_a_file_exactly(size):
     ranges = chunk_ranges(size, chunk_size_for(size))
     assert len(ranges) <= 16_385

@@ -7,10 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tiered_checkpoint_io.model.manifest import FileEntry
-
-#: S3's limits: bytes of every part of an upload but the last, and parts of one upload.
-MIN_PART = 5 << 20
-MAX_PARTS = 10_000
+from tiered_checkpoint_io.model.s3_limits import MAX_PARTS, MIN_PART
 
 
 class Same(NamedTuple):

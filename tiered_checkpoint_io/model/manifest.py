@@ -28,9 +28,7 @@ from tiered_checkpoint_io.model.documents import (
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
 from tiered_checkpoint_io.model.index import IndexRef
 from tiered_checkpoint_io.model.place import AtPlace, Place, Server, server_in
-
-#: Above S3's 5 TiB no object can exist; a manifest that claims more is damaged or hostile.
-_MAX_FILE_SIZE = 5 << 40
+from tiered_checkpoint_io.model.s3_limits import MAX_OBJECT
 
 #: The file of a ``sharded`` checkpoint that says where its tensors lie; torch gives it this name.
 METADATA = ".metadata"
@@ -80,8 +78,9 @@ class FileEntry:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> FileEntry:
         path = ids.validate_name(value_of(raw, "path", str))
-        size = int_of(raw, "size", 0, _MAX_FILE_SIZE)
-        chunk_size = int_of(raw, "chunk_size", 1, _MAX_FILE_SIZE)
+        # Above it no object can exist: a manifest that claims more is damaged or hostile.
+        size = int_of(raw, "size", 0, MAX_OBJECT)
+        chunk_size = int_of(raw, "chunk_size", 1, MAX_OBJECT)
         hashes = list_of(raw, "hashes", str)
         expected = max(1, -(-size // chunk_size))
         if len(hashes) != expected or not all(len(digest) == DIGEST_LENGTH for digest in hashes):

@@ -10,14 +10,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tiered_checkpoint_io.errors import StoreError
-from tiered_checkpoint_io.model.delta import MAX_PARTS, Piece
+from tiered_checkpoint_io.model.delta import Piece
 from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.model.s3_limits import MAX_OBJECT, MAX_PART, MAX_PARTS
 from tiered_checkpoint_io.stores.base import Delta, UploadContent, UploadJournal
 
 MIB = 1 << 20
 _MIN_PART = 8 * MIB
-_MAX_PART = 5 << 30
-_MAX_OBJECT = 5 << 40
 #: The user metadata of an object by which an upload knows it again. An ETag tells nothing of the content where the
 #: bucket encrypts by KMS, in directory buckets (S3 Express), and on some servers.
 MARK = "tiered-upload"
@@ -35,14 +34,14 @@ def part_size_for(size: int, wanted: int) -> int:
     Raises:
         StoreError: S3 has no object of this size.
     """
-    if size > _MAX_OBJECT:
+    if size > MAX_OBJECT:
         raise StoreError(
-            f"{size} bytes exceed S3's limit of 5 TiB for one object",
+            f"{size} bytes exceed S3's limit of 48.8 TiB for one object",
             operation="upload",
             hint="save a sharded checkpoint",
         )
     needed = -(-size // MAX_PARTS)
-    return min(_MAX_PART, max(wanted, -(-needed // MIB) * MIB, _MIN_PART))
+    return min(MAX_PART, max(wanted, -(-needed // MIB) * MIB, _MIN_PART))
 
 
 @dataclass(frozen=True, slots=True)
