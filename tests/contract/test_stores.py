@@ -7,7 +7,13 @@ import secrets
 import pytest
 from support import clocks
 
-from tiered_checkpoint_io.errors import ManifestError, StoreAccessError, StoreConfigError, StoreError, StoreUnavailableError
+from tiered_checkpoint_io.errors import (
+    ManifestError,
+    StoreAccessError,
+    StoreConfigError,
+    StoreError,
+    StoreUnavailableError,
+)
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.model.s3_limits import MAX_OBJECT, MAX_PART, MAX_PARTS, MIN_PART

@@ -1,5 +1,6 @@
 """How two ranks get together for a transfer: a request is either taken or withdrawn, never both, never neither."""
 
+import io
 import json
 import logging
 import queue
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from support.clocks import VirtualClock, quick
 
 from tiered_checkpoint_io.engine.ranks.store_client import LostStoreError, StoreClient
+from tiered_checkpoint_io.engine.ranks.transfer import receive_description
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.peer_link import request, take_request
 from tiered_checkpoint_io.errors import PeerError
@@ -70,6 +72,31 @@ def test_a_store_that_is_gone_is_an_error_and_asked_anew_the_next_time(store):
         store.ask(fails)
     store.set("key", "value")
     assert (store.get("key"), store.get("other"), store.add("n", 2), store.add("n", 0)) == ("value", None, 2, 2)
+
+
+# --------------------------------------------------------------------------- what comes over a link
+class Wire:
+    """A channel whose other end has sent so much already."""
+
+    name = "rank 1"
+
+    def __init__(self):
+        self._sent = io.BytesIO()
+
+    def send(self, data):
+        self._sent.write(data)
+        self._sent.seek(0)
+
+    def receive(self, data):
+        assert self._sent.readinto(data) == len(data)
+
+
+@pytest.mark.parametrize("size", [str(10 << 40), "-1", "many", "9" * 1000, ""])
+def test_a_description_of_no_possible_size_takes_no_memory(size):
+    wire = Wire()
+    wire.send(b" " * 1024 + size.encode().ljust(1024))
+    with pytest.raises(PeerError, match="bytes was announced"):
+        receive_description(wire)
 
 
 # ------------------------------------------------------------------- a rank that serves local loads

@@ -24,6 +24,9 @@ INDEXED_VERSION = 2
 #: Hexadecimal digits of a digest.
 DIGEST_LENGTH = 32
 
+#: Bytes of one; one that claims more is damaged or hostile.
+MAX_SIZE = 1 << 30
+
 _T = TypeVar("_T")
 #: In one list; a document that claims more is damaged or hostile.
 _MOST = 1_000_000

@@ -16,6 +16,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import (
     DIGEST_LENGTH,
     INDEXED_VERSION,
+    MAX_SIZE,
     digest_of,
     dump,
     int_of,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 #: What a file is mostly called: a name that needs no closer look.
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]{0,199}\Z")
-_MAX_INDEX_SIZE = 1 << 30
 _MAX_TOTAL_SIZE = 1 << 62
 
 
@@ -50,9 +50,7 @@ class IndexRef:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> IndexRef:
-        return cls(
-            int_of(raw, "size", 1, _MAX_INDEX_SIZE), digest_of(raw, "digest"), int_of(raw, "total", 0, _MAX_TOTAL_SIZE)
-        )
+        return cls(int_of(raw, "size", 1, MAX_SIZE), digest_of(raw, "digest"), int_of(raw, "total", 0, _MAX_TOTAL_SIZE))
 
 
 @dataclass(frozen=True, slots=True)

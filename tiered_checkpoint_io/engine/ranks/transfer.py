@@ -26,6 +26,7 @@ from tiered_checkpoint_io.errors import (
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.slot import Slot
 from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model.documents import MAX_SIZE
 from tiered_checkpoint_io.model.manifest import FileEntry, Part
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -128,13 +129,16 @@ def receive_description(channel: Channel) -> Part:
     """What the other side has to :func:`send_description`.
 
     Raises:
-        PeerError: It sends nothing.
+        PeerError: It sends nothing, or what can't be a description.
         ManifestError: It is not understood here.
     """
     problem = receive_status(channel)
     if problem:
         raise PeerError(problem, operation="load", key=channel.name)
-    described = bytearray(int(receive_status(channel)))
+    size = receive_status(channel)
+    if not size.isdecimal() or int(size) > MAX_SIZE:
+        raise PeerError(f"a description of {size!r} bytes was announced", operation="load", key=channel.name)
+    described = bytearray(int(size))
     channel.receive(memoryview(described))
     return Part.from_json(bytes(described), where=channel.name)
 
