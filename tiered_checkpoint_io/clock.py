@@ -82,8 +82,10 @@ class Timing:
     replication_release_s: float = 10.0
     #: Ranks begin a local load within this time of each other, or are not waited for.
     local_patience_s: float = 60.0
-    #: How often a rank looks whether it is asked for a part, or whether there is news.
+    #: How often a rank looks whether it is asked for a part, or whether there is news; see :meth:`pause_s`.
     local_poll_s: float = 0.1
+    #: The longest pause between two such looks of a rank that waits.
+    store_rest_s: float = 2.0
     #: A rank that is asked for a part sees it within this time, unless it is busy sending.
     local_taken_s: float = 30.0
     #: How long a rank that ends still serves parts to others.
@@ -150,6 +152,13 @@ class Timing:
     reap_s: float = 2.0
     #: A save that waited in node memory for longer is no newer than what another run has put under its name since.
     left_over_s: float = 60.0
+
+    def pause_s(self, least_s: float, waited_s: float) -> float:
+        """How long until the store of torch.distributed is asked again: all ranks ask the one store.
+
+        ``least_s``, or a tenth of the time that the wait has taken so far: by so much it may end late.
+        """
+        return max(least_s, min(self.store_rest_s, waited_s / 10))
 
 
 @dataclass(frozen=True)

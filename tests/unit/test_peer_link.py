@@ -5,6 +5,7 @@ import json
 import logging
 import queue
 import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -179,9 +180,101 @@ def test_a_request_that_was_counted_and_never_made_holds_up_no_other_for_good(st
     ask_serving(store, peers)
 
 
-def test_a_rank_asks_each_holder_in_its_own_turn(store):
-    asking = Peers(store, rank=1, world_size=4)
-    for rank, held in enumerate(([], [], [["save", 1]], [["save", 1]])):
-        store.set(f"load-1/held/{rank}", json.dumps(held))
-    part, notes = asking.fetch("load-1", "save", 1)
-    assert (part, asking.tried, len(notes)) == (None, [3, 2], 2)
+# ------------------------------------------------------------------------------------ ranks that load
+class Counted:
+    """A store whose requests are counted."""
+
+    def __init__(self, store, counts):
+        self._store, self._counts = store, counts
+
+    def __getattr__(self, name):
+        self._counts[name] += 1
+        return getattr(self._store, name)
+
+
+class CountedStore(StoreClient):
+    def __init__(self, origin):
+        super().__init__(origin, "test", timeout_s=10.0)
+        self.counts = Counter()
+
+    def _connect(self):
+        return Counted(super()._connect(), self.counts)
+
+
+class Loading(Peers):
+    """One that serves nothing."""
+
+    def _serve(self):
+        pass
+
+
+@pytest.fixture
+def loading():
+    """Makes the ranks of a job."""
+    made, origin = [], dist.HashStore()
+
+    def make(count):
+        made.extend(Loading(CountedStore(origin), rank=rank, world_size=count) for rank in range(count))
+        return made[-count:]
+
+    yield make
+    for each in made:
+        each._store.close()
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+@pytest.mark.parametrize("nodes", ["aaaabbbb", "abababab", "abcdabcd"])
+def test_the_ranks_of_a_lost_node_begin_with_holders_of_their_own_and_ask_each_once(loading, nodes, lost):
+    """Each holder gives one part at a time; launchers number ranks node by node, or all nodes' first ones first."""
+    ranks = loading(len(nodes))
+    (other,) = {*"ab"} - {lost}
+    shards = {rank for rank, node in enumerate(nodes) if node == lost}
+    for each, node in zip(ranks, nodes, strict=True):
+        each.begin("load", {("save", shard): 8 for shard in shards} if node == other else {})
+    holders = [rank for rank, node in enumerate(nodes) if node == other]
+    for shard in shards:
+        part, notes = ranks[shard].fetch("load", "save", shard)
+        assert (part, sorted(ranks[shard].tried), len(notes)) == (None, holders, len(holders))
+    assert sorted(ranks[shard].tried[0] for shard in shards) == holders
+
+
+@pytest.mark.parametrize("held", [{}, {("save", 0): 1}])
+def test_what_a_rank_asks_at_a_load_does_not_grow_with_the_job(loading, held):
+    """All ranks ask one store, in the process of rank 0: requests of each for each of the others are too many there."""
+    asked = []
+    for count in (4, 32):
+        ranks, load = loading(count), f"load-{count}"
+        for each in ranks:
+            each.begin(load, held if each is ranks[0] else {})
+        for each in reversed(ranks):
+            assert each.newest(load, lambda: None) == ("save" if held else None)
+            if held and each is not ranks[0]:
+                each.fetch(load, "save", 0)
+            elif not held:
+                each.await_choice(load, lambda: None)
+            each.end(load)
+        asked.append(max(sum(each._store.counts.values()) for each in ranks))
+    assert asked[0] == asked[1] < 20
+
+
+def test_a_choice_is_waited_for_while_a_rank_may_still_choose(loading):
+    one, other = loading(2)
+    one.begin("load", {("save", 0): 2})
+    other.begin("load", {})
+    chosen = []
+    one._clock.start(lambda: (one._clock.sleep(0.1), chosen.append("save"), one.end("load")), "chooses")
+    assert other.await_choice("load", lambda: next(iter(chosen), None)) == "save"
+    # With no choice made, none is waited for any longer.
+    assert other.await_choice("load", lambda: None) is None
+
+
+def test_a_rank_that_waits_long_asks_more_and_more_rarely(loading):
+    """The other one has died."""
+    (one, _), asked = loading(2), []
+    one._clock = VirtualClock()
+    one._clock.sleep = one._clock.advance
+    one._timing, one._timeout_s = one._clock.timing, 60.0
+    one.begin("load", {("save", 0): 2})
+    assert one.newest("load", lambda: asked.append(one._clock.now)) is None
+    assert 60.0 < asked[-1] < 62.5
+    assert len(asked) < 80

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_checkpoint_io.engine.replication.placement import holders_in_turn, node_peers, peers_of_ranks, sender_of
+from tiered_checkpoint_io.engine.replication.placement import node_peers, peers_of_ranks, sender_of
 from tiered_checkpoint_io.errors import UsageError
 
 
@@ -73,22 +73,6 @@ def test_four_nodes_with_a_jump_of_two():
 def test_copies_on_one_machine_are_refused(nodes, factor):
     with pytest.raises(UsageError, match="same machine"):
         peers_of_ranks(list(nodes), factor=factor, jump=1)
-
-
-@pytest.mark.parametrize("lost", "ab")
-@pytest.mark.parametrize("nodes", ["a" * 8 + "b" * 8, "ab" * 8, "abcd" * 8, "a" * 8 + "b" * 8 + "c" * 8])
-def test_the_ranks_of_a_lost_node_begin_with_holders_of_their_own(nodes, lost):
-    """Each holder gives one part at a time; launchers number ranks node by node, or all nodes' first ones first."""
-    held = {rank: [] if node == lost else [[node, "part"]] for rank, node in enumerate(nodes)}
-    (other,) = {*"ab"} - {lost}
-    first = [holders_in_turn(held, [other, "part"], rank)[0] for rank, node in enumerate(nodes) if node == lost]
-    assert sorted(first) == [rank for rank, node in enumerate(nodes) if node == other]
-
-
-@given(st.dictionaries(st.integers(0, 50), st.lists(st.integers(0, 3))), st.integers(0, 50))
-def test_each_holder_is_asked_once(held, rank):
-    holders = holders_in_turn(held, 1, rank)
-    assert sorted(holders) == sorted(other for other, parts in held.items() if 1 in parts)
 
 
 @given(nodes=st.lists(st.sampled_from("abc"), min_size=1, max_size=8), part=st.integers(0, 9))

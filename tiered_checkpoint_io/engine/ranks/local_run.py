@@ -218,11 +218,12 @@ class Run:
         """
         if self.store is None:
             return True
-        deadline = clock.monotonic() + clock.timing.local_patience_s
+        began, timing = clock.monotonic(), clock.timing
         while self._add(f"{load}/began", 0) < world_size:
-            if clock.monotonic() > deadline or self.chosen(load) is not None:
+            waited_s = clock.monotonic() - began
+            if waited_s > timing.local_patience_s or self.chosen(load) is not None:
                 return True
-            clock.sleep(clock.timing.local_poll_s)
+            clock.sleep(timing.pause_s(timing.local_poll_s, waited_s))
         return self._add(f"{load}/held/{save_id}", 0) >= world_size
 
     def first(self, key: str, mine: str) -> str:

@@ -1,9 +1,9 @@
 """What ranks have for each other when they load local checkpoints: no collective, and waits with bounds.
 
 A node that has lost its memory can't load from it, but a peer keeps replicas of its parts. Ranks that load write to the
-key-value store of torch.distributed what their node's memory holds. A rank whose shard is not there asks one whose node
-has it; a thread of that one answers, and sends the part over a link of the two. No other rank takes part. The waits are
-bounded:
+key-value store of torch.distributed what their node's memory holds: by shard, so that a rank which lacks one finds its
+holders by few requests, and in counts. It asks one of these; a thread of that one answers, and sends the part over a
+link of the two. No other rank takes part. The waits are bounded:
 
 - for ranks that have not begun to load, until all have, or ``local_patience_s`` is over;
 - where the node holds nothing of the newest save that all nodes together hold, since it has lost its memory or was not
@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 from tiered_checkpoint_io.engine.ranks.transfer import (
@@ -29,7 +29,6 @@ from tiered_checkpoint_io.engine.ranks.transfer import (
     text_of,
 )
 from tiered_checkpoint_io.engine.replication.peer_link import Link, Member, request, take_request
-from tiered_checkpoint_io.engine.replication.placement import holders_in_turn
 from tiered_checkpoint_io.engine.staging.loaded import slot_for
 from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.logs import rate
@@ -52,6 +51,10 @@ class LocalPeers:
         self._timeout_s = member.timeout_s
         self._changed = threading.Condition()
         self._load = ""
+        #: Whether this rank may choose what all load, since its node's memory holds something.
+        self._may_choose = False
+        #: When this rank last had something to give.
+        self._idle_since = 0.0
         #: Requests to this rank that are done with, and how many there were when it last counted them.
         self._served = self._counted = 0
         self._counts_at = 0.0
@@ -64,18 +67,22 @@ class LocalPeers:
 
         ``held`` are save ids and shards, with how many shards make each save.
         """
-        self._store.set(f"{load}/held/{self._rank}", json.dumps(sorted(held)))
-        mine = str(self._rank)
         for (save_id, shard), shards in held.items():
             # A few requests of each rank, where asking for what each has would be as many as there are ranks, of each.
-            is_first = self._store.swap(f"{load}/shard/{save_id}/{shard}", "", mine) == mine
-            if is_first and self._store.add(f"{load}/shards/{save_id}") == shards:
+            key = f"{load}/shard/{save_id}/{shard}"
+            number = self._store.add(key)
+            self._store.set(f"{key}/{number}", str(self._rank))
+            if number == 1 and self._store.add(f"{load}/shards/{save_id}") == shards:
                 newest = ""
                 while newest < save_id:
                     newest = self._store.swap(f"{load}/newest", newest, save_id)
+        self._may_choose = bool(held)
+        if self._may_choose:
+            self._store.add(f"{load}/choosing")
+        # Last: once all have begun, what is said above is all there is.
         self._store.add(f"{load}/began")
         with self._changed:
-            self._load = load
+            self._load, self._idle_since = load, self._clock.monotonic()
             self._changed.notify_all()
         if self._thread is None or not self._thread.is_alive():
             self._thread = self._clock.start(self._serve, "tiered-give-replicas")
@@ -85,32 +92,30 @@ class LocalPeers:
 
         Waits until all ranks have begun the load, or one has chosen, for ``local_patience_s`` at most.
         """
-        deadline = self._clock.monotonic() + min(self._timeout_s, self._timing.local_patience_s)
-        while self._store.add(f"{load}/began", 0) < self._world and chosen() is None:
-            if self._clock.monotonic() > deadline:
+        began = self._clock.monotonic()
+        while not self._all_began(load) and chosen() is None:
+            if self._is_late(began):
                 break
-            self._clock.sleep(self._timing.local_poll_s)
+            self._pause(began)
         return self._store.get(f"{load}/newest")
 
     def end(self, load: str) -> None:
         """Tells that this rank's load is over, however it ended."""
-        self._store.set(f"{load}/over/{self._rank}")
+        if self._may_choose:
+            self._store.add(f"{load}/choosing", -1)
         self._store.add(f"{load}/over")
 
     def await_choice(self, load: str, chosen: Callable[[], str | None]) -> str | None:
         """What another rank has chosen to load, waiting for it where one may still choose."""
-        deadline = self._clock.monotonic() + min(self._timeout_s, self._timing.local_patience_s)
-        while self._clock.monotonic() < deadline:
+        began = self._clock.monotonic()
+        while not self._is_late(began):
             found = chosen()
             if found is not None:
                 return found
-            held = self._held(load)
-            if len(held) == self._world and not any(
-                theirs and self._store.get(f"{load}/over/{rank}") is None for rank, theirs in held.items()
-            ):
+            if self._all_began(load) and self._store.add(f"{load}/choosing", 0) <= 0:
                 # One that is over by now may have chosen since we looked.
                 break
-            self._clock.sleep(self._timing.local_poll_s)
+            self._pause(began)
         return chosen()
 
     def fetch(self, load: str, save_id: str, shard: int) -> tuple[StoredPart | None, list[str]]:
@@ -119,40 +124,56 @@ class LocalPeers:
         Returns:
             The part, or None; and what was tried without success.
         """
-        deadline, tried = self._clock.monotonic() + min(self._timeout_s, self._timing.local_patience_s), set()
+        began, tried = self._clock.monotonic(), set[int]()
         notes: list[str] = []
         while True:
-            held = self._held(load)
-            for rank in holders_in_turn(held, [save_id, shard], self._rank):
-                if rank in tried:
-                    continue
+            # Before the holders: those that have begun by now are among them.
+            all_began = self._all_began(load)
+            for rank in self._holders(load, save_id, shard, tried):
                 tried.add(rank)
                 try:
                     return self._get(rank, save_id, shard), notes
                 except Exception as error:
                     notes.append(f"shard {shard}: peer (rank {rank}): {text_of(error)}")
                     self._log.error("skipping this copy, trying the next: %s", notes[-1])
-            if len(held) == self._world or self._clock.monotonic() > deadline:
+            if all_began or self._is_late(began):
                 return None, notes
-            self._clock.sleep(self._timing.local_poll_s)
+            self._pause(began)
 
     def close(self) -> None:
         """Ends the thread, once no rank loads any more, or after a few seconds."""
         if self._thread is not None:
-            deadline = self._clock.monotonic() + self._timing.local_linger_s
+            began = self._clock.monotonic()
+            deadline = began + self._timing.local_linger_s
             with contextlib.suppress(PeerError):
                 while self._clock.monotonic() < deadline and self._thread.is_alive() and not self._all_over(self._load):
-                    self._clock.sleep(self._timing.local_poll_s)
+                    self._pause(began)
             with self._changed:
                 self._is_closing = True
                 self._changed.notify_all()
             self._clock.join(self._thread, self._timing.message_s)
         self._store.close()
 
-    def _held(self, load: str) -> dict[int, list[list[object]]]:
-        """What the memory of each rank that has begun the load holds."""
-        told = {rank: self._store.get(f"{load}/held/{rank}") for rank in range(self._world)}
-        return {rank: json.loads(each) for rank, each in told.items() if each is not None}
+    def _holders(self, load: str, save_id: str, shard: int, tried: Collection[int]) -> list[int]:
+        """The ranks to ask for a shard, in turn: those whose node's memory holds it, and that were not asked.
+
+        A rank gives one part at a time. So the ranks of a node that has lost its memory, whose parts have the same
+        holders, each begin with another one, as far as there are so many.
+        """
+        key = f"{load}/shard/{save_id}/{shard}"
+        told = [self._store.get(f"{key}/{number}") for number in range(1, self._store.add(key, 0) + 1)]
+        found = sorted({int(each) for each in told if each is not None}.difference(tried))
+        first = (self._store.add(f"{load}/asking/{found[0]}") - 1) % len(found) if found else 0
+        return found[first:] + found[:first]
+
+    def _is_late(self, began: float) -> bool:
+        return self._clock.monotonic() - began > min(self._timeout_s, self._timing.local_patience_s)
+
+    def _pause(self, began: float) -> None:
+        self._clock.sleep(self._timing.pause_s(self._timing.local_poll_s, self._clock.monotonic() - began))
+
+    def _all_began(self, load: str) -> bool:
+        return self._store.add(f"{load}/began", 0) >= self._world
 
     def _all_over(self, load: str) -> bool:
         return self._store.add(f"{load}/over", 0) >= self._world
@@ -208,6 +229,7 @@ class LocalPeers:
         self._served += 1
         if text is not None:
             self._give(key, *json.loads(text))
+        self._idle_since = self._clock.monotonic()
         return True
 
     def _passes_gap(self) -> bool:
@@ -230,7 +252,8 @@ class LocalPeers:
                 # While all train, no rank asks.
                 self._changed.wait()
             elif not self._is_closing:
-                self._clock.wait(self._changed, self._timing.local_poll_s)
+                idle_s = self._clock.monotonic() - self._idle_since
+                self._clock.wait(self._changed, self._timing.pause_s(self._timing.local_poll_s, idle_s))
 
     def _give(self, key: str, target: int, save_id: str, shard: int) -> None:
         """Sends one part; its failure concerns the rank that asked, and is only noted here."""

@@ -1,4 +1,4 @@
-"""Which ranks keep copies of which ranks' parts, and which are asked for one: pure functions of where they are.
+"""Which ranks keep copies of which ranks' parts: pure functions of where they are.
 
 Nodes form cliques, as NVRx has them: with a factor of 2 and a jump of 1, nodes 0 and 1 keep each other's
 parts, then 2 and 3. A larger jump puts nodes that are far apart (in racks of their own) into a clique.
@@ -9,12 +9,9 @@ for as many others as any other does, whatever their number.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from tiered_checkpoint_io.errors import UsageError
-
-_Part = TypeVar("_Part")
 
 
 def peers_of_ranks(nodes: Sequence[str], *, factor: int, jump: int) -> list[tuple[int, ...]]:
@@ -90,21 +87,3 @@ def node_peers(count: int, *, factor: int, jump: int) -> list[tuple[int, ...]]:
     wanted = ((k * jump) % count for k in range(1, count + 1))
     distances = [each for each in dict.fromkeys(itertools.chain(wanted, range(1, count))) if each][: factor - 1]
     return [tuple((node + distance) % count for distance in distances) for node in range(count)]
-
-
-def holders_in_turn(held: Mapping[int, Collection[_Part]], part: _Part, rank: int) -> list[int]:
-    """The ranks that a rank asks for a part, in turn: those that can give it.
-
-    A rank gives one part at a time. So the ranks of a node that has lost its memory each begin with another one, as far
-    as there are so many.
-
-    Args:
-        held: By rank, the parts in its node's memory.
-        part: One of these.
-        rank: The one that asks.
-    """
-    ordered = sorted(other for other, theirs in held.items() if part in theirs)
-    # Those of one node have the same in memory, however a launcher numbers them.
-    alike = [other for other in sorted(held) if held[other] == held.get(rank)]
-    first = (alike.index(rank) if rank in alike else rank) % len(ordered) if ordered else 0
-    return ordered[first:] + ordered[:first]

@@ -243,8 +243,7 @@ class _RunWide:
             if waited_s >= timeout_s:
                 end = f"shard 0 has not told of its commit within {timeout_s} s"
                 break
-            # Many ranks ask the one store: the more rarely, the longer it takes.
-            clock.sleep(max(clock.timing.local_poll_s, min(clock.timing.gather_max_s, waited_s / 10)))
+            clock.sleep(clock.timing.pause_s(clock.timing.local_poll_s, waited_s))
         if end not in ("committed", "queued"):
             raise part.not_durable(end)
         return end == "committed"
