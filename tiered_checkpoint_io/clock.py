@@ -70,7 +70,7 @@ class Timing:
     accept_again_s: float = 5.0
     #: How often to look whether it has accepted: this ends a wait of the sender.
     accept_poll_s: float = 0.02
-    #: How often a rank looks for offers, and for saves that are complete on all peers.
+    #: How often a rank looks for offers, and for saves that are complete on all peers; see :meth:`pause_s`.
     offer_poll_s: float = 0.25
     #: How long a rank whose part is sent waits for those of others before it sends that of a newer save.
     others_send_s: float = 120.0
@@ -84,7 +84,7 @@ class Timing:
     local_patience_s: float = 60.0
     #: How often a rank looks whether it is asked for a part, or whether there is news; see :meth:`pause_s`.
     local_poll_s: float = 0.1
-    #: The longest pause between two such looks of a rank that waits.
+    #: The longest pause between two such looks: well below the time that an offer stands.
     store_rest_s: float = 2.0
     #: A rank that is asked for a part sees it within this time, unless it is busy sending.
     local_taken_s: float = 30.0

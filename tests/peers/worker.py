@@ -391,7 +391,7 @@ for each in [name for name in globals() if not name.startswith("_")]:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
-    hurry_clock(offer_poll_s=0.05, local_poll_s=0.02)
+    hurry_clock(offer_poll_s=0.05, local_poll_s=0.02, store_rest_s=0.05)
     if "netns" in json.loads(sys.argv[1]):
         enter_network(json.loads(sys.argv[1])["netns"])
     base.main()

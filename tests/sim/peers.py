@@ -40,7 +40,7 @@ LOG.addHandler(logging.NullHandler())
 LOG.setLevel(logging.CRITICAL)
 
 #: As in life, but for polls, which would be most of what happens.
-TIMING = Timing(offer_poll_s=2.0, accept_poll_s=0.5, local_poll_s=1.0, others_send_s=60.0)
+TIMING = Timing(offer_poll_s=2.0, accept_poll_s=0.5, local_poll_s=1.0, store_rest_s=4.0, others_send_s=60.0)
 KEEP = 2
 TIMEOUT_S = 60
 #: Four parts wait at most, each for two peers: to be accepted, for a link, and on their way, with requests between;

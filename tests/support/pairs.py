@@ -37,6 +37,7 @@ def import_all():
 
     clocks.hurry(
         offer_poll_s=0.01,
+        store_rest_s=0.01,
         replication_linger_s=0.3,
         replication_release_s=0.1,
         message_s=SOON_S,

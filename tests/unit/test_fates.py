@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from support.clocks import quick
 from support.sharded import make_part
 
 from tiered_checkpoint_io.clock import SYSTEM
@@ -119,6 +120,32 @@ def test_what_a_node_has_not_learnt_it_learns_when_all_meet_again(ranks, memory_
     assert again.fates.awaited() == {stored.save_id}
     again.store.close()
     again.tier.close()
+
+
+def test_a_rank_that_waits_for_the_others_leaves_the_asking_to_its_other_thread(ranks, monkeypatch):
+    one, other = ranks
+    parts = [each.save(1).part for each in ranks]
+    for each, part in zip(ranks, parts, strict=True):
+        each.fates.begin(part)
+    one.fates.count(parts[0])
+    asked, pauses, add = [], [], one.store.add
+    monkeypatch.setattr(one.store, "add", lambda *args: asked.append(args) or add(*args))
+
+    def pause(_):
+        pauses.append(one.fates.is_open(parts[0]))
+        if len(pauses) == 10:
+            other.fates.count(parts[1])
+            one.fates.look()
+
+    clock = quick()
+    object.__setattr__(clock, "sleep", pause)
+    member = SimpleNamespace(store=one.store, rank=0, clock=clock, log=logging.getLogger("tiered"))
+    sender = ReplicaSender(member, (), Counter(), one.fates)
+    assert not sender._await_others(parts[0])
+    # Once when it began to wait, and once by the look.
+    assert (pauses, len(asked)) == ([True] * 10, 2)
+    assert one.marked() == [1]
+    sender.close(5.0)
 
 
 def test_an_older_part_that_is_sent_again_gives_up_no_newer_save(ranks):

@@ -14,8 +14,11 @@ from support.clocks import VirtualClock, quick
 
 from tiered_checkpoint_io.engine.ranks.store_client import LostStoreError, StoreClient
 from tiered_checkpoint_io.engine.ranks.transfer import receive_description
+from tiered_checkpoint_io.engine.replication import replica_sender
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.peer_link import request, take_request
+from tiered_checkpoint_io.engine.replication.replica_receiver import ReplicaReceiver
+from tiered_checkpoint_io.engine.replication.replica_sender import ReplicaSender
 from tiered_checkpoint_io.errors import PeerError
 
 KEY = "offer/0/1"
@@ -180,7 +183,7 @@ def test_a_request_that_was_counted_and_never_made_holds_up_no_other_for_good(st
     ask_serving(store, peers)
 
 
-# ------------------------------------------------------------------------------------ ranks that load
+# --------------------------------------------------------------------------- what the store is asked
 class Counted:
     """A store whose requests are counted."""
 
@@ -278,3 +281,51 @@ def test_a_rank_that_waits_long_asks_more_and_more_rarely(loading):
     assert one.newest("load", lambda: asked.append(one._clock.now)) is None
     assert 60.0 < asked[-1] < 62.5
     assert len(asked) < 80
+
+
+# ------------------------------------------------------------------------------- between two saves
+NOTHING = SimpleNamespace(parts=list, replicas=SimpleNamespace(parts=list))
+FATES = SimpleNamespace(
+    begin=lambda _: True, count=lambda _: None, look=lambda: None, is_decided=lambda _: True, is_open=lambda _: False
+)
+PART = SimpleNamespace(save_id="save", rank=0, name="step_1", content=SimpleNamespace(step=1, size=1))
+
+
+class Keeping(ReplicaReceiver):
+    """Takes what is offered, and receives nothing."""
+
+    def _take(self, source, key):
+        self.taken = key
+
+
+def test_a_rank_that_keeps_replicas_rarely_asks_between_saves_and_often_once_it_saves_itself(monkeypatch):
+    """All ranks do, for the whole run, of one store in the process of rank 0."""
+    monkeypatch.setattr(replica_sender, "send_description", lambda *_: None)
+    monkeypatch.setattr(replica_sender, "send_held_part", lambda *_: "")
+    monkeypatch.setattr(replica_sender, "Links", lambda *_, **__: SimpleNamespace(open=print, close_all=lambda: None))
+    clock, store = VirtualClock(), CountedStore(dist.HashStore())
+    facts = {"tier": NOTHING, "store": store, "clock": clock, "log": logging.getLogger("test.peers")}
+    config = SimpleNamespace(memory_keep_last=2)
+    members = [SimpleNamespace(rank=rank, config=config, timeout_s=60.0, **facts) for rank in (0, 1)]
+    keeping = Keeping(members[1], [0], FATES)
+    sending = ReplicaSender(members[0], (1,), Counter(), FATES)
+    sending.offer(SimpleNamespace(part=PART, save_id="save"))
+    while sending.pending:
+        clock.advance(0.02, keeping._thread)
+    assert (keeping.taken, sending.counts["replicated"]) == ("0/1/0", 1)
+    before = sum(store.counts.values())
+    clock.advance(600.0, keeping._thread)
+    assert sum(store.counts.values()) - before < 400
+    for number, (wakes, within_s) in enumerate([(False, 2.0), (True, 0.0)]):
+        store.set("offer/0/1", str(number))
+        if wakes:
+            keeping.wake()
+            while keeping._bell.is_set():
+                clock.advance(0.0, keeping._thread)
+        clock.advance(within_s, keeping._thread)
+        assert keeping.taken == str(number)
+        clock.advance(600.0, keeping._thread)
+    store.set("ended/0")
+    keeping.close()
+    sending.close(1.0)
+    store.close()

@@ -107,6 +107,11 @@ class Fates:
         """Whether it is known if a save is replicated; marks it."""
         return bool(self._decide(part))
 
+    def is_open(self, part: Part) -> bool:
+        """Whether this rank does not know yet if a save is replicated; asks nothing."""
+        with self._lock:
+            return any(each.save_id == part.save_id for each in self._open.values())
+
     def look(self) -> None:
         """Learns what has been decided, and says what this rank has given up."""
         with self._lock:

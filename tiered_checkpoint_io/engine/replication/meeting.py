@@ -81,7 +81,7 @@ class Replicator:
         fates = Fates(member.store, member.tier, replicated)
         sources = [rank for rank, theirs in enumerate(peers) if member.rank in theirs]
         self._receiver = ReplicaReceiver(member, sources, fates)
-        self.sender = ReplicaSender(member, peers[member.rank], counts, fates)
+        self.sender = ReplicaSender(member, peers[member.rank], counts, fates, self._receiver.wake)
 
     def close(self, timeout_s: float) -> None:
         """Sends what is queued, within the bound, takes what is being sent to this rank, and ends both threads."""

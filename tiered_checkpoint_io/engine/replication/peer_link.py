@@ -1,8 +1,9 @@
 """How two ranks get together to move a part between them: a request that one makes, and a link of the two.
 
-A request is a key in the key-value store of torch.distributed, in which the other rank looks a few times a second. It
-is withdrawn where the other rank does not take it in time; exactly one of the two happens. What is lost on its way, or
-a rank that dies half-way, leaves no gap: the next request replaces it.
+A request is a key in the key-value store of torch.distributed, in which the other rank looks a few times a second, and
+every two seconds where it has found none for long. It is withdrawn where the other rank does not take it in time;
+exactly one of the two happens. What is lost on its way, or a rank that dies half-way, leaves no gap: the next request
+replaces it.
 
 A link is a gloo connection of two ranks, in one direction. A group of all ranks would not do: gloo closes *every* pair
 of a group whose timeout passes on any of them, so one stalled peer would end replication on all its fellows for good. A

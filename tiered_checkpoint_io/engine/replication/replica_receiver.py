@@ -40,24 +40,34 @@ class ReplicaReceiver:
         held = [*self._tier.parts(), *self._tier.replicas.parts()]
         #: The newest save of each series that this node had when the ranks met.
         self._newest_before = newest_of((series_key(stored.part), stored.save_id) for stored in held)
-        self._closing = threading.Event()
+        self._is_closing = False
+        #: Ends a pause.
+        self._bell = threading.Event()
+        #: When there was something to receive, or about to be.
+        self._news_at = self._clock.monotonic()
         self._thread = self._clock.start(self._run, "tiered-keep-replicas")
+
+    def wake(self) -> None:
+        """This rank has saved, and so have its sources, or are about to: looks often again."""
+        self._news_at = self._clock.monotonic()
+        self._bell.set()
 
     def close(self) -> None:
         """Takes what is being sent to this rank, and ends the thread."""
-        self._closing.set()
+        self._is_closing = True
+        self.wake()
         self._clock.join(self._thread, self._clock.timing.replication_linger_s + self._clock.timing.message_s)
         self._links.close_all()
 
     def _run(self) -> None:
         timing, ended_at = self._clock.timing, None
         while True:
-            is_closing, idle, over, unreachable = self._closing.is_set(), True, False, ""
+            is_closing, idle, over, unreachable = self._is_closing, True, False, ""
             try:
                 for source in self._sources:
                     key = take_request(self._store, f"offer/{source}/{self._rank}")
                     if key is not None:
-                        idle = False
+                        idle, self._news_at = False, self._clock.monotonic()
                         self._take(source, key)
                 self._fates.look()
                 over = is_closing and all(self._store.get(f"ended/{source}") for source in self._sources)
@@ -70,11 +80,9 @@ class ReplicaReceiver:
                 if idle and (over or unreachable or now > ended_at + timing.replication_linger_s):
                     break
             if idle:
-                pause = timing.offer_retry_s if unreachable else timing.offer_poll_s
-                if is_closing:
-                    self._clock.sleep(pause)
-                else:
-                    self._clock.wait(self._closing, pause)
+                pause = timing.pause_s(timing.offer_poll_s, self._clock.monotonic() - self._news_at)
+                self._clock.wait(self._bell, timing.offer_retry_s if unreachable else pause)
+                self._bell.clear()
         if not unreachable:
             with contextlib.suppress(PeerError):
                 self._store.set(f"left/{self._rank}")
@@ -88,7 +96,7 @@ class ReplicaReceiver:
             return
         self._missed += 1
         # At the end of a job, the store ends with the rank that hosts it.
-        if self._missed == 2 and not self._closing.is_set():
+        if self._missed == 2 and not self._is_closing:
             self._log.warning("receiving no replicas for now: %s", unreachable)
 
     # ------------------------------------------------------------------------------------- receiving

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tiered_checkpoint_io.engine.ranks.store_client import LostStoreError
 from tiered_checkpoint_io.engine.ranks.transfer import send_description, send_held_part
@@ -30,7 +30,14 @@ class ReplicaSender:
     A failure costs a warning and a count: the part stays in this node's memory, and training goes on.
     """
 
-    def __init__(self, member: Member, targets: Sequence[int], counts: Counter[str], fates: Fates) -> None:
+    def __init__(
+        self,
+        member: Member,
+        targets: Sequence[int],
+        counts: Counter[str],
+        fates: Fates,
+        on_offer: Callable[[], None] = lambda: None,
+    ) -> None:
         """Starts the thread.
 
         Args:
@@ -38,6 +45,7 @@ class ReplicaSender:
             targets: The ranks that keep replicas of its parts.
             counts: ``replicated`` and ``unreplicated`` parts.
             fates: Learns of each part that is on all targets, or never will be.
+            on_offer: Called with each part that this rank has saved.
         """
         self._member = member
         self._store = member.store
@@ -46,6 +54,7 @@ class ReplicaSender:
         self._targets = targets
         self.counts = counts
         self._fates = fates
+        self._on_offer = on_offer
         self._links = Links(member, sends=True)
         #: How often a link to each peer has failed.
         self._broken: Counter[int] = Counter()
@@ -80,6 +89,7 @@ class ReplicaSender:
                 self._changed.notify_all()
         for each in outdated:
             self._failed(each, why)
+        self._on_offer()
 
     @property
     def pending(self) -> int:
@@ -183,10 +193,12 @@ class ReplicaSender:
         """
         deadline = self._clock.monotonic() + self._clock.timing.others_send_s
         try:
-            while not self._fates.is_decided(part) and not self._is_closing and self._clock.monotonic() < deadline:
-                self._clock.sleep(self._clock.timing.offer_poll_s)
+            self._fates.is_decided(part)
         except LostStoreError:
             return True
+        # From here on, the receiving end asks the store for both.
+        while self._fates.is_open(part) and not self._is_closing and self._clock.monotonic() < deadline:
+            self._clock.sleep(self._clock.timing.offer_poll_s)
         return False
 
     def _send(self, target: int, part: Part) -> None:
@@ -197,15 +209,17 @@ class ReplicaSender:
         """
         member, timing = self._member, self._clock.timing
         deadline = self._clock.monotonic() + member.timeout_s
-        key = f"{member.rank}/{target}/{self._broken[target]}"
+        key, offer = f"{member.rank}/{target}/{self._broken[target]}", f"offer/{member.rank}/{target}"
         request(
             member,
-            f"offer/{member.rank}/{target}",
+            offer,
             key,
             bound_s=min(member.timeout_s, timing.accept_again_s if target in self._lost else timing.accept_s),
             poll_s=timing.accept_poll_s,
             has_left=lambda: self._store.get(f"left/{target}") is not None,
         )
+        # The peer looks there all the time: for what is not there, by one request.
+        self._store.forget(offer)
         link = self._links.open(target, key)
         send_description(link, part)
         problem = send_held_part(link, member.tier, part, lambda: self._clock.monotonic() > deadline)
