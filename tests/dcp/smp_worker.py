@@ -353,7 +353,7 @@ def save_shards(job, ranks, coordinator, breaks=(), takes_part=None):
 
 
 def send_over(job, device):
-    """What rank 1 receives of rank 0, by a group whose tensors have to lie on a device."""
+    """What rank 1 receives of rank 0, and all of rank 1, by a group whose tensors have to lie on a device."""
     group = coordination.GivenGroup("", dist.group.WORLD)
     assert group._device == "cpu"
     group._device = device
@@ -362,7 +362,7 @@ def send_over(job, device):
         group.send(memoryview(data), 1)
     else:
         group.receive(data, 0)
-    return data.decode()
+    return data.decode(), bytes(group.share_bytes(b"to all" if group.rank == 1 else b"", 1)).decode()
 
 
 def fsdp_local(job, number):

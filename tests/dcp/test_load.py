@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.losing import lose_memory
-from support.restoring import flip
+from support.restoring import SMALL, flip
 
 from tiered_checkpoint_io import dcp
 
@@ -27,6 +27,21 @@ def test_a_job_goes_on_from_memory_after_all_its_processes_died(ranks):
     for answer in ranks(4, ["load", 2], ["load", 1, {"step": 1}], ["load", 1, "step_1"]):
         assert [each["got"]["matches"] for each in answer] == [True] * 3
         assert answer[0]["got"]["asked"].get("bytes.down", 0) == 0
+
+
+@pytest.mark.parametrize("forget", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["memory", "durable"])
+def test_what_grows_with_tensors_and_ranks_goes_to_no_rank_from_all_others(ranks, memory_dir, forget):
+    """It would be in each rank's memory as often as there are ranks."""
+    ranks(3, ["save_grown", 1, 200], ["wait"], ["close"], nodes="aab", save_to_s3=forget)
+    (path,) = Path(memory_dir, "a").glob("tiered-*/*/saves/*/rank-00000/.metadata*")
+    assert path.stat().st_size > 20 * SMALL
+    if forget:
+        lose_memory(memory_dir)
+        os.mkdir(memory_dir)
+    for answer in ranks(3, ["load_grown", 1, 200], nodes="aab"):
+        got = answer[0].get("got", answer[0])
+        assert got["same"]
+        assert got["gathered"] <= SMALL
 
 
 def test_an_fsdp2_model_and_its_optimizer_go_on_with_fewer_ranks(ranks):

@@ -18,6 +18,7 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import worker_states
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from worker_states import ROWS, Refusing, blank, fsdp_job, grown_state, matches, of_shards_alone, sharded, totals
@@ -32,17 +33,10 @@ def writer(job, **more):
 
 
 def described(writer):
-    parts = writer.session.open().tier.parts()
-    return [
-        [
-            stored.part.name,
-            stored.part.rank,
-            stored.save_id,
-            stored.part.durable,
-            sorted(f.basename for f in stored.part.content.files),
-        ]
-        for stored in parts
+    held = [
+        (each.part, sorted(f.basename for f in each.part.content.files)) for each in writer.session.open().tier.parts()
     ]
+    return [[part.name, part.rank, part.save_id, part.durable, files] for part, files in held]
 
 
 def save(job, seed, **more):
@@ -353,9 +347,10 @@ def load_grown(job, seed, grown=0):
     from tiered_checkpoint_io import dcp as ours
 
     state, saved = grown_state(0, grown), grown_state(seed, grown)
-    reader = ours.load(state, **reading(job))
-    same = all(torch.equal(state[key].full_tensor(), saved[key].full_tensor()) for key in saved)
-    return {"name": reader.opened.name, "same": same}
+    with worker_states.gathered() as sizes:
+        reader = ours.load(state, **reading(job))
+    same = all(torch.equal(state[key].to_local(), saved[key].to_local()) for key in saved)
+    return {"name": reader.opened.name, "same": same, "gathered": max(sizes)}
 
 
 def save_stateful(job, seed, refuses=None, background=False, loads=False, **more):

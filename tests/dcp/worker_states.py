@@ -1,9 +1,14 @@
 """What the jobs of ``worker.py`` hold: the same whole state on any number of ranks, by its seed."""
 
+import contextlib
+import pickle
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tiered_checkpoint_io.engine.ranks import coordination
 
 ROWS = 37
 
@@ -96,6 +101,22 @@ class Refusing:
 
     def load_state_dict(self, state):
         pass
+
+
+@contextlib.contextmanager
+def gathered():
+    """The sizes of what this rank tells all others at once."""
+    sizes, gather = [], coordination.GivenGroup._all_gather
+
+    def note(group, obj):
+        sizes.append(len(pickle.dumps(obj)))
+        return gather(group, obj)
+
+    coordination.GivenGroup._all_gather = note
+    try:
+        yield sizes
+    finally:
+        coordination.GivenGroup._all_gather = gather
 
 
 def grown_state(seed, grown):

@@ -7,6 +7,7 @@ import queue
 import threading
 
 from tiered_checkpoint_io.engine.durable.commit import commit
+from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
@@ -14,6 +15,8 @@ from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
 
 RUN = ids.new_run_id(now=1_700_000_000.0)
 CHUNK = 1 << 16
+#: Bytes of what a rank tells all others at once, at most.
+SMALL = 2048
 
 
 def save_id(number):
@@ -57,38 +60,41 @@ def flip(path, at=100):
         file.write(bytes([byte ^ 1]))
 
 
-class ThreadGroup:
+class ThreadGroup(Group):
     """One rank of a group of threads; what it exchanges goes through pickle, as between processes."""
 
     def __init__(self, rank, node, shared):
+        super().__init__(node)
         self.rank = rank
-        self.node = node
         self.world_size = shared["size"]
         self._shared = shared
 
-    def all_gather(self, obj):
+    def _all_gather(self, obj):
+        data = pickle.dumps(obj)
+        # Of thousands of ranks, each gets as much of all others.
+        assert len(data) <= SMALL, f"{len(data)} bytes go from each rank to all: {str(obj)[:200]}"
+        return list(map(pickle.loads, self._exchange(data)))
+
+    def _gather(self, obj, to):
+        gathered = self._exchange(pickle.dumps(obj))
+        return list(map(pickle.loads, gathered)) if self.rank == to else None
+
+    def _share_bytes(self, data, size, source):
+        return memoryview(self._exchange(data)[source][:size])
+
+    def _exchange(self, data):
         slots = self._shared["slots"]
-        slots[self.rank] = pickle.dumps(obj)
+        slots[self.rank] = data
         self._shared["barrier"].wait()
-        gathered = [pickle.loads(data) for data in slots]
+        exchanged = list(slots)
         self._shared["barrier"].wait()
-        return gathered
-
-    def broadcast(self, obj):
-        return self.all_gather(obj)[0]
-
-    def gather(self, obj):
-        gathered = self.all_gather(obj)
-        return gathered if self.rank == 0 else None
+        return exchanged
 
     def send(self, data, rank):
         self._shared["mail"][self.rank, rank].put(bytes(data))
 
     def receive(self, data, rank):
         data[:] = self._shared["mail"][rank, self.rank].get(timeout=30)
-
-    def close(self):
-        pass
 
 
 def in_ranks(nodes, work, timeout_s=30.0):

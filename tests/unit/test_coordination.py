@@ -4,7 +4,7 @@ import pickle
 import traceback
 
 import pytest
-from support.restoring import in_ranks
+from support.restoring import SMALL, in_ranks
 
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks import coordination
@@ -42,6 +42,20 @@ def test_an_error_that_cannot_travel_arrives_as_its_text():
 
 def test_no_error_is_no_error():
     assert in_ranks(["n", "m", "m"], lambda group: agree(group, None)) == [None] * 3
+
+
+def test_bytes_of_one_rank_reach_all_or_its_error_does():
+    def work(fails):
+        def share(group):
+            with group.failing_together():
+                if fails and group.rank == 1:
+                    raise StoreUnavailableError("slow down")
+                return bytes(group.share_bytes(bytes(SMALL + 1) if group.rank == 1 else b"", 1))
+
+        return share
+
+    assert in_ranks(["n", "n", "m"], work(fails=False)) == [bytes(SMALL + 1)] * 3
+    assert [str(error) for error in in_ranks(["n", "n", "m"], work(fails=True))] == ["slow down [tier=durable]"] * 3
 
 
 def test_alone_an_error_is_raised_as_it_is(tmp_path):

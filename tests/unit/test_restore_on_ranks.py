@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.restoring import (
+    CHUNK,
     flip,
     in_ranks,
     into_durable,
@@ -38,10 +39,11 @@ def test_two_nodes_fetch_once_each_and_all_ranks_have_it(world):
     assert world.restore_all(["n", "n", "m", "m"]) == [(save_id(1), "memory", NEW)] * 4
 
 
-def test_a_corrupt_copy_on_one_node_sends_that_node_to_its_peer(world):
-    into_durable(world.store, "a.ckpt", NEW, 2)
-    into_memory(world.tier("n"), world.store.url, "a.ckpt", NEW, 2)
-    flip(into_memory(world.tier("m"), world.store.url, "a.ckpt", NEW, 2))
+@pytest.mark.parametrize("chunk", [CHUNK, 1 << 10], ids=["few hashes", "more than go to all ranks"])
+def test_a_corrupt_copy_on_one_node_sends_that_node_to_its_peer(world, chunk):
+    into_durable(world.store, "a.ckpt", NEW, 2, chunk=chunk)
+    into_memory(world.tier("n"), world.store.url, "a.ckpt", NEW, 2, chunk=chunk)
+    flip(into_memory(world.tier("m"), world.store.url, "a.ckpt", NEW, 2, chunk=chunk))
     got = world.restore_all(["n", "m", "m"])
     assert got == [(save_id(2), tier, NEW) for tier in ("memory", "peer", "peer")]
 

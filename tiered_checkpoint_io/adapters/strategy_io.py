@@ -174,7 +174,7 @@ class StrategyPlanner(DefaultLoadPlanner):
             for name in self.unchanged[i]:
                 del state[name]
 
-    def _read_rest(self, small: Mapping[str, bytes]) -> dict[str, Any]:
+    def _read_rest(self, small: Mapping[str, bytes | memoryview]) -> dict[str, Any]:
         basename = ids.rest_in(small)
         if basename is None:
             raise RestoreError(

@@ -179,6 +179,10 @@ class Content:
         """Bytes of all files."""
         return self.index.total if self.index is not None else sum(entry.size for entry in self.files)
 
+    def without_hashes(self) -> Content:
+        """The same, to be told to all ranks: hashes grow with the files."""
+        return replace(self, files=tuple(replace(entry, hashes=()) for entry in self.files))
+
     def to_json(self) -> dict[str, Any]:
         document = fields_of(self)
         del document["files" if self.index is not None else "index"]

@@ -1,4 +1,7 @@
-"""How ranks communicate while they restore: a few small object collectives, each with a bound.
+"""How ranks communicate while they restore: a few collectives, each with a bound.
+
+Gathered is only what is small however large the checkpoint is: every rank gets that of all ranks, each padded to the
+largest. Whatever grows with the checkpoint goes out from the one rank that has it, and is on each rank once.
 
 Ranks that restore together exchange in a fixed order. If one raised in between, the others would wait for as long as a
 node may take to fetch. Inside ``with group.failing_together()`` it makes one more exchange instead, with its error: the
@@ -11,19 +14,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import socket
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.views import tensor_of
 from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.errors import LostRankError, RestoreError, TieredCheckpointError, UsageError
 from tiered_checkpoint_io.memory.node import memory_of, this_boot
+
+_T = TypeVar("_T")
 
 #: Names the machine where its boot id does not: virtual ones that fail as one, or machines that are simulated.
 MACHINE = "TIERED_CHECKPOINT_MACHINE"
@@ -68,7 +74,7 @@ class Group:
             raise
 
     def all_gather(self, obj: Any) -> list[Any]:
-        """Each rank's ``obj``, by rank.
+        """Each rank's ``obj``, by rank; it has to be small, see above.
 
         Raises:
             LostRankError: The ranks lost each other.
@@ -81,14 +87,22 @@ class Group:
             raise_first(failed)
         return gathered
 
-    def broadcast(self, obj: Any) -> Any:
-        """Rank 0's ``obj``; raises as :meth:`all_gather`."""
-        # Rank 0 may have failed, and have nothing to broadcast.
-        self.all_gather(None)
-        return self._broadcast(obj)
+    def broadcast(self, obj: Any, source: int = 0) -> Any:
+        """The ``obj`` of one rank; raises as :meth:`all_gather`."""
+        data = self.share_bytes(pickle.dumps(obj) if self.rank == source else b"", source)
+        return obj if self.rank == source else pickle.loads(data)
+
+    def share_bytes(self, data: bytes, source: int) -> bytes | memoryview:
+        """The bytes of one rank, of which each other rank gets one copy; raises as :meth:`all_gather`."""
+        # That rank may have failed, and have nothing to share.
+        size = self.all_gather(len(data))[source]
+        return self._share_bytes(data, size, source) if size else b""
 
     def gather(self, obj: Any, to: int = 0) -> list[Any] | None:
-        """Each rank's ``obj``, by rank, on the rank ``to``, None on the others; raises as :meth:`all_gather`."""
+        """Each rank's ``obj``, by rank, on the rank ``to``, None on the others; raises as :meth:`all_gather`.
+
+        That rank gets them padded to the largest.
+        """
         # Some rank may have failed, and have nothing to send.
         self.all_gather(None)
         return self._gather(obj, to)
@@ -107,8 +121,8 @@ class Group:
     def _all_gather(self, obj: Any) -> list[Any]:
         return [obj]
 
-    def _broadcast(self, obj: Any) -> Any:
-        return obj
+    def _share_bytes(self, data: bytes, size: int, source: int) -> bytes | memoryview:  # noqa: ARG002
+        return data
 
     def _gather(self, obj: Any, to: int) -> list[Any] | None:  # noqa: ARG002
         return [obj]
@@ -150,10 +164,20 @@ class GivenGroup(Group):
         self._do(lambda: self._dist.all_gather_object(gathered, obj, group=self._group))
         return gathered
 
-    def _broadcast(self, obj: Any) -> Any:
-        box = [obj]
-        self._do(lambda: self._dist.broadcast_object_list(box, src=self._global(0), group=self._group))
-        return box[0]
+    def _share_bytes(self, data: bytes, size: int, source: int) -> bytes | memoryview:
+        import torch
+
+        def share() -> torch.Tensor:
+            if self.rank == source:
+                shared = tensor_of(memoryview(data)).to(self._device)
+            else:
+                # Made here: a rank that has no room for it is lost to the others, and they raise.
+                shared = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._dist.broadcast(shared, src=self._global(source), group=self._group)
+            return shared
+
+        shared = self._do(share)
+        return data if self.rank == source else shared.cpu().numpy().data
 
     def _gather(self, obj: Any, to: int) -> list[Any] | None:
         gathered: list[Any] | None = [None] * self.world_size if self.rank == to else None
@@ -164,9 +188,9 @@ class GivenGroup(Group):
         found: int = self._dist.get_global_rank(self._group, rank)
         return found
 
-    def _do(self, call: Callable[[], Any]) -> None:
+    def _do(self, call: Callable[[], _T]) -> _T:
         try:
-            call()
+            return call()
         except RuntimeError as error:
             self._is_over = True
             # The frames that it went through would keep the group alive, and its connections, on which others wait.

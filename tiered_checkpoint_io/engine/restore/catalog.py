@@ -349,8 +349,7 @@ def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
             others.add(part.place)
         here.elsewhere = here.elsewhere or elsewhere.get((part.place, part.name))
         if part.place == place:
-            content = replace(part.content, files=tuple(replace(entry, hashes=()) for entry in part.content.files))
-            owns = not stored.is_replica
+            content, owns = part.content.without_hashes(), not stored.is_replica
             here.held.append(Held(part.name, part.rank, content, part.commits, owns, stored.replicated))
     for folder in tier.quarantined():
         if _may_belong(folder, place):

@@ -152,7 +152,7 @@ class LocalRestorer:
         """This rank's file from one tier; None where it is not intact there."""
         if tier != "peer":
             attempt = self._fetcher.fetch(candidate, tier, search)
-            search.share(attempt)
+            search.share(attempt, FetchedPart.brief)
             return attempt.value
         return self._from_peers(candidate.save_id, search)
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,10 @@ class FetchedPart:
     tier: Tier
     bytes_read: int = 0
     temporary: bool = False
+
+    def brief(self) -> FetchedPart:
+        """The same without the hashes, of which a large file has many."""
+        return replace(self, part=replace(self.part, content=self.part.content.without_hashes()))
 
     def drop(self) -> None:
         """Unlinks a temporary file: the first rank of the node to come does it; by then all have opened it."""
@@ -362,7 +367,7 @@ def _try(fetcher: NodeFetcher, candidate: Candidate, search: Search) -> Restored
         mine = mine.then(fetcher.fetch(candidate, "durable", search))
     everywhere = False
     try:
-        found = search.share(mine)
+        found = search.share(mine, FetchedPart.brief)
         everywhere = all(found[search.leader_of(node)] is not None for node in set(search.nodes))
     finally:
         if not everywhere and mine.value is not None:
@@ -384,17 +389,12 @@ def _from_peers(
 ) -> Attempt[FetchedPart]:
     """Has leaders whose memory has it send it to those whose memory has not; what this rank has then."""
     tiers, lacks = fetcher.tiers, search.leads and mine.is_open
-    gathered: list[tuple[bool, Part | None]] = search.group.all_gather((lacks, mine.value.part if mine.value else None))
-    parts = {rank: part for rank, (_, part) in enumerate(gathered) if part is not None}
-    if not parts:
+    gathered: list[tuple[bool, bool]] = search.group.all_gather((lacks, mine.value is not None))
+    holders = [rank for rank, (_, holds) in enumerate(gathered) if holds]
+    if not holders:
         return mine
-    part = next(iter(parts.values()))
-    planned = spread(list(parts), [rank for rank, (needs, _) in enumerate(gathered) if needs])
-
-    def receive() -> FetchedPart | None:
-        return move_parts(
-            search.group, tiers, planned, {0: part}, lambda part: SlotOrFile(tiers, part, tier="peer", drained=drained)
-        )
-
-    received = search.attempt(candidate, "peer", receive)
+    part: Part = search.group.broadcast(mine.value.part if mine.value else None, holders[0])
+    planned = spread(holders, [rank for rank, (needs, _) in enumerate(gathered) if needs])
+    place = partial(SlotOrFile, tiers, tier="peer", drained=drained)
+    received = search.attempt(candidate, "peer", lambda: move_parts(search.group, tiers, planned, {0: part}, place))
     return mine.then(received) if lacks else mine

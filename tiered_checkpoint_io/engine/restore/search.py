@@ -49,6 +49,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Kind, Manifest
 from tiered_checkpoint_io.stores.silence import Question
 
+_S = TypeVar("_S")
 _T = TypeVar("_T")
 
 #: What shows that a copy is bad, rather than that reading is.
@@ -225,13 +226,18 @@ class Search:
         except Exception as error:
             return Attempt(error=portable(error, self._rank))
 
-    def share(self, mine: Attempt[_T]) -> list[_T | None]:
+    def share(self, mine: Attempt[_T], brief: Callable[[_T], _S]) -> list[_S | None]:
         """What all ranks got, by rank.
+
+        Args:
+            mine: How this rank fared.
+            brief: What all others get of its value: that has to be small, as for :meth:`Group.all_gather`.
 
         Raises:
             TieredCheckpointError: On all ranks, what ended the attempts of the first one where something did.
         """
-        attempts: list[Attempt[_T]] = self.group.all_gather(mine)
+        told = None if mine.value is None else brief(mine.value)
+        attempts: list[Attempt[_S]] = self.group.all_gather(Attempt(told, mine.rejected, mine.error))
         self.reject(note for each in attempts for note in each.rejected)
         raise_first((each.error for each in attempts), mine.error)
         return [each.value for each in attempts]

@@ -1,7 +1,7 @@
 """Opening a sharded checkpoint: all ranks agree on one, and hold what their nodes have of it.
 
-Which one it is, rank 0 chooses for all: see ``search``. What ``.metadata`` says reaches all ranks by an exchange, so
-that it is read once. The tensors' bytes are read later, by each rank for itself.
+Which one it is, rank 0 chooses for all: see ``search``. One rank reads ``.metadata``, which grows with tensors and
+ranks, and shares its bytes with all others. The tensors' bytes are read later, by each rank for itself.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ class OpenShards(Found):
     """A sharded checkpoint that all ranks have agreed on; held on this node until it is closed.
 
     Attributes:
-        small: ``.metadata``, and the other files beside the shards, by name; verified where they can be.
+        small: ``.metadata`` until it is parsed, and the other files beside the shards, by name; verified where they
+            can be.
         files: The bytes that it names; None where they are not read piece by piece.
         scattered: Whether its bytes lie in the memory of several nodes.
         shared: Whether it comes from the durable tier, and several ranks of a node read it.
         is_durable: Whether it is known to be on the durable tier, wherever its bytes come from.
     """
 
-    small: dict[str, bytes] = field(default_factory=dict)
+    small: dict[str, bytes | memoryview] = field(default_factory=dict)
     files: ShardFiles | None = None
     scattered: bool = False
     shared: bool = False
     is_durable: bool = False
 
     @property
-    def metadata(self) -> bytes:
+    def metadata(self) -> bytes | memoryview:
         """The content of ``.metadata``."""
         return self.small[METADATA]
 
@@ -108,8 +109,10 @@ def _try(tiers: Tiers, candidate: Candidate, search: Search) -> OpenShards | Non
             mine = Attempt[dict[str, bytes]]()
             if search.group.rank == rank:
                 mine = search.attempt(candidate, tier, functools.partial(_small, files, tier))
-            small = search.share(mine)[rank]
-            if small is not None:
+            names = search.share(mine, list)[rank]
+            if names is not None:
+                held = mine.value or {}
+                small = {name: search.group.share_bytes(held.get(name, b""), rank) for name in names}
                 return OpenShards(
                     name=candidate.name,
                     dirpath=tiers.dirpath,
@@ -130,7 +133,7 @@ def _try(tiers: Tiers, candidate: Candidate, search: Search) -> OpenShards | Non
 
 
 def _small(files: ShardFiles, tier: Tier) -> dict[str, bytes]:
-    """What lies beside the shards, few bytes that every rank needs; verified."""
+    """What lies beside the shards, and every rank needs; verified."""
     if tier == "memory":
         found = {name: files.peek(name, 0, entry.size) for name, entry in files.held.items() if _is_small(name)}
     else:
