@@ -42,6 +42,7 @@ def test_what_grows_with_tensors_and_ranks_goes_to_no_rank_from_all_others(ranks
         got = answer[0].get("got", answer[0])
         assert got["same"]
         assert got["gathered"] <= SMALL
+        assert not got["kept"]
 
 
 def test_an_fsdp2_model_and_its_optimizer_go_on_with_fewer_ranks(ranks):

@@ -350,7 +350,7 @@ def load_grown(job, seed, grown=0):
     with worker_states.gathered() as sizes:
         reader = ours.load(state, **reading(job))
     same = all(torch.equal(state[key].to_local(), saved[key].to_local()) for key in saved)
-    return {"name": reader.opened.name, "same": same, "gathered": max(sizes)}
+    return {"name": reader.opened.name, "same": same, "gathered": max(sizes), "kept": [*reader.opened.small]}
 
 
 def save_stateful(job, seed, refuses=None, background=False, loads=False, **more):

@@ -34,6 +34,7 @@ from tiered_checkpoint_io.errors import InvalidNameError, RestoreError, TieredCh
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import METADATA
 
 
 class TieredStorageReader(OverTiers, StorageReader):
@@ -286,6 +287,8 @@ class TieredStorageReader(OverTiers, StorageReader):
                 assert tier is not None
                 opened = self.opened = open_shards(tiers_of(session, config), self.selector, group, self._rejected)
                 metadata = self._parse(opened)
+                # Of a large job these are hundreds of MB on each rank.
+                del opened.small[METADATA]
                 opened.expect(_sizes(metadata))
         except BaseException:
             group.close()
