@@ -8,13 +8,13 @@ from tiered_checkpoint_io.errors import LostRankError
 SOON_S = 15.0
 #: Which rank fails, and where: node a has lost its memory; b and c have copies, and b is the first to send.
 FULL = [
-    (1, "engine.ranks.transfer:reading", 1),
-    (1, "engine.ranks.transfer:find_part", 1),
+    (1, "engine.restore.part_moves:reading", 1),
+    (1, "engine.restore.part_moves:find_part", 1),
     (0, "model.manifest:FileEntry.check_chunk", 1),
     (0, "memory.tier:MemoryTier.acquire", 1),
     (0, "memory.tier:MemoryTier.commit", 1),
     (2, "engine.restore.restore:NodeFetcher.find", 1),
-    (2, "engine.restore.restore:spread", 1),
+    (2, "engine.restore.part_moves:in_pieces", 1),
     (0, "engine.restore.search:choose", 1),
     (2, "engine.restore.restore:NodeFetcher.hold", 1),
 ]
@@ -27,7 +27,7 @@ SHARDED = [
     (1, "engine.restore.part_moves:moves_to_owners", 1),
     (0, "engine.restore.shard_files:ShardFiles.peek", 1),
     (1, "engine.restore.shard_files:ShardFiles.put", 1),
-    (2, "engine.restore.shard_exchange:transfers", 1),
+    (2, "engine.restore.shard_exchange:plan", 1),
     (1, "adapters.dcp_reading:PlanReader.spans", 1),
 ]
 
@@ -88,7 +88,7 @@ def test_a_rank_that_dies_while_it_sends_is_an_error_of_all_others(ranks, kind):
     _, told = ranks(
         "abcd",
         save,
-        ["load_failing", kind, 1, 1, "engine.ranks.transfer:send_chunk", 1, {"dies": True}],
+        ["load_failing", kind, 1, 1, "engine.ranks.rounds:status_of", 1, {"dies": True}],
         replication_factor=2,
         dead=[1],
     )

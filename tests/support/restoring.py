@@ -90,11 +90,13 @@ class ThreadGroup(Group):
         self._shared["barrier"].wait()
         return exchanged
 
-    def send(self, data, rank):
-        self._shared["mail"][self.rank, rank].put(bytes(data))
-
-    def receive(self, data, rank):
-        data[:] = self._shared["mail"][rank, self.rank].get(timeout=30)
+    def transfer(self, sent, received):
+        if sent is not None:
+            data, rank = sent
+            self._shared["mail"][self.rank, rank].put(bytes(data))
+        if received is not None:
+            data, rank = received
+            data[:] = self._shared["mail"][rank, self.rank].get(timeout=30)
 
 
 def in_ranks(nodes, work, timeout_s=30.0):

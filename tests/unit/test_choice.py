@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from support.restoring import make_content, save_id
 
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Held, Selector, choose
-from tiered_checkpoint_io.engine.restore.part_moves import spread
 from tiered_checkpoint_io.model.manifest import Manifest, Metric
 
 NAMES = ["a.ckpt", "b.ckpt", "last.ckpt", "x/last-v1.ckpt", "blast.ckpt"]
@@ -90,22 +89,6 @@ def test_a_save_of_which_only_copies_are_left_is_orphaned_unless_the_durable_tie
     assert orphaned({"n": [copy], "m": [copy]}) == [True]
     assert orphaned({"n": [copy], "m": [held("a.ckpt", 1)]}) == [False]
     assert orphaned({"n": [copy], "m": []}, [Manifest("a.ckpt", content("a.ckpt", 1))]) == [False]
-
-
-@given(st.integers(1, 9), st.integers(0, 40))
-def test_who_has_received_a_checkpoint_sends_it_on(having, lacking):
-    holders, rest = list(range(having)), list(range(having, having + lacking))
-    have, turns = set(holders), 0
-    planned = [(move.source, move.target) for move in spread(holders, rest)]
-    assert [target for _, target in planned] == rest
-    while planned:
-        turn = []
-        while planned and planned[0][0] in have and planned[0][0] not in {source for source, _ in turn}:
-            turn.append(planned.pop(0))
-        assert turn, "a rank sends what it has not received"
-        have |= {target for _, target in turn}
-        turns += 1
-    assert having * 2 ** max(0, turns - 1) < having + lacking or turns == 0
 
 
 def test_an_overwrite_under_way_offers_the_new_content_and_then_the_old():

@@ -8,7 +8,7 @@ from support.restoring import make_content
 
 from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks
 from tiered_checkpoint_io.engine.restore.choice import Candidate
-from tiered_checkpoint_io.engine.restore.part_moves import Move, moves_to_owners
+from tiered_checkpoint_io.engine.restore.part_moves import PartMove, moves_to_owners
 
 
 def moved(memory, world_size, nodes):
@@ -36,10 +36,9 @@ def test_lost_nodes_get_their_parts_back_as_long_as_copies_are_left(count, each,
     assert [move.part for move in planned] == [rank for rank, node in enumerate(nodes) if node in lost]
     for move in planned:
         assert move.target == move.part
-        assert nodes[move.source] not in lost
-    loads = [[move.source for move in planned].count(rank) for rank in range(len(nodes))]
-    if len(lost) == 1 and factor == count:
-        assert max(loads) <= 1, "many send, each a little"
+        having = {nodes[move.part], *(nodes[peer] for peer in peers_of_ranks(nodes, factor=factor, jump=1)[move.part])}
+        assert {nodes[source] for source in move.sources} == having - lost
+        assert set(move.sources) == {rank for rank, node in enumerate(nodes) if node in having - lost}, "all can send"
 
 
 def test_nothing_moves_while_every_part_has_an_owner():
@@ -49,7 +48,7 @@ def test_nothing_moves_while_every_part_has_an_owner():
 
 def test_with_another_number_of_ranks_who_has_a_copy_becomes_its_owner():
     memory = memory_of(list("aabbcc"), 2, {"b"})
-    assert moved(memory, 6, list("aac")) == [Move(2, 2, 2), Move(3, 2, 2)]
+    assert moved(memory, 6, list("aac")) == [PartMove(2, 2, (2,)), PartMove(3, 2, (2,))]
 
 
 def test_what_nobody_has_does_not_move():

@@ -1,11 +1,22 @@
 """What travels between nodes when ranks load a sharded checkpoint: a pure decision."""
 
-from tiered_checkpoint_io.engine.restore.shard_exchange import ShardNeed, Transfer, transfers
+from tiered_checkpoint_io.engine.restore.shard_exchange import ShardNeed, plan
 from tiered_checkpoint_io.model.manifest import FileEntry
 
 
 def entry(name, chunks):
     return FileEntry(f"step_1/{name}", 10 * chunks, 10, ("",) * chunks)
+
+
+def moves(needs, without=()):
+    """What travels, as (basename, chunk, source, target), and in how many rounds."""
+    entries, rounds = plan(needs, without)
+    turns = list(iter(rounds.next, []))
+    found = [
+        (move.piece.basename, move.piece.offset // 10, move.source, move.target) for turn in turns for move in turn
+    ]
+    assert {each[0] for each in found} == entries.keys()
+    return sorted(found), len(turns)
 
 
 def test_each_chunk_travels_once_to_each_node_that_needs_it():
@@ -15,14 +26,21 @@ def test_each_chunk_travels_once_to_each_node_that_needs_it():
         ShardNeed("b", {"x": [(0, 1), (12, 3)]}),
         ShardNeed("c", {"x": [(29, 1)], "y": [(0, 4)]}),
     ]
-    entries, planned = transfers(needs)
-    assert sorted(entries) == ["x", "y"]
-    assert planned == [
-        Transfer("x", 0, 0, 1),
-        Transfer("x", 1, 0, 1),
-        Transfer("x", 2, 0, 3),
-        Transfer("y", 0, 1, 3),
+    assert moves(needs) == ([("x", 0, 0, 1), ("x", 1, 0, 1), ("x", 2, 0, 3), ("y", 0, 1, 3)], 3)
+
+
+def test_nodes_send_side_by_side_what_all_others_need():
+    """As DCP saves what is replicated: each byte once, spread over the nodes."""
+    files = {f"f{node}": entry(f"f{node}", 3) for node in range(16)}
+    needs = [
+        ShardNeed(
+            f"n{node}", {name: [(0, 30)] for name in files if name != f"f{node}"}, {f"f{node}": files[f"f{node}"]}
+        )
+        for node in range(16)
     ]
+    found, turns = moves(needs)
+    assert len(found) == 16 * 15 * 3
+    assert turns <= 15 * 3 + 1
 
 
 def test_a_source_that_failed_is_left_out_for_that_file_alone():
@@ -32,21 +50,19 @@ def test_a_source_that_failed_is_left_out_for_that_file_alone():
         ShardNeed("b", holds={"x": x}),
         ShardNeed("c", {"x": [(0, 1)], "y": [(0, 1)]}),
     ]
-    assert [(each.basename, each.source) for each in transfers(needs)[1]] == [("x", 0), ("y", 0)]
-    assert [(each.basename, each.source) for each in transfers(needs, {("x", 0)})[1]] == [("x", 1), ("y", 0)]
-    assert [(each.basename, each.source) for each in transfers(needs, {("x", 0), ("x", 1)})[1]] == [("y", 0)]
+    assert {each[:3:2] for each in moves(needs)[0]} <= {("x", 0), ("x", 1), ("y", 0)}
+    assert [each[:3:2] for each in moves(needs, {("x", 0)})[0]] == [("x", 1), ("y", 0)]
+    assert [each[:3:2] for each in moves(needs, {("x", 0), ("x", 1)})[0]] == [("y", 0)]
 
 
 def test_no_rank_sends_to_its_own_node_what_another_one_there_has_found_damaged():
     x = entry("x", 3)
     needs = [ShardNeed("a", holds={"x": x}), ShardNeed("a", {"x": [(5, 10)]}), ShardNeed("b", {"x": [(0, 1)]})]
-    assert transfers(needs) == ({}, [])
-    assert transfers([*needs, ShardNeed("c", holds={"x": x})])[1] == [
-        Transfer("x", 0, 3, 0),
-        Transfer("x", 0, 3, 2),
-        Transfer("x", 1, 3, 0),
-    ]
+    assert moves(needs) == ([], 0)
+    found, _ = moves([*needs, ShardNeed("c", holds={"x": x})])
+    assert sorted((each[1], each[3]) for each in found) == [(0, 0), (0, 2), (1, 0)]
+    assert 3 in {each[2] for each in found}
 
 
 def test_a_file_that_nobody_holds_is_left_to_whoever_needs_it():
-    assert transfers([ShardNeed("a", {"x": [(0, 1)]}), ShardNeed("b")]) == ({}, [])
+    assert moves([ShardNeed("a", {"x": [(0, 1)]}), ShardNeed("b")]) == ([], 0)

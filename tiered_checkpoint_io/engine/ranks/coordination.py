@@ -35,6 +35,10 @@ _T = TypeVar("_T")
 MACHINE = "TIERED_CHECKPOINT_MACHINE"
 
 
+#: Bytes, and the rank at the other end.
+Transfer = tuple[memoryview, int]
+
+
 class _Failed(NamedTuple):
     error: TieredCheckpointError | None
 
@@ -107,12 +111,8 @@ class Group:
         self.all_gather(None)
         return self._gather(obj, to)
 
-    def send(self, data: memoryview, rank: int) -> None:
-        """Sends bytes to a rank, which is receiving as many."""
-        raise NotImplementedError
-
-    def receive(self, data: bytearray | memoryview, rank: int) -> None:
-        """Fills ``data`` with the bytes that a rank sends."""
+    def transfer(self, sent: Transfer | None, received: Transfer | None) -> None:
+        """Sends bytes to a rank, and fills a view with those that a rank sends, at once; each where it is given."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -148,16 +148,18 @@ class GivenGroup(Group):
         self.world_size = dist.get_world_size(process_group)
         self._device = device_of(process_group)
 
-    def send(self, data: memoryview, rank: int) -> None:
-        sent = tensor_of(data)
-        self._do(lambda: self._dist.send(sent.to(self._device), dst=self._global(rank), group=self._group))
-
-    def receive(self, data: bytearray | memoryview, rank: int) -> None:
-        wanted = tensor_of(data)
-        received = wanted if self._device == "cpu" else wanted.new_empty(wanted.shape, device=self._device)
-        self._do(lambda: self._dist.recv(received, src=self._global(rank), group=self._group))
-        if received is not wanted:
-            wanted.copy_(received)
+    def transfer(self, sent: Transfer | None, received: Transfer | None) -> None:
+        # Both at once: what a rank waits for may wait for what it sends.
+        operations: list[Any] = []
+        for operation, transfer in ((self._dist.isend, sent), (self._dist.irecv, received)):
+            if transfer is not None:
+                data, rank = transfer
+                tensor = tensor_of(data).to(self._device)
+                operations.append(self._dist.P2POp(operation, tensor, self._global(rank), self._group))
+        if operations:
+            self._do(lambda: [work.wait() for work in self._dist.batch_isend_irecv(operations)])
+        if received is not None and self._device != "cpu":
+            tensor_of(received[0]).copy_(operations[-1].tensor)
 
     def _all_gather(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.world_size

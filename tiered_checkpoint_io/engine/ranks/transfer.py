@@ -1,8 +1,8 @@
-"""Chunks and parts from one rank's memory to another's: one protocol, whatever carries the bytes.
+"""Chunks and parts from one rank's memory to another's, whatever carries the bytes.
 
-In a restore that is a group, in which every rank knows from a plan what comes next; for replication, a link of two
-ranks. Before a part, its receiver says whether it can take it. Before each chunk, its sender says whether it can send
-it. After the last one, the receiver says whether the part has arrived. A rank that fails says so there, whatever
+This is how replicas travel, over a link of two ranks; for how all ranks of a restore send at once see :mod:`rounds`.
+Before a part, its receiver says whether it can take it. Before each chunk, its sender says whether it can send it.
+After the last one, the receiver says whether the part has arrived. A rank that fails says so there, whatever
 the reason, and both ranks end this transfer and begin the next. Each chunk is verified where it arrives.
 """
 
@@ -15,7 +15,6 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from tiered_checkpoint_io.engine.chunks import verify
-from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -34,7 +33,7 @@ _T = TypeVar("_T")
 
 _HASH_THREADS = 2
 #: Bytes of a status on the wire; of blanks alone where all is well.
-_STATUS = 1024
+STATUS_SIZE = 1024
 
 
 # --------------------------------------------------------------------------------------- channels
@@ -56,31 +55,26 @@ class Channel(Protocol):
         ...
 
 
-class GroupChannel:
-    """A channel to a rank of a group, whose errors it raises."""
+def status_of(problem: str) -> memoryview:
+    """What is wrong, as it travels; nothing is where the text is empty."""
+    return memoryview(bytearray(problem.encode()[:STATUS_SIZE].ljust(STATUS_SIZE)))
 
-    def __init__(self, group: Group, rank: int) -> None:
-        self.name = f"rank {rank}"
-        self._group = group
-        self._rank = rank
 
-    def send(self, data: memoryview) -> None:
-        self._group.send(data, self._rank)
-
-    def receive(self, data: memoryview) -> None:
-        self._group.receive(data, self._rank)
+def text_in(status: memoryview) -> str:
+    """The text that :func:`status_of` was given."""
+    return bytes(status).decode(errors="replace").strip()
 
 
 def send_status(channel: Channel, problem: str = "") -> None:
     """Says what is wrong here; nothing where the text is empty."""
-    channel.send(memoryview(bytearray(problem.encode()[:_STATUS].ljust(_STATUS))))
+    channel.send(status_of(problem))
 
 
 def receive_status(channel: Channel) -> str:
     """What the other side has to :func:`send_status`."""
-    status = bytearray(_STATUS)
-    channel.receive(memoryview(status))
-    return status.decode(errors="replace").strip()
+    status = memoryview(bytearray(STATUS_SIZE))
+    channel.receive(status)
+    return text_in(status)
 
 
 def text_of(error: Exception) -> str:
@@ -189,18 +183,19 @@ def send_held_part(channel: Channel, tier: MemoryTier, part: Part, is_late: Call
                 raise PeerError("not sent in time", operation="replicate", key=channel.name, step=part.content.step)
         problem = problem or receive_status(channel)
     if problem and stored is not None:
-        with contextlib.suppress(CheckpointNotFoundError, OSError):
-            _quarantine_damaged(tier, stored)
+        quarantine_damaged(tier, stored)
     return problem
 
 
-def _quarantine_damaged(tier: MemoryTier, stored: StoredPart) -> None:
-    try:
-        with reading(stored) as views:
-            for entry in stored.part.content.files:
-                verify(entry, views[entry.basename], where=str(stored.file(entry.basename)))
-    except CorruptCheckpointError as error:
-        tier.quarantine(stored.folder, str(error))
+def quarantine_damaged(tier: MemoryTier, stored: StoredPart) -> None:
+    """Verifies a part of which bytes did not arrive as they should be, and quarantines it where it is damaged here."""
+    with contextlib.suppress(CheckpointNotFoundError, OSError):
+        try:
+            with reading(stored) as views:
+                for entry in stored.part.content.files:
+                    verify(entry, views[entry.basename], where=str(stored.file(entry.basename)))
+        except CorruptCheckpointError as error:
+            tier.quarantine(stored.folder, str(error))
 
 
 class Destination(Protocol[_T_co]):

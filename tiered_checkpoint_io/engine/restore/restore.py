@@ -25,7 +25,7 @@ from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
 from tiered_checkpoint_io.engine.restore.elsewhere import at_its_place
 from tiered_checkpoint_io.engine.restore.ending import Found
-from tiered_checkpoint_io.engine.restore.part_moves import move_parts, spread
+from tiered_checkpoint_io.engine.restore.part_moves import PartMove, move_parts
 from tiered_checkpoint_io.engine.restore.search import Attempt, Search
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.loaded import retain_loaded, slot_for
@@ -394,7 +394,9 @@ def _from_peers(
     if not holders:
         return mine
     part: Part = search.group.broadcast(mine.value.part if mine.value else None, holders[0])
-    planned = spread(holders, [rank for rank, (needs, _) in enumerate(gathered) if needs])
-    place = partial(SlotOrFile, tiers, tier="peer", drained=drained)
-    received = search.attempt(candidate, "peer", lambda: move_parts(search.group, tiers, planned, {0: part}, place))
+    planned = [PartMove(0, rank, tuple(holders)) for rank, (needs, _) in enumerate(gathered) if needs]
+    result = move_parts(
+        search.group, tiers, planned, {0: part}, lambda part: SlotOrFile(tiers, part, tier="peer", drained=drained)
+    )
+    received = search.attempt(candidate, "peer", result)
     return mine.then(received) if lacks else mine

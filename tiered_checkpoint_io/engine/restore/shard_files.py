@@ -115,7 +115,9 @@ class ShardFiles:
         return file.view
 
     def peek(self, basename: str, offset: int, length: int) -> memoryview:
-        """Some bytes of a file, as :meth:`verified`."""
+        """Some bytes of a file, as :meth:`verified`, or of what :meth:`put` was given."""
+        if basename not in self._held and basename in self._fetched:
+            return self._fetched[basename].peek(offset, length)
         return self.verified(basename, [(offset, length)])[offset : offset + length]
 
     def expect(self, entry: FileEntry) -> None:

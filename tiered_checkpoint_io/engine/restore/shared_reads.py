@@ -20,7 +20,7 @@ from pathlib import Path
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.chunks import Span, chunks_of, fetch_chunk, writer_to
 from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, fetch_targets, read_chunk
-from tiered_checkpoint_io.errors import RestoreError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError
 from tiered_checkpoint_io.formats.parallel import in_parallel_as_needed
 from tiered_checkpoint_io.memory.space import needs_space
 from tiered_checkpoint_io.model.manifest import FileEntry
@@ -207,6 +207,12 @@ class FetchedFile:
         self.entry.check_chunk(index, memoryview(data), tier="memory", where=self._where)
         self._room(index)[:] = data
         self._mapping[self._table + index] = _VERIFIED
+
+    def peek(self, offset: int, length: int) -> memoryview:
+        """Some bytes whose chunks are here; raises CorruptCheckpointError where they are not."""
+        if self._missing(chunks_of(self.entry, [(offset, length)])):
+            raise CorruptCheckpointError("it has not arrived", operation="restore", key=self._where)
+        return self.view[offset : offset + length]
 
     def copy_to(self, other: FetchedFile) -> None:
         """Gives the chunks that are here to another mapping of the same file."""
