@@ -170,6 +170,18 @@ def test_what_one_rank_can_not_send_another_one_sends():
     assert not memories[2].suspected
 
 
+def test_only_the_rank_that_did_not_send_is_barred_and_not_those_that_were_to_send_it_on():
+    holders = {"a": [0, 3]}
+    rounds = Rounds(holders, lacking_of(holders, 1, range(5)))
+    (first, _), (sent_on,) = rounds.next(), rounds.next()
+    assert (first.source, sent_on.source) == (0, first.target)
+    rounds.miss([first, sent_on])
+    assert rounds.barred == {("a", 0)}
+    again = rounds.next()
+    assert {move.target for move in again} == {first.target, sent_on.target}
+    assert {move.source for move in again} <= {2, 3}
+
+
 def test_of_what_no_rank_can_send_all_know_that_it_is_missing_and_the_rest_arrives():
     memories = [Memory() for _ in range(7)]
     memories[0].broken = {Piece("a", 0, CHUNK)}

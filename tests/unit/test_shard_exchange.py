@@ -1,6 +1,8 @@
 """What travels between nodes when ranks load a sharded checkpoint: a pure decision."""
 
-from tiered_checkpoint_io.engine.restore.shard_exchange import ShardNeed, plan
+from support.restoring import in_ranks
+
+from tiered_checkpoint_io.engine.restore.shard_exchange import ShardNeed, exchange, plan
 from tiered_checkpoint_io.model.manifest import FileEntry
 
 
@@ -66,3 +68,45 @@ def test_no_rank_sends_to_its_own_node_what_another_one_there_has_found_damaged(
 
 def test_a_file_that_nobody_holds_is_left_to_whoever_needs_it():
     assert moves([ShardNeed("a", {"x": [(0, 1)]}), ShardNeed("b")]) == ([], 0)
+
+
+class Files:
+    """A checkpoint as a rank sees it: what its node holds, and what has come there."""
+
+    is_aside = False
+
+    def __init__(self, held, content):
+        self.held, self.content, self.came, self.expected = held, content, {}, set()
+
+    def verified(self, basename, spans):
+        pass
+
+    def expect(self, entry):
+        self.expected.add(entry.basename)
+
+    def peek(self, basename, offset, length):
+        return memoryview(self.content if basename in self.held else b"".join(self.came[basename]))[offset:][:length]
+
+    def put(self, basename, index, data):
+        self.came.setdefault(basename, []).append(bytes(data))
+
+
+def test_the_lowest_rank_of_a_node_alone_says_what_it_holds_and_receives_for_all_there():
+    content, needs = b"0123456789", []
+
+    def work(group):
+        gather, files = group.all_gather, Files({"x": entry("x", 1)} if group.node == "a" else {}, content)
+
+        def noted(obj):
+            if isinstance(obj, ShardNeed):
+                needs.append((group.rank, obj))
+            return gather(obj)
+
+        group.all_gather = noted
+        notes = exchange(group, files, {"x": [(0, 4)]})
+        return notes, files.came, files.expected
+
+    told = in_ranks("aabbc", work)
+    arrived = ([], {"x": [content]}, {"x"})
+    assert told == [([], {}, set())] * 2 + [arrived, ([], {}, {"x"}), arrived]
+    assert [rank for rank, need in needs if need.holds] == [0]
