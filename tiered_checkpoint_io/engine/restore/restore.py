@@ -395,8 +395,6 @@ def _from_peers(
         return mine
     part: Part = search.group.broadcast(mine.value.part if mine.value else None, holders[0])
     planned = [PartMove(0, rank, tuple(holders)) for rank, (needs, _) in enumerate(gathered) if needs]
-    result = move_parts(
-        search.group, tiers, planned, {0: part}, lambda part: SlotOrFile(tiers, part, tier="peer", drained=drained)
-    )
-    received = search.attempt(candidate, "peer", result)
+    place = partial(SlotOrFile, tiers, tier="peer", drained=drained)
+    received = search.attempt(candidate, "peer", move_parts(search.group, tiers, planned, {0: part}, place))
     return mine.then(received) if lacks else mine
