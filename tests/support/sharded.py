@@ -31,17 +31,31 @@ def entry_of(path, data):
 
 
 def make_part(
-    name, number, rank, *, world_size=2, coordinator=0, kind="sharded", suffix="", dirpath="d", run=None, size=1500
+    name,
+    number,
+    rank,
+    *,
+    world_size=2,
+    coordinator=0,
+    kind="sharded",
+    suffix="",
+    dirpath="d",
+    run=None,
+    size=1500,
+    series="",
 ):
-    """A rank's part, and its files: two of data of about ``size`` bytes, and ``.metadata`` on the coordinator."""
+    """A rank's part, and its files: two of data of about ``size`` bytes, and ``.metadata`` on the coordinator.
+
+    With ``series=None``, it is of a release that did not note it.
+    """
     basenames = [f"__{rank}_0{suffix}.distcp", f"__{rank}_1{suffix}.distcp"]
     if kind == "sharded" and rank == coordinator:
         basenames.append(METADATA)
     files = {basename: bytes_of(number, rank, basename, size) for basename in basenames}
     entries = tuple(entry_of(f"{name}/{basename}", data) for basename, data in files.items())
     save_id = ids.save_id(run, number) if run else op_id(number)
-    content = Content(save_id, number, 0, kind, 1.0, world_size, {}, entries)
-    return Part(name, rank, content, dirpath, durable=True), files
+    content = Content(save_id, number, 0, kind, 1.0, world_size, {}, entries, coordinator=coordinator)
+    return Part(name, rank, content, dirpath, durable=True, series=series), files
 
 
 class Journals:

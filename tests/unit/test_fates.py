@@ -14,7 +14,7 @@ from support.sharded import make_part
 
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
-from tiered_checkpoint_io.engine.replication.fates import _MAX_DECIDED, Fates, series_key
+from tiered_checkpoint_io.engine.replication.fates import _MAX_DECIDED, Fates, form_key
 from tiered_checkpoint_io.engine.replication.replica_sender import ReplicaSender
 from tiered_checkpoint_io.engine.staging.capture import Capturer
 from tiered_checkpoint_io.engine.staging.retention import Scope
@@ -115,7 +115,7 @@ def test_what_is_complete_can_not_be_given_up_any_more(ranks):
 
 def test_what_a_node_has_not_learnt_it_learns_when_all_meet_again(ranks, memory_dir):
     stored = ranks[0].save(1)
-    again = Rank(0, f"{memory_dir}/0", dist.HashStore(), {series_key(stored.part): stored.save_id})
+    again = Rank(0, f"{memory_dir}/0", dist.HashStore(), {form_key(stored.part): stored.save_id})
     assert again.marked() == [1]
     assert again.fates.awaited() == {stored.save_id}
     again.store.close()

@@ -6,7 +6,6 @@ what its bytes are. Both are versioned JSON, sealed by a digest: see ``documents
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -27,7 +26,7 @@ from tiered_checkpoint_io.model.documents import (
 )
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
 from tiered_checkpoint_io.model.index import IndexRef
-from tiered_checkpoint_io.model.place import AtPlace, Place, Server, server_in
+from tiered_checkpoint_io.model.place import AtPlace, Place, SeriesKey, Server, server_in
 from tiered_checkpoint_io.model.s3_limits import MAX_OBJECT
 
 #: The file of a ``sharded`` checkpoint that says where its tensors lie; torch gives it this name.
@@ -315,6 +314,8 @@ class Part(AtPlace):
     durable: bool
     #: Of an S3 one, the server; None where the release that saved it did not note that.
     server: Server | None = None
+    #: What those that the same ranks save before and after it have in common; None where the release did not note it.
+    series: str | None = None
     _raw: bytes = field(default=b"", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -327,16 +328,13 @@ class Part(AtPlace):
         return self.content.save_id
 
     @property
-    def series(self) -> str:
-        """Equal for saves of which a later one takes the place of an earlier one with peers; any number may differ.
-
-        Those of shards may be names of process groups that save side by side: see :func:`ids.series_of`.
-        """
-        return (
-            re.sub(r"\d+", "#", self.name)
-            if self.content.kind == "full"
-            else ids.series_of(self.name, self.content.step)
-        )
+    def series_key(self) -> SeriesKey:
+        """Which saves its own is one of. Only those are in order: process groups may save side by side."""
+        series = self.series
+        if series is None:
+            # Releases that did not note it. Names of shards may be those of process groups.
+            series = "" if self.content.kind == "full" else ids.series_of(self.name, self.content.step)
+        return SeriesKey(self.place, series, self.content.coordinator)
 
     @property
     def commits(self) -> bool:
@@ -365,6 +363,7 @@ class Part(AtPlace):
                 "dirpath": self.dirpath,
                 "durable": self.durable,
                 **({"server": self.server.to_json()} if self.server is not None else {}),
+                **({"series": self.series} if self.series is not None else {}),
             }
         )
 
@@ -380,6 +379,7 @@ class Part(AtPlace):
                 dirpath=value_of(raw, "dirpath", str),
                 durable=value_of(raw, "durable", bool),
                 server=server_in(raw),
+                series=value_of(raw, "series", str) if "series" in raw else None,
             )
         if part.content.index is not None:
             raise ManifestError("a part lists its files itself", operation="parse", key=where)

@@ -76,6 +76,20 @@ class Place(NamedTuple):
         return f"{self.dirpath} at {at}" if at else self.dirpath
 
 
+class SeriesKey(NamedTuple):
+    """Saves that the same ranks make one after the other: each replaces the one before it, and comes after it.
+
+    Attributes:
+        place: The durable tier.
+        series: What the saves have in common, see :attr:`Part.series`.
+        coordinator: The rank that commits them, among those that save together; -1 where that is not known.
+    """
+
+    place: Place
+    series: str
+    coordinator: int
+
+
 class AtPlace:
     """What belongs to a durable tier, and is stored with ``dirpath`` and ``server`` side by side."""
 

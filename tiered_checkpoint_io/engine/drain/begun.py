@@ -9,7 +9,6 @@ from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.memory.space import is_scarcity
-from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
 
 #: After so many, any backoff is at its bound.
@@ -98,17 +97,9 @@ class Unfinished(dict[str, Begun]):
             begun.due = now
 
     def lost(self, part: Part) -> set[str]:
-        """Ids of saves that failed, or can't become complete any more, once a part was sent or its save committed."""
+        """Ids of saves that failed, or that wait: those of the part's series go, now that it is sent or committed."""
         lost = {op_id for op_id, begun in self.items() if begun.failures}
         if part.commits and part.content.parts > 1:
-            # Nodes send parts in the order of their saves: what was missing at the last look will not come.
-            waiting = [begun.arrivals.part for begun in self.values() if begun.arrivals is not None]
-            lost |= {each.save_id for each in waiting if _in_one_order(each, part)}
+            # Parts of one series are sent in the order of its saves: what was missing at the last look will not come.
+            lost |= {op_id for op_id, begun in self.items() if begun.arrivals is not None}
         return lost
-
-
-def _in_one_order(one: Part, other: Part) -> bool:
-    """Whether a rank that has a part of both made them one after the other."""
-    # Ranks that save without talking, and so without a switch, keep the order of each series alone.
-    coordinated = one.content.switch is not None and other.content.switch is not None
-    return coordinated or ids.line_of(one.save_id) == ids.line_of(other.save_id)

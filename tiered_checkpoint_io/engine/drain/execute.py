@@ -97,7 +97,7 @@ class Executor:
         said = ""
         try:
             if stored is not None:
-                fate = self._save(stored)
+                fate = self._save(operation, stored)
             elif operation.action == "cancel":
                 self._cancel(operation, operations)
             elif operation.action == "unknown":
@@ -150,7 +150,7 @@ class Executor:
                 took += f", of which {size_text(copied)} were copied there in place of being sent"
             self.log.info("Step %d: %s %s: %s", part.content.step, part.name, what, took)
 
-    def _save(self, stored: StoredPart) -> commit.Fate | Literal["waits"]:
+    def _save(self, operation: Request, stored: StoredPart) -> commit.Fate | Literal["waits"]:
         """Does what can be done now for a part in memory: sends it, waits for those of other nodes, commits."""
         part, rows = stored.part, None
         is_alone, timeout_s = part.content.parts == 1, self.stores.config.wait_timeout_s
@@ -172,8 +172,10 @@ class Executor:
                 store, part, files, rows, journal=journal, progress=self._progress, remove_later=left, clock=self.clock
             )
         if fate != "replaced" and not is_alone:
-            queued = [each for each in self.queue.look(self.tier) if each.action in SAVES]
-            busy = {each.name for each in queued if ids.save_id_of_op(each.op_id) > part.save_id}
+            queued = self.queue.look(self.tier)
+            given_up = superseded(queued, self.begun.lost(part), operation)
+            left_alone = [each for each in queued if each.action in SAVES and each not in given_up]
+            busy = {each.name for each in left_alone if ids.save_id_of_op(each.op_id) != part.save_id}
             found = self.found.setdefault(part.place, Seen())
             clock = self.clock
             clear_up(store, part, patience_s=timeout_s, busy=busy, log=self.log, seen=found, clock=clock)
@@ -278,7 +280,7 @@ class Executor:
         is_first = True
         for begun in self.begun.values():
             arrivals = begun.arrivals
-            if arrivals and arrivals.part.place == part.place and arrivals.part.save_id < part.save_id:
+            if arrivals and arrivals.part.series_key == part.series_key and arrivals.part.save_id < part.save_id:
                 arrivals.look(store)
                 if not arrivals.missing:
                     begun.due, is_first = now, False
@@ -348,7 +350,7 @@ class Executor:
         """Notes how an operation ended; one that is not tried again leaves the queue."""
         self.report.counts["uploaded" if operation.action == "part" and state == "committed" else state] += 1
         content = operation.stored.part.content if operation.stored is not None else None
-        begun = self.begun.get(operation.op_id, Begun())
+        begun, key = self.begun.get(operation.op_id, Begun()), operation.series_key
         if final:
             self.begun.pop(operation.op_id, None)
         outcome = Outcome(
@@ -365,6 +367,7 @@ class Executor:
             begun.failures + (final and state != "skipped"),
             operation.dirpath,
             operation.server,
+            *(key[1:] if key is not None else ()),
         )
         note(
             self.tier.root,

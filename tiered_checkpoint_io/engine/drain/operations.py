@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.place import AtPlace, Place, Server
+from tiered_checkpoint_io.model.place import AtPlace, Place, SeriesKey, Server
 
 if TYPE_CHECKING:
     from tiered_checkpoint_io.memory.parts import StoredPart
@@ -47,6 +47,11 @@ class Request(AtPlace):
     stored: StoredPart | None = field(default=None, repr=False, compare=False)
     server: Server | None = None
 
+    @property
+    def series_key(self) -> SeriesKey | None:
+        """Of a save, see :attr:`Part.series_key`."""
+        return self.stored.part.series_key if self.stored is not None else None
+
     def known(self, here: Place | None) -> Request:
         """The same, with the server that :meth:`Place.known` tells."""
         server = self.place.known(here).server
@@ -72,6 +77,8 @@ class Outcome(AtPlace):
         attempts: How often it was tried.
         dirpath: The durable tier.
         server: Its server, see :class:`Place`.
+        series: Of a save, see :class:`SeriesKey`; None where an earlier release noted the outcome.
+        coordinator: Of a save, as well.
     """
 
     op_id: str
@@ -87,6 +94,13 @@ class Outcome(AtPlace):
     attempts: int = 1
     dirpath: str = ""
     server: Server | None = None
+    series: str | None = None
+    coordinator: int = -1
+
+    @property
+    def series_key(self) -> SeriesKey | None:
+        """Of a save, see :attr:`Part.series_key`."""
+        return SeriesKey(self.place, self.series, self.coordinator) if self.series is not None else None
 
     @property
     def url(self) -> str:
@@ -150,21 +164,23 @@ def in_order(operations: Iterable[Request]) -> list[Request]:
 
 
 def unreplaced(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Saves and parts that failed, and after which none was committed yet.
+    """Saves and parts that failed, and after which none of their series was committed yet.
 
     A part on the durable tier does not mean that its save is committed: it replaces lost parts alone.
     """
     saves = [outcome for outcome in outcomes if outcome.action in SAVES]
-    newest: dict[tuple[Place, Action], str] = {}
+    newest: dict[tuple[Place | SeriesKey, Action], str] = {}
     for save in saves:
         if save.state == "committed":
             for action in SAVES if save.action == "save" else ("part",):
-                key = (save.place, action)
-                newest[key] = max(newest.get(key, ""), ids.save_id_of_op(save.op_id))
+                # Where the series of what failed is not known, any does.
+                for of in (save.place, save.series_key or save.place):
+                    newest[of, action] = max(newest.get((of, action), ""), ids.save_id_of_op(save.op_id))
     return [
         save
         for save in saves
-        if save.state != "committed" and ids.save_id_of_op(save.op_id) > newest.get((save.place, save.action), "")
+        if save.state != "committed"
+        and ids.save_id_of_op(save.op_id) > newest.get((save.series_key or save.place, save.action), "")
     ]
 
 
@@ -216,7 +232,7 @@ def needed(operations: Sequence[Request]) -> set[str]:
 
 
 def superseded(operations: Sequence[Request], failed: Collection[str], committed: Request) -> list[Request]:
-    """Failed saves that are not tried again, because a later save is committed, and that are not :func:`needed`.
+    """Failed saves that are not tried again, because a later one of their series is committed; none that is needed.
 
     A later part that has arrived does the same for parts, but not for saves.
     """
@@ -229,6 +245,7 @@ def superseded(operations: Sequence[Request], failed: Collection[str], committed
         and ids.save_id_of_op(operation.op_id) not in wanted
         and ids.save_id_of_op(operation.op_id) < ids.save_id_of_op(committed.op_id)
         and operation.place == committed.place
+        and operation.series_key == committed.series_key
     ]
 
 

@@ -57,13 +57,13 @@ def collect(
 ) -> list[tuple[str, str]]:
     """Removes what is left of older saves that never became complete.
 
-    Those of the same run go at once, for it commits in order; of other runs, which may have a coordinator of their
-    own at work, once nothing of them has moved for a while.
+    Those of the same run and series go at once, for these are committed in order; all others, which may have a
+    coordinator of their own at work, once nothing of them has moved for a while.
 
     Args:
         store: Where.
         committed: The coordinator's part of the save that was committed just now.
-        patience_s: How long saves of other runs are left alone, seconds.
+        patience_s: How long other saves are left alone, seconds.
         busy: Names with saves under way, which may share files with their older ones: left alone.
         seen: What earlier calls found.
         clock: Tells which manifests may have changed again within the second of their last change.
@@ -106,8 +106,12 @@ def _collect(
             # A directory keeps empty folders.
             seen.settled.add(save_id)
             continue
-        name = _name_of(store, objects)
-        if _is_stale(save_id, objects, committed, before) and name is not None and name not in busy:
+        try:
+            part = _part_in(store, objects)
+        except FormatVersionError:
+            continue
+        name = part.name if part is not None else ""
+        if (_goes_at_once(part, committed) or _rests(objects, before)) and name not in busy:
             mine, switch = Manifests(store, committed.save_id), f"{name}/{METADATA}"
             found_now = [mine.current(name)] if name else []
             named = contents_of(
@@ -159,25 +163,26 @@ def _time_of(store: Store, committed: Part) -> float:
     return max((entry.modified for entry in store.list(ids.index_key(committed.save_id))), default=0.0)
 
 
-def _is_stale(save_id: str, objects: list[ObjectInfo], committed: Part, before: float) -> bool:
-    same_run = ids.run_id_of(save_id) == ids.run_id_of(committed.save_id)
-    return same_run or max((entry.modified for entry in objects), default=0.0) < before
+def _goes_at_once(part: Part | None, committed: Part) -> bool:
+    """Whether the save of a part can't become complete any more, now that another one is committed."""
+    if part is None or ids.run_id_of(part.save_id) != ids.run_id_of(committed.save_id):
+        return False
+    return part.series_key._replace(place=committed.place) == committed.series_key
+
+
+def _rests(objects: list[ObjectInfo], before: float) -> bool:
+    """Whether none of these has changed since."""
+    return max((entry.modified for entry in objects), default=0.0) < before
 
 
 def _part_at(store: Store, key: str) -> Part:
     return Part.from_json(store.get(key), where=key)
 
 
-def _name_of(store: Store, objects: list[ObjectInfo]) -> str | None:
-    """The checkpoint that a save was to be; empty where that is unknown, None where a newer release described it."""
-    for entry in objects:
-        try:
-            part = if_intact(_part_at, store, entry.key)
-        except FormatVersionError:
-            return None
-        if part is not None:
-            return part.name
-    return ""
+def _part_in(store: Store, objects: list[ObjectInfo]) -> Part | None:
+    """A part of a save; None where no description is intact, FormatVersionError where a newer release made one."""
+    parts = (if_intact(_part_at, store, entry.key) for entry in objects)
+    return next((part for part in parts if part is not None), None)
 
 
 def _move_old(store: Store, committed: Part, patience_s: float) -> bool:
@@ -186,5 +191,5 @@ def _move_old(store: Store, committed: Part, patience_s: float) -> bool:
     before = _time_of(store, committed) - patience_s if entries else 0.0
     saves = {entry: key.save_id for entry in entries if (key := ids.parse_part_key(entry.key)) is not None}
     old = [entry for entry, save_id in saves.items() if save_id < committed.save_id]
-    move_old(store, [entry for entry in old if _is_stale(saves[entry], [entry], committed, before)])
+    move_old(store, [entry for entry in old if _rests([entry], before)])
     return bool(saves)

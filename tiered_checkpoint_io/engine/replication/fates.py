@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
+from tiered_checkpoint_io.engine.staging.retention import form_of
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.manifest import Part
@@ -31,29 +32,29 @@ _MAX_DROPPED = 16
 #: Decided saves whose keys stay in the store: a rank that is late asks for them, or would wait in vain.
 _MAX_DECIDED = 16
 
-#: Saves of which the later replace the earlier: a durable tier, and a series of names.
-SeriesKey = tuple[Place, str]
+#: Saves of which the later replace the earlier with peers: a durable tier, and a form of names.
+FormKey = tuple[Place, str]
 
 
-def series_key(part: Part) -> SeriesKey:
+def form_key(part: Part) -> FormKey:
     """Which saves a part's save is one of."""
-    return part.place, part.series
+    return part.place, form_of(part)
 
 
-def newest_replicated(held: Iterable[StoredPart]) -> dict[SeriesKey, str]:
-    """The newest save of each series that is marked as replicated."""
-    return newest_of((series_key(each.part), each.save_id) for each in held if each.replicated)
+def newest_replicated(held: Iterable[StoredPart]) -> dict[FormKey, str]:
+    """The newest save of each form that is marked as replicated."""
+    return newest_of((form_key(each.part), each.save_id) for each in held if each.replicated)
 
 
-def newest_of(saves: Iterable[tuple[SeriesKey, str]]) -> dict[SeriesKey, str]:
-    """The newest save of each series."""
+def newest_of(saves: Iterable[tuple[FormKey, str]]) -> dict[FormKey, str]:
+    """The newest save of each form."""
     return dict(sorted(saves, key=lambda each: each[1]))
 
 
 class Fates:
     """What one rank knows of the saves whose parts it sends or keeps; for the two threads that replicate."""
 
-    def __init__(self, store: StoreClient, tier: MemoryTier, replicated: Mapping[SeriesKey, str]) -> None:
+    def __init__(self, store: StoreClient, tier: MemoryTier, replicated: Mapping[FormKey, str]) -> None:
         """Takes what all ranks together know to be ``replicated``, and marks it on this node."""
         self._store = store
         self._tier = tier
@@ -80,7 +81,7 @@ class Fates:
         """
         earlier = self._open.get(part.rank)
         if earlier is not None and earlier.save_id != part.save_id:
-            if series_key(part) == series_key(earlier) and part.save_id < earlier.save_id:
+            if form_key(part) == form_key(earlier) and part.save_id < earlier.save_id:
                 # One of an earlier start, which another rank sends again: it counts for nothing.
                 return False
             self._decide(earlier, gives_up=True)
@@ -136,7 +137,7 @@ class Fates:
         if fate is not None:
             with self._lock:
                 if fate == _REPLICATED:
-                    self._replicated = newest_of([*self._replicated.items(), (series_key(part), part.save_id)])
+                    self._replicated = newest_of([*self._replicated.items(), (form_key(part), part.save_id)])
                 self._close(part.save_id)
                 outlived = self._outlived(part.save_id)
             if outlived:

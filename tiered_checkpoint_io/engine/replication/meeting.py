@@ -21,7 +21,7 @@ from tiered_checkpoint_io.engine.ranks.coordination import (
 )
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
-from tiered_checkpoint_io.engine.replication.fates import Fates, SeriesKey, newest_of, newest_replicated, series_key
+from tiered_checkpoint_io.engine.replication.fates import Fates, FormKey, form_key, newest_of, newest_replicated
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.network import Interface, interface_for, megabits_of, rate_text
 from tiered_checkpoint_io.engine.replication.peer_link import Member
@@ -54,7 +54,7 @@ class _Member(NamedTuple):
     replicas: set[tuple[str, int]]
     parts: set[tuple[str, int]]
     newest: str
-    replicated: dict[SeriesKey, str]
+    replicated: dict[FormKey, str]
     token: str
 
 
@@ -70,7 +70,7 @@ class Replicator:
         member: Member,
         peers: Sequence[tuple[int, ...]],
         counts: Counter[str],
-        replicated: Mapping[SeriesKey, str],
+        replicated: Mapping[FormKey, str],
     ) -> None:
         """Starts the threads.
 
@@ -193,7 +193,7 @@ class Peering:
                 made.sender.offer(stored, again=not counts)
         for stored in self._of_others(tier, parts, gathered, group.rank):
             was_replicated = stored.save_id in replicated.values()
-            is_newer = stored.save_id > replicated.get(series_key(stored.part), "")
+            is_newer = stored.save_id > replicated.get(form_key(stored.part), "")
             if was_replicated or (is_newer and newest.count(stored.save_id) < stored.part.content.parts):
                 made.sender.offer(stored, again=True)
         return made

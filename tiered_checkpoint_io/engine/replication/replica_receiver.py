@@ -13,9 +13,9 @@ from tiered_checkpoint_io.engine.ranks.transfer import (
     send_status,
     text_of,
 )
-from tiered_checkpoint_io.engine.replication.fates import Fates, newest_of, series_key
+from tiered_checkpoint_io.engine.replication.fates import Fates, form_key, newest_of
 from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Link, Links, Member, take_request
-from tiered_checkpoint_io.engine.staging.retention import outdated_replicas
+from tiered_checkpoint_io.engine.staging.retention import form_of, outdated_replicas
 from tiered_checkpoint_io.errors import ManifestError, MemoryFullError, PeerError, TieredCheckpointError
 from tiered_checkpoint_io.memory.slot import Slot
 from tiered_checkpoint_io.model import ids
@@ -38,8 +38,8 @@ class ReplicaReceiver:
         self._fates = fates
         self._missed = 0
         held = [*self._tier.parts(), *self._tier.replicas.parts()]
-        #: The newest save of each series that this node had when the ranks met.
-        self._newest_before = newest_of((series_key(stored.part), stored.save_id) for stored in held)
+        #: The newest save of each form that this node had when the ranks met.
+        self._newest_before = newest_of((form_key(stored.part), stored.save_id) for stored in held)
         self._is_closing = False
         #: Ends a pause.
         self._bell = threading.Event()
@@ -150,13 +150,13 @@ class ReplicaReceiver:
 
     def _is_left_over(self, part: Part) -> bool:
         """Whether an earlier run saved it: until this one saves, the ranks may be loading an older one than that."""
-        return part.save_id <= self._newest_before.get(series_key(part), "")
+        return part.save_id <= self._newest_before.get(form_key(part), "")
 
     def _prune(self, part: Part, *, keep: int) -> None:
         """Removes what is outdated of the replicas that this rank keeps, and of those of earlier runs."""
-        kept, series, run = self._tier.replicas, part.series, ids.line_of(part.save_id)
+        kept, form, run = self._tier.replicas, form_of(part), ids.line_of(part.save_id)
         held = [stored for stored in kept.parts() if stored.part.place == part.place]
         for stored in outdated_replicas(held, keep=keep):
-            own = stored.part.rank in self._sources and stored.part.series == series
+            own = stored.part.rank in self._sources and form_of(stored.part) == form
             if own or ids.line_of(stored.save_id) != run:
                 kept.remove(stored)

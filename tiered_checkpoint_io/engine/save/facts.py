@@ -48,8 +48,8 @@ class SaveFacts:
         completed: The newest saves of this run that are complete, the oldest first.
         epoch: The epoch; -1 where it is not known.
         metric: What a ModelCheckpoint monitored.
-        series: To which names ``memory_keep_last`` applies together, see :func:`ids.series_of`; empty
-            for all names.
+        series: Which names these ranks save one after the other, see :func:`ids.series_of`; empty for all names.
+            ``memory_keep_last`` applies to these together, and a later one replaces an earlier one.
         coordinator: The rank whose drain commits; -1 where ranks need not know.
         resumable: Whether training can resume from it.
         left_out: Whether it was to go to the durable tier, where too many saves wait: see :mod:`engine.save.room`.
@@ -135,7 +135,7 @@ class SaveFacts:
             resumable=self.resumable,
             namespace=namespace,
         )
-        return Part(self.name, rank, content, place.dirpath, self.durable, place.server)
+        return Part(self.name, rank, content, place.dirpath, self.durable, place.server, self.series)
 
 
 def _arrive(*fields: Any) -> SaveFacts:

@@ -105,6 +105,8 @@ class Stream:
             bytes=content.size,
             dirpath=part.dirpath,
             server=part.server,
+            series=part.series_key.series,
+            coordinator=part.content.coordinator,
         )
         # The save itself says that it is durable.
         drain.skip(done)

@@ -5,11 +5,13 @@ One rule for all payloads. What differs between ways to save is the evidence: wh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import AtPlace, Server
 
 #: Ranks that train together are at most one save apart: of so many saves that a node holds, the oldest is complete.
@@ -72,6 +74,17 @@ class Scope(AtPlace):
 def series_of(stored: StoredPart) -> str:
     """See :func:`ids.series_of`."""
     return ids.series_of(stored.part.name, stored.part.content.step)
+
+
+def form_of(part: Part) -> str:
+    """Equal for saves of which a later one takes the place of an earlier one with peers; any number may differ.
+
+    Not for what is saved side by side, such as averaged weights (``x-EMA.ckpt``) or the shards of process groups: see
+    :func:`ids.series_of`.
+    """
+    return (
+        re.sub(r"\d+", "#", part.name) if part.content.kind == "full" else ids.series_of(part.name, part.content.step)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +239,12 @@ def outdated_replicas(held: Iterable[StoredPart], *, keep: int) -> list[StoredPa
     """
     held = list(held)
     outdated: list[StoredPart] = []
-    for series, payload, rank in {(each.part.series, each.part.content.kind, each.part.rank) for each in held}:
+    for form, payload, rank in {(form_of(each.part), each.part.content.kind, each.part.rank) for each in held}:
         of_payload = [each for each in held if each.part.content.kind == payload]
-        of_series = [each for each in of_payload if each.part.series == series]
-        replicas = [each for each in of_series if each.part.rank == rank]
+        of_form = [each for each in of_payload if form_of(each.part) == form]
+        replicas = [each for each in of_form if each.part.rank == rank]
         newest = max(each.save_id for each in replicas)
-        if newest < max(_newest_safe(of_series), default=""):
+        if newest < max(_newest_safe(of_form), default=""):
             outdated += replicas
             continue
         place = replicas[0].part.place
