@@ -3,17 +3,20 @@
 # ruff: noqa: F811 - a fixture of another module is an argument here
 
 import os
+from dataclasses import replace
 
 import pytest
 from support.draining import Node, names
-from support.sharded import readable
+from support.sharded import make_part, readable
 from support.story import op_id
 
+from tiered_checkpoint_io.engine.drain.deltas import Deltas
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.errors import StoreUnavailableError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.stores.base import Delta
 
 from .test_drain_sharded import Refusing, drain, left, pending, store  # noqa: F401 - fixtures
 
@@ -122,6 +125,22 @@ def test_a_delete_waits_for_a_further_save_of_the_group_that_has_lost_one(node, 
     stage(here, 0, 6, 0, world_size=1)
     assert drain(here).run(once=True)
     assert names(store) == ["stage0/step_6", "stage1/step_5"]
+
+
+def test_each_group_s_upload_leaves_out_what_its_own_last_one_has_sent(node):
+    """Both have a part of rank 0 on this node, each with weights that stay as they are."""
+    tier = node("here").tier
+    for deltas in (Deltas(tier), Deltas(tier)):
+        for step in (1, 2):
+            for which in (0, 1):
+                part, files = make_part(f"stage{which}/step_{step}", step, 0, series=f"stage{which}/step_#")
+                frozen, _ = make_part(f"stage{which}/step_1", which + 1, 0)
+                pairs = zip(part.content.files, frozen.content.files, strict=True)
+                entries = tuple(replace(old, path=new.path) for new, old in pairs)
+                part = replace(part, content=replace(part.content, files=entries))
+                sent = deltas.contents(part, {basename: memoryview(data) for basename, data in files.items()})
+                assert {type(each) for each in sent.values()} == {Delta if step == 2 else memoryview}
+                deltas.uploaded(part)
 
 
 @pytest.mark.parametrize("series", ["", "stage0/step_#"])

@@ -13,21 +13,21 @@ from collections.abc import Iterator, Mapping
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.delta import same_ranges
 from tiered_checkpoint_io.model.manifest import Part
-from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.model.place import SeriesKey
 from tiered_checkpoint_io.stores.base import Delta, Store, UploadContent
 
 
 class Deltas:
-    """The part that was uploaded last, by durable tier and rank; and what was copied, by operation."""
+    """The part that was uploaded last, by series and rank; and what was copied, by operation."""
 
     def __init__(self, tier: MemoryTier) -> None:
         self._tier = tier
-        self._last: dict[tuple[Place, int], Part] = {}
+        self._last: dict[tuple[SeriesKey, int], Part] = {}
         self._copied: Counter[str] = Counter()
 
     def contents(self, part: Part, views: Mapping[str, memoryview]) -> Mapping[str, UploadContent]:
         """What to upload of a part whose files' bytes are these, by their basenames."""
-        base = self._last.get((part.place, part.rank)) or self._in_memory(part)
+        base = self._last.get((part.series_key, part.rank)) or self._in_memory(part)
         if base is None or base.save_id == part.save_id:
             return views
         contents: dict[str, UploadContent] = dict(views)
@@ -39,7 +39,7 @@ class Deltas:
 
     def uploaded(self, part: Part) -> None:
         """Notes that the durable tier has a part."""
-        self._last[part.place, part.rank] = part
+        self._last[part.series_key, part.rank] = part
 
     @contextlib.contextmanager
     def counting(self, store: Store, op_id: str) -> Iterator[None]:
@@ -57,5 +57,5 @@ class Deltas:
     def _in_memory(self, part: Part) -> Part | None:
         """The newest part that an earlier drain has uploaded, as far as memory still has it."""
         parts = [each.part for each in self._tier.parts() if each.drained and each.part.durable and not each.is_replica]
-        ours = [each for each in parts if (each.place, each.rank) == (part.place, part.rank)]
+        ours = [each for each in parts if (each.series_key, each.rank) == (part.series_key, part.rank)]
         return max(ours, key=lambda each: each.save_id, default=None)
