@@ -2,6 +2,7 @@
 
 # ruff: noqa: F811 - a fixture of another module is an argument here
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -22,7 +23,7 @@ from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import get_logger
 
-from .test_drain_sharded import LOG, Refusing, drain, nodes, part_op, pending, store, until  # noqa: F401 - fixtures
+from .test_drain_sharded import LOG, Refusing, drain, nodes, part_op, pending, store, until, working  # noqa: F401 - fixtures
 
 
 def test_max_pending_counts_saves_and_a_cancel_takes_all_their_parts(memory_dir, tmp_path):
@@ -72,6 +73,34 @@ def test_what_waits_for_the_parts_of_a_lost_node_does_not_hold_up_the_next_start
     assert not handle.has_room(op_id(91))
     assert handle.given_up == ""
     release(lock)
+    handle.close(timeout_s=10)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_has_become_complete_is_committed_in_place_of_being_given_up(nodes, store, restarts, caplog):
+    """A node that is slower than wait_timeout_s: the rank whose part has come is who asks for room, at that moment."""
+    caplog.set_level("INFO")
+    first, second = nodes
+    handle = DrainHandle(first.tier, replace(first.config, max_pending=2), LOG)
+    for number in (1, 2):
+        first.part(f"{number}.ckpt", number, 0)
+    worker = drain(first, clock=Clock(Timing(gather_max_s=0.2, redo_max_s=3600, redo_permanent_s=3600)))
+    with working(first) if restarts else contextlib.nullcontext():
+        until(lambda: (restarts or worker.run(once=True)) and len(first.states()) == 2, "both are late")
+    second.part("1.ckpt", 1, 1)
+    assert drain(second).run(once=True)
+    assert handle.has_room(op_id(90))
+    assert handle.given_up == op_id(1)
+    assert (drain(first) if restarts else worker).run(once=True)
+    assert first.states()[op_id(1)] == "committed"
+    assert readable(store, "1.ckpt") == 1
+    assert pending(first) == [op_id(2)]
+    assert "1.ckpt is not given up: its last parts have come" in caplog.text
+    # What lacks a part still is given up, or the queue would grow.
+    first.part("3.ckpt", 3, 0)
+    assert handle.has_room(op_id(91))
+    assert (drain(first) if restarts else worker).run(once=True)
+    assert first.states()[op_id(2)] == "skipped"
     handle.close(timeout_s=10)
 
 

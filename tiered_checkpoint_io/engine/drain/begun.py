@@ -9,7 +9,9 @@ from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.memory.space import is_scarcity
+from tiered_checkpoint_io.model.index import IndexRow
 from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.stores.base import Store
 
 #: After so many, any backoff is at its bound.
 _DOUBLINGS = 32
@@ -26,6 +28,8 @@ class Begun:
         permanent: Whether it will fail again unless something is mended.
         arrivals: The parts that have come; None where it does not wait for any.
         since: When it began to wait for them.
+        moved: When the last one came.
+        is_late: Whether that is so long ago that it was reported as a failure.
         pause: From its last look for them to the next, seconds.
     """
 
@@ -35,6 +39,8 @@ class Begun:
     permanent: bool = False
     arrivals: Arrivals | None = None
     since: float | None = None
+    moved: float = 0.0
+    is_late: bool = False
     pause: float = 0.0
 
     @property
@@ -50,7 +56,7 @@ class Begun:
         # Of a thousand failures, the power is no float any more.
         backoff = min(timing.redo_max_s, timing.redo_first_s * 2 ** min(self.failures - 1, _DOUBLINGS))
         after = max(clock.monotonic(), last) if self.is_refused else clock.monotonic()
-        self.due = after + (timing.redo_permanent_s if self.permanent else backoff)
+        self.due = after + (self.pause if self.is_late else timing.redo_permanent_s if self.permanent else backoff)
 
 
 class Unfinished(dict[str, Begun]):
@@ -95,6 +101,49 @@ class Unfinished(dict[str, Begun]):
         """Has all that is refused be tried now, as one of them is not any more."""
         for begun in self._refused:
             begun.due = now
+
+    def waits(self, part: Part, clock: Clock) -> Begun:
+        """The save of a coordinator's part that is sent, as one that waits for the parts of others."""
+        mine, now = self.setdefault(part.save_id, Begun()), clock.monotonic()
+        if mine.arrivals is None or mine.since is None:
+            mine.arrivals, mine.since, mine.moved, mine.is_late = Arrivals(part), now, now, False
+            mine.pause = clock.timing.gather_first_s
+        return mine
+
+    def gather(self, store: Store, part: Part, timeout_s: float, clock: Clock) -> dict[int, IndexRow] | None:
+        """Looks for the other parts of a save, by one list for each thousand; None where it is not its turn yet.
+
+        To wait is no failure as long as parts come. Once none has for ``timeout_s`` seconds, it is one, and is
+        raised once; the looks go on, more rarely.
+
+        Raises:
+            DrainError: None has come for ``timeout_s`` seconds.
+        """
+        now, timing, mine = clock.monotonic(), clock.timing, self.waits(part, clock)
+        assert mine.arrivals is not None
+        if mine.arrivals.look(store):
+            mine.moved, mine.is_late = now, False
+        mine.due, mine.permanent = now + mine.pause, mine.is_late
+        mine.pause = min(timing.redo_max_s if mine.is_late else timing.gather_max_s, 2 * mine.pause)
+        if mine.arrivals.missing:
+            if not mine.is_late and now - mine.moved >= timeout_s:
+                mine.is_late = True
+                raise mine.arrivals.late(timeout_s)
+            return None
+        mine.due = now
+        # Parts of one series arrive in the order of its saves, so one that was looked at before may be complete by now.
+        is_first = True
+        for begun in self.values():
+            arrivals = begun.arrivals
+            if arrivals and arrivals.part.series_key == part.series_key and arrivals.part.save_id < part.save_id:
+                arrivals.look(store)
+                if not arrivals.missing:
+                    begun.due, is_first = now, False
+        if not is_first:
+            return None
+        # Whatever becomes of it now, it has not to wait for others.
+        rows, mine.arrivals, mine.is_late = mine.arrivals.rows, None, False
+        return rows
 
     def lost(self, part: Part) -> set[str]:
         """Ids of saves that failed, or that wait: those of the part's series go, now that it is sent or committed."""

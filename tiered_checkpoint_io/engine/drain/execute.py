@@ -33,7 +33,6 @@ from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.report import Reporter
 from tiered_checkpoint_io.engine.drain.stores import Stores
 from tiered_checkpoint_io.engine.durable import aliases, commit, copies, retention
-from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.garbage import Seen, clear_up
 from tiered_checkpoint_io.engine.durable.removal import Later
 from tiered_checkpoint_io.errors import (
@@ -45,11 +44,9 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.logs import Logger, rate, size_text
-from tiered_checkpoint_io.memory.parts import StoredPart, reading
+from tiered_checkpoint_io.memory.parts import PART_FILE, StoredPart, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.index import IndexRow
-from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import AtPlace, Place
 from tiered_checkpoint_io.model.retention import policies_from
 from tiered_checkpoint_io.stores import Store
@@ -165,7 +162,7 @@ class Executor:
                 fate = commit.put_part(store, part, files, journal=journal, progress=self._progress, clock=self.clock)
                 if fate == "replaced" or not part.commits:
                     return fate
-                if fate == "sent" and (rows := self._gather(store, part, timeout_s)) is None:
+                if fate == "sent" and (rows := self.begun.gather(store, part, timeout_s, self.clock)) is None:
                     return "waits"
             left = self._later(part, f"{part.name} is durable; what it replaced", part.save_id)
             fate = commit.commit(
@@ -257,48 +254,37 @@ class Executor:
         saves = [each.op_id for each in self.queue.look(self.tier) if each.action in SAVES]
         return any(self.begun.get(op_id, Begun()).due <= now for op_id in saves)
 
-    def _gather(self, store: Store, part: Part, timeout_s: float) -> dict[int, IndexRow] | None:
-        """Looks for the other parts of a save, by one list for each thousand; None where it is not its turn yet.
-
-        Raises:
-            DrainError: They have not come within ``timeout_s`` seconds.
-        """
-        now, timing = self.clock.monotonic(), self.clock.timing
-        mine = self.begun.setdefault(part.save_id, Begun())
-        if mine.arrivals is None or mine.since is None:
-            mine.arrivals, mine.since, mine.pause = Arrivals(part), now, timing.gather_first_s
-        mine.arrivals.look(store)
-        mine.due, mine.permanent = now + mine.pause, False
-        mine.pause = min(timing.gather_max_s, 2 * mine.pause)
-        missing = mine.arrivals.missing
-        if missing and now - mine.since < timeout_s:
-            return None
-        if missing:
-            raise mine.arrivals.late(timeout_s)
-        mine.due = now
-        # Parts arrive in the order of their saves, so one that was looked at before may be complete by now.
-        is_first = True
-        for begun in self.begun.values():
-            arrivals = begun.arrivals
-            if arrivals and arrivals.part.series_key == part.series_key and arrivals.part.save_id < part.save_id:
-                arrivals.look(store)
-                if not arrivals.missing:
-                    begun.due, is_first = now, False
-        if not is_first:
-            return None
-        # Whatever becomes of it now, it has not to wait for others.
-        rows, mine.arrivals = mine.arrivals.rows, None
-        return rows
-
     def _progress(self, count: int) -> None:
         if self.stop.is_set():
             raise _Stopped
         self.report.add(count)
 
     def _cancel(self, operation: Request, operations: list[Request]) -> None:
-        for other in operations:
-            if other.action in SAVES and ids.save_id_of_op(other.op_id) == ids.save_id_of_op(operation.target):
-                self._give_up(other, "cancelled to keep the queue bounded")
+        save_id = ids.save_id_of_op(operation.target)
+        cancelled = [each for each in operations if each.action in SAVES and ids.save_id_of_op(each.op_id) == save_id]
+        if any(self._has_come(each) for each in cancelled):
+            self.log.info("%s is not given up: its last parts have come", cancelled[0].name)
+            return
+        for other in cancelled:
+            self._give_up(other, "cancelled to keep the queue bounded")
+
+    def _has_come(self, operation: Request) -> bool:
+        """Whether all that a save has waited for is there by now, so that it is committed next."""
+        stored, begun = operation.stored, self.begun.get(operation.op_id)
+        if stored is None or not stored.part.commits or stored.part.content.parts == 1:
+            return False
+        if begun is None and PART_FILE in commit.sent(self.queue.journal(operation.op_id)):
+            # An earlier drain sent it.
+            begun = self.begun.waits(stored.part, self.clock)
+        if begun is None or begun.arrivals is None:
+            return False
+        try:
+            begun.arrivals.look(self.stores.get(operation.place))
+        except TieredCheckpointError as error:
+            self.log.warning("could not look for the parts of %s: %s", operation.name, error)
+            return False
+        begun.due = self.clock.monotonic()
+        return not begun.arrivals.missing
 
     def _give_up(self, operation: Request, reason: str, *, answers: bool = False) -> None:
         """Ends an operation that will not be carried out; ``answers``: the durable tier did so just now."""

@@ -40,7 +40,7 @@ class Arrivals:
         return [rank for rank in range(self.part.content.parts) if rank not in self.rows]
 
     def late(self, timeout_s: float) -> DrainError:
-        """What is raised where the missing ones have not come within ``timeout_s`` seconds."""
+        """What is raised where none has come within ``timeout_s`` seconds."""
         part, missing = self.part, self.missing
         named = ", ".join(map(str, missing[:_NAMED]))
         return DrainError(
@@ -51,11 +51,14 @@ class Arrivals:
             key=ids.join_url(part.dirpath, part.name),
             rank=part.rank,
             step=part.content.step,
-            hint="see the logs of those ranks and of the drains of their nodes",
+            hint="it is committed once they come; see the logs of those ranks and of the drains of their nodes",
         )
 
-    def look(self, store: Store) -> None:
+    def look(self, store: Store) -> bool:
         """Looks for those that are missing, by one list for each thousand of them, and reads their descriptions.
+
+        Returns:
+            Whether any has come since the last look.
 
         Raises:
             ManifestError: A description is damaged.
@@ -73,6 +76,7 @@ class Arrivals:
             return IndexRow.of(read_description(store, part.name, part.save_id, rank))
 
         self.rows.update(zip(new, in_parallel(read, new), strict=True))
+        return bool(new)
 
 
 def move_old(store: Store, entries: Iterable[ObjectInfo]) -> None:
