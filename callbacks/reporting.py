@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import proxy
+from weakref import WeakSet, proxy
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_warn
 
-from tiered_checkpoint_io.callbacks.urls import log_url
+from tiered_checkpoint_io.callbacks.urls import log_url, notify
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.logs import GIB
 from tiered_checkpoint_io.model import ids
 
 _METRICS = "get_metrics"
+#: Loggers of which a failure was warned.
+_warned: WeakSet[Logger] = WeakSet()
 
 
 class Reporter:
@@ -88,14 +92,26 @@ class Reporter:
         self._line = line_of(progress, self._durable_step)
         if self._news and not any(map(is_shown, self._expected.values())):
             self._news = False
-            for logger in trainer.loggers:
-                logger.after_save_checkpoint(proxy(self._callback))
+            _say(trainer, lambda logger: notify(logger, proxy(self._callback)))
+
+
+def _say(trainer: Trainer, say: Callable[[Logger], object]) -> None:
+    """Says something to each logger. One that fails does not end training on this rank alone: it is warned of, once."""
+    for logger in trainer.loggers:
+        try:
+            say(logger)
+        except Exception as error:
+            if logger not in _warned:
+                _warned.add(logger)
+                rank_zero_warn(
+                    f"{type(logger).__name__} failed to log a checkpoint, and may lack others; training continues:"
+                    f" {type(error).__name__}: {error}"
+                )
 
 
 def log(trainer: Trainer, metrics: dict[str, float]) -> None:
     """Gives metrics to all loggers of the trainer."""
-    for logger in trainer.loggers:
-        logger.log_metrics(metrics, step=trainer.global_step)
+    _say(trainer, lambda logger: logger.log_metrics(metrics, step=trainer.global_step))
 
 
 def log_drain(trainer: Trainer, outcomes: Sequence[Outcome]) -> None:
@@ -107,8 +123,7 @@ def log_drain(trainer: Trainer, outcomes: Sequence[Outcome]) -> None:
 
 def _log_durable(trainer: Trainer, url: str, step: int) -> None:
     log(trainer, {"checkpoint/durable_step": float(step)})
-    for logger in trainer.loggers:
-        log_url(logger, url, step)
+    _say(trainer, lambda logger: log_url(logger, url, step))
 
 
 def _durable_saves(outcomes: Sequence[Outcome]) -> list[Outcome]:

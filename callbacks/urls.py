@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 #: What loggers call it.
@@ -34,6 +35,15 @@ def log_url(logger: Logger, url: str, step: int) -> None:
     elif isinstance(logger, CSVLogger):
         columns: dict[str, Any] = {KEY: url}
         logger.log_metrics(columns, step=step)
+
+
+def notify(logger: Logger, callback: ModelCheckpoint) -> None:
+    """Calls a logger's own hook for a callback whose checkpoints are durable.
+
+    W&B's own would upload each in full where dirpath is a directory: :func:`log_url` has given it a reference.
+    """
+    if getattr(type(logger), "after_save_checkpoint", None) is not WandbLogger.after_save_checkpoint:
+        logger.after_save_checkpoint(callback)
 
 
 def _artifact(logger: WandbLogger, url: str, step: int) -> Any:

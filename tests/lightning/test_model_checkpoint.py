@@ -166,6 +166,19 @@ def test_loggers_are_told_once_all_that_they_are_shown_is_durable():
     assert publish("a") == 2, "it is queued anew"
 
 
+def test_a_logger_that_fails_is_warned_of_once_and_training_goes_on(runs):
+    class Failing(LogBook):
+        def after_save_checkpoint(self, callback):
+            raise FileNotFoundError("s3://bucket/x.ckpt")
+
+    other = LogBook(runs.dirpath)
+    with pytest.warns(UserWarning, match=r"Failing failed to log a checkpoint.*FileNotFoundError: s3:") as said:
+        trainer, _ = runs.fit(newest(), logger=[Failing(runs.dirpath), other], asynchronous=False)
+    assert trainer.global_step == 20
+    assert sum("failed to log" in str(each.message) for each in said) == 1
+    assert len(other.told) > 1
+
+
 def test_lightnings_async_around_ours_and_foreign_ios_are_refused(runs):
     io = runs.io()
     for plugins, said in (([LightningAsync(io)], "copies the whole state"), ([], "TieredCheckpointIO")):

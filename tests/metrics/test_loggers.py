@@ -7,6 +7,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.urls import notify
 
 
 def train(runs, logger, **options):
@@ -37,6 +38,20 @@ def test_tensorboard(runs, tmp_path):
     assert [each.value for each in events.Scalars("checkpoint/durable_step")] == [10, 20]
 
 
+def test_wandb_uploads_no_file_of_a_directory(monkeypatch):
+    """Its own hook would; the artifact refers to the URL."""
+    uploaded = []
+    monkeypatch.setattr(WandbLogger, "_scan_and_log_checkpoints", uploaded.append)
+    logger = object.__new__(WandbLogger)
+    logger._log_model, logger._checkpoint_callback = "all", None
+    for log_model in ("all", True):
+        logger._log_model = log_model
+        notify(logger, TieredModelCheckpoint())
+    assert not uploaded
+    # It would be looked at when the logger ends.
+    assert logger._checkpoint_callback is None
+
+
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow(runs, tmp_path):
@@ -57,9 +72,7 @@ def test_wandb(runs, tmp_path, monkeypatch, log_model):
     logged = []
 
     def note(_, artifact, **options):
-        # Lightning's own has a copy of what lies on this disk.
-        if artifact.name.startswith("checkpoint-"):
-            logged.append((artifact, options))
+        logged.append((artifact, options))
 
     logger = WandbLogger(save_dir=tmp_path, log_model=False)
     logger._log_model = log_model
