@@ -50,7 +50,7 @@ class EndOfTraining(Callback):
     """Saves what training ends with, before other callbacks put averaged weights in its place."""
 
     def __init__(self) -> None:
-        self._has_trained = False
+        self._has_trained = self._has_ended = False
 
     @classmethod
     def join(cls, trainer: Trainer) -> None:
@@ -84,6 +84,7 @@ class EndOfTraining(Callback):
         self._has_trained = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._has_ended = True
         for each in _durable_ends(trainer):
             each._save_end(trainer, pl_module)
 
@@ -93,8 +94,13 @@ class EndOfTraining(Callback):
             each._is_amid_validation = False
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        # Lightning's tuner ends its trials by this hook, and tears the strategy down after it.
+        # Lightning's tuner ends its trials by this hook, and tears the strategy down after it. NeMo's time limit ends a
+        # training so, amid a batch and without on_train_end.
         self._let_go(trainer)
+        if self._has_trained and not self._has_ended and trainer.state.status == TrainerStatus.RUNNING:
+            self._has_ended = True
+            for each in _durable_ends(trainer):
+                each._save_where_it_left(trainer, pl_module)
         trainer.callbacks = _others(trainer)  # type: ignore[attr-defined]
 
     def _let_go(self, trainer: Trainer) -> None:
@@ -127,6 +133,11 @@ def count_epoch_as_it_ended(trainer: Trainer, checkpoint: dict[str, Any]) -> Non
         counts["processed"] -= 1
         counts["completed"] = min(counts["completed"], counts["processed"])
     checkpoint["epoch"] = saved["current"]["completed"]
+
+
+def progress_of(trainer: Trainer) -> tuple[int, int]:
+    """The step, and the batches that are completed: NeMo counts the one that ends before it saves "last"."""
+    return trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.current.completed
 
 
 class DurableEnd(SafeDeletes):
@@ -200,6 +211,16 @@ class DurableEnd(SafeDeletes):
         # Where nothing else was saved, upstream saves "last" now.
         super().on_train_end(trainer, module)
         self._save_what_is_in_memory_alone(trainer)
+
+    def _save_where_it_left(self, trainer: Trainer, module: LightningModule) -> None:
+        """As :meth:`_save_end`, of a training that has left a batch; all ranks call this."""
+        if self._has_stepped(trainer) and not self._is_amid_validation:
+            self._save_end(trainer, module)
+        elif trainer.is_global_zero and is_in_memory_alone(each._resumable for each in self._siblings(trainer)):
+            self._engine.session.log.warning(
+                "training left amid accumulated gradients or a validation, and its newest checkpoint is in node memory"
+                " alone; upload it before the node goes: tiered-ckpt flush"
+            )
 
     def _save_what_is_in_memory_alone(self, trainer: Trainer) -> None:
         wanted = self.save_on_train_end and self._io is not None and self._io.config.save_on_train_end

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from tiered_checkpoint_io.adapters.given import check_positive
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.adapters.steps import passes, tiers_for_step
-from tiered_checkpoint_io.callbacks.ending import DurableEnd, EndOfTraining
+from tiered_checkpoint_io.callbacks.ending import DurableEnd, EndOfTraining, progress_of
 from tiered_checkpoint_io.callbacks.passed_steps import save_passed_step
 from tiered_checkpoint_io.callbacks.places import check_dirpath, check_places, check_retention
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain
@@ -154,8 +154,8 @@ class TieredModelCheckpoint(DurableEnd):
         self._last_memory_step = -1
         #: The step that the batch before has ended with.
         self._reached = 0
-        #: The step and path of the newest durable save of this callback's own.
-        self._durable_save: tuple[int, str] = (-1, "")
+        #: The newest durable save of this callback's own: what training had done by then, and its path.
+        self._durable_save: tuple[tuple[int, int], str] | None = None
         self._naming_last = False
         #: From when on the durable tier is asked which names are taken.
         self._asks_from = self._polled = 0.0
@@ -269,7 +269,7 @@ class TieredModelCheckpoint(DurableEnd):
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         step = trainer.global_step
         name = ids.name_in(self._engine.dirpath, filepath)
-        if self._naming_last and self._durable_save[0] == step:
+        if self._naming_last and self._durable_save is not None and self._durable_save[0] == progress_of(trainer):
             # The same state is durable, or queued, under its own name. If that save failed, the old
             # alias stays: it names a good checkpoint.
             with failing_together(trainer):
@@ -286,7 +286,7 @@ class TieredModelCheckpoint(DurableEnd):
             if not self.save_weights_only:
                 self._resumable = self._resumable.after(step, report)
             if not self._naming_last:
-                self._durable_save = (step, filepath)
+                self._durable_save = (progress_of(trainer), filepath)
                 if trainer.is_global_zero and not (self._landed or self._landed_as):
                     self._note_lost(filepath)
             if self._landed:
@@ -334,7 +334,7 @@ class TieredModelCheckpoint(DurableEnd):
     # ----------------------------------------------------------------------------------- inside
     def _begin_fit(self) -> None:
         """Forgets what an earlier fit has saved: the same step may be another state now."""
-        self._last_memory_step, self._last_checkpoint_saved, self._durable_save, self._landed = -1, "", (-1, ""), False
+        self._last_memory_step, self._last_checkpoint_saved, self._durable_save, self._landed = -1, "", None, False
 
     def _promise_best(self) -> None:
         """Lets ``ckpt_path="best"`` find, in a process that has not trained, what earlier ones saved."""

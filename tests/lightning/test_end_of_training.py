@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from support.training import Model, Stop
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
@@ -135,6 +136,54 @@ def test_an_epoch_that_ran_out_of_batches_is_over(runs):
     assert (first.seen[-1], after.seen[0]) == ((19, 0, 19), (20, 1, 0))
 
 
+class Leaves(Callback):
+    """As NeMo's time limit does: ends training in order, amid a batch."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if index + 1 == self.at:
+            raise _TunerExitException
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_training_that_leaves_a_batch_ends_on_the_durable_tier_too(saves, runs):
+    runs.fit(memory_alone(), Leaves(5), io=runs.io(save_on_train_end=saves))
+    assert runs.durable() == (["end_of_training.ckpt"] if saves else [])
+    runs.wipe()
+    trainer, _ = runs.fit(memory_alone(), max_steps=6)
+    assert getattr(trainer.io.checkpointer.restored, "step", None) == (5 if saves else None)
+
+
+def test_one_that_leaves_amid_accumulated_gradients_says_what_is_in_memory_alone(runs, caplog):
+    runs.fit(memory_alone(), Leaves(9), accumulate_grad_batches=2)
+    assert runs.durable() == []
+    assert "upload it before the node goes: tiered-ckpt flush" in caplog.text
+
+
+def test_last_is_no_copy_of_what_was_saved_before_the_batch_counted(runs):
+    """NeMo's preemption and its time limit count the batch that ends, and save "last" then."""
+
+    class Ends(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 10:
+                progress = trainer.fit_loop.epoch_loop.batch_progress
+                progress.current.completed = progress.total.completed = progress.current.ready
+                callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
+                raise _TunerExitException
+
+    callback = every(memory_every_n_train_steps=None)
+    trainer = runs.trainer([callback])
+    trainer.callbacks.append(Ends())
+    trainer.fit(Model())
+    io = runs.io()
+    for name, batches in (("epoch=0-step=10.ckpt", 9), ("last.ckpt", 10)):
+        loops = io.load_checkpoint(name)["loops"]["fit_loop"]
+        assert loops["epoch_loop.batch_progress"]["current"]["completed"] == batches
+    io.teardown()
+
+
 def test_the_configuration_may_say_no(runs):
     runs.fit(memory_alone(), max_steps=5, io=runs.io(save_on_train_end=False))
     assert runs.durable() == []
@@ -199,7 +248,7 @@ def test_a_second_fit_with_the_same_callback_is_a_training_of_its_own(runs):
     """The second one's step 10 is another state, and has its own "last", though its step is not among the best."""
     callback = every(monitor="score", mode="max", memory_every_n_train_steps=None)
     runs.fit(callback, max_steps=10, ckpt_path=None)
-    assert callback._durable_save[0] == 10
+    assert callback._durable_save[0][0] == 10
     other = Model()
     other.layer.weight.data.fill_(7)
     callback.current_score = None

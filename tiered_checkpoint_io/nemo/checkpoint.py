@@ -135,7 +135,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         if self._shards > 1:
             # An alias names one file; here each rank has its own.
-            self._durable_save = (-1, "")
+            self._durable_save = None
         if filepath in self.best_k_models:
             # A name that is saved anew comes last again: the order is that of the saves.
             self.best_k_models[filepath] = self.best_k_models.pop(filepath)
