@@ -102,7 +102,7 @@ class StrategyGuard(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Counts the epoch as it was left, and tells the IO whether training can resume from what comes next.
 
-        Warns once where an evaluation is why not.
+        Warns once where the weights of an evaluation, or of the best checkpoint, are why not.
         """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is not None:
@@ -231,6 +231,13 @@ class StrategyGuard(Callback):
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is not None:
             self._recording.end(trainer.global_step, io.checkpointer.session, exception)
+
+
+def note_other_weights(trainer: Trainer) -> None:
+    """Notes that the trained module gets the weights of a checkpoint, and nothing else of it, outside an evaluation."""
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(each, StrategyGuard):
+            each._held.load(trainer.lightning_module)
 
 
 def guard() -> list[Callback]:

@@ -2,14 +2,16 @@
 
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from omegaconf import OmegaConf
 from support.training import Model, Runs, durable
 
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, SaveError, UsageError
-from tiered_checkpoint_io.nemo import checkpoint
+from tiered_checkpoint_io.nemo import checkpoint, rewrite
 from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
 from tiered_checkpoint_io.nemo.connector import RESUME, NeMoCheckpointConnector
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO, S3CheckpointIO
@@ -348,3 +350,48 @@ def test_optimizer_states_stay_in_the_newest_alone_and_the_order_of_saves_stays(
     assert job.train(25, rules=Rules(), callback=callback()).io.checkpointer.restored.step == 20
     # A file that torch reads by itself, as before.
     assert "optimizer_states" not in torch.load(f"{job.dirpath}/{by_step[0]}", weights_only=False)
+
+
+def test_weights_of_the_best_beside_what_training_ended_with_are_not_resumed_from(job, caplog):
+    trainer = job.train(15, rules=FRESH, callback=job.callback(save_best_model=True))
+    assert trainer.callback.best_model_path == f"{job.dirpath}/score=3.0-step=10.ckpt"
+    trainer.save_checkpoint(f"{job.dirpath}/final.ckpt")
+    assert "the weights are those of an evaluation or of the best checkpoint" in caplog.text
+    assert (trainer.io.checkpointer.restored, trainer.ckpt_path) == (None, None)
+    saved, best = (trainer.io.load_checkpoint(name) for name in ("final.ckpt", "score=3.0-step=10.ckpt"))
+    trainer.io.teardown()
+    assert saved["global_step"] == 15
+    assert torch.equal(saved["state_dict"]["layer.weight"], best["state_dict"]["layer.weight"])
+    assert job.train(16, rules=Rules()).io.checkpointer.restored.name == "score=8.0-step=15-last.ckpt"
+
+
+def test_sharded_checkpoints_keep_their_optimizer_states_and_that_is_said_once(job, monkeypatch, caplog):
+    sharded = SimpleNamespace(alias_of=None, content=SimpleNamespace(kind="sharded"))
+    monkeypatch.setattr(rewrite, "current", lambda *_: sharded)
+    # As of a sharded one: the full loader refuses it.
+    monkeypatch.delattr(NeMoCheckpointIO.__mro__[1], "load_alone")
+    trainer = job.train(20, rules=FRESH, callback=job.callback(save_top_k=-1, save_last_n_optim_states=1))
+    assert trainer.io.checkpointer.session.progress().counters.get("failed", 0) == 0
+    said = [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert sum("save_last_n_optim_states is for full checkpoints" in text for text in said) == 1
+    assert not any("were not dropped" in text or "failed" in text for text in said)
+
+
+def test_optimizer_states_that_could_not_be_dropped_are_no_save_that_failed(job, monkeypatch, caplog):
+    monkeypatch.delattr(NeMoCheckpointIO.__mro__[1], "load_alone")
+    trainer = job.train(10, rules=FRESH, callback=job.callback(save_top_k=-1, save_last_n_optim_states=1))
+    assert trainer.io.checkpointer.session.progress().counters.get("failed", 0) == 0
+    assert "the optimizer states of score=8.0-step=5.ckpt were not dropped" in caplog.text
+    assert "saving" not in caplog.text
+
+
+def test_nemos_averages_with_a_sharded_strategy_are_refused_by_both_names():
+    class EMA(Callback):
+        save_ema_model = None
+
+    class TieredSharding:
+        pass
+
+    trainer = SimpleNamespace(callbacks=[EMA()], strategy=type("TieredFSDPStrategy", (TieredSharding,), {})())
+    with pytest.raises(UsageError, match=r"NeMo's EMA with TieredFSDPStrategy.*leave exp_manager\.ema out"):
+        NeMoParts.callback().setup(trainer, Model(), "fit")

@@ -13,7 +13,7 @@ from support.nemo_training import Falling, Model, callback_of, io_of, restored, 
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint
 from tiered_checkpoint_io.engine.durable.manifests import current
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, UsageError
-from tiered_checkpoint_io.nemo import S3CheckpointIO, S3Utils, tiered_exp_manager
+from tiered_checkpoint_io.nemo import S3CheckpointIO, S3Utils, TieredNeMoCheckpoint, tiered_exp_manager
 
 FRESH_ONLY = {"exp_manager": {"resume_ignore_no_checkpoint": False}}
 
@@ -210,6 +210,19 @@ def test_averages_are_a_second_file_and_go_on_where_they_were(runs, block, tmp_p
     assert set(torch.load(tmp_path / "ema", weights_only=False)["optimizer_states"][0]) >= {"ema", "opt"}
 
 
+def test_averages_that_the_users_callback_keeps_go_on_where_they_were(runs):
+    """Without exp_manager's callback."""
+    from nemo.collections.common.callbacks import EMA
+
+    for steps in (10, 15):
+        io = S3CheckpointIO(runs.dirpath, drain="thread", **runs.io)
+        callback = TieredNeMoCheckpoint(every_n_train_steps=5, filename="{step}", save_nemo_on_train_end=False)
+        trainer = runs.bare(callbacks=[EMA(0.5), callback], plugins=[io], max_steps=steps, enable_checkpointing=True)
+        trainer.fit(Model(OmegaConf.create(runs.config()["model"]), trainer), ckpt_path="tiered:latest")
+    assert restored(trainer) == ("step=10.ckpt", 10, "memory")
+    assert runs.durable() == [f"step={step}{end}.ckpt" for step in (10, 15) for end in ("-EMA", "")]
+
+
 class Told(Callback):
     """Tells the process to end, amid the epoch or amid a validation."""
 
@@ -290,6 +303,28 @@ def test_bad_configurations_are_told_of(runs):
     trainer.strategy.checkpoint_io = Other()
     with pytest.raises(UsageError, match="tiered_exp_manager with a Other"):
         tiered_exp_manager(trainer, OmegaConf.create(runs.config()))
+
+
+def test_what_others_of_the_configuration_refer_to_may_be_for_later(runs):
+    config = runs.config({"s3_checkpointing": runs.io})
+    later = {"tok": "???", "dir": "${model.tok}", "x": "${nope:now}", "tensor_model_parallel_size": "${size}"}
+    config |= {"model": later, "size": 1, "hydra_dir": "${nope:now}", "name": "of-the-root"}
+    config["exp_manager"]["name"] = "${name}"
+    trainer = runs.bare()
+    tiered_exp_manager(trainer, OmegaConf.create(config))
+    assert callback_of(trainer).prefix == "of-the-root"
+    config["s3_checkpointing"]["namespace"] = "${model.tok}"
+    with pytest.raises(ConfigError, match="s3_checkpointing can't be resolved"):
+        tiered_exp_manager(runs.bare(), OmegaConf.create(config))
+
+
+def test_a_block_that_says_other_than_the_trainers_io_is_refused(runs):
+    config = runs.config({"s3_checkpointing": {**runs.io, "dirpath": runs.dirpath}})
+    io = S3CheckpointIO(runs.dirpath, 64, 15, 10, **runs.io)
+    tiered_exp_manager(runs.bare(plugins=[io]), OmegaConf.create(config))
+    config["s3_checkpointing"]["on_save_error"] = "warn"
+    with pytest.raises(ConfigError, match=r"s3_checkpointing.on_save_error is 'warn', and 'raise' in the trainer's S3"):
+        tiered_exp_manager(runs.bare(plugins=[io]), OmegaConf.create(config))
 
 
 def test_figures_that_exceed_what_s3_serves_are_warned_of(runs, monkeypatch):

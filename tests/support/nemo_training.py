@@ -149,12 +149,8 @@ class NeMoRuns:
         }
         return merged(base, *parts)
 
-    def trainer(self, config, *, way="drop-in", **options):
-        """A trainer that is ready to fit.
-
-        ``drop-in``: NeMo's exp_manager and our S3CheckpointIO, with nothing else changed; ``connector``: the
-        same, with the connector that NeMo's documents set before; ``tiered``: tiered_exp_manager.
-        """
+    def bare(self, **options):
+        """A trainer that exp_manager has not seen."""
         common = {
             "max_steps": 20,
             "val_check_interval": EVERY,
@@ -165,9 +161,17 @@ class NeMoRuns:
             "enable_progress_bar": False,
             "enable_model_summary": False,
         }
+        return Trainer(**{**common, **options})
+
+    def trainer(self, config, *, way="drop-in", **options):
+        """A trainer that is ready to fit.
+
+        ``drop-in``: NeMo's exp_manager and our S3CheckpointIO, with nothing else changed; ``connector``: the
+        same, with the connector that NeMo's documents set before; ``tiered``: tiered_exp_manager.
+        """
         if way == "tiered":
             config = merged(config, {"s3_checkpointing": self.io})
-            trainer = Trainer(**{**common, **options})
+            trainer = self.bare(**options)
             tiered_exp_manager(trainer, OmegaConf.create(config))
             return trainer
         block = config["s3_checkpointing"]
@@ -179,7 +183,7 @@ class NeMoRuns:
             async_checkpointing=block.get("enable_async_checkpointing", False),
             **self.io,
         )
-        trainer = Trainer(**{**common, "plugins": [io], **options})
+        trainer = self.bare(**{"plugins": [io], **options})
         if way == "connector":
             trainer._checkpoint_connector = NeMoCheckpointConnector(trainer)
         exp_manager(trainer, OmegaConf.create(config["exp_manager"]))

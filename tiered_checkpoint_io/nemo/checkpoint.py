@@ -14,15 +14,23 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from tiered_checkpoint_io.callbacks.guard import note_other_weights
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.trainer import failing_together, nemo_averages, on_rank_0
 from tiered_checkpoint_io.engine.drain.announcer import looking
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
-from tiered_checkpoint_io.errors import ExportError, StoreUnavailableError, TieredCheckpointError
+from tiered_checkpoint_io.errors import (
+    ExportError,
+    SaveError,
+    StoreUnavailableError,
+    TieredCheckpointError,
+    UsageError,
+)
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.nemo.averages import load_from_beside
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
 from tiered_checkpoint_io.nemo.layouts import EMA, ranks_with_files, step_of, without_rank
-from tiered_checkpoint_io.nemo.rewrite import rewrite
+from tiered_checkpoint_io.nemo.rewrite import is_full, rewrite
 from tiered_checkpoint_io.nemo.s3_utils import upload_file
 
 _STEP_OR_EPOCH = re.compile(r"(?:step|epoch)[=_-](\d+)")
@@ -86,13 +94,23 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
     # ------------------------------------------------------------------------------------ hooks
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        ema = nemo_averages(trainer)
+        if ema is not None and any(kind.__name__ == "TieredSharding" for kind in type(trainer.strategy).__mro__):
+            raise UsageError(
+                f"NeMo's {type(ema).__name__} with {type(trainer.strategy).__name__}: it keeps its averages in the"
+                " optimizers' states, which a sharded checkpoint has in another form",
+                operation="setup",
+                hint="leave exp_manager.ema out, or train with DDP",
+            )
         super().setup(trainer, pl_module, stage)
         assert self._io is not None
+        if ema is not None:
+            load_from_beside(ema)
         self._shards, self._uploads = ranks_with_files(), {}
         if self._shards > 1 and isinstance(self._io, NeMoCheckpointIO) and self._io.async_checkpointing:
             rank_zero_warn("saves are synchronous: old files may be deleted only when all ranks' new ones are durable")
             self._io.async_checkpointing = False
-        self._io.companion = EMA if nemo_averages(trainer) is not None else ""
+        self._io.companion = EMA if ema is not None else ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -121,15 +139,29 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         self._slim_older(trainer)
         if self.save_best_model:
             if self.best_model_path:
-                # Not its optimizer states, which it may have lost, nor the callbacks': only the model is exported.
-                connector = trainer._checkpoint_connector
-                connector.resume_start(self.best_model_path)
-                connector.restore_model()
-                connector.resume_end()
+                self._load_best(trainer)
             else:
                 rank_zero_warn("there is no best checkpoint; the latest model is exported in its place")
         if self.save_nemo_on_train_end:
             self._export(trainer, pl_module)
+
+    def _load_best(self, trainer: Trainer) -> None:
+        """Puts the best checkpoint's weights into the module, for the export; nothing resumes from it.
+
+        Not its optimizer states, which it may have lost, nor those of the callbacks.
+        """
+        connector: Any = trainer._checkpoint_connector
+        engine, ckpt_path, restored = self._engine, connector._ckpt_path, self._engine.restored
+        note_other_weights(trainer)
+        try:
+            connector.resume_start(self.best_model_path)
+            connector.restore_model()
+            # Else Lightning says that all states are restored.
+            connector._ckpt_path = None
+            connector.resume_end()
+        finally:
+            connector._ckpt_path, engine.restored = ckpt_path, restored
+        engine.session.log.info("the model has the weights of %s now; training ended as it was", self.best_model_path)
 
     # ------------------------------------------------------------------------------------- saves
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
@@ -282,12 +314,17 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             if name in self._slim or engine.session.is_to_be_copied(name):
                 continue
             try:
-                state = self._io.load_alone(name)
+                # Sharded ones keep theirs.
+                state = self._io.load_alone(name) if is_full(engine.session, name) else {}
                 if state.pop("optimizer_states", None) is not None:
                     rewrite(engine.session, name, state)
                 self._slim.add(name)
             except Exception as error:
-                engine.session.failed(name, -1, error)
+                text = f"the optimizer states of {name} were not dropped: {error}"
+                hint = "it is complete as it is, and is tried again after the next save"
+                failure = SaveError(text, operation="rewrite", tier="durable", key=name, hint=hint)
+                failure.__cause__ = error
+                engine.session.failed(name, -1, failure, "rewrite")
 
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the model's ``.nemo`` file to the durable tier, atomically; on all ranks.

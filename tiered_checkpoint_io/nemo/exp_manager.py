@@ -20,17 +20,18 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from nemo.utils import exp_manager as upstream
 from nemo.utils.app_state import AppState
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
-from tiered_checkpoint_io.errors import ConfigError, RestoreError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, UsageError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping
 from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
 from tiered_checkpoint_io.nemo.concurrency import Topology, advise
 from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector
 from tiered_checkpoint_io.nemo.io import NEMO_DEFAULTS, NeMoCheckpointIO, S3CheckpointIO
-from tiered_checkpoint_io.nemo.layouts import EMA, Rules
+from tiered_checkpoint_io.nemo.layouts import Rules
 
 #: Keys of NeMo's ``checkpoint_callback_params`` that are no arguments of our callback.
 _NOT_OURS = ("filepath", "model_parallel_size", "async_save")
@@ -57,13 +58,11 @@ def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
         The folder of exp_manager's logs.
 
     Raises:
-        ConfigError: A key or value is not allowed.
+        ConfigError: A key or value is not allowed; or the trainer has a checkpoint IO of ours whose value is another.
         UsageError: The trainer has a checkpoint IO that is neither stock nor ours.
     """
     take_over()
-    plain = as_mapping(cfg, "the configuration")
-    block = dict(plain.get("s3_checkpointing") or {})
-    manager = dict(plain.get("exp_manager") or {})
+    block, manager = as_mapping(_part(cfg, "s3_checkpointing")), as_mapping(_part(cfg, "exp_manager"), "exp_manager")
     params = dict(manager.get("checkpoint_callback_params") or {})
     io = tiered_io_of(trainer.strategy.checkpoint_io)
     dirpath = params.get("dirpath") or block.get("dirpath") or (io.config.dirpath if io is not None else None)
@@ -78,10 +77,44 @@ def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
         config = TieredCheckpointConfig.from_any({**NEMO_DEFAULTS, **block, "dirpath": dirpath})
         io = S3CheckpointIO(config) if ids.is_s3_url(config.dirpath) else NeMoCheckpointIO(config)
         trainer.strategy.checkpoint_io = io
-    _advise(io, trainer, plain.get("model"))
+    else:
+        _check_same(io, block)
+    _advise(io, trainer, _part(cfg, "model"))
     manager["checkpoint_callback_params"] = {**params, "dirpath": dirpath}
     log_dir: Path | None = upstream.exp_manager(trainer, OmegaConf.create(manager))
     return log_dir
+
+
+def _part(cfg: Any, key: str) -> Any:
+    """One value of a configuration, resolved by itself: what others refer to need not be known yet."""
+    if not isinstance(cfg, Mapping):
+        return None
+    try:
+        return None if OmegaConf.is_config(cfg) and OmegaConf.is_missing(cfg, key) else cfg.get(key)
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            f"{key} can't be resolved: {str(error).partition(chr(10))[0]}", hint="set what its interpolation refers to"
+        ) from error
+
+
+def _check_same(io: TieredCheckpointIO, block: Mapping[str, Any]) -> None:
+    """Refuses a block that says other than the trainer's checkpoint IO, which is made already.
+
+    Raises:
+        ConfigError: A key or value is not allowed, or is another; says which.
+    """
+    wanted = TieredCheckpointConfig.from_any({"dirpath": io.config.dirpath, **block})
+    # Of NeMo's IO, an argument says the same; of others, the class.
+    is_async = getattr(io, "async_checkpointing", wanted.enable_async_checkpointing)
+    has = replace(io.config, enable_async_checkpointing=is_async)
+    for key in block:
+        if getattr(wanted, key) != getattr(has, key):
+            raise ConfigError(
+                f"s3_checkpointing.{key} is {getattr(wanted, key)!r}, and {getattr(has, key)!r} in the trainer's"
+                f" {type(io).__name__}",
+                operation="setup",
+                hint=f"leave {key} out of one of them, or leave the checkpoint IO to tiered_exp_manager",
+            )
 
 
 # ------------------------------------------------------------------------ in place of NeMo's own
@@ -141,10 +174,7 @@ def _configure_checkpointing(
     _fill_in(params, name, io.config.dirpath)
     if params.async_save and isinstance(io, NeMoCheckpointIO):
         io.async_checkpointing = True
-    averages = [callback for callback in callbacks if isinstance(callback, upstream.EMA)]
-    for callback in averages:
-        callback.__class__ = TieredEMA
-    if averages:
+    if any(isinstance(callback, upstream.EMA) for callback in callbacks):
         # Each checkpoint is two saves.
         keep, pending = 2 * io.config.memory_keep_last, 2 * io.config.max_pending
         io.config = replace(io.config, memory_keep_last=keep, max_pending=pending)
@@ -181,9 +211,8 @@ def _callback_arguments(params: DictConfig, config: TieredCheckpointConfig) -> d
 def _advise(io: TieredCheckpointIO, trainer: Trainer, model: Any = None) -> None:
     """Puts figures in place of ``auto``, by the parallel sizes that the model's configuration, or NeMo, knows."""
     state = AppState()
-    given: Mapping[str, Any] = model if isinstance(model, Mapping) else {}
-    tensor = given.get("tensor_model_parallel_size") or state.tensor_model_parallel_size or 1
-    pipeline = given.get("pipeline_model_parallel_size") or state.pipeline_model_parallel_size or 1
+    tensor = _part(model, "tensor_model_parallel_size") or state.tensor_model_parallel_size or 1
+    pipeline = _part(model, "pipeline_model_parallel_size") or state.pipeline_model_parallel_size or 1
     advice = advise(io.config, Topology(max(trainer.world_size, 1), int(tensor), int(pipeline)))
     for warning in advice.warnings:
         upstream.logging.warning(warning)
@@ -191,40 +220,6 @@ def _advise(io: TieredCheckpointIO, trainer: Trainer, model: Any = None) -> None
 
 
 # ------------------------------------------------------------------------------------- callbacks
-class TieredEMA(upstream.EMA):  # type: ignore[misc]
-    """NeMo's EMA; loads its averages from the file beside the checkpoint, from any tier."""
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Loads the averages; on all ranks.
-
-        Raises:
-            CheckpointNotFoundError: The file is missing.
-            RestoreError: It is of another step.
-        """
-        io = tiered_io_of(trainer.strategy.checkpoint_io)
-        restored = io.checkpointer.restored if io is not None else None
-        if io is None or restored is None:
-            super().on_load_checkpoint(trainer, pl_module, checkpoint)
-            return
-        if ids.is_companion(str(trainer.ckpt_path), EMA):
-            # As NeMo does it: training continues with the averages as weights.
-            return
-        # From what was loaded: with files of each rank, each has averages of its own.
-        beside = ids.companion_of(restored.url, EMA)
-        found = io.load_checkpoint(beside)
-        # The run resumed from the checkpoint, not from its averages.
-        io.checkpointer.restored = restored
-        if found.get("global_step") != checkpoint.get("global_step"):
-            raise RestoreError(
-                f"the averages are of step {found.get('global_step')}, the weights of {checkpoint.get('global_step')}",
-                operation="load",
-                key=beside,
-                step=checkpoint.get("global_step"),
-                hint="name another checkpoint to resume from",
-            )
-        checkpoint["optimizer_states"] = found["optimizer_states"]
-
-
 class TieredPreemption(upstream.PreemptionCallback):  # type: ignore[misc]
     """NeMo's PreemptionCallback, which needs CUDA, for any device."""
 

@@ -15,6 +15,26 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry
 
 
+def is_full(session: Session, name: str) -> bool:
+    """Whether the durable tier has a full checkpoint of this name, which :func:`rewrite` can replace.
+
+    Where it has none that it can, of a sharded one it warns, once.
+
+    Raises:
+        StoreError: It could not be asked.
+    """
+    manifest = current(session.durable(), name)
+    if manifest is None or manifest.alias_of is not None:
+        return False
+    if manifest.content.kind == "full":
+        return True
+    if rewrite.__name__ not in session.warned:
+        session.warned.add(rewrite.__name__)
+        text = "save_last_n_optim_states is for full checkpoints: %s is a %s one, and such keep their optimizer states"
+        session.log.warning(text, name, manifest.content.kind)
+    return False
+
+
 def rewrite(session: Session, name: str, state: Any) -> bool:
     """Replaces what a full checkpoint on the durable tier holds; readers see the old or the new one, complete.
 
