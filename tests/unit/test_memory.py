@@ -236,6 +236,8 @@ def test_the_limit_of_any_cgroup_above_binds(tmp_path):
     assert node.memory_limit(proc, cgroup) == machine
     (cgroup / "job" / "memory.max").write_text("7000000\n")
     assert node.memory_limit(proc, cgroup) == 7_000_000
+    (cgroup / "job" / "step" / "memory.high").write_text("6000000\n")
+    assert node.memory_limit(proc, cgroup) == 6_000_000
     (cgroup / "memory").mkdir()
     (cgroup / "memory" / "memory.limit_in_bytes").write_text("5000000\n")
     (proc / "self" / "cgroup").write_text("4:cpu,memory:/only/the/host/knows\n0::/\n")
@@ -260,6 +262,8 @@ def test_what_is_left_is_what_nobody_uses_in_any_cgroup_above(tmp_path):
         f"anon 7\nshmem {90 * mib}\nactive_file {10 * mib}\ninactive_file {20 * mib}\n"
     )
     assert node.memory_left(proc, cgroup) == (256 - 200 + 10 + 20 - 4) * mib
+    (cgroup / "job" / "memory.high").write_text(f"{240 * mib}\n")
+    assert node.memory_left(proc, cgroup) == (240 - 200 + 10 + 20) * mib - 240 * mib // 64
     (cgroup / "memory").mkdir()
     for name, value in {"limit_in_bytes": 64 * mib, "usage_in_bytes": 70 * mib}.items():
         (cgroup / "memory" / f"memory.{name}").write_text(f"{value}\n")

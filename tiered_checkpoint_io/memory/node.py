@@ -38,8 +38,7 @@ def memory_limit(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup
     """
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for folder, names in _cgroups(proc, cgroup):
-        with contextlib.suppress(OSError, ValueError):
-            limits.append(int((folder / names.limit).read_text()))
+        limits += names.limits(folder)
     return min(limits)
 
 
@@ -54,23 +53,33 @@ def memory_left(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
         left.append(_fields(proc / "meminfo")["MemAvailable"] * 1024)
     for folder, names in _cgroups(proc, cgroup):
         with contextlib.suppress(OSError, ValueError):
-            room = int((folder / names.limit).read_text()) - int((folder / names.usage).read_text())
+            used = int((folder / names.usage).read_text())
             # Pages of files on disks go when room is needed; those of tmpfs are not among them.
             cached = _fields(folder / "memory.stat")
-            left.append(room + sum(cached.get(name, 0) for name in names.cached))
+            room = sum(cached.get(name, 0) for name in names.cached) - used
+            left += [limit + room for limit in names.limits(folder)]
     return min(left) - margin
 
 
 class _Names(NamedTuple):
     """What the files of a memory cgroup are called."""
 
-    limit: str
+    limit: tuple[str, ...]
     usage: str
     cached: tuple[str, ...]
 
+    def limits(self, folder: Path) -> list[int]:
+        """Those that are set, in bytes."""
+        found = []
+        for name in self.limit:
+            with contextlib.suppress(OSError, ValueError):
+                found.append(int((folder / name).read_text()))
+        return found
 
-_V2 = _Names("memory.max", "memory.current", ("active_file", "inactive_file"))
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+
+#: Beyond memory.high the kernel ends no process, but slows each allocation down, for good where pages are of tmpfs.
+_V2 = _Names(("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file"))
+_V1 = _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
 
 
 def _cgroups(proc: Path, cgroup: Path) -> Iterator[tuple[Path, _Names]]:
