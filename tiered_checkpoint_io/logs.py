@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import logging.handlers
 import os
@@ -154,12 +155,16 @@ class _Console(_StreamHandler):
 class _JobFile(logging.handlers.WatchedFileHandler):
     """``{namespace}_checkpointing.log``, made anew where it was moved away; other jobs here have files of their own.
 
+    Where it can't be written, as on a full disk, lines are lost, and no training; stderr says so once.
+
     Attributes:
         users: The loggers that it was opened for, as long as anything holds them.
     """
 
     def __init__(self, path: str, namespace: str) -> None:
         super().__init__(path)
+        #: Since it could be written last.
+        self._failures = 0
         self.setFormatter(_formatter())
         self.addFilter(lambda record: getattr(record, "namespace", namespace) == namespace)
         self.users: weakref.WeakSet[CheckpointLogger] = weakref.WeakSet()
@@ -169,11 +174,40 @@ class _JobFile(logging.handlers.WatchedFileHandler):
         return super()._open()
 
     def emit(self, record: logging.LogRecord) -> None:
+        failures = self._failures
         try:
             super().emit(record)
-        except OSError:
-            # It can't be made anew just now, for want of a descriptor, for one: a line is lost, and no training.
-            self.handleError(record)
+        except OSError as error:
+            # It can't be made anew just now, for want of a descriptor, for one.
+            self._lose(error)
+        if self._failures == failures:
+            self._failures = 0
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self._lose(error)
+        else:
+            super().handleError(record)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            self._lose(error)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        self._failures += 1
+        if self._failures == 1 and sys.stderr is not None:
+            text = f"{_NAME}: can't write the log {self.baseFilename}, and leaves lines out until it can: {error}"
+            with contextlib.suppress(OSError):
+                print(text, file=sys.stderr)
 
 
 def _own_logger() -> logging.Logger:
