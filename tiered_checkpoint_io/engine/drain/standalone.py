@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -50,6 +51,9 @@ def give_way(niceness: int) -> None:
 
 def main() -> None:
     """The drain of a trainer, over the root that is the last argument; an error is one line on stderr, and status 1."""
+    # Slurm signals all processes of a step: these tell the trainer to make its last checkpoint, which is uploaded here.
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     give_way(_NICENESS)
     root = Path(sys.argv[-1])
     log = get_logger(root.name)
