@@ -212,6 +212,47 @@ def test_a_full_file_system_is_an_error_and_leaves_nothing(tier, monkeypatch, ki
     assert files_in(tier.root / "slots") == []
 
 
+def interrupting(call, number):
+    """As Ctrl-C that comes right after the so-manieth call."""
+    calls = []
+
+    def interrupted(*args, **options):
+        result = call(*args, **options)
+        calls.append(1)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return result
+
+    return interrupted
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_ctrl_c_amid_a_commit_leaves_nothing_or_the_part(tier, monkeypatch, number):
+    slot = tier.acquire(MIB)
+    part = part_of(bytes(MIB), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", interrupting(os.rename, number))
+        try:
+            tier.commit(part, {part.content.files[0].basename: slot})
+        except KeyboardInterrupt:
+            tier.give_back(slot)
+    left = [path for path in files_in(tier.root / "saves") if path.endswith(".ckpt")]
+    assert len(left) == len(tier.parts())
+    tier.acquire(MIB)
+    assert tier.usage() <= (2 + len(left)) * 2 * MIB, "no other file holds memory"
+
+
+@pytest.mark.parametrize("call", ["rename", "rmdir"])
+def test_ctrl_c_amid_a_removal_lets_it_end(tier, monkeypatch, call):
+    stored = save(tier, b"old" * 1000, 1)
+    before = inode(stored)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, call, interrupting(getattr(os, call), 1))
+        tier.remove(stored)
+    assert files_in(tier.root / "trash") == []
+    assert inode(save(tier, b"new" * 1000, 2)) == before, "its memory is used again"
+
+
 def test_the_pages_of_what_another_process_removed_are_given_back(tier, memory_dir):
     stored = save(tier, b"x" * MIB, 1)
     MemoryTier(namespace_root(memory_dir, "test")).remove(stored)

@@ -291,21 +291,20 @@ class MemoryTier:
             prepare_markers(fresh, drained=drained)
             write_private(fresh / PART_FILE, part.to_json())
             os.rename(fresh, folder)
-        except OSError as error:
-            if not isinstance(error, MemoryFullError) and error.errno not in NO_SPACE:
-                if folder.exists():
-                    shutil.rmtree(fresh, ignore_errors=True)
-                    raise taken from error
-                raise
+        except BaseException as error:
+            # Ctrl-C, too, leaves nothing that only another start would clear.
+            is_full = isinstance(error, OSError) and (isinstance(error, MemoryFullError) or error.errno in NO_SPACE)
             # The files had their space, their description has none: give all of it back.
-            for slot in slots.values():
-                if not isinstance(slot, bytes) and not keep_slots:
+            for slot in slots.values() if is_full and not keep_slots else ():
+                if not isinstance(slot, bytes):
                     home._pool.forget(slot.path)
             shutil.rmtree(fresh, ignore_errors=True)
-            if isinstance(error, MemoryFullError):
-                raise
-            text = "no space for a folder"
-            raise MemoryFullError(text, operation="commit", tier="memory", key=str(folder), hint=FULL_HINT) from error
+            if is_full and not isinstance(error, MemoryFullError):
+                text, hint = "no space for a folder", FULL_HINT
+                raise MemoryFullError(text, operation="commit", tier="memory", key=str(folder), hint=hint) from error
+            if isinstance(error, OSError) and not is_full and folder.exists():
+                raise taken from error
+            raise
         stored = StoredPart(part, folder, drained)
         if stored.pending:
             self.bell()
@@ -349,19 +348,22 @@ class MemoryTier:
         trash = home.root / "trash" / name
         try:
             os.rename(stored.folder, trash)
+            self._empty(trash, stored)
         except FileNotFoundError:
             return
+        except BaseException:
+            # After Ctrl-C once more: nothing else would give this memory back while this process lives.
+            self._empty(trash, stored)
+            raise
+
+    def _empty(self, trash: Path, stored: StoredPart) -> None:
         with contextlib.suppress(OSError):
             sync_folder(stored.folder.parent)  # after a power loss it must not be there without its marks
             os.rmdir(stored.folder.parent)
-        pinned = (trash / PINNED).exists()
+        pinned, pool = (trash / PINNED).exists(), self._home(trash)._pool
         for entry in stored.part.content.files:
-            path = str(trash / entry.basename)
             with contextlib.suppress(FileNotFoundError):
-                if pinned:
-                    home._pool.forget(path)
-                else:
-                    home._pool.recycle(path)
+                (pool.forget if pinned else pool.recycle)(str(trash / entry.basename))
         shutil.rmtree(trash, ignore_errors=True)
 
     def quarantine(self, folder: Path, reason: str) -> Path:
