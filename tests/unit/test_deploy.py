@@ -13,6 +13,7 @@ from pathlib import Path
 
 import kubernetes_validate
 import pytest
+import torch.distributed.run
 import typer
 import yaml
 
@@ -56,6 +57,13 @@ def test_manifests_are_valid():
     for _, spec in pods():
         document = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "gpt-1"}, "spec": spec}
         kubernetes_validate.validate(document, "1.32", strict=True)
+
+
+def test_torchrun_leaves_training_its_grace_time():
+    (job,) = documents(HYPERPOD)
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    told = torch.distributed.run.get_args_parser().parse_args(pod["containers"][0]["command"][1:])
+    assert 30 < told.shutdown_timeout < pod["terminationGracePeriodSeconds"]
 
 
 def test_a_misspelt_key_is_found():
