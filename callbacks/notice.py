@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tiered_checkpoint_io.callbacks.loader_workers import DeafWorkers
 from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError, RestoreError
@@ -45,25 +46,39 @@ class Notice:
         #: Of the job that is handled; None while none is.
         self._session: Session | None = None
         self._earlier: dict[signal.Signals, Any] = {}
+        self._workers = DeafWorkers(self.signals)
 
     def install(self, session: Session) -> None:
-        """Handles the signals from now on; off the main thread, where Python can't, does nothing."""
-        if threading.current_thread() is not threading.main_thread():
-            return
+        """Handles the signals from now on; off the main thread Python can't, and only :meth:`notify` gives notice."""
         # What an earlier fit was told is over.
         self._session, self.received, self.leave_by = session, None, None
-        for number in self.signals:
+        self._workers.begin()
+        for number in self.signals if handles_signals() else ():
             if signal.getsignal(number) != self._handle:
                 self._earlier[number] = _of_none_that_is_over(signal.signal(number, self._handle), number)
 
-    def remove(self) -> None:
-        """Restores the earlier handlers."""
-        if threading.current_thread() is not threading.main_thread():
-            return
+    def remove(self) -> signal.Signals | None:
+        """Restores the earlier handlers; gives the signal that has come, once."""
         self._session = None
-        for number in self.signals:
+        self._workers.end()
+        for number in self.signals if handles_signals() else ():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, self._handler_before(number))
+        received, self.received = self.received, None
+        return received
+
+    def notify(self, number: int) -> bool:
+        """Takes note that the job is to end, from any thread or signal handler; False where none is handled."""
+        session = self._session
+        if session is None:
+            return False
+        if self.received is None:
+            margin = max(session.clock.timing.preemption_margin_s, _MARGIN * self.grace_seconds)
+            used = self.grace_seconds - min(self.grace_seconds / 2, margin)
+            self.expect(session.clock.monotonic() + used, session)
+            # Last, for another thread looks at it.
+            self.received = signal.Signals(number)
+        return True
 
     def left_s(self, session: Session) -> float:
         """How many seconds are left; without a notice, all there are."""
@@ -81,8 +96,7 @@ class Notice:
         return signal.SIG_DFL if earlier is None else earlier
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        session = self._session
-        if session is None:
+        if not self.notify(number):
             # Another library that replaced this handler meanwhile has restored it since.
             earlier = self._handler_before(signal.Signals(number))
             signal.signal(number, earlier)
@@ -90,11 +104,11 @@ class Notice:
                 earlier(number, frame)
             else:
                 signal.raise_signal(number)
-        elif self.received is None:
-            self.received = signal.Signals(number)
-            margin = max(session.clock.timing.preemption_margin_s, _MARGIN * self.grace_seconds)
-            used = self.grace_seconds - min(self.grace_seconds / 2, margin)
-            self.expect(session.clock.monotonic() + used, session)
+
+
+def handles_signals() -> bool:
+    """Whether Python runs signal handlers in this thread, and lets it set them."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def _of_none_that_is_over(handler: Any, number: signal.Signals) -> Any:

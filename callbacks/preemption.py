@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
-from tiered_checkpoint_io.callbacks.notice import Agreement, Notice
+from tiered_checkpoint_io.callbacks.notice import Agreement, Notice, handles_signals
 from tiered_checkpoint_io.callbacks.trainer import save_training, trained_weights
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.world import current_rank
@@ -29,6 +29,9 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
+
+#: What torchrun gives its workers after it has sent them SIGTERM, by default.
+_TORCHRUN_S = 30
 
 
 class Preempted(SIGTERMException):
@@ -82,6 +85,22 @@ class PreemptionCheckpoint(Callback):
         self._io: TieredCheckpointIO | None = None
         self._agreement: Agreement | None = None
         self._validation_batches = 0.0
+        #: Whether this fit acts on the notice.
+        self._is_stopping = False
+
+    def notify(self, number: int = signal.SIGTERM) -> bool:
+        """Tells the job to end, as a signal does: for a handler of your own, of Ray's or of a web server's.
+
+        May be called from any thread and any signal handler. Where training runs off the main thread, Python can't
+        handle signals for it, and this is the only notice that it gets.
+
+        Args:
+            number: The signal that was received; the exit status is 128 and its number.
+
+        Returns:
+            Whether training runs, so that it stops at the next batch; where it does not, this does nothing.
+        """
+        return self.notice.notify(number)
 
     # ------------------------------------------------------------------------------------ hooks
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
@@ -103,6 +122,9 @@ class PreemptionCheckpoint(Callback):
         others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
         self.notice.install(self._session)
+        self._is_stopping = False
+        if trainer.is_global_zero:
+            self._warn()
         if signal.SIGTERM in self.notice.signals:
             # Trainer composes its handler with ours; its own part may hang, see the head of this class.
             trainer._signal_connector._sigterm_notifier_fn = _leave_it_to_us  # type: ignore[method-assign, assignment]
@@ -135,10 +157,21 @@ class PreemptionCheckpoint(Callback):
                 self._stop(trainer)
 
     def on_exception(self, *_: Any) -> None:
-        self._end()
+        if (number := self._end()) is not None:
+            text = "received %s, but fit failed before it could make a last checkpoint"
+            self._session.log.warning(text, number.name)
 
-    def teardown(self, *_: Any, **__: Any) -> None:
-        self._end()
+    def teardown(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        """Ends the script, too, where notice came after the last batch.
+
+        Raises:
+            Preempted: It did.
+        """
+        number = self._end()
+        # All of this fit is done: its last upload has been waited for as long as there was time.
+        if number is not None:
+            self._session.log.warning("received %s after the last batch; the script ends here", number.name)
+            self._leave(trainer, number)
 
     # ----------------------------------------------------------------------------------- inside
     @property
@@ -151,11 +184,15 @@ class PreemptionCheckpoint(Callback):
         number = notice.received or signal.SIGTERM
         step = trainer.global_step
         why = f"received {number.name}" if notice.received else "another rank is told to end"
-        session.is_preempted = True
+        session.is_preempted = self._is_stopping = True
         session.log.at_step(step).warning("%s; %.0f s are left for a last checkpoint", why, notice.left_s(session))
         if step > 0 and not trainer.sanity_checking:
             with trained_weights(trainer) if trainer.validating else contextlib.nullcontext():
                 self._save(trainer, step)
+        self._leave(trainer, number)
+
+    def _leave(self, trainer: Trainer, number: signal.Signals) -> NoReturn:
+        session = self._session
         environment = trainer._accelerator_connector.cluster_environment
         requeues = isinstance(environment, SLURMEnvironment) and bool(environment.auto_requeue)
         if trainer.is_global_zero and (requeues if self.requeue is None else self.requeue):
@@ -236,11 +273,32 @@ class PreemptionCheckpoint(Callback):
         sent = made.tiers == {"durable"} and not made.queued
         return sent or (outcome is not None and outcome.state == "committed")
 
-    def _end(self) -> None:
-        self.notice.remove()
+    def _end(self) -> signal.Signals | None:
+        """Takes no more notice.
+
+        Returns:
+            What came, where nothing has acted on it.
+        """
+        number = self.notice.remove()
         agreement, self._agreement = self._agreement, None
         if agreement is not None:
             agreement.close()
+        return None if self._is_stopping else number
+
+    def _warn(self) -> None:
+        log = self._session.log
+        if not handles_signals():
+            log.warning(
+                "training runs on a thread other than the main one, where Python handles no signals: to stop with a"
+                " last checkpoint, call PreemptionCheckpoint.notify() when the job is told to end"
+            )
+        if "TORCHELASTIC_RUN_ID" in os.environ and self.notice.grace_seconds > _TORCHRUN_S:
+            log.warning(
+                "grace_seconds is %g; torchrun kills its workers %d s after it has got SIGTERM, unless it was started"
+                " with a longer --shutdown-timeout",
+                self.notice.grace_seconds,
+                _TORCHRUN_S,
+            )
 
 
 def requeue(log: Logger, timeout_s: float) -> None:
