@@ -1,12 +1,18 @@
-"""``python -m tiered_checkpoint_io`` is the command line ``tiered-ckpt``, and what trainers start their drains by."""
+"""``python -m tiered_checkpoint_io`` is the command line ``tiered-ckpt``, and what trainers' drains begin with."""
 
 import sys
 
 from tiered_checkpoint_io.engine.drain.process import FOR_TRAINER
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Runs the drain of a trainer, or a command."""
     if sys.argv[1:-1] == FOR_TRAINER:
-        from tiered_checkpoint_io.engine.drain.standalone import main
+        from tiered_checkpoint_io.engine.drain.standalone import main as run
     else:
-        from tiered_checkpoint_io.cli import main
+        from tiered_checkpoint_io.cli import main as run
+    run()
+
+
+if __name__ == "__main__":
     main()

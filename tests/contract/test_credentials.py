@@ -309,7 +309,7 @@ def test_which_environments_differ(monkeypatch):
     assert not differs({}, os.environ), "a drain that has said nothing serves any trainer"
     for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "https_proxy", "REQUESTS_CA_BUNDLE"):
         assert differs(said, {**os.environ, name: "two"})
-    monkeypatch.setattr(environment, "__version__", "another")
+    monkeypatch.setattr(environment, "_CODE", "another")
     assert differs(said, os.environ)
 
 

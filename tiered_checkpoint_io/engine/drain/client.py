@@ -312,6 +312,10 @@ class DrainHandle:
                 clock.sleep(timing.wait_poll_s)
 
     def _check_drain(self) -> None:
+        if self.runner.cannot_import:
+            text = "the drain's process can't import what it needs, so nothing is uploaded"
+            hint = f"checkpoints stay in node memory, queued; mend the installation: {self.runner.last_words()}"
+            raise self._error(text, str(self._tier.root), hint, tier="memory")
         trouble = self.runner.trouble
         if trouble:
             hint = "it goes on by itself as soon as it can; see `ulimit -n`"

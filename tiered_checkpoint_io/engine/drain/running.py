@@ -13,7 +13,7 @@ from pathlib import Path
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.environment import differs, elsewhere
 from tiered_checkpoint_io.engine.drain.locks import is_locked, is_lost, release, try_lock
-from tiered_checkpoint_io.engine.drain.process import reap, start_process
+from tiered_checkpoint_io.engine.drain.process import CANNOT_IMPORT, reap, start_process
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.report import LOG
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
@@ -174,6 +174,11 @@ class DrainRunner:
     def trouble(self) -> str:
         """See :attr:`DrainProgress.trouble`."""
         return self._drain.trouble if self._drain is not None else self._queue.progress().trouble
+
+    @property
+    def cannot_import(self) -> bool:
+        """Whether the last process that was started here has ended as it can't import what it needs."""
+        return self._child is not None and self._child.poll() == CANNOT_IMPORT
 
     def last_words(self) -> str:
         """Where the drain's log is, and its last line."""

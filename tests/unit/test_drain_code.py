@@ -1,0 +1,94 @@
+"""Whose code the drain's process runs: its trainer's, wherever that has it from."""
+
+# ruff: noqa: F811 - a fixture of another module is an argument here
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+from support.draining import Node
+
+import tiered_checkpoint_io
+from tiered_checkpoint_io.engine.drain import process
+from tiered_checkpoint_io.errors import DrainError
+
+from .test_drain import handle_of  # noqa: F401 - a fixture
+
+PACKAGE = Path(tiered_checkpoint_io.__file__).parent
+TRAINER = """
+import logging, os, pathlib, sys
+sys.path.append(sys.argv[1])
+from tiered_checkpoint_io.engine.drain.process import start_process
+os.chdir("/")
+sys.exit(start_process(pathlib.Path(sys.argv[2]), logging.getLogger()).wait(60))
+"""
+FINGERPRINT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from tiered_checkpoint_io.engine.drain.environment import announcement
+print(announcement("salt")["fingerprint"])
+"""
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """Copies the package to a folder of this name, as a clone or an installation elsewhere has it."""
+
+    def make(name):
+        place = tmp_path / name
+        shutil.copytree(PACKAGE, place / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+        return place
+
+    return make
+
+
+def python(code, *arguments, cwd):
+    """What code prints, in a process that knows the package from its arguments, or from what is installed."""
+    command = [sys.executable, "-I", "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("is_zipped", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_the_drain_runs_the_code_of_its_trainer_and_of_no_other_installation(copy, tmp_path, memory_dir, is_zipped):
+    node, place = Node(memory_dir, str(tmp_path / "durable")), copy("clone")
+    with (place / PACKAGE.name / "engine/drain/standalone.py").open("a") as file:
+        file.write('\n\ndef main() -> None:\n    print("this is", __file__, sys.argv[-1])\n')
+    # A folder that comes last hides nothing of the standard library.
+    (place / "threading.py").write_text("raise SystemExit('not the one of the standard library')")
+    if is_zipped:
+        archive = tmp_path / "app.pyz"
+        with zipfile.ZipFile(archive, "w") as file:
+            for path in place.rglob("*.py"):
+                file.write(path, path.relative_to(place))
+        place = archive
+    # As a notebook names it, which then goes elsewhere.
+    python(TRAINER, place.name, node.root, cwd=tmp_path)
+    standalone = place / PACKAGE.name / "engine/drain/standalone.py"
+    assert (node.root / "status/drain.log").read_text() == f"this is {standalone} {node.root}\n"
+
+
+def test_another_installation_and_changed_code_have_other_fingerprints(copy, tmp_path):
+    one, other = copy("one"), copy("other")
+    first = python(FINGERPRINT, one, cwd=tmp_path)
+    assert python(FINGERPRINT, one, cwd=tmp_path) == first, "compiled files are no change"
+    assert python(FINGERPRINT, other, cwd=tmp_path) != first
+    os.utime(one / PACKAGE.name / "callbacks/guard.py", (1, 1))
+    assert python(FINGERPRINT, one, cwd=tmp_path) != first
+
+
+def test_a_drain_that_cannot_import_its_code_is_said_at_once(memory_dir, tmp_path, handle_of, monkeypatch):
+    monkeypatch.setattr(process, "_PLACE", tmp_path / "removed")
+    node = Node(memory_dir, str(tmp_path / "durable"))
+    node.save("a.ckpt", b"A")
+    handle, began = handle_of(node), time.monotonic()
+    handle.start()
+    with pytest.raises(DrainError, match=r"can't import what it needs.*stay in node memory.*no longer at .*removed"):
+        handle.flush(120)
+    assert time.monotonic() - began < 60
