@@ -241,7 +241,7 @@ def note_other_weights(trainer: Trainer) -> None:
 
 
 def guard() -> list[Callback]:
-    """What Lightning's entry point ``lightning.pytorch.callbacks_factory`` calls."""
+    """What each Trainer of lightning.pytorch gets: see :mod:`tiered_checkpoint_io.entry_points`."""
     return [StrategyGuard()]
 
 

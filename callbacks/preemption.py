@@ -14,7 +14,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from tiered_checkpoint_io.adapters.io_of import tiered_io_of
+from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks.notice import Agreement, Notice, handles_signals
 from tiered_checkpoint_io.callbacks.trainer import save_training, trained_weights
@@ -25,7 +25,6 @@ from tiered_checkpoint_io.errors import (
     ConfigError,
     DrainError,
     TieredCheckpointError,
-    UsageError,
 )
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
@@ -111,13 +110,7 @@ class PreemptionCheckpoint(Callback):
         """
         if stage != "fit":
             return
-        self._io = tiered_io_of(trainer.strategy.checkpoint_io)
-        if self._io is None:
-            raise UsageError(
-                f"PreemptionCheckpoint with a {type(trainer.strategy.checkpoint_io).__name__}",
-                operation="setup",
-                hint="give the trainer plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
-            )
+        self._io = require_tiered_io(trainer.strategy, type(self).__name__)
         # What others do at the end of a batch, such as averaging weights, is done when this one saves.
         others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined]

@@ -6,7 +6,6 @@ neither torch nor Lightning, never pay for importing them.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +45,6 @@ __all__ = [
     "train_here",
     "wait_for",
 ]
-
-if sys.platform != "linux":
-    # Its locks and mapped files on tmpfs are Linux's.
-    raise ImportError(f"tiered_checkpoint_io runs on Linux only; this is {sys.platform}")
 
 _HOMES = {
     "AsyncCheckpointIO": "tiered_checkpoint_io.adapters.lightning",

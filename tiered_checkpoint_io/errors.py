@@ -6,10 +6,17 @@ between ranks by pickle, so every one of them can be pickled.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from tiered_checkpoint_io.redaction import without_secrets
+
+_PLATFORM = sys.platform
+if _PLATFORM != "linux":
+    # Its locks and mapped files on tmpfs are Linux's. Here, as all that does something imports this; not in __init__,
+    # because a trainer that has nothing of ours loads the entry points of this package on any system.
+    raise ImportError(f"tiered_checkpoint_io runs on Linux only; this is {_PLATFORM}")
 
 _CONTEXT_FIELDS = ("operation", "tier", "key", "rank", "step")
 

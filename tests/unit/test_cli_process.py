@@ -187,7 +187,21 @@ def test_help_and_version():
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
 def test_other_systems_are_refused_by_name(platform, tmp_path):
-    code = f"import sys; sys.platform = {platform!r}; sys.modules['fcntl'] = None; import tiered_checkpoint_io.cli"
+    code = f"""
+import sys, typer
+sys.platform = {platform!r}
+sys.modules["fcntl"] = None
+from tiered_checkpoint_io import entry_points
+assert entry_points.for_lightning() == entry_points.for_pytorch_lightning() == [], "trainers without us go on"
+for name in ("TieredCheckpointConfig", "find_latest", "parse_s3_url"):
+    try:
+        getattr(sys.modules["tiered_checkpoint_io"], name)
+    except ImportError as error:
+        assert "runs on Linux only" in str(error), error
+    else:
+        raise AssertionError(name)
+import tiered_checkpoint_io.cli
+"""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path, check=False
     )

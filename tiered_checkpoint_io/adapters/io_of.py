@@ -34,8 +34,10 @@ def require_tiered_io(strategy: Strategy | FabricStrategy, user: str) -> TieredC
     """The TieredCheckpointIO of a strategy, without which ``user`` can't work.
 
     Raises:
-        UsageError: It has another one.
+        UsageError: It has another one, or is not of the package that ours are derived from.
     """
+    if not isinstance(strategy, (Strategy, FabricStrategy)):
+        raise of_other_package(user)
     io = tiered_io_of(strategy.checkpoint_io)
     if io is None:
         raise UsageError(
@@ -44,3 +46,12 @@ def require_tiered_io(strategy: Strategy | FabricStrategy, user: str) -> TieredC
             hint="give the trainer, or Fabric, plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
         )
     return io
+
+
+def of_other_package(user: str) -> UsageError:
+    """What is raised where ``user`` is in a trainer of pytorch_lightning: plugins=[...] would be refused there, too."""
+    return UsageError(
+        f"{user} in a trainer of pytorch_lightning, whose classes are others than those of lightning",
+        operation="setup",
+        hint="import Trainer from lightning.pytorch, and Fabric from lightning.fabric",
+    )

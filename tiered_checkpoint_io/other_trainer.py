@@ -1,0 +1,32 @@
+"""Trainers of pytorch_lightning: it has classes of the same names as lightning's, and ours are derived from those."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytorch_lightning import Callback, LightningModule, Trainer
+
+
+class OtherTrainerGuard(Callback):
+    """Refuses a trainer of pytorch_lightning that has our checkpoint IO, or a callback of ours.
+
+    Nothing of ours is imported before: most of these trainers have nothing to do with us.
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Looks before anything is loaded or trained.
+
+        Raises:
+            UsageError: There is something of ours.
+        """
+        found: list[Any] = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
+        io: Any = trainer.strategy.checkpoint_io
+        while io is not None:
+            found.append(io)
+            # One IO around another.
+            io = getattr(io, "checkpoint_io", None)
+        for each in found:
+            if any(kind.__module__.startswith("tiered_checkpoint_io.") for kind in type(each).__mro__):
+                from tiered_checkpoint_io.adapters.io_of import of_other_package
+
+                raise of_other_package(type(each).__name__)
