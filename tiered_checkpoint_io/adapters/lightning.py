@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -90,7 +90,7 @@ class TieredCheckpointIO(CheckpointIO):
         acl: Acl | None = None,
         storage_class: str | None = None,
         checksum_algorithm: Literal["CRC32", "CRC32C", "SHA1", "SHA256", "CRC64NVME"] | None = None,
-        **unknown: Any,
+        **unknown: NoReturn,  # no value is of this type: type checkers, too, refuse what is misspelt
     ) -> None:
         """Validates the configuration; opens nothing.
 
