@@ -358,10 +358,8 @@ def send_over(job, device):
     assert group._device == "cpu"
     group._device = device
     data = bytearray(b"0123456789" if group.rank == 0 else bytes(10))
-    if group.rank == 0:
-        group.send(memoryview(data), 1)
-    else:
-        group.receive(data, 0)
+    view = memoryview(data)
+    group.transfer(*(((view, 1), None) if group.rank == 0 else (None, (view, 0))))
     return data.decode(), bytes(group.share_bytes(b"to all" if group.rank == 1 else b"", 1)).decode()
 
 

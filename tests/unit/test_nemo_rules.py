@@ -181,6 +181,7 @@ def saves(monkeypatch):
     """A callback that has saved d, c, b and a, in this order, and what it rewrites of them."""
     copied, pending, rewritten = set(), set(), []
     session = SimpleNamespace(is_pending=pending.__contains__, is_to_be_copied=copied.__contains__)
+    monkeypatch.setattr(checkpoint, "is_full", lambda *_: True)
     monkeypatch.setattr(checkpoint, "rewrite", lambda _, name, __: rewritten.append(name))
     callback = checkpoint.TieredNeMoCheckpoint(monitor="loss", save_top_k=-1, save_last_n_optim_states=2)
     callback.best_k_models = {f"{DIRPATH}/{name}": loss for loss, name in enumerate("dcba")}
