@@ -1,14 +1,20 @@
 """Where the copies of parts go whose nodes are lost: to their ranks' nodes, each once, and only those."""
 
+import logging
+import os
 from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.restoring import make_content
+from support.restoring import SMALL, in_ranks, make_content
+from support.sharded import make_part
 
 from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks
+from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate
-from tiered_checkpoint_io.engine.restore.part_moves import PartMove, moves_to_owners
+from tiered_checkpoint_io.engine.restore.part_moves import PartMove, moves_to_owners, restore_owners
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 
 def moved(memory, world_size, nodes):
@@ -54,3 +60,27 @@ def test_with_another_number_of_ranks_who_has_a_copy_becomes_its_owner():
 def test_what_nobody_has_does_not_move():
     memory = memory_of(list("abc"), 2, {"a", "b"})
     assert [move.part for move in moved(memory, 3, list("abc"))] == [1]
+
+
+def test_of_a_replica_that_becomes_its_node_s_own_no_rank_tells_the_hashes(memory_dir, tmp_path):
+    """They grow with the part, and each rank would get those of all."""
+    tiers = {}
+    for rank, node in enumerate("ab"):
+        os.mkdir(f"{memory_dir}/{node}")
+        tiers[node] = MemoryTier.open(f"{memory_dir}/{node}", "default")
+        part, files = make_part("step_1", 1, rank, dirpath=str(tmp_path), size=100_000)
+        assert len(part.to_json()) > 2 * SMALL
+        slots = {}
+        for basename, data in files.items():
+            slots[basename] = tiers[node].replicas.acquire(len(data))
+            slots[basename].view[: len(data)] = data
+        tiers[node].replicas.commit(part, slots)
+    candidate = Candidate("step_1", part.content, held={"a": {0: False}, "b": {1: False}})
+
+    def work(group):
+        config = TieredCheckpointConfig(dirpath=str(tmp_path), memory_dir=f"{memory_dir}/{group.node}")
+        here = Tiers(config, tiers[group.node], lambda: None, str(tmp_path), logging.getLogger("test"))
+        restore_owners(group, here, candidate, ["a", "b"])
+        return [(stored.part.rank, stored.is_replica) for stored in tiers[group.node].held()]
+
+    assert in_ranks("ab", work) == [[(0, False)], [(1, False)]]

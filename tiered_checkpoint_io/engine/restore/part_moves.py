@@ -206,14 +206,16 @@ def restore_owners(group: Group, tiers: Tiers, candidate: Candidate, nodes: Sequ
     if not planned:
         return
     drained = candidate.durable is not None
+    #: What this rank can send. Its hashes grow with its size, so of a replica that stays no other rank is told.
     found: dict[int, Part] = {}
     for move in planned:
         if group.rank in move.sources:
             try:
                 stored = find_part(tiers.memory, candidate.save_id, move.part)
-                if move.target == group.rank and stored.is_replica:
+                if move.target != group.rank:
+                    found[move.part] = stored.part
+                elif stored.is_replica:
                     tiers.memory.adopt(stored, drained=drained)
-                found[move.part] = stored.part
             except Exception as error:
                 # The others wait for what this rank has.
                 tiers.log.warning("part %d of %s can't be sent: %s", move.part, candidate.name, text_of(error))
@@ -222,11 +224,7 @@ def restore_owners(group: Group, tiers: Tiers, candidate: Candidate, nodes: Sequ
     gathered: list[tuple[list[int], dict[int, Part]]] = group.all_gather((list(found), found if leads else {}))
     parts = {number: part for _, described in gathered for number, part in described.items()}
     able = {number: tuple(rank for rank, (has, _) in enumerate(gathered) if number in has) for number in parts}
-    moves = [
-        replace(move, sources=able[move.part])
-        for move in planned
-        if move.part in parts and move.target not in move.sources
-    ]
+    moves = [replace(move, sources=able[move.part]) for move in planned if move.part in parts]
     if moves:
         result = move_parts(
             group, tiers, moves, parts, lambda part: SlotDestination(tiers.memory, part, drained=drained)
