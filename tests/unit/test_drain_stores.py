@@ -33,9 +33,11 @@ def test_uploads_that_were_given_up_are_looked_for_again_each_day(tmp_path, capl
     stores = Stores(tmp_path, lambda *_: store, logging.getLogger("test"), clock)
     for _ in range(4 * 24):
         assert stores.get(stores.place) is store
+        stores.abort_abandoned(stores.place)
         clock.advance(3600.0)
     assert store.at == [0.0, DAY, 2 * DAY, 3 * DAY]
     assert caplog.text.count("could not look for abandoned uploads") == 1
     stores.close()
     stores.get(stores.place)
+    stores.abort_abandoned(stores.place)
     assert store.at[4:] == [4 * DAY], "as it is opened"

@@ -168,6 +168,8 @@ class Executor:
             fate = commit.commit(
                 store, part, files, rows, journal=journal, progress=self._progress, remove_later=left, clock=self.clock
             )
+        # One drain looks for what those of all nodes have left: the coordinator's.
+        self.stores.abort_abandoned(part.place)
         if fate != "replaced" and not is_alone:
             queued = self.queue.look(self.tier)
             given_up = superseded(queued, self.begun.lost(part), operation)

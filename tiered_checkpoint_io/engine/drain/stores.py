@@ -67,16 +67,16 @@ class Stores:
         config = self.config
         if place not in self._stores:
             self._stores[place] = self._open_store(config_at(config, place), place.dirpath)
-        store, now = self._stores[place], self._clock.monotonic()
-        # Again and again: a drain may run for weeks, and what it gave up while the server was away stays there.
-        if now - self._looked.get(place, -math.inf) >= self._clock.timing.abandoned_s:
-            self._looked[place] = now
-            self._abort_abandoned(store)
-        return store
+        return self._stores[place]
 
-    def _abort_abandoned(self, store: Store) -> None:
-        abort_stale = getattr(store, "abort_stale_uploads", None)
-        if abort_stale is not None:
+    def abort_abandoned(self, place: Place) -> None:
+        """Ends the uploads to a place that were given up, of all nodes; at most once a day.
+
+        Again and again: a drain may run for weeks, and what it gave up while the server was away stays there.
+        """
+        abort_stale, now = getattr(self._stores.get(place), "abort_stale_uploads", None), self._clock.monotonic()
+        if abort_stale is not None and now - self._looked.get(place, -math.inf) >= self._clock.timing.abandoned_s:
+            self._looked[place] = now
             try:
                 abort_stale()
             except StoreError as error:
