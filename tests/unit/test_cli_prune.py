@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.durable import pruning
-from tiered_checkpoint_io.engine.durable.retention import Survey
+from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.engine.leasing.leases import Lease
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.formats.parallel import in_parallel

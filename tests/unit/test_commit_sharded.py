@@ -11,8 +11,9 @@ from support.sharded import FlatStore, entry_of, make_part, named, objects, read
 from tiered_checkpoint_io.engine.durable import aliases, commit
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.engine.durable.garbage import Seen, collect
+from tiered_checkpoint_io.engine.durable.garbage import collect
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError, StoreAccessError, StoreError, UsageError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Content, Part
@@ -246,27 +247,27 @@ def test_a_locked_file_keeps_no_other_garbage_and_is_asked_for_once(tmp_path):
                 raise StoreAccessError("locked", operation="delete", key=key)
             super().delete(key)
 
-    store, seen = Locked(str(tmp_path)), Seen()
+    store, survey = Locked(str(tmp_path)), Survey()
     part_only(store, "a", 1, 1)
     part_only(store, "b", 2, 1)
     save(DirectoryStore(str(tmp_path)), "c", 1, run=LATER)
     committed, _ = make_part("c", 1, 0, run=LATER)
     with pytest.raises(StoreAccessError, match="locked"):
-        collect(store, committed, patience_s=-1, seen=seen)
+        collect(store, committed, patience_s=-1, survey=survey)
     (left,) = [key for key in objects(store) if not key.startswith(("c/", ".tiered/"))]
     assert left.startswith("a/__1_0")
-    assert collect(store, committed, patience_s=-1, seen=seen) == [] and store.asked == 1
+    assert collect(store, committed, patience_s=-1, survey=survey) == [] and store.asked == 1
     assert [name for _, name in collect(DirectoryStore(store.url), committed, patience_s=-1)] == ["a"]
     assert objects(store) == named(store)
 
 
 def test_what_is_known_of_saves_does_not_grow_with_the_run(tmp_path):
-    store, seen = DirectoryStore(str(tmp_path)), Seen()
+    store, survey = DirectoryStore(str(tmp_path)), Survey()
     for number in range(1, 9):
         save(store, "a", number, suffix=f"-{number}")
         committed, _ = make_part("a", number, 0, suffix=f"-{number}")
-        collect(store, committed, patience_s=3600, seen=seen)
-    assert len(seen.settled) <= 2
+        collect(store, committed, patience_s=3600, survey=survey)
+    assert len(survey.settled) <= 2
 
 
 @pytest.mark.parametrize("how", ["own", "alias of a deleted one", "while it is replaced"])
@@ -311,13 +312,13 @@ def test_nothing_is_collected_while_a_manifest_cannot_be_read(tmp_path):
 def test_how_much_it_asks(tmp_path):
     store = DirectoryStore(str(tmp_path))
     save(store, "a", 1)
-    seen = Seen(settled={ids.save_id(RUN, 1)}, old_prefix=False)
+    survey = Survey(settled={ids.save_id(RUN, 1)}, old_prefix=False)
     before = store.metrics.snapshot()
     part_only(store, "b", 2, 1)
     part, data = make_part("b", 2, 0)
     commit.put_part(store, part, views_of(data))
     commit.commit(store, part, views_of(data), arrived(store, part).rows)
-    collect(store, part, patience_s=3600, seen=seen)
+    collect(store, part, patience_s=3600, survey=survey)
     after = store.metrics.snapshot()
     assert after["requests.list"] - before["requests.list"] == 3, "one look, one check, one look for what is left"
     assert after["requests.put"] - before["requests.put"] == 4 + 1 + 2 + 1 + 1, "files, .metadata, parts, index, head"
@@ -327,7 +328,7 @@ def test_how_much_it_asks(tmp_path):
 @pytest.mark.parametrize("what", ["unfinished", "damaged"])
 def test_a_save_reads_no_manifest_again(what, tmp_path):
     """What stays, or can't be read, has each save look for garbage: that must not ask for all there is."""
-    store, seen = DirectoryStore(str(tmp_path)), Seen()
+    store, survey = DirectoryStore(str(tmp_path)), Survey()
     for number in range(1, 11):
         save(store, f"c{number}", number, run=LATER)
     if what == "unfinished":
@@ -345,7 +346,7 @@ def test_a_save_reads_no_manifest_again(what, tmp_path):
         commit.commit(store, part, views_of(data), arrived(store, part).rows)
         before = store.metrics.snapshot()["requests.get"]
         with contextlib.suppress(ManifestError):
-            assert collect(store, part, patience_s=3600, seen=seen) == []
+            assert collect(store, part, patience_s=3600, survey=survey) == []
         asked.append(store.metrics.snapshot()["requests.get"] - before)
     assert asked[0] >= 11
     assert asked[1] <= 3, "what is new, and whose that is which stays"

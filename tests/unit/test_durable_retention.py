@@ -21,7 +21,8 @@ from tiered_checkpoint_io import add_metrics as add_metrics_to
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable.metrics import add_metrics, added_metrics
 from tiered_checkpoint_io.engine.durable.pins import pin, pins, unpin
-from tiered_checkpoint_io.engine.durable.retention import Survey, removed
+from tiered_checkpoint_io.engine.durable.retention import removed
+from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, PinnedError, UsageError
 from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.model import ids

@@ -17,7 +17,8 @@ from tiered_checkpoint_io.cli.pins import document_of
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.ending import ended_by_signal
 from tiered_checkpoint_io.engine.durable.pruning import finish, remove_all, unfinished
-from tiered_checkpoint_io.engine.durable.retention import RemovalAttempt, Survey, in_order, refused_text
+from tiered_checkpoint_io.engine.durable.retention import in_order, refused_text
+from tiered_checkpoint_io.engine.durable.survey import RemovalAttempt, Survey
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, StoreError
 from tiered_checkpoint_io.inventory.leftovers import Leftovers, leftovers
 from tiered_checkpoint_io.inventory.record import iso

@@ -19,8 +19,8 @@ from tiered_checkpoint_io.engine.drain.messages import Standing, not_done, not_u
 from tiered_checkpoint_io.engine.drain.operations import NAMING, SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
-from tiered_checkpoint_io.engine.durable.garbage import Seen
 from tiered_checkpoint_io.engine.durable.manifests import names_of
+from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.engine.leasing.claims import Claims
 from tiered_checkpoint_io.engine.leasing.lease_keeper import launch_rank
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
@@ -64,7 +64,7 @@ class Session:
         counts: See :attr:`Progress.counters`.
         last_save: The newest save of this process.
         save_ids: Gives out the ids of its operations.
-        known, garbage: Which names the durable tier has, and what looks for garbage there have found.
+        known, survey: Which names the durable tier has, and what looks for garbage there have found.
         background: The end of a save that runs while training goes on.
         turn, last_tensors: Which thread saves, and what its last saves held.
         claims: That no other run writes to the same place.
@@ -93,7 +93,7 @@ class Session:
             lambda: names_of(self.durable()), self._queued_names, lambda: self.open().drain.runner.has_worked, clock
         )
         wait_s = float(config.wait_timeout_s)
-        self.garbage, self.background, self.turn = Seen(), BackgroundTask(wait_s, self.log), Turn(wait_s)
+        self.survey, self.background, self.turn = Survey(), BackgroundTask(wait_s, self.log), Turn(wait_s)
         self._pins = HostPins()
         self._opened: Opened | None = None
         self._stores: dict[str, Store] = {}

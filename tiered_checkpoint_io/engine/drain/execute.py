@@ -33,8 +33,9 @@ from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.report import Reporter
 from tiered_checkpoint_io.engine.drain.stores import Stores
 from tiered_checkpoint_io.engine.durable import aliases, commit, copies, retention
-from tiered_checkpoint_io.engine.durable.garbage import Seen, clear_up
+from tiered_checkpoint_io.engine.durable.garbage import clear_up
 from tiered_checkpoint_io.engine.durable.removal import Later
+from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -63,9 +64,8 @@ class Executor:
 
     Attributes:
         begun: Those.
-        found: What earlier looks for garbage found, by durable tier.
         refused: Durable tiers that do not copy objects, of which this was said.
-        surveys: What retention has seen, by durable tier.
+        surveys: What garbage collection and retention know, by durable tier.
         deltas: What earlier uploads have left on the durable tier that later ones need not send.
     """
 
@@ -77,9 +77,8 @@ class Executor:
     stop: threading.Event
     clock: Clock
     begun: Unfinished = field(default_factory=Unfinished)
-    found: dict[Place, Seen] = field(default_factory=dict)
     refused: set[Place] = field(default_factory=set)
-    surveys: dict[Place, retention.Survey] = field(default_factory=dict)
+    surveys: dict[Place, Survey] = field(default_factory=dict)
     deltas: Deltas = field(init=False)
 
     def __post_init__(self) -> None:
@@ -175,10 +174,12 @@ class Executor:
             given_up = superseded(queued, self.begun.lost(part), operation)
             left_alone = [each for each in queued if each.action in SAVES and each not in given_up]
             busy = {each.name for each in left_alone if ids.save_id_of_op(each.op_id) != part.save_id}
-            found = self.found.setdefault(part.place, Seen())
-            clock = self.clock
-            clear_up(store, part, patience_s=timeout_s, busy=busy, log=self.log, seen=found, clock=clock)
+            survey, clock = self._survey(part.place), self.clock
+            clear_up(store, part, patience_s=timeout_s, busy=busy, log=self.log, survey=survey, clock=clock)
         return fate
+
+    def _survey(self, place: Place) -> Survey:
+        return self.surveys.setdefault(place, Survey())
 
     def _copy(self, operation: Request, store: Store, journal: UploadJournal) -> None:
         """Makes a name a copy of another; says once for each durable tier why that can't do so."""
@@ -230,7 +231,7 @@ class Executor:
         if operation.place != self.stores.place:
             return "skipped", f"{operation.dirpath} is another dirpath than that of the run which is here now"
         policies = policies_from(self.stores.config.retention)
-        survey = self.surveys.setdefault(operation.place, retention.Survey())
+        survey = self._survey(operation.place)
         other = survey.other_run(store, operation.name.removeprefix(RETENTION), clock=self.clock)
         if other is not None:
             text = f"{other} holds the lease of {operation.dirpath}, and removes what its own policies do not keep"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.arrivals import move_old
-from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
 from tiered_checkpoint_io.engine.durable.files import paths_in
-from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, if_intact, manifest_cache
+from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, if_intact
 from tiered_checkpoint_io.engine.durable.removal import remove_save, remove_unnamed
+from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.errors import FormatVersionError, ManifestError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
@@ -20,39 +19,13 @@ from tiered_checkpoint_io.stores.fallbacks import folders_of
 from tiered_checkpoint_io.stores.refusals import Refusals
 
 
-@dataclass(slots=True)
-class Seen:
-    """What earlier looks at a durable tier found, so that a later one asks for what is new.
-
-    Attributes:
-        settled: Saves that some manifest names, those of which nothing is left, and those that the server refuses to
-            remove: it is asked once for each.
-        old_prefix: Whether there may be parts that an earlier release described.
-        told: Why the last call did nothing, as it was logged.
-    """
-
-    settled: set[str] = field(default_factory=set)
-    old_prefix: bool = True
-    told: str = ""
-    _manifests: DocumentCache[Manifest | None] = field(default_factory=manifest_cache)
-
-    def manifests(self, store: Store, clock: Clock) -> list[Manifest]:
-        """All manifests: one list, and a read of what is new among them; raises as :func:`collect`."""
-        read = self._manifests.read(store, clock)
-        known = [value for key, value in read.items() if ids.name_from_manifest_key(key) is not None]
-        for value in known:
-            if isinstance(value, ManifestError):
-                raise value
-        return [value for value in known if isinstance(value, Manifest)]
-
-
 def collect(
     store: Store,
     committed: Part,
     *,
     patience_s: float,
     busy: Collection[str] = (),
-    seen: Seen | None = None,
+    survey: Survey | None = None,
     clock: Clock = SYSTEM,
 ) -> list[tuple[str, str]]:
     """Removes what is left of older saves that never became complete.
@@ -65,7 +38,7 @@ def collect(
         committed: The coordinator's part of the save that was committed just now.
         patience_s: How long other saves are left alone, seconds.
         busy: Names with saves under way, which may share files with their older ones: left alone.
-        seen: What earlier calls found.
+        survey: What earlier calls found.
         clock: Tells which manifests may have changed again within the second of their last change.
 
     Returns:
@@ -75,36 +48,36 @@ def collect(
         ManifestError: A manifest is damaged, so that it is not known which save it names. Nothing was removed.
         StoreError: The tier could not be asked, or refuses to remove some; all others are gone.
     """
-    gone, refused = _collect(store, committed, patience_s, busy, seen or Seen(), clock)
+    gone, refused = _collect(store, committed, patience_s, busy, survey or Survey(), clock)
     refused.raise_first()
     return gone
 
 
 def _collect(
-    store: Store, committed: Part, patience_s: float, busy: Collection[str], seen: Seen, clock: Clock
+    store: Store, committed: Part, patience_s: float, busy: Collection[str], survey: Survey, clock: Clock
 ) -> tuple[list[tuple[str, str]], Refusals]:
     """What :func:`collect` gives, and what the server refuses."""
     gone: list[tuple[str, str]] = []
     refused = Refusals()
-    if seen.old_prefix:
-        seen.old_prefix = _move_old(store, committed, patience_s)
+    if survey.old_prefix:
+        survey.old_prefix = _move_old(store, committed, patience_s)
     # First these, then the manifests: a save that is committed in between is among those that they name.
     saves = sorted(save_id for save_id in folders_of(store, ids.SAVES_PREFIX) if ids.is_save_id(save_id))
     # Of what is gone from there, nothing need be known.
-    seen.settled.intersection_update(saves)
-    found = [save_id for save_id in saves if save_id < committed.save_id and save_id not in seen.settled]
+    survey.settled.intersection_update(saves)
+    found = [save_id for save_id in saves if save_id < committed.save_id and save_id not in survey.settled]
     if not found:
-        seen.settled.add(committed.save_id)
+        survey.settled.add(committed.save_id)
         return gone, refused
-    manifests = seen.manifests(store, clock)
-    seen.settled |= {content.save_id for content in contents_of(manifests)}
-    left = [save_id for save_id in found if save_id not in seen.settled]
+    manifests = _manifests(survey, store, clock)
+    survey.settled |= {content.save_id for content in contents_of(manifests)}
+    left = [save_id for save_id in found if save_id not in survey.settled]
     before = _time_of(store, committed) - patience_s if left else 0.0
     for save_id in left:
         objects = list(store.list(ids.save_prefix(save_id)))
         if not objects:
             # A directory keeps empty folders.
-            seen.settled.add(save_id)
+            survey.settled.add(save_id)
             continue
         try:
             part = _part_in(store, objects)
@@ -119,7 +92,7 @@ def _collect(
             )
             if any(content.save_id == save_id for content in named):
                 # Committed since: a store that tells no times does not show that a manifest has changed.
-                seen.settled.add(save_id)
+                survey.settled.add(save_id)
                 continue
             live = paths_in(store, named)
             if live is not None:
@@ -129,7 +102,7 @@ def _collect(
                     remove_save(store, name, save_id, live, {switch: None})
                     gone.append((save_id, name))
                 # Where it was refused, it would be after each further save.
-                seen.settled.add(save_id)
+                survey.settled.add(save_id)
     return gone, refused
 
 
@@ -140,22 +113,32 @@ def clear_up(
     patience_s: float,
     busy: Collection[str],
     log: Logger,
-    seen: Seen,
+    survey: Survey,
     clock: Clock,
 ) -> None:
     """:func:`collect` after a commit, which an error of it does not undo; logs what was removed."""
     try:
-        gone, refused = _collect(store, committed, patience_s, busy, seen, clock)
+        gone, refused = _collect(store, committed, patience_s, busy, survey, clock)
     except TieredCheckpointError as error:
         # A manifest that can't be read stays so from save to save.
-        if str(error) != seen.told:
+        if str(error) != survey.told:
             log.warning("could not remove what is left of incomplete saves: %s", error)
-        seen.told = str(error)
+        survey.told = str(error)
         return
     if refused:
         log.warning("could not remove all that is left of incomplete saves: %s", refused[0])
     for save_id, name in gone:
         log.warning("save %s of %s never became complete: removed its objects", save_id, name)
+
+
+def _manifests(survey: Survey, store: Store, clock: Clock) -> list[Manifest]:
+    """All manifests; raises as :func:`collect`."""
+    manifests = []
+    for each in survey.manifests(store, clock).values():
+        if isinstance(each, ManifestError):
+            raise each
+        manifests.append(each)
+    return manifests
 
 
 def _time_of(store: Store, committed: Part) -> float:

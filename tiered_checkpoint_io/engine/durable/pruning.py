@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section, StoreJournal
-from tiered_checkpoint_io.engine.durable.retention import RemovalAttempt, in_order, remove
+from tiered_checkpoint_io.engine.durable.retention import in_order, remove
+from tiered_checkpoint_io.engine.durable.survey import RemovalAttempt
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.retention import Checkpoint

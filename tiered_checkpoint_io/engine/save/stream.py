@@ -93,8 +93,8 @@ class Stream:
             # What waits on this node may still become complete.
             busy = {stored.part.name for stored in tier.parts() if stored.pending}
             patience_s = float(session.config.wait_timeout_s)
-            seen, clock = session.garbage, session.clock
-            clear_up(store, part, patience_s=patience_s, busy=busy, log=session.log, seen=seen, clock=clock)
+            survey, clock = session.survey, session.clock
+            clear_up(store, part, patience_s=patience_s, busy=busy, log=session.log, survey=survey, clock=clock)
         name, content = part.name, part.content
         done = Outcome(
             part.save_id,

@@ -1,0 +1,132 @@
+"""What is known of a durable tier, asked as little as possible.
+
+One list each of the manifests, the pins and the metrics (where a policy goes by one), and a read of what is new there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
+from tiered_checkpoint_io.engine.durable.manifests import contents_of, manifest_cache
+from tiered_checkpoint_io.engine.durable.metrics import Added, added_metrics, forget, metric_cache
+from tiered_checkpoint_io.engine.durable.pins import pin_cache, pins
+from tiered_checkpoint_io.errors import ManifestError, StoreError
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.launches import are_one
+from tiered_checkpoint_io.model.manifest import Manifest
+from tiered_checkpoint_io.model.retention import Checkpoint, Pin
+from tiered_checkpoint_io.stores.base import Store
+
+
+class LeaseFacts(NamedTuple):
+    """What retention needs to know of a lease: whose it is, and whether it is held."""
+
+    owner: str
+    held: bool
+
+
+def _lease(data: bytes, where: str) -> LeaseFacts:
+    try:
+        raw = json.loads(data)
+        return LeaseFacts(str(raw["owner"]), raw["held"] is True)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ManifestError("not a lease", operation="parse", key=where) from error
+
+
+class RemovalAttempt(NamedTuple):
+    """What became of a checkpoint that is to be removed.
+
+    Attributes:
+        checkpoint: It.
+        is_gone: Whether it ceased to exist. Else it is as it was: saved again or pinned since, or refused.
+        refusal: What the server said where it refused to remove something: of what is gone, some of the files.
+    """
+
+    checkpoint: Checkpoint
+    is_gone: bool
+    refusal: StoreError | None = None
+
+
+@dataclass(slots=True)
+class Survey:
+    """What garbage collection and retention know of a durable tier; what was read once is not asked for again.
+
+    Attributes:
+        settled: Saves that some manifest names, those of which nothing is left, and those that the server refuses to
+            remove: the search for garbage asks once for each.
+        old_prefix: Whether there may be parts that an earlier release described.
+        told: Why the last search for garbage did nothing, as it was logged.
+        unread: After :meth:`look`, the names whose manifests can't be understood: they stay.
+        saves: After it, the saves that manifests name.
+        refused: Checkpoints that the server refused to remove, and of which this was not said yet.
+    """
+
+    settled: set[str] = field(default_factory=set)
+    old_prefix: bool = True
+    told: str = ""
+    unread: dict[str, ManifestError] = field(default_factory=dict)
+    saves: set[str] = field(default_factory=set)
+    refused: list[RemovalAttempt] = field(default_factory=list)
+    _known: set[str] = field(default_factory=set)
+    _left_alone: dict[int | str, float] = field(default_factory=dict)
+    _manifests: DocumentCache[Manifest | None] = field(default_factory=manifest_cache)
+    _pins: DocumentCache[Pin] = field(default_factory=pin_cache)
+    _metrics: DocumentCache[Added] = field(default_factory=metric_cache)
+    _leases: DocumentCache[LeaseFacts] = field(default_factory=lambda: DocumentCache(ids.LEASE_PREFIX, _lease))
+
+    def manifests(self, store: Store, clock: Clock = SYSTEM) -> dict[str, Manifest | ManifestError]:
+        """All manifests, by name: one list, and a read of what is new among them.
+
+        Raises:
+            StoreError: The tier could not be asked.
+        """
+        read = self._manifests.read(store, clock).items()
+        named = {name: value for key, value in read if (name := ids.name_from_manifest_key(key)) is not None}
+        # In place of a reservation there is None.
+        return {name: value for name, value in named.items() if value is not None}
+
+    def look(self, store: Store, *, metrics: bool, tidies: bool = True, clock: Clock = SYSTEM) -> list[Checkpoint]:
+        """All checkpoints and aliases, with their pins, and with their metrics where these are asked for.
+
+        Where it ``tidies``, metrics of saves that are gone, and expired pins, are removed on the way.
+
+        Raises:
+            StoreError: The tier could not be asked.
+        """
+        # Before the manifests: what has a value now, and no manifest then, is gone.
+        added = added_metrics(store, self._metrics, clock=clock) if metrics else {}
+        pinned = pins(store, self._pins, tidies=tidies, clock=clock)
+        read = self.manifests(store, clock)
+        self.unread = {name: value for name, value in read.items() if isinstance(value, ManifestError)}
+        manifests = [value for value in read.values() if isinstance(value, Manifest)]
+        self.saves = {each.save_id for each in contents_of(manifests)}
+        if tidies and added and not self.unread:
+            forget(store, added.keys() - self.saves - {each.content.copy_of for each in manifests})
+        return [Checkpoint.of(each, added, pinned.get(each.name, ())) for each in manifests]
+
+    def leave_alone(self, attempt: RemovalAttempt, clock: Clock) -> None:
+        """Remembers a checkpoint that the server refused to remove, so that it is not asked each time."""
+        # The others of its step stay with it.
+        self._left_alone[attempt.checkpoint.unit] = clock.monotonic() + clock.timing.refused_again_s
+        if attempt.checkpoint.save_id not in self._known:
+            self._known.add(attempt.checkpoint.save_id)
+            self.refused.append(attempt)
+
+    def leaves_alone(self, checkpoint: Checkpoint, clock: Clock) -> bool:
+        """Whether a checkpoint, or another of its step, was refused of late."""
+        return self._left_alone.get(checkpoint.unit, -math.inf) > clock.monotonic()
+
+    def other_run(self, store: Store, owner: str, *, clock: Clock = SYSTEM) -> str | None:
+        """Another launch than ``owner`` that holds a lease on this tier; None where there is none."""
+        for lease in self._leases.read(store, clock).values():
+            # What can't be read may be held.
+            if isinstance(lease, ManifestError):
+                return "a run whose lease can't be read"
+            if lease.held and not are_one(owner, lease.owner):
+                return f"launch {lease.owner}"
+        return None
