@@ -85,6 +85,15 @@ def test_what_was_not_copied_when_the_process_ended_is_copied_by_the_next(ranks,
     assert answers[1]["copies"] == [[1, 0, True]]
 
 
+def test_each_group_s_newest_is_copied_by_its_own_ranks_where_groups_save_side_by_side(ranks):
+    """Of both groups, a node has a part of rank 0, or of rank 1."""
+    stages = [[0, 1], [2, 3]]
+    ranks("abab", ["save_local", 1, stages], ["close"], replication_factor=1)
+    (answers, _) = ranks("abab", ["save_local", 3, stages], ["close"], replication_factor=2)
+    for rank, answer in enumerate(answers):
+        assert sorted(answer["copies"]) == [[step, 1 - rank % 2, True] for step in (1, 2, 3, 4)], answer
+
+
 @pytest.mark.matrix
 def test_closing_at_once_still_sends_what_was_saved(ranks):
     _, _, seconds, after = ranks(

@@ -100,9 +100,12 @@ def save_and_go(job, seed):
     return held(job)
 
 
-def save_local(job, seed):
+def save_local(job, seed, stages=()):
+    groups = [dist.new_group(ranks) for ranks in stages] or [None]
+    mine = next((n for n, ranks in enumerate(stages) if dist.get_rank() in ranks), 0)
+    name = f"stage{mine}/step_{seed + mine}" if stages else f"step_{seed}"
     state = {"w": torch.full((1000,), 100.0 * seed + dist.get_rank())}
-    ours.async_save(state, checkpoint_id=f"step_{seed}", kind="local", **base_options(job))
+    ours.async_save(state, checkpoint_id=name, kind="local", process_group=groups[mine], **base_options(job))
     return settle(job)
 
 

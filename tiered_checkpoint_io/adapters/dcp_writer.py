@@ -155,7 +155,8 @@ class TieredStorageWriter(OverTiers, StorageWriter):
     def meet_peers(self, process_group: Any) -> None:
         """Has ranks meet that keep each other's parts; all pass here on the threads that train, or it is left out."""
         if trains_here():
-            self.session.meet_peers(process_group)
+            located = self.located
+            self.session.meet_peers(process_group, ids.series_of(located.name, located.step))
 
     def storage_meta(self) -> StorageMeta:
         """What the planner gets of the checkpoint; the first call of a save in which an error reaches all ranks.

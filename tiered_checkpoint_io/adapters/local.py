@@ -21,6 +21,7 @@ from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, ShardRole,
 from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, UsageError
 from tiered_checkpoint_io.formats.image import Image, plan
+from tiered_checkpoint_io.model import ids
 
 
 def save_local_state(
@@ -46,7 +47,7 @@ def save_local_state(
     repeat = count_save(session, located.name, located.step)
     if not no_dist:
         # The one time that ranks wait for each other, where peers are to keep copies.
-        session.meet_peers(process_group)
+        session.meet_peers(process_group, ids.series_of(located.name, located.step))
 
     earlier: list[Exception] = []
 

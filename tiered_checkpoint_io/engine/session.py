@@ -225,9 +225,9 @@ class Session:
             opened.tier.close()
         self.claims.release_lease()
 
-    def meet_peers(self, process_group: Any = None) -> None:
+    def meet_peers(self, process_group: Any = None, series: str | None = None) -> None:
         """See :meth:`Peering.meet`."""
-        self._peering.meet(lambda: self.open().tier, self.log, process_group)
+        self._peering.meet(lambda: self.open().tier, self.log, process_group, series)
 
     def local_peers(self) -> LocalPeers | None:
         """See :meth:`Peering.local`."""

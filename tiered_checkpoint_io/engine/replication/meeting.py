@@ -106,7 +106,9 @@ class Peering:
         #: Who sends what is saved now.
         self._current: Replicator | None = None
 
-    def meet(self, open_tier: Callable[[], MemoryTier], logger: Logger, process_group: Any) -> None:
+    def meet(
+        self, open_tier: Callable[[], MemoryTier], logger: Logger, process_group: Any, series: str | None = None
+    ) -> None:
         """Has the ranks agree on their peers, once, and starts replication; all call this, on the threads that train.
 
         Does nothing where ``replication_factor`` is 1, or these ranks have met before.
@@ -115,6 +117,8 @@ class Peering:
             open_tier: Opens this node's memory.
             logger: Where to log.
             process_group: The ranks that save together; all of them where it is None.
+            series: Of the save that has them meet, see :attr:`Part.series`. Where other ranks may save side by side,
+                parts of an earlier start that are of another series are theirs; None where that is not known.
 
         Raises:
             UsageError: There are fewer machines than copies, or some rank did not come; on all ranks.
@@ -129,13 +133,20 @@ class Peering:
         store = dist.distributed_c10d._get_default_store()
         key = store, tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         if key not in self._replicators:
-            self._replicators[key] = self._meet(open_tier, logger, process_group, store)
+            self._replicators[key] = self._meet(open_tier, logger, process_group, store, series)
             if len(self._replicators) == 1:
                 # Threads that call into torch must have ended before the interpreter does.
                 atexit.register(self.close, self._clock.timing.replication_release_s)
         self._current = self._replicators[key]
 
-    def _meet(self, open_tier: Callable[[], MemoryTier], logger: Logger, process_group: Any, store: Any) -> Replicator:
+    def _meet(
+        self,
+        open_tier: Callable[[], MemoryTier],
+        logger: Logger,
+        process_group: Any,
+        store: Any,
+        series: str | None,
+    ) -> Replicator:
         import torch.distributed as dist
 
         if not trains_here():
@@ -156,13 +167,15 @@ class Peering:
         if process_group is None or dist.get_world_size(process_group) == dist.get_world_size():
             timeout_s = float(self._config.wait_timeout_s)
             group = TorchGroup(node, self._clock, timeout_s=timeout_s, what="the set-up of replication")
+            # All parts are of these ranks, whatever they have saved.
+            series = None
         else:
             group = GivenGroup(node, process_group)
         try:
             with group.failing_together():
                 agree(group, error)
                 assert tier is not None
-                parts, replicas = tier.parts(), tier.replicas.parts()
+                parts, replicas = (_of_series(each.parts(), series) for each in (tier, tier.replicas))
                 own = [each for each in parts if each.part.rank == group.rank]
                 gathered: list[_Member] = group.all_gather(
                     _Member(
@@ -298,3 +311,8 @@ class Peering:
             local[1].close()
         for each in replicators:
             each.close(timeout_s)
+
+
+def _of_series(held: Sequence[StoredPart], series: str | None) -> list[StoredPart]:
+    """The parts of one series; all of them where it is None."""
+    return [each for each in held if series in (None, each.part.series_key.series)]
