@@ -5,20 +5,25 @@ The store is a directory, whose conditional writes are real; what another run do
 
 import contextlib
 import itertools
+import threading
 from dataclasses import replace
 
 import pytest
+from support import committing
 from support.draining import Node, names
 from support.sharded import FlatStore, Journals, full_part, make_part, named, objects, readable, views_of
 
 from tiered_checkpoint_io.engine.drain.worker import Drain
-from tiered_checkpoint_io.engine.durable import aliases, commit
+from tiered_checkpoint_io.engine.durable import aliases, commit, pruning, retention
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.retention import Latest
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.contract import MemoryJournal
-from tiered_checkpoint_io.testing.faulty import FaultyStore
+from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
 OLD, NEW = "20260101T000000.000000-00000001", "20260102T000000.000000-00000002"
 
@@ -138,6 +143,39 @@ def test_an_alias_whose_target_is_deleted_meanwhile_does_not_dangle(before, memo
         assert readable(store, "last") in (1, 2 if before == "an alias" else None), f"met at request {at}"
         if met.operations < at:
             return
+
+
+@pytest.mark.parametrize("who", ["retention", "prune"])
+def test_what_an_alias_has_by_now_stays_where_the_removal_was_cut_off(who, tmp_path):
+    """Set right before the manifest went, by a second try: the target had learnt of it, and did not change."""
+    store, journal = FlatStore(tmp_path), MemoryJournal()
+    for number, name in enumerate("ab", 1):
+        committing.save(store, name, number, kind="sharded")
+    learnt = FaultyStore(store, fail_at=1, only=lambda operation, _: operation == "put", when="after")
+    with pytest.raises(Injected):
+        committing.alias(learnt, "last", "a")
+    assert read_manifest(store, "a").aliases == ("last",) and names(store) == ["a", "b"]
+
+    def goes(operation, key):
+        is_so = (operation, key) == ("delete", ids.manifest_key("a"))
+        if is_so:
+            committing.alias(store, "last", "a")
+        return is_so
+
+    cut_off = FaultyStore(store, fail_at=1, only=goes, when="after")
+    with pytest.raises(Injected):
+        if who == "retention":
+            list(retention.removed(cut_off, [Latest(1)], Survey(), journal=journal))
+        else:
+            going = [each for each in Survey().look(store, metrics=False) if each.name == "a"]
+            pruning.remove_all(cut_off, going, threading.Event())
+    assert names(store) == ["b", "last"]
+    if who == "retention":
+        list(retention.removed(store, [Latest(2)], Survey(), journal=journal))
+    else:
+        assert not pruning.finish(store, pruning.unfinished(store))
+    assert readable(store, "last") == 1
+    assert journal.read() is None and objects(store) == named(store)
 
 
 def test_a_save_that_was_replaced_half_done_does_not_come_back_to_files_that_are_about_to_go(memory_dir):

@@ -9,7 +9,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable
 
-from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section, StoreJournal
+from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Section, StoreJournal, finish_noted
 from tiered_checkpoint_io.engine.durable.retention import in_order, remove
 from tiered_checkpoint_io.engine.durable.survey import RemovalAttempt
 from tiered_checkpoint_io.formats.parallel import in_parallel
@@ -35,9 +35,8 @@ def finish(store: Store, journals: Iterable[str]) -> Refusals:
     def go_on(key: str) -> None:
         journal = StoreJournal(store, key)
         note = Section(journal, REMOVAL)
-        removal = Removal.noted("prune", note)
         with refused.kept():
-            removal.finish(store, note)
+            removal = finish_noted(store, "prune", note)
             if removal.is_empty:
                 # Also of one that is damaged, which tells nothing.
                 journal.clear()

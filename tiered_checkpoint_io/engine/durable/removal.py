@@ -173,6 +173,19 @@ class Removal:
                 refused.raise_first()
 
 
+def finish_noted(store: Store, owner: str, note: Section, later: Later = None) -> Removal:
+    """Carries out what an earlier try noted, but where aliases have the files by now; gives what that was.
+
+    An alias may have been set just before the manifest went, and the try cut off before it found that.
+    """
+    removal = Removal.noted(owner, note)
+    if not removal.is_empty and current(store, removal.owner) is None:
+        manifests = Manifests(store, removal.owner)
+        removal = Removal(removal.owner) if manifests.heirs(removal.owner) else removal
+    removal.finish(store, note, later)
+    return removal
+
+
 def delete_all(store: Store, keys: Iterable[str]) -> None:
     """Removes objects, some of which may not be there: by few requests where the store has them, else by one each.
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.aliases import delete
 from tiered_checkpoint_io.engine.durable.manifests import current
-from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Later, Removal, Section
+from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Later, Section, finish_noted
 from tiered_checkpoint_io.engine.durable.survey import RemovalAttempt, Survey
 from tiered_checkpoint_io.errors import PinnedError
 from tiered_checkpoint_io.logs import names_text
@@ -50,7 +50,7 @@ def removed(
         StoreError: Some are still there. Repeat the call to finish.
     """
     note = Section(journal, REMOVAL)
-    Removal.noted("retention", note).finish(store, note, remove_later)
+    finish_noted(store, "retention", note, remove_later)
     there = survey.look(store, metrics=any(isinstance(each, Best) for each in policies), clock=clock)
     reasons = kept(there, policies, clock.wall())
     going = [each for each in there if not reasons[each.name] and each.name not in needed]
