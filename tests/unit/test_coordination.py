@@ -1,15 +1,22 @@
 """What ranks say to each other; with real processes in tests/distributed."""
 
-import pickle
 import traceback
 
 import pytest
+import torch.distributed as dist
 from support.restoring import SMALL, in_ranks
 
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks import coordination
-from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, current_group, machine, node_of
-from tiered_checkpoint_io.errors import RestoreError, StoreUnavailableError
+from tiered_checkpoint_io.engine.ranks.coordination import (
+    GivenGroup,
+    Group,
+    agree,
+    current_group,
+    machine,
+    node_of,
+)
+from tiered_checkpoint_io.errors import LostRankError, RestoreError, StoreUnavailableError
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory.node import memory_of
 
@@ -58,6 +65,26 @@ def test_bytes_of_one_rank_reach_all_or_its_error_does():
     assert [str(error) for error in in_ranks(["n", "n", "m"], work(fails=True))] == ["slow down [tier=durable]"] * 3
 
 
+def test_a_rank_whose_device_has_no_room_for_what_it_sends_is_lost_to_the_others(monkeypatch):
+    """Its error can't reach them by an exchange: they wait in the transfer."""
+
+    def full(_data):
+        raise RuntimeError("CUDA out of memory")
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = GivenGroup("n", dist.group.WORLD)
+        monkeypatch.setattr(coordination, "tensor_of", full)
+        exchanged = []
+        monkeypatch.setattr(group, "_all_gather", exchanged.append)
+        group.world_size = 2
+        with pytest.raises(LostRankError, match="out of memory"), group.failing_together():
+            group.transfer((memoryview(b"x"), 0), None)
+        assert not exchanged
+    finally:
+        dist.destroy_process_group()
+
+
 def test_alone_an_error_is_raised_as_it_is(tmp_path):
     error = StoreUnavailableError("no")
     with pytest.raises(StoreUnavailableError) as caught:
@@ -75,7 +102,8 @@ def test_nodes_are_told_apart_by_their_memory_and_one_process_needs_no_group(tmp
     group = current_group(one, SYSTEM, timeout_s=5.0)
     assert (group.rank, group.world_size, group.node) == (0, 1, node_of(one))
     assert group.all_gather("x") == ["x"]
-    assert pickle.loads(pickle.dumps(group.broadcast({"a": 1}))) == {"a": 1}
+    unpicklable = lambda: None  # noqa: E731
+    assert group.broadcast(unpicklable) is unpicklable
     group.close()
     # A container of the same machine: it may see the same memory, and is lost with it.
     seen = machine(), memory_of(one), node_of(one)

@@ -93,6 +93,8 @@ class Group:
 
     def broadcast(self, obj: Any, source: int = 0) -> Any:
         """The ``obj`` of one rank; raises as :meth:`all_gather`."""
+        if self.world_size == 1:
+            return obj
         data = self.share_bytes(pickle.dumps(obj) if self.rank == source else b"", source)
         return obj if self.rank == source else pickle.loads(data)
 
@@ -149,17 +151,21 @@ class GivenGroup(Group):
         self._device = device_of(process_group)
 
     def transfer(self, sent: Transfer | None, received: Transfer | None) -> None:
-        # Both at once: what a rank waits for may wait for what it sends.
-        operations: list[Any] = []
-        for operation, transfer in ((self._dist.isend, sent), (self._dist.irecv, received)):
-            if transfer is not None:
-                data, rank = transfer
-                tensor = tensor_of(data).to(self._device)
-                operations.append(self._dist.P2POp(operation, tensor, self._global(rank), self._group))
-        if operations:
-            self._do(lambda: [work.wait() for work in self._dist.batch_isend_irecv(operations)])
-        if received is not None and self._device != "cpu":
-            tensor_of(received[0]).copy_(operations[-1].tensor)
+        def carry() -> None:
+            operations: list[Any] = []
+            for operation, transfer in ((self._dist.isend, sent), (self._dist.irecv, received)):
+                if transfer is not None:
+                    data, rank = transfer
+                    # Made here, as in _share_bytes: the device may have no room for it.
+                    tensor = tensor_of(data).to(self._device)
+                    operations.append(self._dist.P2POp(operation, tensor, self._global(rank), self._group))
+            # Both at once: what a rank waits for may wait for what it sends.
+            for work in self._dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+            if received is not None and self._device != "cpu":
+                tensor_of(received[0]).copy_(operations[-1].tensor)
+
+        self._do(carry)
 
     def _all_gather(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.world_size
