@@ -65,6 +65,15 @@ def test_bytes_of_one_rank_reach_all_or_its_error_does():
     assert [str(error) for error in in_ranks(["n", "n", "m"], work(fails=True))] == ["slow down [tier=durable]"] * 3
 
 
+def test_what_several_ranks_have_reaches_all_though_it_is_not_small():
+    names = ["x", "y"]
+
+    def combine(group):
+        return group.combine({names[group.rank]: bytes(SMALL)} if group.rank < 2 else {})
+
+    assert in_ranks(["n", "m", "m"], combine) == [{"x": bytes(SMALL), "y": bytes(SMALL)}] * 3
+
+
 def test_a_rank_whose_device_has_no_room_for_what_it_sends_is_lost_to_the_others(monkeypatch):
     """Its error can't reach them by an exchange: they wait in the transfer."""
 
@@ -104,6 +113,7 @@ def test_nodes_are_told_apart_by_their_memory_and_one_process_needs_no_group(tmp
     assert group.all_gather("x") == ["x"]
     unpicklable = lambda: None  # noqa: E731
     assert group.broadcast(unpicklable) is unpicklable
+    assert group.combine({"a": 1}) == {"a": 1}
     group.close()
     # A container of the same machine: it may see the same memory, and is lost with it.
     seen = machine(), memory_of(one), node_of(one)

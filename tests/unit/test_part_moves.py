@@ -1,20 +1,26 @@
 """Where the copies of parts go whose nodes are lost: to their ranks' nodes, each once, and only those."""
 
+import contextlib
 import logging
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.restoring import SMALL, in_ranks, make_content
-from support.sharded import make_part
+from support.restoring import in_ranks, make_content
 
+from tiered_checkpoint_io.clock import SYSTEM
+from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate
-from tiered_checkpoint_io.engine.restore.part_moves import PartMove, moves_to_owners, restore_owners
+from tiered_checkpoint_io.engine.restore.part_moves import PartMove, move_parts, moves_to_owners, restore_owners
+from tiered_checkpoint_io.errors import CorruptCheckpointError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.manifest import Part
 
 
 def moved(memory, world_size, nodes):
@@ -62,25 +68,38 @@ def test_what_nobody_has_does_not_move():
     assert [move.part for move in moved(memory, 3, list("abc"))] == [1]
 
 
-def test_of_a_replica_that_becomes_its_node_s_own_no_rank_tells_the_hashes(memory_dir, tmp_path):
-    """They grow with the part, and each rank would get those of all."""
-    tiers = {}
-    for rank, node in enumerate("ab"):
+@pytest.mark.parametrize("holders", ["b", "ab"], ids=["it comes from another node", "a replica is there"])
+def test_a_lost_part_gets_its_owner_back_however_many_hashes_it_has(memory_dir, holders):
+    """What each rank tells all others stays small, see ``in_ranks``."""
+    data, nodes, tiers = os.urandom(200 << 10), list("abb"), {}
+    content = make_content("x/__0_0.distcp", data, 1, chunk=1 << 10, kind="sharded")
+    content = replace(content, world_size=3, parts=3)
+    for node in "ab":
         os.mkdir(f"{memory_dir}/{node}")
-        tiers[node] = MemoryTier.open(f"{memory_dir}/{node}", "default")
-        part, files = make_part("step_1", 1, rank, dirpath=str(tmp_path), size=100_000)
-        assert len(part.to_json()) > 2 * SMALL
-        slots = {}
-        for basename, data in files.items():
-            slots[basename] = tiers[node].replicas.acquire(len(data))
-            slots[basename].view[: len(data)] = data
-        tiers[node].replicas.commit(part, slots)
-    candidate = Candidate("step_1", part.content, held={"a": {0: False}, "b": {1: False}})
+        memory = MemoryTier.open(f"{memory_dir}/{node}", "default")
+        config = TieredCheckpointConfig(dirpath="s3://bucket/run", memory_dir=f"{memory_dir}/{node}")
+        tiers[node] = Tiers(config, memory, lambda: None, config.dirpath, logging.getLogger("test"))
+        if node in holders:
+            slot = memory.replicas.acquire(len(data))
+            slot.view[: len(data)] = data
+            memory.replicas.commit(Part("x", 0, content, config.dirpath, durable=True), {"__0_0.distcp": slot})
+    candidate = Candidate("x", content, held={node: {0: False} for node in holders})
+    assert in_ranks(nodes, lambda group: restore_owners(group, tiers[group.node], candidate, nodes)) == [None] * 3
+    (stored,) = tiers["a"].memory.parts()
+    assert not stored.is_replica
+    assert stored.file("__0_0.distcp").read_bytes() == data
 
-    def work(group):
-        config = TieredCheckpointConfig(dirpath=str(tmp_path), memory_dir=f"{memory_dir}/{group.node}")
-        here = Tiers(config, tiers[group.node], lambda: None, str(tmp_path), logging.getLogger("test"))
-        restore_owners(group, here, candidate, ["a", "b"])
-        return [(stored.part.rank, stored.is_replica) for stored in tiers[group.node].held()]
 
-    assert in_ranks("ab", work) == [[(0, False)], [(1, False)]]
+def test_a_part_that_no_rank_sends_says_so():
+    class Nowhere:
+        def open(self):
+            return contextlib.nullcontext({})
+
+        def drop(self):
+            pass
+
+    part = Part("x", 0, make_content("x", b"x", 1), "s3://bucket/run", durable=True)
+    tiers = SimpleNamespace(memory=None, clock=SYSTEM)
+    result = move_parts(Group("n"), tiers, [PartMove(0, 0, ())], {0: part}, lambda _: Nowhere())
+    with pytest.raises(CorruptCheckpointError, match="no rank has sent all of it intact"):
+        result()

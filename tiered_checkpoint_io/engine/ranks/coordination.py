@@ -1,7 +1,8 @@
 """How ranks communicate while they restore: a few collectives, each with a bound.
 
 Gathered is only what is small however large the checkpoint is: every rank gets that of all ranks, each padded to the
-largest. Whatever grows with the checkpoint goes out from the one rank that has it, and is on each rank once.
+largest. Whatever grows with the checkpoint goes out from one rank, and is on each other rank once. That rank has it,
+or alone gathers what several have.
 
 Ranks that restore together exchange in a fixed order. If one raised in between, the others would wait for as long as a
 node may take to fetch. Inside ``with group.failing_together()`` it makes one more exchange instead, with its error: the
@@ -18,7 +19,7 @@ import pickle
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -29,6 +30,7 @@ from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.errors import LostRankError, RestoreError, TieredCheckpointError, UsageError
 from tiered_checkpoint_io.memory.node import memory_of, this_boot
 
+_K = TypeVar("_K")
 _T = TypeVar("_T")
 
 #: Names the machine where its boot id does not: virtual ones that fail as one, or machines that are simulated.
@@ -112,6 +114,12 @@ class Group:
         # Some rank may have failed, and have nothing to send.
         self.all_gather(None)
         return self._gather(obj, to)
+
+    def combine(self, mine: Mapping[_K, _T]) -> dict[_K, _T]:
+        """The entries of all ranks, of which each key's come from one; raises as :meth:`all_gather`."""
+        gathered = self.gather(mine)
+        combined: dict[_K, _T] = self.broadcast({key: each[key] for each in gathered or () for key in each})
+        return combined
 
     def transfer(self, sent: Transfer | None, received: Transfer | None) -> None:
         """Sends bytes to a rank, and fills a view with those that a rank sends, at once; each where it is given."""

@@ -9,6 +9,7 @@ first one had, and no node would upload what the lost one was to upload.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -114,7 +115,8 @@ def move_parts(
             return None
         try:
             if mine.problem or rounds.missing(group.rank):
-                raise CorruptCheckpointError(mine.problem or "; ".join(notes), operation="restore", key=part.name)
+                why = mine.problem or "; ".join(notes) or "no rank has sent all of it intact"
+                raise CorruptCheckpointError(why, operation="restore", key=part.name)
             kept = place.keep()
         except CorruptCheckpointError:
             place.drop()
@@ -206,26 +208,26 @@ def restore_owners(group: Group, tiers: Tiers, candidate: Candidate, nodes: Sequ
     if not planned:
         return
     drained = candidate.durable is not None
-    #: What this rank can send. Its hashes grow with its size, so of a replica that stays no other rank is told.
     found: dict[int, Part] = {}
     for move in planned:
         if group.rank in move.sources:
             try:
                 stored = find_part(tiers.memory, candidate.save_id, move.part)
-                if move.target != group.rank:
-                    found[move.part] = stored.part
-                elif stored.is_replica:
+                if move.target == group.rank and stored.is_replica:
                     tiers.memory.adopt(stored, drained=drained)
+                if move.target not in move.sources:
+                    found[move.part] = stored.part
             except Exception as error:
                 # The others wait for what this rank has.
                 tiers.log.warning("part %d of %s can't be sent: %s", move.part, candidate.name, text_of(error))
-    # One rank of a node describes what all there can send.
-    leads = nodes.index(nodes[group.rank]) == group.rank
-    gathered: list[tuple[list[int], dict[int, Part]]] = group.all_gather((list(found), found if leads else {}))
-    parts = {number: part for _, described in gathered for number, part in described.items()}
-    able = {number: tuple(rank for rank, (has, _) in enumerate(gathered) if number in has) for number in parts}
-    moves = [replace(move, sources=able[move.part]) for move in planned if move.part in parts]
+    able: defaultdict[int, list[int]] = defaultdict(list)
+    for rank, numbers in enumerate(group.all_gather(list(found))):
+        for number in numbers:
+            able[number].append(rank)
+    moves = [replace(move, sources=tuple(able[move.part])) for move in planned if move.part in able]
     if moves:
+        # A description has a hash of each chunk. One rank describes what several can send.
+        parts = group.combine({number: part for number, part in found.items() if able[number][0] == group.rank})
         result = move_parts(
             group, tiers, moves, parts, lambda part: SlotDestination(tiers.memory, part, drained=drained)
         )
