@@ -1,6 +1,6 @@
 """Checkpoints made by hand, and ranks as threads, for tests of restore."""
 
-import collections
+import itertools
 import json
 import pickle
 import queue
@@ -105,7 +105,7 @@ def in_ranks(nodes, work, timeout_s=30.0):
         "size": len(nodes),
         "slots": [b""] * len(nodes),
         "barrier": threading.Barrier(len(nodes), timeout=timeout_s),
-        "mail": collections.defaultdict(queue.Queue),
+        "mail": {pair: queue.Queue() for pair in itertools.permutations(range(len(nodes)), 2)},
     }
     results = [None] * len(nodes)
 
