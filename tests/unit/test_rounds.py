@@ -108,7 +108,7 @@ class Memory:
     def __init__(self, held=(), broken=(), spoils=()):
         self.held, self.broken, self.spoils = {}, set(broken), set(spoils)
         self.held = {piece: self.content(piece) for piece in held}
-        self.suspected, self.full = [], False
+        self.suspected, self.full, self.spoils_all = [], False, False
 
     @staticmethod
     def content(piece):
@@ -126,7 +126,7 @@ class Memory:
     def take(self, piece):
         if self.full:
             raise OSError(28, "No space left on device")
-        if self._room != self.content(piece):
+        if self.spoils_all or self._room != self.content(piece):
             raise CorruptCheckpointError("differs from its hash", operation="restore")
         self.held[piece] = bytes(self._room)
 
@@ -134,9 +134,11 @@ class Memory:
         self.suspected.append(piece)
 
 
-def carried(holders, chunks, memories, ranks=7):
+def carried(holders, chunks, memories, ranks=7, spoils=()):
     """What each rank was told, by rank, and the number of exchanges."""
     lacking = lacking_of(holders, chunks, range(ranks))
+    for rank in spoils:
+        memories[rank].spoils_all = True
     for name, having in holders.items():
         for rank in having:
             memories[rank].held |= {piece: Memory.content(piece) for piece in lacking if piece.basename == name}
@@ -165,7 +167,7 @@ def test_what_one_rank_can_not_send_another_one_sends():
         assert set(memories[rank].held) == set(lacking)
     notes = " ".join(note for theirs, _ in told for note in theirs)
     assert "rank 0 could not send it: OSError: [Errno 5] the disk is broken" in notes
-    assert "differs from its hash" in notes
+    assert "from rank 1: differs from its hash" in notes
     assert memories[1].suspected
     assert not memories[2].suspected
 
@@ -180,6 +182,18 @@ def test_only_the_rank_that_did_not_send_is_barred_and_not_those_that_were_to_se
     again = rounds.next()
     assert {move.target for move in again} == {first.target, sent_on.target}
     assert {move.source for move in again} <= {2, 3}
+
+
+@pytest.mark.parametrize("spoiling", [{6}, {5, 6}, {0, 6}], ids=["one", "two", "and a rank that sends"])
+def test_a_rank_that_spoils_what_it_receives_goes_without_and_the_others_get_all(monkeypatch, spoiling):
+    monkeypatch.setattr(module, "_MEETING_BYTES", 12 * CHUNK)
+    memories = [Memory() for _ in range(7)]
+    told, lacking, _ = carried({"a": [0], "b": [1]}, 40, memories, spoils=spoiling)
+    for rank, (_, missing) in enumerate(told):
+        assert missing == (
+            {piece.basename for piece in lacking if rank in lacking[piece]} if rank in spoiling else set()
+        )
+        assert rank in spoiling or set(memories[rank].held) == set(lacking)
 
 
 def test_of_what_no_rank_can_send_all_know_that_it_is_missing_and_the_rest_arrives():

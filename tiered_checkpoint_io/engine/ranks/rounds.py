@@ -11,7 +11,9 @@ bytes take.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
@@ -90,6 +92,8 @@ class Rounds:
         self._lack: Counter[int] = Counter()
         self._left: Counter[int] = Counter()
         self._turn = 0
+        #: Files, and the ranks that are to receive nothing of them.
+        self._gave_up: set[tuple[str, int]] = set()
         #: Files, and the ranks that are to send nothing of them.
         self.barred: set[tuple[str, int]] = set()
         #: How many ranks can send a piece, and the pieces by the number of digits of that.
@@ -141,7 +145,8 @@ class Rounds:
             else:
                 found[target] = source
                 free.remove(source)
-        for target in without if free else ():
+        # Of thousands, the next round finds more; looking would take longer than that.
+        for target in without if free and len(without) * len(found) < _MANY**2 else ():
             # Another one may do with a rank that is still free, and leave its own.
             for other, source in found.items():
                 instead = self._first(other, free) if self._lack[target] & self._have[source] else None
@@ -160,7 +165,7 @@ class Rounds:
         """Takes back moves, all that failed since the last time: another rank is to send these pieces.
 
         A rank that did not send a piece, or not intact, sends nothing of that file any more. One that ought to have
-        sent on what it did not get itself is not to blame.
+        sent on what it did not get itself is not to blame. Nor are those whose receiver is: it gives the file up.
         """
         without = {(move.piece, move.target) for move in missed}
         for move in missed:
@@ -168,19 +173,62 @@ class Rounds:
             self._lose(move.target, bit)
             self._lack[move.target] |= bit
             self._left[move.target] += 1
-        blamed = {(piece.basename, source) for piece, source, _ in missed if (piece, source) not in without}
+        pairs = {(piece.basename, source, to) for piece, source, to in missed if (piece, source) not in without}
+        spoiling = self._spoiling(pairs)
+        self._gave_up |= spoiling
+        for basename, target in spoiling:
+            lacks = self._lack[target] & self._bits(basename)
+            self._lack[target] ^= lacks
+            self._left[target] -= lacks.bit_count()
+        self._left = +self._left
+        blamed = spoiling | {(basename, source) for basename, source, to in pairs if (basename, to) not in spoiling}
         self.barred |= blamed
-        for basename, source in blamed:
+        for basename, rank in blamed:
             for piece in self._pieces:
                 if piece.basename == basename:
-                    self._lose(source, self._bit(piece))
+                    self._lose(rank, self._bit(piece))
+
+    def _spoiling(self, pairs: Collection[tuple[str, int, int]]) -> set[tuple[str, int]]:
+        """Files, and the ranks that spoil what they receive of them, by what came from which source to which target.
+
+        Such a rank misses it from several sources, from each of which fewer ranks miss it than it has such sources.
+        Where no other rank lacks that file, all sources are tried.
+        """
+        sources: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
+        targets: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
+        for basename, source, target in pairs:
+            sources[basename, target].add(source)
+            targets[basename, source].add(target)
+        found = set()
+        for (basename, target), those in sources.items():
+            sound = sum(len(targets[basename, source]) < len(those) for source in those)
+            bits = self._bits(basename) if sound > 1 else 0
+            if any(self._lack[rank] & bits for rank in self._left if rank != target):
+                found.add((basename, target))
+        # Without these, others may stand out.
+        rest = {pair for pair in pairs if (pair[0], pair[2]) not in found}
+        return found | self._spoiling(rest) if found else found
 
     def missing(self, rank: int) -> set[str]:
         """The files of which a rank lacks something."""
-        return {piece.basename for piece in self._pieces if self._lack[rank] & self._bit(piece)}
+        return {basename for basename, who in self._gave_up if who == rank} | {
+            piece.basename for piece in self._lacks(rank)
+        }
+
+    def longest(self, rank: int) -> int:
+        """The bytes of the longest piece that a rank lacks."""
+        return max((piece.length for piece in self._lacks(rank)), default=0)
+
+    def _lacks(self, rank: int) -> list[Piece]:
+        return [piece for piece in self._pieces if self._lack[rank] & self._bit(piece)]
 
     def _bit(self, piece: Piece) -> int:
         return 1 << self._places[piece]
+
+    def _bits(self, basename: str) -> int:
+        first = bisect_left(self._pieces, (basename,))
+        end = bisect_left(self._pieces, (basename, math.inf), first)
+        return (1 << end) - (1 << first)
 
     def _lose(self, rank: int, bit: int) -> None:
         if self._have[rank] & bit:
@@ -250,7 +298,8 @@ def carry(group: Group, rounds: Rounds, pieces: Pieces) -> list[str]:
                     pieces.take(received.piece)
                 except CorruptCheckpointError as error:
                     missed.append(received)
-                    notes.setdefault((received.piece.basename, received.source), str(error))
+                    note = str(error) if problem else f"from rank {received.source}: {error}"
+                    notes.setdefault((received.piece.basename, received.source), note)
                 except Exception as error:
                     # Others count on this rank until all meet.
                     failed = failed or error
