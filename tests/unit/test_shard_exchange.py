@@ -1,9 +1,19 @@
 """What travels between nodes when ranks load a sharded checkpoint: a pure decision."""
 
+import os
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
 from support.restoring import in_ranks
 
-from tiered_checkpoint_io.engine.restore.shard_exchange import ShardNeed, exchange, plan
+from tiered_checkpoint_io.engine.chunks import chunks_of, merged
+from tiered_checkpoint_io.engine.restore.shard_exchange import ShardNeed, exchange, plan, share_reads
+from tiered_checkpoint_io.model.hashing import MIN_CHUNK_SIZE
 from tiered_checkpoint_io.model.manifest import FileEntry
+
+#: An eighth of the smallest chunk.
+UNIT = MIN_CHUNK_SIZE // 8
 
 
 def entry(name, chunks):
@@ -82,20 +92,30 @@ class Files:
         pass
 
     def expect(self, entry):
-        self.expected.add(entry.basename)
+        self.expected.add(entry)
 
     def peek(self, basename, offset, length):
-        return memoryview(self.content if basename in self.held else b"".join(self.came[basename]))[offset:][:length]
+        if basename in self.held:
+            return memoryview(self.content)[offset:][:length]
+        return memoryview(b"".join(self.came[basename][at] for at in range(offset // 10, (offset + length) // 10)))
 
     def put(self, basename, index, data):
-        self.came.setdefault(basename, []).append(bytes(data))
+        self.came.setdefault(basename, {})[index] = bytes(data)
+
+    def chunks_of(self, spans):
+        return {name: chunks_of(self.held[name], each) for name, each in spans.items()}
+
+    def share(self, others):
+        self.others = others
 
 
 def test_the_lowest_rank_of_a_node_alone_says_what_it_holds_and_receives_for_all_there():
-    content, needs = b"0123456789", []
+    # Each exchange stays small, see ``in_ranks``, however many hashes a file has, and tensors that ranks lack.
+    content, needs, spans = os.urandom(4000), [], {"x": [(10 * at, 4) for at in range(400)]}
+    whole = FileEntry("step_1/x", 4000, 10, tuple(f"{at:032}" for at in range(400)))
 
     def work(group):
-        gather, files = group.all_gather, Files({"x": entry("x", 1)} if group.node == "a" else {}, content)
+        gather, files = group.all_gather, Files({"x": whole} if group.node == "a" else {}, content)
 
         def noted(obj):
             if isinstance(obj, ShardNeed):
@@ -103,10 +123,36 @@ def test_the_lowest_rank_of_a_node_alone_says_what_it_holds_and_receives_for_all
             return gather(obj)
 
         group.all_gather = noted
-        notes = exchange(group, files, {"x": [(0, 4)]})
-        return notes, files.came, files.expected
+        notes = exchange(group, files, spans)
+        return (
+            notes,
+            {name: b"".join(each[at] for at in sorted(each)) for name, each in files.came.items()},
+            files.expected,
+        )
 
     told = in_ranks("aabbc", work)
-    arrived = ([], {"x": [content]}, {"x"})
-    assert told == [([], {}, set())] * 2 + [arrived, ([], {}, {"x"}), arrived]
+    arrived = ([], {"x": content}, {whole})
+    assert told == [([], {}, set())] * 2 + [arrived, ([], {}, {whole}), arrived]
     assert [rank for rank, need in needs if need.holds] == [0]
+
+
+def test_ranks_of_a_node_learn_which_chunks_the_others_there_read_however_many():
+    large = FileEntry("step_1/x", 5000 * MIN_CHUNK_SIZE, MIN_CHUNK_SIZE, ())
+    mine = [(MIN_CHUNK_SIZE * at, 9) for at in range(3000)], [(MIN_CHUNK_SIZE * 4000 - 1, 2)], [(0, 1)]
+
+    def work(group):
+        files = Files({"x": large}, b"")
+        share_reads(group, files, {"x": mine[group.rank]})
+        return files.others
+
+    assert in_ranks("aab", work) == [{"x": {3999, 4000}}, {"x": set(range(3000))}, {}]
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 40)), max_size=12), st.sampled_from([1, 2, 8]))
+def test_merged_spans_touch_the_same_chunks_and_are_at_most_one_a_chunk(spans, factor):
+    spans = [(offset * UNIT, length * UNIT) for offset, length in spans]
+    large = FileEntry("x", 440 * UNIT, MIN_CHUNK_SIZE * factor, ())
+    fewer = merged(spans)
+    assert chunks_of(large, fewer) == chunks_of(large, spans)
+    assert all(offset - sum(before) >= MIN_CHUNK_SIZE for before, (offset, _) in pairwise(fewer))
+    assert max(map(sum, fewer), default=0) == max((sum(each) for each in spans if each[1]), default=0)

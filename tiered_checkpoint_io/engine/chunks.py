@@ -14,6 +14,7 @@ from pathlib import Path
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, TieredCheckpointError
 from tiered_checkpoint_io.formats.parallel import in_parallel, in_parallel_as_needed
 from tiered_checkpoint_io.memory.slots import clean_dead
+from tiered_checkpoint_io.model import hashing
 from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes, new_hash
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.base import Store, UploadContent
@@ -188,6 +189,18 @@ def chunks_of(entry: FileEntry, spans: Iterable[Span]) -> list[int]:
         if length:
             wanted.update(range(offset // entry.chunk_size, (offset + length - 1) // entry.chunk_size + 1))
     return sorted(wanted)
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """Fewer spans that touch the same chunks of any file: what lies between two holds no whole chunk."""
+    found: list[Span] = []
+    for offset, length in sorted(spans):
+        begin, end = (found[-1][0], sum(found[-1])) if found else (offset, offset)
+        if length and found and offset - end < hashing.MIN_CHUNK_SIZE:
+            found[-1] = begin, max(end, offset + length) - begin
+        elif length:
+            found.append((offset, length))
+    return found
 
 
 #: The temporary files of this process, which are locked as slots are: unlocked ones are a dead process's, and cleared.

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from tiered_checkpoint_io.engine.chunks import Span, chunks_of
-from tiered_checkpoint_io.engine.ranks.coordination import Group, agree
+from tiered_checkpoint_io.engine.chunks import Span, chunks_of, merged
+from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.ranks.rounds import Piece, Rounds, carry, in_pieces
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
 from tiered_checkpoint_io.errors import CorruptCheckpointError
@@ -25,7 +25,7 @@ from tiered_checkpoint_io.model.manifest import FileEntry
 class ShardNeed:
     """What one rank tells the others: where it is, which spans of other nodes' files it needs, and what its node holds.
 
-    The lowest rank of a node alone says the last.
+    The lowest rank of a node alone says the last, and leaves the hashes out: they grow with the checkpoint.
     """
 
     node: str
@@ -85,19 +85,27 @@ def exchange(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -
     without, notes = set[tuple[str, int]](), list[str]()
     #: What has come to this node, and what has not, though others have it.
     done, failed = set[str](), set[str]()
+    #: The files that are concerned, with their hashes.
+    entries = dict[str, FileEntry]()
     again = True
     while again:
         held = files.held
-        lacks = {name: wanted for name, wanted in spans.items() if name not in held and name not in done}
-        need = ShardNeed(group.node, lacks, held if leader == group.rank else {})
-        entries, rounds = plan(group.all_gather(need), without)
-        if not entries:
+        lacks = {name: merged(wanted) for name, wanted in spans.items() if name not in held and name not in done}
+        holds = {name: replace(entry, hashes=()) for name, entry in held.items()} if leader == group.rank else {}
+        needs = group.all_gather(ShardNeed(group.node, lacks, holds))
+        planned, rounds = plan(needs, without)
+        if not planned:
             break
-        concerned = lacks.keys() & entries.keys()
+        # Made before an exchange: the others learn there that this rank has no room.
+        shards = _Shards(files, entries, rounds.longest(group.rank))
+        first = {name: rank for rank, need in reversed([*enumerate(needs)]) for name in need.holds}
+        unknown = planned.keys() - entries.keys()
+        entries |= group.combine({name: held[name] for name in unknown if first[name] == group.rank})
+        concerned = lacks.keys() & planned.keys()
         # The lowest rank of a node receives what the others there lack, too.
         for basename in concerned | (rounds.missing(leader) if leader == group.rank else set()):
             files.expect(entries[basename])
-        notes += carry(group, rounds, _Shards(files, entries))
+        notes += carry(group, rounds, shards)
         without |= rounds.barred
         failed = failed - concerned | rounds.missing(leader)
         done |= concerned - failed
@@ -115,41 +123,36 @@ def exchange(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -
 
 
 def share_reads(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -> None:
-    """Tells the ranks of each node which chunks of the durable tier several of them read; every rank calls this.
+    """Tells the ranks of each node which chunks of the durable tier several of them read.
+
+    Every rank calls this, in :meth:`Group.failing_together`.
 
     Raises:
         TieredCheckpointError: Some rank failed.
     """
-    mine, error = dict[str, list[int]](), None
-    try:
-        mine = files.chunks_of(spans)
-    except Exception as caught:
-        error = caught
-    agree(group, error)
-    gathered: list[tuple[str, dict[str, list[int]]]] = group.all_gather((group.node, mine))
-    others: defaultdict[str, set[int]] = defaultdict(set)
+    mine = {name: merged(wanted) for name, wanted in spans.items()}
+    gathered: list[tuple[str, dict[str, list[Span]]]] = group.all_gather((group.node, mine))
+    others: defaultdict[str, list[Span]] = defaultdict(list)
     for rank, (node, theirs) in enumerate(gathered):
         if node == group.node and rank != group.rank:
-            for basename, indices in theirs.items():
-                others[basename].update(indices)
-    files.share(others)
+            for basename, wanted in theirs.items():
+                others[basename] += wanted
+    files.share({basename: set(indices) for basename, indices in files.chunks_of(others).items()})
 
 
 class _Shards:
     """The pieces of shards that lie in this node's memory, or arrive there."""
 
-    def __init__(self, files: ShardFiles, entries: Mapping[str, FileEntry]) -> None:
+    def __init__(self, files: ShardFiles, entries: Mapping[str, FileEntry], longest: int) -> None:
         self._files = files
         self._entries = entries
         #: Each piece that arrives lies here until it is verified.
-        self._room = memoryview(bytearray())
+        self._room = memoryview(bytearray(longest))
 
     def read(self, piece: Piece) -> memoryview:
         return self._files.peek(piece.basename, piece.offset, piece.length)
 
     def room(self, piece: Piece) -> memoryview:
-        if len(self._room) < piece.length:
-            self._room = memoryview(bytearray(piece.length))
         return self._room[: piece.length]
 
     def take(self, piece: Piece) -> None:
