@@ -10,7 +10,9 @@ from support.draining import Node, names
 from support.sharded import make_part, readable
 from support.story import op_id
 
+from tiered_checkpoint_io.engine.drain import queue
 from tiered_checkpoint_io.engine.drain.deltas import Deltas
+from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.errors import StoreUnavailableError
 from tiered_checkpoint_io.model import ids
@@ -125,6 +127,71 @@ def test_a_delete_waits_for_a_further_save_of_the_group_that_has_lost_one(node, 
     stage(here, 0, 6, 0, world_size=1)
     assert drain(here).run(once=True)
     assert names(store) == ["stage0/step_6", "stage1/step_5"]
+
+
+@pytest.mark.parametrize("is_queued", [True, False])
+@pytest.mark.parametrize("lost", ["final", "stage1/step_3"])
+def test_no_delete_waits_for_a_save_that_may_have_no_successor(node, store, lost, is_queued):
+    """A name that is saved once, or a group that is gone after a restart: only deletes of the same series wait."""
+    here = node("here")
+    stage(here, 0, 1, 0, world_size=1)
+    stage(here, 0, 2, 0, world_size=1)
+    assert drain(here).run(once=True)
+    lost = here.part(lost, 3, 0, world_size=1, series=ids.series_of(lost))
+    if not is_queued:
+        here.cancel(lost)
+    old = here.delete("stage0/step_1")
+    assert drain(here, Refusing(store, "final", "stage1")).run(once=True)
+    assert here.states()[lost] == ("failed" if is_queued else "skipped")
+    assert here.states()[old] == "committed"
+    assert names(store) == ["stage0/step_2"]
+
+
+@pytest.mark.parametrize("named", ["stage0/step_{}", "checkpoint-{}"])
+def test_a_delete_waits_no_longer_where_another_rank_commits_or_no_step_is_known(node, store, named):
+    """After a restart on fewer nodes, another rank may coordinate; where the step is not known, each name is a series."""
+    here = node("here")
+
+    def save(number, rank=0):
+        name = named.format(number)
+        return here.part(name, number, rank, world_size=1 + rank, coordinator=rank, series=ids.series_of(name))
+
+    save(1)
+    assert drain(here).run(once=True)
+    here.cancel(save(2))
+    here.delete(named.format(1))
+    assert drain(here).run(once=True)
+    assert names(store) == [named.format(1)]
+    here.part(named.format(6), 6, 0, world_size=2, coordinator=1, series=ids.series_of(named.format(6)))
+    save(6, rank=1)
+    assert drain(here).run(once=True)
+    assert names(store) == [named.format(6)]
+
+
+def test_what_failed_in_ever_new_series_does_not_fill_the_log(node, monkeypatch):
+    monkeypatch.setattr(queue, "_KEEP", 8)
+    here = node("here")
+    for number in range(1, 101):
+        lost = Outcome(op_id(number), "save", f"final{number}", -1, "skipped", series=f"final{number}")
+        here.queue.finish(lost)
+    assert len(here.queue.outcomes()) < 8 + 64 + 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_an_earlier_release_has_queued_of_a_job_is_superseded_by_its_next_save(node, store, rank):
+    """That release noted no series, and of a part that does not commit no coordinator."""
+    here, other = node("here"), node("other")
+    old = here.part("epoch=0-step=1.ckpt", 1, rank, coordinator=-rank, series=None)
+    worker = drain(here, Refusing(store, "epoch=0-step=1") if rank else store)
+    assert worker.run(once=True)
+    for number in (2, 3):
+        other.part(f"{number}.ckpt", number, 1 - rank, series="")
+        assert drain(other).run(once=True)
+        here.part(f"{number}.ckpt", number, rank, series="")
+        assert worker.run(once=True)
+    assert here.states()[old] == "skipped"
+    assert here.queue.outcome(old).series is None, "any later save lets deletes go"
+    assert pending(here) == []
 
 
 def test_each_group_s_upload_leaves_out_what_its_own_last_one_has_sent(node):

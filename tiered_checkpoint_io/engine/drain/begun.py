@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.engine.drain.operations import follows
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.memory.space import is_scarcity
@@ -135,7 +136,7 @@ class Unfinished(dict[str, Begun]):
         is_first = True
         for begun in self.values():
             arrivals = begun.arrivals
-            if arrivals and arrivals.part.series_key == part.series_key and arrivals.part.save_id < part.save_id:
+            if arrivals and arrivals.part.save_id < part.save_id and follows(part, arrivals.part):
                 arrivals.look(store)
                 if not arrivals.missing:
                     begun.due, is_first = now, False

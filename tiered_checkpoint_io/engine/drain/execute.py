@@ -339,7 +339,7 @@ class Executor:
         """Notes how an operation ended; one that is not tried again leaves the queue."""
         self.report.counts["uploaded" if operation.action == "part" and state == "committed" else state] += 1
         content = operation.stored.part.content if operation.stored is not None else None
-        begun, key = self.begun.get(operation.op_id, Begun()), operation.series_key
+        begun = self.begun.get(operation.op_id, Begun())
         if final:
             self.begun.pop(operation.op_id, None)
         outcome = Outcome(
@@ -356,7 +356,7 @@ class Executor:
             begun.failures + (final and state != "skipped"),
             operation.dirpath,
             operation.server,
-            *(key[1:] if key is not None else ()),
+            operation.series,
         )
         note(
             self.tier.root,

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.place import AtPlace, Place, SeriesKey, Server
+from tiered_checkpoint_io.model.place import AtPlace, Place, Server
 
 if TYPE_CHECKING:
     from tiered_checkpoint_io.memory.parts import StoredPart
+    from tiered_checkpoint_io.model.manifest import Part
 
 Action = Literal["save", "part", "alias", "copy", "delete", "retain", "cancel", "unknown"]
 #: ``save``: the part that commits a save, which mostly is all of it; ``part``: one of another rank.
@@ -22,6 +23,10 @@ TIDYING: tuple[Action, ...] = ("delete", "retain")
 #: Begins the name of a request to apply retention; the rest of it is the owner of the launch that asks.
 RETENTION = "retention/"
 OutcomeState = Literal["committed", "failed", "skipped"]
+#: What names have in common, whoever saves them: "" for those of one job, None where that is not known.
+_Form = tuple[Place, str | None]
+#: So many forms keep the first failure that no later save has replaced.
+_FORMS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +53,9 @@ class Request(AtPlace):
     server: Server | None = None
 
     @property
-    def series_key(self) -> SeriesKey | None:
-        """Of a save, see :attr:`Part.series_key`."""
-        return self.stored.part.series_key if self.stored is not None else None
+    def series(self) -> str | None:
+        """Of a save, as it was noted; see :attr:`Outcome.series`."""
+        return self.stored.part.series if self.stored is not None else None
 
     def known(self, here: Place | None) -> Request:
         """The same, with the server that :meth:`Place.known` tells."""
@@ -77,8 +82,7 @@ class Outcome(AtPlace):
         attempts: How often it was tried.
         dirpath: The durable tier.
         server: Its server, see :class:`Place`.
-        series: Of a save, see :class:`SeriesKey`; None where an earlier release noted the outcome.
-        coordinator: Of a save, as well.
+        series: Of a save, see :attr:`Part.series`; None where an earlier release noted the part, or the outcome.
     """
 
     op_id: str
@@ -95,12 +99,11 @@ class Outcome(AtPlace):
     dirpath: str = ""
     server: Server | None = None
     series: str | None = None
-    coordinator: int = -1
 
     @property
-    def series_key(self) -> SeriesKey | None:
-        """Of a save, see :attr:`Part.series_key`."""
-        return SeriesKey(self.place, self.series, self.coordinator) if self.series is not None else None
+    def form(self) -> _Form:
+        """Of a save: the deletes of the same form wait for it, and a later one of the same form replaces it."""
+        return _form_of(self.place, self.series)
 
     @property
     def url(self) -> str:
@@ -116,8 +119,8 @@ def next_operation(
     Operations go in the order in which they were made, with these exceptions. A cancel goes first.
     A save that waits for its next attempt does not hold up later saves. A delete waits for the save that replaces what
     it deletes: what was good stays until its replacement is good. Where that is not known, it waits for all saves
-    before it, and where one of them came to nothing, for a later one. An alias, or a copy, waits for the saves of its
-    target and of its own name.
+    before it that may be of its series, and where one of them came to nothing, for a later one. An alias, or a copy,
+    waits for the saves of its target and of its own name.
     What concerns the same name stays in order. Retention waits for its own save alone: it removes only what is there
     beside newer ones, whatever becomes of others.
 
@@ -137,6 +140,7 @@ def _in_turn(operations: Iterable[Request], undone: Collection[str]) -> Iterator
     """Each operation, and whether earlier ones block it, where these, and those that they block, are not done."""
     busy: set[tuple[Place, str]] = set()
     saving: set[tuple[Place, str]] = set()
+    forms: set[_Form] = set()
     undone_saves: set[str] = set()
     for operation in operations:
         names = {(operation.place, name) for name in (operation.name, operation.target) if name}
@@ -144,7 +148,7 @@ def _in_turn(operations: Iterable[Request], undone: Collection[str]) -> Iterator
         if operation.action == "delete" and operation.target:
             is_blocked = operation.target in undone_saves or bool(names & (busy | saving))
         elif operation.action == "delete":
-            is_blocked = bool(names & busy) or any(place == operation.place for place, _ in saving)
+            is_blocked = bool(names & (busy | saving)) or (bool(forms) and not forms.isdisjoint(_waits_for(operation)))
         elif operation.action in NAMING:
             # Of a save of the alias' own name as well: it would come later, and replace what is newer.
             is_blocked = bool(names & (busy | saving))
@@ -153,6 +157,7 @@ def _in_turn(operations: Iterable[Request], undone: Collection[str]) -> Iterator
         yield operation, is_blocked
         if operation.action in SAVES and operation.op_id in undone:
             saving |= names
+            forms.add(_form_of(operation.place, operation.series))
             undone_saves.add(ids.save_id_of_op(operation.op_id))
         elif operation.action not in (*SAVES, "retain") and (is_blocked or operation.op_id in undone):
             busy |= names
@@ -164,49 +169,64 @@ def in_order(operations: Iterable[Request]) -> list[Request]:
 
 
 def unreplaced(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Saves and parts that failed, and after which none of their series was committed yet.
+    """Saves and parts that failed, and after which none of their form was committed yet.
+
+    Not of their coordinator: after a restart on other ranks, the same series may have another one.
 
     A part on the durable tier does not mean that its save is committed: it replaces lost parts alone.
     """
     saves = [outcome for outcome in outcomes if outcome.action in SAVES]
-    newest: dict[tuple[Place | SeriesKey, Action], str] = {}
+    newest: dict[tuple[_Form, Action], str] = {}
     for save in saves:
         if save.state == "committed":
             for action in SAVES if save.action == "save" else ("part",):
                 # Where the series of what failed is not known, any does.
-                for of in (save.place, save.series_key or save.place):
+                for of in (_form_of(save.place, None), save.form):
                     newest[of, action] = max(newest.get((of, action), ""), ids.save_id_of_op(save.op_id))
     return [
         save
         for save in saves
-        if save.state != "committed"
-        and ids.save_id_of_op(save.op_id) > newest.get((save.series_key or save.place, save.action), "")
+        if save.state != "committed" and ids.save_id_of_op(save.op_id) > newest.get((save.form, save.action), "")
     ]
 
 
 def first_unreplaced(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """The first that :func:`unreplaced` gives of each durable tier and action: the same deletes wait for these."""
-    first: dict[tuple[Place, Action], Outcome] = {}
-    for save in unreplaced(outcomes):
-        earlier = first.setdefault((save.place, save.action), save)
-        if save.op_id < earlier.op_id:
-            first[save.place, save.action] = save
-    return [*first.values()]
+    """The first that :func:`unreplaced` gives of each form and action: the same deletes wait for these.
+
+    Only of the forms that failed last: there is no bound on names.
+    """
+    first: dict[tuple[_Form, Action], Outcome] = {}
+    for save in sorted(unreplaced(outcomes), key=lambda each: each.op_id, reverse=True):
+        first[save.form, save.action] = save
+    return [*first.values()][:_FORMS]
 
 
 def held_back(operations: Iterable[Request], unreplaced: Iterable[Outcome]) -> list[Request]:
-    """Deletes that wait for a further save, because a save before them failed, and their own is not known."""
-    first: dict[Place, str] = {}
+    """Deletes that wait for a further save, because one before them failed that may be of the same series.
+
+    Not for any other: of a name that was saved once, or of a group that is gone, there may be no further save.
+    """
+    first: dict[_Form, str] = {}
     for save in unreplaced:
-        first[save.place] = min(first.get(save.place, save.op_id), save.op_id)
+        first[save.form] = min(first.get(save.form, save.op_id), save.op_id)
+    if not first:
+        return []
     return [
         operation
         for operation in operations
         if operation.action == "delete"
         and not operation.target
-        and operation.place in first
-        and first[operation.place] < operation.op_id
+        and any(first.get(form, operation.op_id) < operation.op_id for form in _waits_for(operation))
     ]
+
+
+def _form_of(place: Place, series: str | None) -> _Form:
+    return place, ids.loose_form_of(series) if series else series
+
+
+def _waits_for(delete: Request) -> list[_Form]:
+    """The forms of the saves that may replace what a delete is about, where that is not known."""
+    return [_form_of(delete.place, series) for series in (None, "", delete.name)]
 
 
 def blocked_by_failures(operations: Iterable[Request], failed: Collection[str]) -> set[str]:
@@ -236,7 +256,7 @@ def superseded(operations: Sequence[Request], failed: Collection[str], committed
 
     A later part that has arrived does the same for parts, but not for saves.
     """
-    wanted = needed(operations)
+    wanted, new = needed(operations), committed.stored
     return [
         operation
         for operation in operations
@@ -245,8 +265,19 @@ def superseded(operations: Sequence[Request], failed: Collection[str], committed
         and ids.save_id_of_op(operation.op_id) not in wanted
         and ids.save_id_of_op(operation.op_id) < ids.save_id_of_op(committed.op_id)
         and operation.place == committed.place
-        and operation.series_key == committed.series_key
+        and (new is None or operation.stored is None or follows(new.part, operation.stored.part))
     ]
+
+
+def follows(new: Part, old: Part) -> bool:
+    """Whether the save of a part is of the same series as that of an earlier one.
+
+    What an earlier release queued does not say its series, which may be that of all saves of a job, nor, but for the
+    part that commits, its coordinator.
+    """
+    one, other = new.series_key, old.series_key
+    may_be = old.series is None and one.series in ("", other.series) and other.coordinator in (-1, one.coordinator)
+    return one == other or (may_be and one.place == other.place)
 
 
 def is_committed(save_id: str, outcomes: Iterable[Outcome]) -> bool:

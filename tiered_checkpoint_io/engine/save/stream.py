@@ -105,8 +105,7 @@ class Stream:
             bytes=content.size,
             dirpath=part.dirpath,
             server=part.server,
-            series=part.series_key.series,
-            coordinator=part.content.coordinator,
+            series=part.series,
         )
         # The save itself says that it is durable.
         drain.skip(done)
