@@ -210,6 +210,21 @@ def test_each_group_s_upload_leaves_out_what_its_own_last_one_has_sent(node):
                 deltas.uploaded(part)
 
 
+@pytest.mark.parametrize("named", ["checkpoint-{}", "{}", "last.ckpt", "step={}.ckpt"])
+def test_an_upload_finds_the_last_one_whatever_names_tell_and_averages_find_theirs(node, named):
+    """Also where no step is known: then each name is a series of its own, and there is no end of them."""
+    deltas = Deltas(node("here").tier)
+    for step in range(1, 21):
+        for which, companion in enumerate(["", "-EMA"] if "ckpt" in named else [""]):
+            name = ids.companion_of(named.format(step), companion)
+            part, files = make_part(name, which, 0, series="" if "ckpt" in named else ids.series_of(name))
+            part = replace(part, content=replace(part.content, save_id=op_id(2 * step + which)))
+            sent = deltas.contents(part, {basename: memoryview(data) for basename, data in files.items()})
+            assert {type(each) for each in sent.values()} == {Delta if step > 1 else memoryview}
+            deltas.uploaded(part)
+    assert sum(len(parts) for parts in deltas._last.values()) <= 4
+
+
 @pytest.mark.parametrize("series", ["", "stage0/step_#"])
 def test_a_part_says_which_saves_its_own_is_one_of(series):
     """As its ranks agreed: names do not tell whether they are those of one job."""

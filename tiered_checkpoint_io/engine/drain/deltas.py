@@ -11,23 +11,32 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.delta import same_ranges
 from tiered_checkpoint_io.model.manifest import Part
-from tiered_checkpoint_io.model.place import SeriesKey
+from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores.base import Delta, Store, UploadContent
+
+#: So many parts of a rank are remembered: their descriptions hold a hash of each chunk.
+_FORMS = 4
 
 
 class Deltas:
-    """The part that was uploaded last, by series and rank; and what was copied, by operation."""
+    """The parts that were uploaded last, by rank, one of each form of names; and what was copied, by operation.
+
+    A rank may save averages in turn with its weights, and one coordinator the checkpoints of several groups. A part of
+    another form is the best guess where a name tells no form, as ``100`` does.
+    """
 
     def __init__(self, tier: MemoryTier) -> None:
         self._tier = tier
-        self._last: dict[tuple[SeriesKey, int], Part] = {}
+        self._last: dict[tuple[Place, int, int], dict[str, Part]] = {}
         self._copied: Counter[str] = Counter()
 
     def contents(self, part: Part, views: Mapping[str, memoryview]) -> Mapping[str, UploadContent]:
         """What to upload of a part whose files' bytes are these, by their basenames."""
-        base = self._last.get((part.series_key, part.rank)) or self._in_memory(part)
+        last = self._last.get(_writer(part)) or self._in_memory(part)
+        base = last.get(ids.loose_form_of(part.name)) or next(reversed(last.values()), None)
         if base is None or base.save_id == part.save_id:
             return views
         contents: dict[str, UploadContent] = dict(views)
@@ -39,7 +48,11 @@ class Deltas:
 
     def uploaded(self, part: Part) -> None:
         """Notes that the durable tier has a part."""
-        self._last[part.series_key, part.rank] = part
+        last, form = self._last.setdefault(_writer(part), {}), ids.loose_form_of(part.name)
+        last.pop(form, None)
+        last[form] = part
+        if len(last) > _FORMS:
+            del last[next(iter(last))]
 
     @contextlib.contextmanager
     def counting(self, store: Store, op_id: str) -> Iterator[None]:
@@ -54,8 +67,12 @@ class Deltas:
         """The bytes that were copied for an operation that has ended; given once."""
         return self._copied.pop(op_id, 0)
 
-    def _in_memory(self, part: Part) -> Part | None:
-        """The newest part that an earlier drain has uploaded, as far as memory still has it."""
+    def _in_memory(self, part: Part) -> dict[str, Part]:
+        """The same of what an earlier drain has uploaded, as far as memory still has it."""
         parts = [each.part for each in self._tier.parts() if each.drained and each.part.durable and not each.is_replica]
-        ours = [each for each in parts if (each.series_key, each.rank) == (part.series_key, part.rank)]
-        return max(ours, key=lambda each: each.save_id, default=None)
+        ours = [each for each in parts if _writer(each) == _writer(part)]
+        return {ids.loose_form_of(each.name): each for each in sorted(ours, key=lambda each: each.save_id)}
+
+
+def _writer(part: Part) -> tuple[Place, int, int]:
+    return part.place, part.content.coordinator, part.rank
