@@ -23,7 +23,7 @@ RUNS = ("20260101T000000.000000-00000001", "20260102T000000.000000-00000002")
 #: Numbers of the second run's operations begin behind it: a step tells its run.
 SECOND = 100
 #: Why a save of several parts may come to nothing, that was half done when another run took its name or deleted it.
-LOST = ("removed or replaced after its upload", "have not come within")
+LOST = ("removed or replaced after its upload", "none of them has come for")
 SAVE, ALIAS, DELETE = "save", "alias", "delete"
 
 

@@ -215,7 +215,7 @@ def test_a_part_that_never_comes_is_told_and_the_next_save_clears_it_up(nodes, s
         until(lambda: first.queue.outcome(op_id(2)), "it is told")
     outcome = first.queue.outcome(op_id(2))
     assert (outcome.state, outcome.error_type) == ("failed", "DrainError")
-    assert "the parts of 1 of 2 ranks have not come within 1 s: 1" in outcome.error
+    assert "the parts of 1 of 2 ranks are missing, and none of them has come for 1 s: 1" in outcome.error
     assert names(store) == ["1.ckpt"]
     assert first.queue.outcome(held) is None
     assert left(store), "its parts wait for the last one"

@@ -53,7 +53,7 @@ def test_to_wait_is_no_failure_while_parts_come_and_one_failure_where_none_does(
     clock.now += PATIENCE_S - 1
     assert look() is None
     clock.now += 2
-    assert "the parts of 1 of 4 ranks have not come within 1800 s: 3" in look()
+    assert "the parts of 1 of 4 ranks are missing, and none of them has come for 1800 s: 3" in look()
     mine = begun[parts[0][0].save_id]
     assert mine.permanent, "a drain without a trainer need not stay"
     for _ in range(20):

@@ -40,12 +40,12 @@ class Arrivals:
         return [rank for rank in range(self.part.content.parts) if rank not in self.rows]
 
     def late(self, timeout_s: float) -> DrainError:
-        """What is raised where none has come within ``timeout_s`` seconds."""
+        """What is raised where none has come for ``timeout_s`` seconds."""
         part, missing = self.part, self.missing
         named = ", ".join(map(str, missing[:_NAMED]))
         return DrainError(
-            f"the parts of {len(missing)} of {part.content.parts} ranks have not come within {timeout_s:.0f} s:"
-            f" {named}{' ...' if len(missing) > _NAMED else ''}",
+            f"the parts of {len(missing)} of {part.content.parts} ranks are missing, and none of them has come for"
+            f" {timeout_s:.0f} s: {named}{' ...' if len(missing) > _NAMED else ''}",
             operation="commit",
             tier="durable",
             key=ids.join_url(part.dirpath, part.name),
