@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from support.draining import Node
@@ -20,7 +21,9 @@ from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
-from tiered_checkpoint_io.errors import DrainError
+from tiered_checkpoint_io.engine.durable import commit
+from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
+from tiered_checkpoint_io.errors import DrainError, StoreUnavailableError
 from tiered_checkpoint_io.logs import get_logger
 
 from .test_drain_sharded import LOG, Refusing, drain, nodes, part_op, pending, store, until, working  # noqa: F401 - fixtures
@@ -104,6 +107,43 @@ def test_what_has_become_complete_is_committed_in_place_of_being_given_up(nodes,
     handle.close(timeout_s=10)
 
 
+def test_what_is_complete_and_can_not_be_committed_is_spared_once(nodes, store, monkeypatch, caplog):
+    """Or else the queue would grow. Nor does a look that fails keep it, or the drain busy."""
+    caplog.set_level("INFO")
+    first, second = nodes
+    first.part("1.ckpt", 1, 0)
+    worker = drain(first, clock=Clock(Timing(redo_first_s=3600, redo_max_s=3600, redo_permanent_s=3600)))
+    assert worker.run(once=True)
+    second.part("1.ckpt", 1, 1)
+    assert drain(second).run(once=True)
+    away = Mock(side_effect=StoreUnavailableError("away"))
+    monkeypatch.setattr(commit, "put_part", away)
+    for number, state in ((2, "failed"), (3, "skipped")):
+        first.cancel(op_id(1))
+        assert worker.run(once=True)
+        assert first.states()[op_id(1)] == state
+    assert caplog.text.count("is not given up") == away.call_count == 1
+    first.part("4.ckpt", 4, 0)
+    monkeypatch.undo()
+    assert worker.run(once=True)
+    monkeypatch.setattr(Arrivals, "look", Mock(side_effect=RuntimeError("no")))
+    cancel = first.cancel(op_id(4))
+    assert worker.run(once=True)
+    assert (first.states()[op_id(4)], first.states()[cancel]) == ("skipped", "committed")
+
+
+def test_a_save_that_an_earlier_start_found_late_makes_room_for_the_next_one(nodes, store):
+    """Its failure is noted once, so the drain, which may still live, does not say it to this start again."""
+    first, _ = nodes
+    first.part("1.ckpt", 1, 0)
+    worker = drain(first, clock=Clock(Timing(gather_first_s=0.2)))
+    until(lambda: worker.run(once=True) and first.states(), "it is late")
+    handle = DrainHandle(first.tier, replace(first.config, max_pending=1, on_pending="skip"), LOG)
+    assert handle.has_room(op_id(90))
+    assert handle.given_up == op_id(1)
+    handle.close(timeout_s=10)
+
+
 def test_what_an_earlier_start_left_incomplete_is_no_failure_of_this_one(memory_dir, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(client, "_BEGAN", op_id(3))
     node, counts = Node(memory_dir, str(tmp_path / "durable")), Counter()
@@ -143,7 +183,7 @@ def test_a_trainer_waits_for_its_rank_s_part_and_for_the_save(nodes, store):
         assert handles[0].wait(own, 60).state == "committed"
         assert readable(store, "1.ckpt") == 1
         first.part("2.ckpt", 2, 0)
-        with pytest.raises(DrainError, match=r"have not come within 1 s: 1|not durable"):
+        with pytest.raises(DrainError, match=r"none of them has come for 1 s: 1|not durable"):
             handles[0].flush(30)
         second.part("2.ckpt", 2, 1)
         handles[1].flush(30)

@@ -161,6 +161,8 @@ def test_a_save_for_which_a_delete_waits_is_not_superseded_unless_another_replac
 def test_a_cancel_goes_first():
     cancel = Request(op_id(9), "cancel", "cancel", "d", op_id(1))
     assert next_operation([save(1), save(2), cancel], {op_id(1)}) == cancel
+    # One that failed is tried again as all else is, and not at once.
+    assert next_operation([save(1), save(2), cancel], {cancel.op_id}) == save(1)
 
 
 def test_only_older_failed_saves_of_the_same_tier_are_superseded():

@@ -32,6 +32,7 @@ class Begun:
         moved: When the last one came.
         is_late: Whether that is so long ago that it was reported as a failure.
         pause: From its last look for them to the next, seconds.
+        is_spared: Whether it was to be given up, and was not, because they had come.
     """
 
     tidies: bool = False
@@ -43,6 +44,7 @@ class Begun:
     moved: float = 0.0
     is_late: bool = False
     pause: float = 0.0
+    is_spared: bool = False
 
     @property
     def is_refused(self) -> bool:
@@ -147,7 +149,7 @@ class Unfinished(dict[str, Begun]):
         return rows
 
     def lost(self, part: Part) -> set[str]:
-        """Ids of saves that failed, or that wait: those of the part's series go, now that it is sent or committed."""
+        """Ids of saves that failed or wait, for :func:`superseded` to pick from, now that a part is there."""
         lost = {op_id for op_id, begun in self.items() if begun.failures}
         if part.commits and part.content.parts > 1:
             # Parts of one series are sent in the order of its saves: what was missing at the last look will not come.

@@ -24,7 +24,6 @@ from tiered_checkpoint_io.engine.drain.standstill import Standstill, StandstillE
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.memory.parts import PART_FILE
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -125,14 +124,18 @@ class DrainHandle:
             waiting = [each for each in self.pending_saves() if each != besides and each not in cancelled]
             if len(waiting) < max_pending and len(cancelled) <= max_pending:
                 return True
-            lost = {ids.save_id_of_op(op_id) for op_id in self.pending() if self._failure(op_id) is not None}
+            lost = {
+                ids.save_id_of_op(op_id): failure.error
+                for op_id in self.pending()
+                if (failure := self._failure(op_id) or self._late(op_id))
+            }
             orphans = self._orphans(waiting)
-            failed = [save_id for save_id in waiting if save_id in lost | orphans]
+            failed = [save_id for save_id in waiting if save_id in lost.keys() | orphans]
             # A drain that is held up by its store frees what was cancelled only later: that, too, is bounded.
             if failed and len(cancelled) < max_pending:
                 wanted = needed(self.queue.look(self._tier))
                 oldest = min(failed, key=lambda save_id: (save_id in wanted, save_id))
-                why = _ORPHANED if oldest in orphans else self.progress().last_error
+                why = lost.get(oldest, _ORPHANED)
                 self._log.error("giving up the oldest failed upload, as max_pending is reached: %s", why)
                 self.given_up = oldest
                 self.queue.submit(Request(cancel_id, "cancel", "cancel", self._config.dirpath, oldest))
@@ -153,7 +156,7 @@ class DrainHandle:
         Those nodes may be lost, and the parts with them. Only after ``pending_timeout_s``: they may just be slower.
         """
         queued = [each for each in self.queue.look(self._tier) if ids.save_id_of_op(each.op_id) in waiting]
-        sent = [PART_FILE in commit.sent(self.queue.journal(each.op_id)) for each in queued if each.action == "save"]
+        sent = [commit.is_sent(self.queue.journal(each.op_id)) for each in queued if each.action == "save"]
         inherited = {ids.save_id_of_op(each) for each in self._inherited}
         if not waiting or not inherited.issuperset(waiting) or sent != [True] * len(queued):
             self._stuck_since = math.inf
@@ -265,7 +268,7 @@ class DrainHandle:
                 return
             self._check_drain()
             failed = {each.op_id: outcome for each in operations if (outcome := self._failure(each.op_id))}
-            lacking = [each for each in mine if each.op_id in failed and failed[each.op_id].error_type == "DrainError"]
+            lacking = [each for each in mine if self._late(each.op_id)]
             for each in lacking:
                 if each.op_id not in cancelled:
                     cancelled.add(each.op_id)
@@ -333,6 +336,12 @@ class DrainHandle:
         if outcome is None or outcome.state != "failed" or outcome.finished == self._earlier.get(op_id):
             return None
         return outcome
+
+    def _late(self, op_id: str) -> Outcome | None:
+        """The failure of a save whose other parts have not come, also of an earlier time: a drain notes it once."""
+        outcome = self.queue.outcome(op_id)
+        is_late = outcome is not None and outcome.state == "failed" and outcome.error_type == "DrainError"
+        return outcome if is_late else None
 
     def _fails(self, text: str, name: str) -> DrainError:
         return self._error(text, ids.join_url(self._config.dirpath, name), "it stays in node memory and is tried again")

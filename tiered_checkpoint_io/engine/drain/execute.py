@@ -1,7 +1,7 @@
 """How the drain carries out one operation: it sends a part, gathers those of other nodes, commits, deletes.
 
 One that fails is tried again later, and a save that waits for parts of other nodes is looked at again, more and more
-rarely, until a bound; neither holds up later saves.
+rarely; neither holds up later saves.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.logs import Logger, rate, size_text
-from tiered_checkpoint_io.memory.parts import PART_FILE, StoredPart, reading
+from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.place import AtPlace, Place
@@ -272,22 +272,24 @@ class Executor:
             self._give_up(other, "cancelled to keep the queue bounded")
 
     def _has_come(self, operation: Request) -> bool:
-        """Whether all that a save has waited for is there by now, so that it is committed next."""
+        """Whether all that a save has waited for is there by now, so that it is committed next; said of it once."""
         stored, begun = operation.stored, self.begun.get(operation.op_id)
         if stored is None or not stored.part.commits or stored.part.content.parts == 1:
             return False
-        if begun is None and PART_FILE in commit.sent(self.queue.journal(operation.op_id)):
+        if begun is None and commit.is_sent(self.queue.journal(operation.op_id)):
             # An earlier drain sent it.
             begun = self.begun.waits(stored.part, self.clock)
-        if begun is None or begun.arrivals is None:
+        # Once more, where it could not be committed since: then the queue would grow.
+        if begun is None or begun.arrivals is None or begun.is_spared:
             return False
         try:
             begun.arrivals.look(self.stores.get(operation.place))
-        except TieredCheckpointError as error:
+        except Exception as error:
+            # Whatever it is, the queue stays bounded.
             self.log.warning("could not look for the parts of %s: %s", operation.name, error)
             return False
-        begun.due = self.clock.monotonic()
-        return not begun.arrivals.missing
+        begun.due, begun.is_spared = self.clock.monotonic(), not begun.arrivals.missing
+        return begun.is_spared
 
     def _give_up(self, operation: Request, reason: str, *, answers: bool = False) -> None:
         """Ends an operation that will not be carried out; ``answers``: the durable tier did so just now."""

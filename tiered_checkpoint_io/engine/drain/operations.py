@@ -127,7 +127,7 @@ def next_operation(
     ``waiting`` has the ids of operations that were begun and whose next attempt is not due.
     """
     for operation in operations:
-        if operation.action == "cancel":
+        if operation.action == "cancel" and operation.op_id not in waiting:
             return operation
     not_now = {*waiting, *(operation.op_id for operation in held_back(operations, unreplaced))}
     for operation, is_blocked in _in_turn(operations, not_now):

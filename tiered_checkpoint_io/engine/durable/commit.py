@@ -93,7 +93,7 @@ def put_part(
         return "committed"
     if gone_past(old, part, clock):
         return "replaced"
-    if _DESCRIPTION not in sent(journal):
+    if not is_sent(journal):
         _put_files(store, part, files, old, journal, progress)
         store.put(ids.description_key(part.save_id, part.rank), part.to_json())
         _note_sent(journal, _DESCRIPTION)
@@ -110,6 +110,11 @@ def _was_replaced(old: Manifest | None, part: Part, journal: UploadJournal | Non
 def sent(journal: UploadJournal | None) -> dict[str, object]:
     """What has arrived, by its basename; the part's description last."""
     return Section(journal, _SENT).read() or {}
+
+
+def is_sent(journal: UploadJournal | None) -> bool:
+    """Whether a part's description has arrived, and all of its files but the switch with it."""
+    return _DESCRIPTION in sent(journal)
 
 
 def abandon(store: Store, part: Part, journal: UploadJournal) -> None:
@@ -169,7 +174,7 @@ def commit(
         return "replaced"
     else:
         index = _index_of(part, rows or {part.rank: IndexRow.of(part)})
-        described = part.content.parts > 1 or _DESCRIPTION in sent(journal)
+        described = part.content.parts > 1 or is_sent(journal)
         if not described:
             _put_files(store, part, files, old, journal, progress)
         elif switch is not None:
