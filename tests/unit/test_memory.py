@@ -107,6 +107,8 @@ def test_a_damaged_part_is_shown_and_can_be_quarantined(tier, damage):
     again = tier.quarantine(save(tier, b"bad!", 2).folder, "again")
     assert set(tier.quarantined()) == {kept, again}
     assert (kept / "reason.txt").read_text() == "test"
+    last = tier.quarantine(save(tier, b"bad!", 2).folder, "again")
+    assert set(tier.quarantined()) == {again, last}, "the same part takes no more memory, however often it is damaged"
 
 
 def test_files_that_are_not_as_their_part_says_are_corrupt(tier):

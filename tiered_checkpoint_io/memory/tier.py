@@ -369,9 +369,9 @@ class MemoryTier:
     def quarantine(self, folder: Path, reason: str) -> Path:
         """Takes a corrupt part's folder out of use, without deleting it; where it lies now."""
         mark = f"{REPLICAS}." if folder.parent.parent.name == REPLICAS else ""
-        # A name of its own: what an earlier start, or another rank, has put there stays.
-        name = f"{mark}{folder.parent.name}.{folder.name}.{self._clock.token(4)}"
-        target = self._home(folder).root / "quarantine" / name
+        # A name of its own: a rename does not replace what an earlier start, or another rank, has put there.
+        part = f"{mark}{folder.parent.name}.{folder.name}"
+        target = self._home(folder).root / "quarantine" / f"{part}.{self._clock.token(4)}"
         target.parent.mkdir(mode=0o700, exist_ok=True)  # a corrupt part that stays would be tried for ever
         try:
             os.rename(folder, target)
@@ -382,6 +382,11 @@ class MemoryTier:
             write_private(target / "reason.txt", reason.encode())
         with contextlib.suppress(OSError):
             os.rmdir(folder.parent)
+        with contextlib.suppress(OSError):
+            # One older copy of the part stays beside it: each takes as much memory as the part.
+            copies = [each for each in target.parent.iterdir() if each.stem == part and each != target]
+            for each in sorted(copies, key=lambda each: each.stat().st_mtime_ns)[:-1]:
+                shutil.rmtree(each, ignore_errors=True)
         return target
 
     def close(self) -> None:
