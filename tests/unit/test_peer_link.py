@@ -53,6 +53,30 @@ def test_what_is_taken_is_no_longer_on_offer(store):
     assert taken == ["a part", "a part"]
 
 
+def test_a_key_that_goes_while_it_is_read_costs_neither_time_nor_the_connection():
+    """As an offer does, which its source withdraws while its peer looks for it."""
+    origin = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    client, other = (StoreClient(origin, "test", timeout_s=2.0) for _ in range(2))
+    client.set("seen", "yes")
+    thread = client._thread
+
+    def come_and_go():
+        for _ in range(1000):
+            other.set(KEY, "a part")
+            other.forget(KEY)
+
+    beside = threading.Thread(target=come_and_go)
+    beside.start()
+    found = set()
+    while beside.is_alive():
+        found.add(client.get(KEY))
+    beside.join()
+    assert found <= {None, "a part"}
+    assert (client.get("seen"), client._thread) == ("yes", thread)
+    client.close()
+    other.close()
+
+
 @pytest.mark.parametrize(
     ("options", "says"), [({}, "did not answer within 1 s"), ({"has_left": lambda: True}, "has ended")]
 )

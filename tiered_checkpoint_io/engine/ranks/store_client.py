@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 from tiered_checkpoint_io.errors import PeerError
 
 _T = TypeVar("_T")
+#: No key has this value; what the store gives of a key without one, where this was expected.
+_NO_VALUE = "\0"
 _Requests = queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None]
 
 
@@ -47,8 +49,9 @@ class StoreClient:
 
     def get(self, key: str) -> str | None:
         """The value of a key; None where it has none."""
-        found: bytes | None = self.ask(lambda store: store.get(key) if store.check([key]) else None)
-        return found.decode() if found is not None else None
+        # The store's own get waits for a key that is not there, as one that goes after a look whether it is.
+        found = self.swap(key, _NO_VALUE, _NO_VALUE)
+        return found if found != _NO_VALUE else None
 
     def set(self, key: str, value: str = "-") -> None:
         """Sets a key; not to nothing, which would look like no value."""

@@ -218,8 +218,6 @@ class ReplicaSender:
             poll_s=timing.accept_poll_s,
             has_left=lambda: self._store.get(f"left/{target}") is not None,
         )
-        # The peer looks there all the time: for what is not there, by one request.
-        self._store.forget(offer)
         link = self._links.open(target, key)
         send_description(link, part)
         problem = send_held_part(link, member.tier, part, lambda: self._clock.monotonic() > deadline)
