@@ -53,6 +53,9 @@ def test_every_command_answers_programs_as_its_schema_has_it(node, memory_dir, t
     node.alias("last.ckpt", "1.ckpt")
     (namespace,) = told("status", *where)["namespaces"]
     assert [(each["action"], each["target"]) for each in namespace["waiting"]] == [("save", None), ("alias", "1.ckpt")]
+    assert [(each["state"], each["tier"], each["is_latest"]) for each in namespace["parts"]] == [
+        ("waiting", "memory", True)
+    ]
     done = told("drain", *where, "--once")
     assert [(each["name"], each["outcome"]) for each in done["outcomes"]] == [
         ("1.ckpt", "committed"),
@@ -68,6 +71,8 @@ def test_every_command_answers_programs_as_its_schema_has_it(node, memory_dir, t
     assert (later["manifest_key"], earlier["manifest_key"]) == (None, ".tiered/manifests/1.ckpt.json")
     assert (earlier["aliases"], earlier["writer"]) == (["last.ckpt"], {"torch": "2"})
     assert earlier["files"] == [{"path": "1.ckpt", "size_bytes": 1000}]
+    (namespace,) = told("status", *where)["namespaces"]
+    assert [*earlier["held_parts"], *later["held_parts"]] == namespace["parts"]
     assert told("clean", *where, "--force")["removed"][1]["size_bytes"] == 2
     assert told("clean", *where)["removed"] == []
     assert told("status", *where) == {"version": 1, "command": "status", "namespaces": []}

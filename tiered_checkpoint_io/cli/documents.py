@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -10,15 +10,11 @@ from typing import Annotated, Literal
 
 from tiered_checkpoint_io.engine.drain import operations
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.inventory.details import File, Save
-from tiered_checkpoint_io.inventory.durable import latest
-from tiered_checkpoint_io.inventory.node import tier_of
+from tiered_checkpoint_io.inventory.details import File, PartHere, Save, parts_here
+from tiered_checkpoint_io.inventory.node import held_part, tier_of
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, Tier, time_of
 from tiered_checkpoint_io.inventory.roots import tier_at
-from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.place import Place
 
 Event = Literal["listed", "new", "changed", "removed"]
 
@@ -114,29 +110,11 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A part in node memory."""
-
-    name: Annotated[str, "The checkpoint."]
-    dirpath: Annotated[str, "The durable tier that it belongs to."]
-    save_id: Annotated[str, "Which save made it."]
-    step: Annotated[int | None, "The training step; None where it is not known."]
-    rank: Annotated[int, "The rank that wrote it."]
-    size_bytes: Annotated[int, "Its bytes."]
-    created: Annotated[datetime | None, "When it was saved (UTC)."]
-    tier: Annotated[Tier, "Which memory."]
-    is_for_durable: Annotated[bool, "Whether it was to go to the durable tier."]
-    is_pending: Annotated[bool, "Whether it waits for the durable tier."]
-    is_replicated: Annotated[bool, "Whether all parts of its save are in the memory of other nodes as well."]
-    resumable: Annotated[bool, "Whether training can resume from it."]
-    is_latest: Annotated[bool, "Whether tiered:latest would take its save, of what this node has in memory."]
-
-
-@dataclass(frozen=True, slots=True)
 class Damaged:
     """A part that can't be read."""
 
     folder: Annotated[Path, "Where it lies."]
+    tier: Annotated[Tier, "Which memory."]
     error: Annotated[str, "Why."]
 
 
@@ -147,7 +125,8 @@ class Waiting:
     action: Annotated[operations.Action, "What it is."]
     name: Annotated[str, "The checkpoint."]
     target: Annotated[str | None, "Of an alias or a copy, the name that it is to stand for."]
-    dirpath: Annotated[str, "The durable tier."]
+    dirpath: Annotated[str, "The durable tier; empty where it is not known."]
+    server: Annotated[str | None, "The endpoint of that, as of a part."]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +148,9 @@ class Namespace:
 
     namespace: Annotated[str, "Its name."]
     root: Annotated[Path, "Where it lies."]
-    parts: Annotated[Sequence[Part], "The parts in memory, and those kept for other nodes."]
+    dirpath: Annotated[str | None, "The durable tier of its last trainer; None where none has named one yet."]
+    server: Annotated[str | None, "The endpoint of that, as of a part."]
+    parts: Annotated[Sequence[PartHere], "The parts in memory, and those kept for other nodes."]
     damaged: Annotated[Sequence[Damaged], "Parts that can't be read."]
     waiting: Annotated[Sequence[Waiting], "Operations that wait for the durable tier, in order."]
     outcomes: Annotated[Sequence[Outcome], "The last operations on the durable tier, in order."]
@@ -203,15 +184,19 @@ def drain_document(root: Path, before: Collection[operations.Outcome], left: int
 def namespace_document(root: Path) -> Namespace:
     """What lies in the memory of one namespace, what waits, and what the drain says of itself."""
     tier, queue = tier_at(root), Queue(root)
-    held = tier.held()
-    latest, progress = latest_saves(held), queue.progress()
+    outcomes, progress = queue.outcomes(), queue.progress()
     return Namespace(
         namespace=root.name,
         root=root,
-        parts=[_part(tier, each, is_latest=each.save_id in latest) for each in held],
-        damaged=[Damaged(folder, str(error)) for folder, error in tier.unreadable()],
-        waiting=[Waiting(each.action, each.name, each.target or None, each.dirpath) for each in queue.look(tier)],
-        outcomes=[_outcome(each) for each in queue.outcomes()],
+        dirpath=tier.place.dirpath if tier.place is not None else None,
+        server=(tier.place.endpoint or None) if tier.place is not None else None,
+        parts=parts_here([held_part(tier, each, outcomes) for each in tier.held()]),
+        damaged=[Damaged(folder, tier_of(tier, folder), str(error)) for folder, error in tier.unreadable()],
+        waiting=[
+            Waiting(each.action, each.name, each.target or None, each.dirpath, each.place.endpoint or None)
+            for each in queue.look(tier)
+        ],
+        outcomes=[_outcome(each) for each in outcomes],
         drain=DrainState(
             pid=progress.pid or None,
             last_seen=time_of(progress.heartbeat) if progress.pid else None,
@@ -221,25 +206,6 @@ def namespace_document(root: Path) -> Namespace:
             rate_bytes_per_s=progress.rate,
             last_error=progress.last_error or None,
         ),
-    )
-
-
-def _part(tier: MemoryTier, stored: StoredPart, *, is_latest: bool) -> Part:
-    part, content = stored.part, stored.part.content
-    return Part(
-        name=part.name,
-        dirpath=part.dirpath,
-        save_id=part.save_id,
-        step=ids.known(content.step),
-        rank=part.rank,
-        size_bytes=content.size,
-        created=time_of(content.created),
-        tier=tier_of(tier, stored),
-        is_for_durable=part.durable,
-        is_pending=stored.pending,
-        is_replicated=stored.replicated,
-        resumable=content.resumable,
-        is_latest=is_latest,
     )
 
 
@@ -256,11 +222,3 @@ def _outcome(each: operations.Outcome) -> Outcome:
         finished=time_of(each.finished),
         attempts=each.attempts,
     )
-
-
-def latest_saves(held: Iterable[StoredPart]) -> set[str]:
-    """The save of each durable tier that a restart would take of these parts."""
-    by_place: dict[Place, list[StoredPart]] = {}
-    for each in held:
-        by_place.setdefault(each.part.place, []).append(each)
-    return {meant.save_id for parts in by_place.values() if (meant := latest((), parts)) is not None}

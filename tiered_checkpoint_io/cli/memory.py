@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping
-from pathlib import Path
+from datetime import datetime, timezone
 from typing import Annotated
 
 import typer
 
-from tiered_checkpoint_io.cli.documents import Status, drain_document, latest_saves, namespace_document
+from tiered_checkpoint_io.cli.documents import Namespace, Status, drain_document, namespace_document
 from tiered_checkpoint_io.cli.metrics import Export, source_of, targets_of
 from tiered_checkpoint_io.cli.options import NODE, NODES, Json, Node, Nodes
 from tiered_checkpoint_io.cli.output import INTERRUPTED, is_terminal, printable, say, show, write_json
@@ -21,15 +20,14 @@ from tiered_checkpoint_io.engine.drain.locks import is_locked
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, Drain
 from tiered_checkpoint_io.errors import DrainError
-from tiered_checkpoint_io.inventory.node import HeldPart, held_part
-from tiered_checkpoint_io.inventory.roots import existing, owned, tier_at, undone
+from tiered_checkpoint_io.inventory.details import PartHere
+from tiered_checkpoint_io.inventory.roots import existing, owned, undone
 from tiered_checkpoint_io.logs import get_logger, size_text
-from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.metrics.exports import Exports
-from tiered_checkpoint_io.model.place import Place
 
 _SHOWN_OUTCOMES = 10
 _COLUMNS = ("name", "step", "rank", "size", "state", "replicated", "note", "dirpath")
+_Row = tuple[str, ...]
 
 
 def drain(
@@ -89,66 +87,72 @@ def status(
     for number, each in enumerate(roots):
         if number:
             say("")
-        _show_namespace(each)
+        _show_namespace(namespace_document(each))
 
 
-def _show_namespace(root: Path) -> None:
-    tier, queue = tier_at(root), Queue(root)
-    own, kept = tier.parts(), tier.replicas.parts()
-    waiting = queue.look(tier)
-    places = {each.part.place for each in (*own, *kept)} | {each.place for each in waiting if each.dirpath}
-    say(f"namespace: {root.name}, in {printable(str(root.parent))}")
-    places |= {tier.place} if tier.place is not None else set()
+def _show_namespace(found: Namespace) -> None:
+    tiers = {(each.dirpath, each.server) for each in found.waiting if each.dirpath}
+    tiers |= {(each.dirpath, each.server) for each in found.parts}
+    tiers |= {(found.dirpath, found.server)} if found.dirpath is not None else set()
+    say(f"namespace: {found.namespace}, in {printable(str(found.root.parent))}")
     # The server where it tells two apart.
-    dirpaths = [place.dirpath for place in places]
-    named = {place: str(place) if dirpaths.count(place.dirpath) > 1 else place.dirpath for place in places}
+    dirpaths = [dirpath for dirpath, _ in tiers]
+    named = {each: " at ".join(filter(None, each if dirpaths.count(each[0]) > 1 else each[:1])) for each in tiers}
     for name in sorted(named.values()):
         say(f"dirpath: {printable(name)}")
     # On a terminal there is little room, and it has just been said.
-    shown = 7 if is_terminal() and len(places) == 1 else 8
-    latest = latest_saves([*own, *kept])
-    known = queue.outcomes()
-    rows = [_row(each, _state(held_part(tier, each, known)), latest, named) for each in reversed(own)]
-    rows += [(str(folder), "", "", "", f"damaged: {error}", "", "", "") for folder, error in tier.damaged()]
-    show("Checkpoints in memory", [row[:shown] for row in rows], *_COLUMNS[:shown])
-    copies = [_row(each, "replica", latest, named) for each in reversed(kept)]
-    copies += [(str(folder), "", "", "", f"damaged: {error}", "", "", "") for folder, error in tier.replicas.damaged()]
+    shown = 7 if is_terminal() and len(tiers) == 1 else 8
+    own, copies = _rows(found, named, replicas=False), _rows(found, named, replicas=True)
+    show("Checkpoints in memory", [row[:shown] for row in own], *_COLUMNS[:shown])
     if copies:
         say("Copies kept for other nodes:")
         show("", [row[:shown] for row in copies], *_COLUMNS[:shown])
-    if waiting:
-        pending = [(each.action, each.name, each.target, named.get(each.place, "")) for each in waiting]
+    if found.waiting:
         say("Operations that wait for the durable tier:")
+        pending = [
+            (each.action, each.name, each.target or "", named.get((each.dirpath, each.server), ""))
+            for each in found.waiting
+        ]
         show("", pending, "operation", "name", "target", "dirpath")
-    outcomes = [
-        (each.action, each.name, each.state, size_text(each.bytes) if each.bytes else "", each.error)
-        for each in reversed(known[-_SHOWN_OUTCOMES:])
-    ]
-    if outcomes:
+    if found.outcomes:
         say("Last operations on the durable tier:")
+        outcomes = [
+            (
+                each.action,
+                each.name,
+                each.outcome,
+                size_text(each.size_bytes) if each.size_bytes else "",
+                each.error or "",
+            )
+            for each in reversed(found.outcomes[-_SHOWN_OUTCOMES:])
+        ]
         show("", outcomes, "operation", "name", "outcome", "size", "error")
-    progress = queue.progress()
-    age = time.time() - progress.heartbeat
-    seen = f"process {progress.pid}, last seen {age:.0f} s ago" if progress.pid else "has not run"
-    work = (
-        f", {progress.name} {size_text(progress.bytes_done)} of {size_text(progress.bytes_total)}"
-        if progress.name
-        else ""
-    )
-    say(printable(f"drain: {seen}, {len(waiting)} pending{work}"))
-    if progress.last_error:
-        say(printable(f"last error: {progress.last_error}"))
+    drain, seen, work = found.drain, "has not run", ""
+    if drain.last_seen is not None:
+        age = datetime.now(timezone.utc) - drain.last_seen
+        seen = f"process {drain.pid}, last seen {age.total_seconds():.0f} s ago"
+    if drain.name is not None:
+        work = f", {drain.name} {size_text(drain.done_bytes)} of {size_text(drain.total_bytes)}"
+    say(printable(f"drain: {seen}, {len(found.waiting)} pending{work}"))
+    if drain.last_error is not None:
+        say(printable(f"last error: {drain.last_error}"))
 
 
-def _row(stored: StoredPart, state: str, latest: set[str], named: Mapping[Place, str]) -> tuple[str, ...]:
-    part, content = stored.part, stored.part.content
+def _rows(found: Namespace, named: Mapping[tuple[str, str | None], str], *, replicas: bool) -> list[_Row]:
+    """The own parts, or the replicas, the newest first, and those of them that can't be read."""
+    parts = [each for each in reversed(found.parts) if (each.tier == "replicas") is replicas]
+    broken = [each for each in found.damaged if (each.tier == "replicas") is replicas]
+    return [
+        *(_row(each, named[each.dirpath, each.server]) for each in parts),
+        *((str(each.folder), "", "", "", f"damaged: {each.error}", "", "", "") for each in broken),
+    ]
+
+
+def _row(part: PartHere, dirpath: str) -> _Row:
+    state = "replica" if part.tier == "replicas" else part_text(part.state)
     # Of a save of several ranks, only all parts together are safe.
-    safe = "yes" if stored.replicated else "no"
-    step = str(content.step) if content.step >= 0 else ""
-    note = "latest" if stored.save_id in latest else "" if content.resumable else "not resumable"
-    return part.name, step, str(part.rank), size_text(content.size), state, safe, note, named[part.place]
-
-
-def _state(held: HeldPart) -> str:
-    state = part_text(held.state)
-    return f"{state} (on disk)" if held.tier == "spill" else state
+    safe = "yes" if part.is_replicated else "no"
+    step = str(part.step) if part.step is not None else ""
+    note = "latest" if part.is_latest else "" if part.resumable else "not resumable"
+    disk = " (on disk)" if part.tier == "spill" else ""
+    return part.name, step, str(part.rank), size_text(part.size_bytes), f"{state}{disk}", safe, note, dirpath

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.errors import CorruptCheckpointError
+from tiered_checkpoint_io.inventory.durable import latest
 from tiered_checkpoint_io.inventory.look import Look
-from tiered_checkpoint_io.inventory.node import PartState
-from tiered_checkpoint_io.inventory.record import CheckpointInfo, Tier
+from tiered_checkpoint_io.inventory.node import HeldPart, PartState
+from tiered_checkpoint_io.inventory.record import CheckpointInfo, Tier, time_of
+from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import Store
 
 
@@ -28,11 +32,17 @@ class File:
 class PartHere:
     """A part of a checkpoint in this node's memory."""
 
+    name: Annotated[str, "The checkpoint."]
+    dirpath: Annotated[str, "The durable tier that it belongs to."]
+    server: Annotated[str | None, "The endpoint of that; None for AWS's own, where there is none, or it is not known."]
+    save_id: Annotated[str, "Which save made it."]
+    step: Annotated[int | None, "The training step; None where it is not known."]
     rank: Annotated[int, "The rank that wrote it."]
     tier: Annotated[Tier, "Which memory."]
     namespace: Annotated[str, "In whose memory it is."]
     folder: Annotated[Path, "Where it lies."]
     size_bytes: Annotated[int, "Its bytes."]
+    created: Annotated[datetime | None, "When it was saved (UTC)."]
     is_for_durable: Annotated[bool, "Whether it was to go to the durable tier."]
     is_pending: Annotated[bool, "Whether it waits for the durable tier."]
     state: Annotated[
@@ -41,6 +51,8 @@ class PartHere:
         " ``unknown``: a copy of what others upload, or too long ago.",
     ]
     is_replicated: Annotated[bool, "Whether all parts of its save are in the memory of other nodes as well."]
+    resumable: Annotated[bool, "Whether training can resume from it."]
+    is_latest: Annotated[bool, "Whether tiered:latest would take its save, of what its namespace has in memory."]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +90,8 @@ def _details(row: CheckpointInfo, rows: list[CheckpointInfo], look: Look, store:
     durable = look.durable.manifests if look.durable is not None else []
     manifest = next((each for each in durable if each.name == row.name and "durable" in row.where), None)
     target = next((each for each in durable if manifest is not None and each.name == manifest.alias_of), manifest)
-    held = [each for each in look.node.at(look.place).held if each.stored.save_id == row.save_id and row.save_id]
-    parts = [each.stored.part for each in held]
+    held = look.node.at(look.place).held
+    parts = [each.stored.part for each in held if each.stored.save_id == row.save_id and row.save_id]
     files = {entry.path: entry.size for part in parts for entry in part.content.files}
     contents = (target.content, *target.previous) if target is not None else ()
     known = (*contents, *(part.content for part in parts))
@@ -98,18 +110,38 @@ def _details(row: CheckpointInfo, rows: list[CheckpointInfo], look: Look, store:
         aliases=[each.name for each in rows if each.alias_of == row.name],
         previous_save_ids=[each.save_id for each in target.previous] if target is not None else [],
         files=[File(path, size) for path, size in files.items()],
-        held_parts=[
-            PartHere(
-                rank=each.stored.part.rank,
-                tier=each.tier,
-                namespace=each.namespace,
-                folder=each.stored.folder,
-                size_bytes=each.stored.part.content.size,
-                is_for_durable=each.stored.part.durable,
-                is_pending=each.stored.pending,
-                state=each.state,
-                is_replicated=each.stored.replicated,
-            )
-            for each in held
-        ],
+        held_parts=[each for each in parts_here(held) if each.save_id == row.save_id],
+    )
+
+
+def parts_here(held: Sequence[HeldPart]) -> list[PartHere]:
+    """Parts in node memory, as data."""
+    together: dict[tuple[str, Place], list[StoredPart]] = {}
+    for each in held:
+        together.setdefault((each.namespace, each.stored.part.place), []).append(each.stored)
+    choices = ((namespace, latest((), parts)) for (namespace, _), parts in together.items())
+    latest_saves = {(namespace, meant.save_id) for namespace, meant in choices if meant is not None}
+    return [_part_here(each, is_latest=(each.namespace, each.stored.save_id) in latest_saves) for each in held]
+
+
+def _part_here(held: HeldPart, *, is_latest: bool) -> PartHere:
+    part, content = held.stored.part, held.stored.part.content
+    return PartHere(
+        name=part.name,
+        dirpath=part.dirpath,
+        server=part.place.endpoint or None,
+        save_id=part.save_id,
+        step=ids.known(content.step),
+        rank=part.rank,
+        tier=held.tier,
+        namespace=held.namespace,
+        folder=held.stored.folder,
+        size_bytes=content.size,
+        created=time_of(content.created),
+        is_for_durable=part.durable,
+        is_pending=held.stored.pending,
+        state=held.state,
+        is_replicated=held.stored.replicated,
+        resumable=content.resumable,
+        is_latest=is_latest,
     )

@@ -143,14 +143,14 @@ def look_at_node(memory_dir: str) -> NodeMemory:
 
 def held_part(tier: MemoryTier, stored: StoredPart, outcomes: Iterable[Outcome]) -> HeldPart:
     """A part of a tier, or of its replicas, with what became of it."""
-    return HeldPart(stored, tier_of(tier, stored), tier.root.name, _outcome(stored, outcomes, tier.place))
+    return HeldPart(stored, tier_of(tier, stored.folder), tier.root.name, _outcome(stored, outcomes, tier.place))
 
 
-def tier_of(tier: MemoryTier, stored: StoredPart) -> Tier:
+def tier_of(tier: MemoryTier, folder: Path) -> Tier:
     """Which memory a part of a tier, or of its replicas, lies in."""
-    if stored.is_replica:
+    if folder.parent.parent.name == REPLICAS:
         return "replicas"
-    return "spill" if tier.is_spilled(stored.folder) else "memory"
+    return "spill" if tier.is_spilled(folder) else "memory"
 
 
 def _outcome(stored: StoredPart, outcomes: Iterable[Outcome], here: Place | None) -> Outcome | None:

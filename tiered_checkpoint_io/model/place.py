@@ -71,9 +71,13 @@ class Place(NamedTuple):
             return self
         return self._replace(server=here.server)
 
+    @property
+    def endpoint(self) -> str:
+        """The URL of its server; "" for AWS's own, and where there is none or it is not known."""
+        return self.server.endpoint_url if self.server is not None else ""
+
     def __str__(self) -> str:
-        at = self.server.endpoint_url if self.server is not None else ""
-        return f"{self.dirpath} at {at}" if at else self.dirpath
+        return f"{self.dirpath} at {self.endpoint}" if self.endpoint else self.dirpath
 
 
 class SeriesKey(NamedTuple):
