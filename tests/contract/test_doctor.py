@@ -1,7 +1,6 @@
 """doctor finds what is wrong with a durable tier, says what to mend, and finds nothing once that is mended."""
 
 import io
-import json
 import os
 import secrets
 import signal
@@ -11,6 +10,7 @@ from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 
 import pytest
+from support.documented import document_of
 from support.fault_proxy import FaultProxy, refuse, stall, where
 from support.processes import start
 from support.refusing import BUCKET, ServerWithRights, in_region
@@ -57,7 +57,7 @@ def doctor(memory_dir):
         given = ["doctor", dirpath, "--memory-dir", memory_dir, "--state-size", "1MiB", "--quick", "--json", *arguments]
         done = CliRunner().invoke(app, given)
         assert isinstance(done.exception, SystemExit | None), done.exception
-        return done.exit_code, json.loads(done.stdout)
+        return done.exit_code, document_of("doctor", done)
 
     return run
 
@@ -201,7 +201,7 @@ def test_a_server_that_falls_silent_in_the_middle(s3_url, s3_server, doctor):
 def test_the_throughput_is_measured_and_nothing_stays(s3_url, s3_server, memory_dir, monkeypatch):
     monkeypatch.setattr(probe_durable, "_SIZES", (1 << 20, 9 << 20))
     given = ["doctor", s3_url, "--memory-dir", memory_dir, "--state-size", "1TiB"]
-    found = json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout)
+    found = document_of("doctor", CliRunner().invoke(app, [*given, "--json"]))
     (check,) = (each for each in found["checks"] if each["what"] == "throughput")
     assert "1024.00 GiB take" in check["measured"]
     assert min(found["upload_bytes_per_s"], found["download_bytes_per_s"]) > 0
@@ -268,6 +268,6 @@ def test_the_settings_of_a_bucket_whose_reader_pays_are_read(moto, come_as):
 
 def test_without_a_dirpath_it_looks_at_that_of_the_last_run(kept, doctor):
     done = CliRunner().invoke(app, ["doctor", "--memory-dir", kept.options["memory_dir"], "--quick", "--json"])
-    found = json.loads(done.stdout)
+    found = document_of("doctor", done)
     assert (done.exit_code, found["dirpath"]) == (0, kept.options["dirpath"])
     assert found["state_size_bytes"] > 4000

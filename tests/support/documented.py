@@ -1,26 +1,30 @@
-"""What the documents say that a command prints with ``--json``."""
+"""What a command prints with ``--json``, by the schema that ``schema`` prints."""
 
 import json
-import re
-from pathlib import Path
 
-_DOCUMENT = Path(__file__).parents[2] / "docs" / "command-line-moving.md"
+import jsonschema
 
-
-def documented(command):
-    """The keys of a command's document, and of the checkpoints in it."""
-    section = re.search(rf"^## {command}$(.*?)(?=^## |\Z)", _DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)[1]
-    table = section[section.index("| Key |") :]
-    return {key for cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for key in re.findall(r"`(\w+)`", cell)}
+from tiered_checkpoint_io.cli.schema import schema_of
 
 
 def document_of(command, done):
-    """The document that a command printed: its keys are those that are documented."""
-    document = json.loads(done.stdout)
-    rows = document.get("checkpoints", [])
-    keys = {*document, *(key for row in rows for key in row)} - {"version", "command"}
-    # Of what may be missing there is another in its place, or nothing that it would be said of.
-    assert keys <= documented(command)
-    assert not rows or keys == documented(command)
-    assert (document["version"], document["command"]) == (1, command)
+    """The one document that a command printed, which is as the schema has it."""
+    (line,) = done.stdout.splitlines()
+    return check(command, json.loads(line))
+
+
+def check(command, document):
+    """The document, which is one of that command's."""
+    schema = schema_of(command)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    formats = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    jsonschema.Draft202012Validator(exactly(schema), format_checker=formats).validate(document)
     return document
+
+
+def exactly(schema):
+    """The same schema, for documents without further keys: a key that the schema does not tell of fails the test."""
+    if isinstance(schema, dict):
+        closed = {key: exactly(value) for key, value in schema.items()}
+        return {**closed, "additionalProperties": False} if isinstance(schema.get("properties"), dict) else closed
+    return [exactly(each) for each in schema] if isinstance(schema, list) else schema

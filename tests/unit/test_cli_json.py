@@ -1,12 +1,15 @@
 """What each command prints with ``--json``, by the schemas that ``schema`` prints."""
 
 import json
+import re
 from pathlib import Path
 from typing import get_args
 
-import jsonschema
 import pytest
+from support.documented import check, document_of
 from support.draining import Node
+from support.sharded import make_part
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
@@ -15,23 +18,6 @@ from tiered_checkpoint_io.cli.schema import schema_of
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.inventory.record import CheckpointState, Tier
 from tiered_checkpoint_io.model.manifest import Metric
-
-
-def exactly(schema):
-    """The same schema, for documents without further keys: a key that the schema does not tell of fails the test."""
-    if isinstance(schema, dict):
-        closed = {key: exactly(value) for key, value in schema.items()}
-        return {**closed, "additionalProperties": False} if isinstance(schema.get("properties"), dict) else closed
-    return [exactly(each) for each in schema] if isinstance(schema, list) else schema
-
-
-def check(command, document):
-    """The document, which is one of that command's."""
-    schema = schema_of(command)
-    jsonschema.Draft202012Validator.check_schema(schema)
-    formats = jsonschema.Draft202012Validator.FORMAT_CHECKER
-    jsonschema.Draft202012Validator(exactly(schema), format_checker=formats).validate(document)
-    return document
 
 
 @pytest.fixture
@@ -43,8 +29,7 @@ def told(command, *arguments, status=0):
     """The one document that a command prints."""
     done = CliRunner().invoke(app, [command, *arguments, "--json"])
     assert done.exit_code == status, (done.stderr, done.exception)
-    (line,) = done.stdout.splitlines()
-    return check(command, json.loads(line))
+    return document_of(command, done)
 
 
 def test_every_command_answers_programs_as_its_schema_has_it(node, memory_dir, tmp_path):
@@ -84,12 +69,39 @@ def test_every_command_answers_programs_as_its_schema_has_it(node, memory_dir, t
     ]
 
 
+def test_so_do_commands_about_single_checkpoints_and_about_all_of_a_run(node, memory_dir, tmp_path):
+    where = ("--memory-dir", memory_dir)
+    node.save("1.ckpt", b"A")
+    node.save("2.ckpt", b"B")
+    told("drain", *where, "--once")
+    pin = told("pin", node.dirpath, "1.ckpt", "--for", "2h", "--reason", "paper")["pin"]
+    assert told("metric", node.dirpath, "1.ckpt", "acc=0.5")["metrics"] == {"acc": 0.5}
+    assert told("prune", node.dirpath, "--keep-latest", "1")["checkpoints"][1]["pins"] == [pin]
+    assert told("unpin", node.dirpath, "1.ckpt")["removed"] == [pin]
+    done = told("prune", node.dirpath, "--keep-latest", "1", "--yes")
+    assert (done["removed"], done["checkpoints"][1]["kept"], done["refused"]) == (["1.ckpt"], False, [])
+    assert "tiered_checkpoint_durable_step" in {each["name"] for each in told("metrics", *where)["metrics"]}
+    page = tmp_path / "page.html"
+    assert told("report", *where, "--output", str(page))["path"] == str(page)
+
+
+def test_a_damaged_replica_is_told_apart(node, memory_dir):
+    part, files = make_part("step_7", 7, 3, dirpath=node.dirpath)
+    node.tier.replicas.commit(part, files)
+    (kept,) = node.tier.replicas.parts()
+    (kept.folder / "part.json").write_text("{")
+    (namespace,) = told("status", "--memory-dir", memory_dir)["namespaces"]
+    assert [(each["tier"], each["folder"]) for each in namespace["damaged"]] == [("replicas", str(kept.folder))]
+    shown = CliRunner().invoke(app, ["status", "--memory-dir", memory_dir]).stdout
+    assert f"{kept.folder}\t" in shown.partition("Copies kept for other nodes:")[2]
+
+
 def test_what_a_drain_leaves_undone_is_an_error_and_in_its_answer(node, memory_dir, tmp_path):
     node.save("1.ckpt", b"A")
     (tmp_path / "durable").write_bytes(b"in the way")
     done = CliRunner().invoke(app, ["drain", "--memory-dir", memory_dir, "--once", "--json"])
     assert isinstance(done.exception, DrainError)
-    document = check("drain", json.loads(done.stdout))
+    document = document_of("drain", done)
     assert (document["operations_left"], document["outcomes"][0]["outcome"]) == (1, "failed")
     assert CliRunner().invoke(app, ["drain", "--memory-dir", memory_dir, "--json"]).exit_code == 2
 
@@ -119,11 +131,13 @@ def test_an_export_tells_its_files(tmp_path, memory_dir):
 
 def test_every_schema_is_printed_and_in_the_documentation():
     text = (Path(__file__).parents[2] / "docs/command-line-json.md").read_text()
+    commands = get_command(app).commands.items()
+    assert {name for name, each in commands if any("--json" in one.opts for one in each.params)} == set(DOCUMENTS)
     for command in DOCUMENTS:
-        assert f"`{command}" in text
+        assert re.search(rf"^\| .*`{command}[ `].* \| ", text, re.MULTILINE), command
         done = CliRunner().invoke(app, ["schema", command])
         assert json.loads(done.stdout) == schema_of(command)
-    assert CliRunner().invoke(app, ["schema", "pull"]).exit_code == 2
+    assert CliRunner().invoke(app, ["schema", "schema"]).exit_code == 2
 
 
 def test_a_schema_describes_each_key():

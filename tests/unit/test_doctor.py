@@ -1,9 +1,9 @@
 """What doctor makes of what it measured: tables of facts and checks; and its look at a real small tmpfs."""
 
-import json
 from pathlib import Path
 
 import pytest
+from support.documented import document_of
 from support.tenants import mounted_tmpfs
 from typer.testing import CliRunner
 
@@ -288,7 +288,7 @@ def test_a_real_tmpfs_of_64_mib(tmp_path):
         again = CliRunner().invoke(
             app, ["doctor", str(tmp_path), "--memory-dir", str(folder), "--quick", "--state-size", "100MiB", "--json"]
         )
-        found = json.loads(again.stdout)
+        found = document_of("doctor", again)
     fails = any(each["status"] == "fail" for each in found["checks"])
     assert (done.exit_code, again.exit_code) == (fails, fails)
     assert found["state_size_bytes"] == 100 * MIB

@@ -17,7 +17,7 @@ from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, read_manifest
 from tiered_checkpoint_io.errors import StoreError
-from tiered_checkpoint_io.imports import import_checkpoints
+from tiered_checkpoint_io.imports.importing import import_checkpoints
 from tiered_checkpoint_io.imports.layouts import find
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.model.place import Place

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
+from tiered_checkpoint_io.cli.checking import Checked
+from tiered_checkpoint_io.cli.doctor.facts import Check, Setting
 from tiered_checkpoint_io.engine.drain import operations
-from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.inventory.details import File, PartHere, Save, parts_here
-from tiered_checkpoint_io.inventory.node import held_part, tier_of
+from tiered_checkpoint_io.imports.layouts import Imported
+from tiered_checkpoint_io.inventory.details import File, PartHere, Save
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, Tier, time_of
-from tiered_checkpoint_io.inventory.roots import tier_at
-from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.metrics import catalog
+from tiered_checkpoint_io.model import retention
 
 Event = Literal["listed", "new", "changed", "removed"]
+FlushState = Literal["durable", "uploaded", "queued", "not_durable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,61 +166,226 @@ class Status:
     namespaces: Annotated[Sequence[Namespace], "The namespaces."]
 
 
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What a look at every byte found."""
+
+    dirpath: Annotated[str | None, "As given."]
+    intact: Annotated[bool, "Whether nothing is damaged, or needs a newer release."]
+    checkpoints: Annotated[Sequence[Checked], "A row for each copy, or part of one."]
+
+
+@dataclass(frozen=True, slots=True)
+class FlushedSave:
+    """What became of a save of which this node has parts."""
+
+    name: Annotated[str, "The checkpoint."]
+    dirpath: Annotated[str, "Its durable tier."]
+    step: Annotated[int | None, "The training step; None where it is not known."]
+    state: Annotated[
+        FlushState,
+        "``uploaded``: all that this node has of it; other nodes have not sent all of it yet.",
+    ]
+    ranks: Annotated[Sequence[int], "Whose parts this node has."]
+    missing_ranks: Annotated[Sequence[int], "Whose parts it has not."]
+    size_bytes: Annotated[int, "Bytes of the parts that it has."]
+    error: Annotated[str | None, "Why it is not durable."]
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """What was uploaded of this node's memory."""
+
+    namespace: Annotated[str, "The namespace."]
+    flushed: Annotated[bool, "Whether all was uploaded that could be; not where ``--ended`` left it to a trainer."]
+    checkpoints: Annotated[Sequence[FlushedSave], "The checkpoints."]
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A checkpoint that was fetched from the durable tier."""
+
+    name: Annotated[str, "Its name."]
+    dirpath: Annotated[str, "The durable tier."]
+    step: Annotated[int | None, "The training step; None where it is not known."]
+    namespace: Annotated[str | None, "In whose memory it is now; None with ``--to``."]
+    folder: Annotated[Path | None, "The folder of ``--to``; None without."]
+    ranks: Annotated[Sequence[int], "Whose parts."]
+    fetched_size_bytes: Annotated[int, "Bytes that were read; 0 where memory had it already, intact."]
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedAll:
+    """What became of checkpoints of others."""
+
+    source: Annotated[str, "As given."]
+    dirpath: Annotated[str, "The durable tier."]
+    imported: Annotated[bool, "Whether all were."]
+    checkpoints: Annotated[Sequence[Imported], "The checkpoints."]
+
+
+@dataclass(frozen=True, slots=True)
+class Resharded:
+    """A checkpoint that was written anew."""
+
+    dirpath: Annotated[str, "The durable tier."]
+    source: Annotated[str, "The checkpoint that was read; of an alias, its target."]
+    name: Annotated[str, "The new one."]
+    kind: Annotated[str, "``full`` or ``sharded``."]
+    parts: Annotated[int, "How many parts it has."]
+    step: Annotated[int | None, "The training step; None where it is not known."]
+    resumable: Annotated[bool, "Whether training can resume from it."]
+    size_bytes: Annotated[int, "Bytes of its files."]
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """What keeps a checkpoint from being deleted."""
+
+    name: Annotated[str, "The checkpoint."]
+    token: Annotated[str, "The pin itself: a checkpoint may have several."]
+    save_id: Annotated[str, "What had the name when it was pinned."]
+    reason: Annotated[str, "Why, for people; may be empty."]
+    host: Annotated[str, "Where it was pinned."]
+    created: Annotated[datetime | None, "When (UTC)."]
+    expires: Annotated[datetime | None, "From when on it counts no more; None for never."]
+
+    @classmethod
+    def of(cls, pin: retention.Pin) -> Pin:
+        """A pin, for programs."""
+        ends = time_of(pin.expires) if pin.expires is not None else None
+        return cls(pin.name, pin.token, pin.save_id, pin.reason, pin.host, time_of(pin.created), ends)
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A pin that was made."""
+
+    dirpath: Annotated[str, "The durable tier."]
+    pin: Annotated[Pin, "The pin."]
+
+
+@dataclass(frozen=True, slots=True)
+class Unpinned:
+    """Pins that were removed."""
+
+    dirpath: Annotated[str, "The durable tier."]
+    removed: Annotated[Sequence[Pin], "The pins."]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsAdded:
+    """Metrics that a checkpoint was given."""
+
+    dirpath: Annotated[str, "The durable tier."]
+    name: Annotated[str, "The checkpoint."]
+    save_id: Annotated[str, "The save that they belong to."]
+    metrics: Annotated[Mapping[str, float], "Their values."]
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A checkpoint, and whether a policy keeps it."""
+
+    name: Annotated[str, "Its name."]
+    kept: Annotated[bool, "Whether it stays."]
+    reasons: Annotated[Sequence[str], "What keeps it."]
+    step: Annotated[int | None, "The training step; None where it is not known."]
+    save_id: Annotated[str, "Which save made it."]
+    size_bytes: Annotated[int, "Its bytes."]
+    created: Annotated[datetime | None, "When it was saved (UTC)."]
+    alias_of: Annotated[str | None, "Of an alias, the name that it stands for."]
+    metrics: Annotated[Mapping[str, float], "All values that are known."]
+    pins: Annotated[Sequence[Pin], "Its pins, expired ones included."]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """What the server refused to delete."""
+
+    name: Annotated[str, "The checkpoint."]
+    removed: Annotated[bool, "Whether it is gone, and only files of it are left."]
+    error: Annotated[str, "What the server said."]
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What no policy keeps, and what was removed of it."""
+
+    dirpath: Annotated[str, "The durable tier."]
+    dry_run: Annotated[bool, "Whether nothing was to be removed: without ``--yes``."]
+    checkpoints: Annotated[Sequence[Decided], "All that are there, the latest save first."]
+    unreadable: Annotated[Sequence[str], "Names of checkpoints that can't be read; they stay."]
+    removed: Annotated[Sequence[str], "Names of those that were removed."]
+    removed_size_bytes: Annotated[int, "Bytes of these."]
+    refused: Annotated[Sequence[Refused], "What the server refused to delete."]
+    refused_again: Annotated[Sequence[str], "Errors of what earlier prunes left."]
+    incomplete_saves: Annotated[Sequence[str], "Ids of saves that no checkpoint has."]
+    unnamed_objects: Annotated[int, "How many objects no checkpoint owns."]
+    unnamed_size_bytes: Annotated[int, "Bytes of these."]
+    unfinished_uploads: Annotated[int, "How many uploads were begun and not ended."]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A value of a metric."""
+
+    name: Annotated[str, "Its full name."]
+    type: Annotated[catalog.Kind, "A counter only grows; a gauge is a value of now."]
+    unit: Annotated[catalog.Unit, "Of its value; empty for a plain number."]
+    labels: Annotated[Mapping[str, str], "What tells its values apart."]
+    value: Annotated[float, "The value."]
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """The metrics of this node's memory tiers."""
+
+    metrics: Annotated[Sequence[Metric], "Their values."]
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What was found of this node, its durable tier and its network."""
+
+    dirpath: Annotated[str | None, "The durable tier; None where none is named."]
+    memory_dir: Annotated[str, "The memory tier's folder."]
+    state_size_bytes: Annotated[int | None, "One checkpoint's bytes on this node; None where that is not known."]
+    upload_bytes_per_s: Annotated[int | None, "To the durable tier; None where it was not measured."]
+    download_bytes_per_s: Annotated[int | None, "From the durable tier; None where it was not measured."]
+    checks: Annotated[Sequence[Check], "What was found, in order."]
+    missing_policy: Annotated[Mapping[str, object] | None, "An IAM policy of the missing statements; None for none."]
+    recommended: Annotated[Sequence[Setting], "Settings that should differ from the defaults."]
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """The page that was written."""
+
+    path: Annotated[Path, "Where it is."]
+    events: Annotated[int, "How many events are in it."]
+    checkpoints: Annotated[int | None, "How many checkpoints; None where the durable tier was not asked."]
+
+
 #: By command; of ``watch`` each line is one of the two.
 DOCUMENTS: Mapping[str, tuple[type, ...]] = {
     "clean": (Cleaned,),
+    "doctor": (Examined,),
     "drain": (Drained,),
     "export": (Exported,),
+    "flush": (Flushed,),
+    "import": (ImportedAll,),
     "ls": (Listed,),
+    "metric": (MetricsAdded,),
+    "metrics": (Metrics,),
+    "pin": (Pinned,),
+    "prune": (Pruned,),
+    "pull": (Pulled,),
+    "report": (Reported,),
+    "reshard": (Resharded,),
     "show": (Shown,),
     "status": (Status,),
+    "unpin": (Unpinned,),
+    "verify": (Verified,),
     "watch": (Change, Ran),
 }
-
-
-def drain_document(root: Path, before: Collection[operations.Outcome], left: int) -> Drained:
-    """What a drain has done since there were the outcomes ``before``, and how many operations are left."""
-    return Drained(root, left, [_outcome(each) for each in Queue(root).outcomes() if each not in before])
-
-
-def namespace_document(root: Path) -> Namespace:
-    """What lies in the memory of one namespace, what waits, and what the drain says of itself."""
-    tier, queue = tier_at(root), Queue(root)
-    outcomes, progress = queue.outcomes(), queue.progress()
-    return Namespace(
-        namespace=root.name,
-        root=root,
-        dirpath=tier.place.dirpath if tier.place is not None else None,
-        server=(tier.place.endpoint or None) if tier.place is not None else None,
-        parts=parts_here([held_part(tier, each, outcomes) for each in tier.held()]),
-        damaged=[Damaged(folder, tier_of(tier, folder), str(error)) for folder, error in tier.unreadable()],
-        waiting=[
-            Waiting(each.action, each.name, each.target or None, each.dirpath, each.place.endpoint or None)
-            for each in queue.look(tier)
-        ],
-        outcomes=[_outcome(each) for each in outcomes],
-        drain=DrainState(
-            pid=progress.pid or None,
-            last_seen=time_of(progress.heartbeat) if progress.pid else None,
-            name=progress.name or None,
-            done_bytes=progress.bytes_done,
-            total_bytes=progress.bytes_total,
-            rate_bytes_per_s=progress.rate,
-            last_error=progress.last_error or None,
-        ),
-    )
-
-
-def _outcome(each: operations.Outcome) -> Outcome:
-    return Outcome(
-        action=each.action,
-        name=each.name,
-        dirpath=each.dirpath,
-        step=ids.known(each.step),
-        outcome=each.state,
-        error=each.error or None,
-        size_bytes=each.bytes,
-        duration_s=each.seconds,
-        finished=time_of(each.finished),
-        attempts=each.attempts,
-    )

@@ -7,12 +7,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.claiming import claimed
+from tiered_checkpoint_io.cli.documents import Flushed, FlushedSave, FlushState
 from tiered_checkpoint_io.cli.options import NODE, Json, Node
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
@@ -77,7 +78,7 @@ def flush(
     root = owned(existing(node.path))
     if ended and has_trainer(root):
         if json:
-            write_json("flush", {"namespace": root.name, "flushed": False, "checkpoints": []})
+            write_json("flush", Flushed(root.name, False, ()))
         else:
             say(printable(f"{root.name}: left to its trainer, which is alive"))
         return
@@ -92,7 +93,7 @@ def flush(
         for place in sorted({save.place for save in saves}, key=str):
             if _is_another_jobs(config, place, root.name):
                 held.enter_context(claimed(config_at(config, place), threading.Event(), place.dirpath))
-        rows: list[dict[str, Any]] = []
+        rows: list[FlushedSave] = []
         error: DrainError | None = None
         is_damaged, began = False, SYSTEM.monotonic()
         while saves and error is None:
@@ -106,9 +107,9 @@ def flush(
             known = {save.content.save_id for save in saves} - damaged
             left = [stored for stored in tier.parts() if stored.save_id not in damaged] if is_next else []
             saves = [save for save in to_flush(left) if save.content.save_id not in known]
-    good = error is None and not is_damaged and any(row["state"] in ("durable", "uploaded") for row in rows)
+    good = error is None and not is_damaged and any(row.state in ("durable", "uploaded") for row in rows)
     if json:
-        write_json("flush", {"namespace": root.name, "flushed": good, "checkpoints": rows})
+        write_json("flush", Flushed(root.name, good, rows))
     else:
         for row in rows:
             say(_line(row))
@@ -227,13 +228,14 @@ def _is_damaged(queue: Queue, save: HeldSave) -> bool:
     return any(each is not None and each.error_type == CorruptCheckpointError.__name__ for each in outcomes)
 
 
-def _row(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: HeldSave) -> dict[str, Any]:
+def _row(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: HeldSave) -> FlushedSave:
     """What became of a save."""
     pending = {each.op_id for each in queue.look(tier)}
     outcomes = [queue.outcome(each.op_id) for each in save.parts]
     known = queue.outcomes()
     last = [held_part(tier, each, known).outcome for each in save.parts]
     error = next((each.error for each in outcomes if each is not None and each.state != "committed"), "")
+    state: FlushState
     if any(each.op_id in pending for each in save.parts):
         state = "queued"
     elif any(each is not None and each.state != "committed" for each in outcomes):
@@ -242,19 +244,19 @@ def _row(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: H
         state, error = _asked(config, save, "it was deleted from the durable tier")
     else:
         state, error = _asked(config, save, "it is neither in memory nor on the durable tier any more")
-    return {
-        "name": save.name,
-        "dirpath": save.place.dirpath,
-        "step": ids.known(save.content.step),
-        "state": state,
-        "ranks": sorted(each.part.rank for each in save.parts),
-        "missing_ranks": save.missing,
-        "size_bytes": sum(each.part.content.size for each in save.parts),
-        "error": error or None,
-    }
+    return FlushedSave(
+        name=save.name,
+        dirpath=save.place.dirpath,
+        step=ids.known(save.content.step),
+        state=state,
+        ranks=sorted(each.part.rank for each in save.parts),
+        missing_ranks=save.missing,
+        size_bytes=sum(each.part.content.size for each in save.parts),
+        error=error or None,
+    )
 
 
-def _asked(config: TieredCheckpointConfig, save: HeldSave, why: str) -> tuple[str, str]:
+def _asked(config: TieredCheckpointConfig, save: HeldSave, why: str) -> tuple[FlushState, str]:
     """What the durable tier says of a save of which this node has sent all that it has; ``why`` it may not have it."""
     try:
         manifest = _manifest(config, save)
@@ -291,13 +293,13 @@ def _manifest(config: TieredCheckpointConfig, save: HeldSave) -> Manifest | None
     return ask(config_at(config, save.place), lambda store: read_manifest(store, save.name), save.place.dirpath)
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: FlushedSave) -> str:
     """A row for people."""
-    step = f"step {row['step']}, " if row["step"] is not None else ""
-    text = f"{row['state'].replace('_', ' '):<12}{row['name']} ({step}{size_text(row['size_bytes'])})"
-    text += f" at {row['dirpath']}" if row["state"] == "durable" else ""
-    missing = row["missing_ranks"]
-    if missing and row["state"] != "durable":
+    step = f"step {row.step}, " if row.step is not None else ""
+    text = f"{row.state.replace('_', ' '):<12}{row.name} ({step}{size_text(row.size_bytes)})"
+    text += f" at {row.dirpath}" if row.state == "durable" else ""
+    missing = row.missing_ranks
+    if missing and row.state != "durable":
         ranks = ", ".join(map(str, missing[:_NAMED])) + (" ..." if len(missing) > _NAMED else "")
         text += f"; not committed yet: the parts of ranks {ranks} are not on this node, run tiered-ckpt flush on theirs"
-    return printable(f"{text}: {row['error']}" if row["error"] else text)
+    return printable(f"{text}: {row.error}" if row.error else text)

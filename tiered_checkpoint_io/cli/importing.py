@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask, counter
 from tiered_checkpoint_io.cli.claiming import claimed
+from tiered_checkpoint_io.cli.documents import ImportedAll
 from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, wrong_use
 from tiered_checkpoint_io.cli.output import READER_GONE, printable, say, write_json
 from tiered_checkpoint_io.cli.progress import progress
@@ -29,8 +30,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store, place_of
 
 if TYPE_CHECKING:
-    from tiered_checkpoint_io.imports import Imported
-    from tiered_checkpoint_io.imports.layouts import ForeignCheckpoint
+    from tiered_checkpoint_io.imports.layouts import ForeignCheckpoint, Imported
 
 
 def import_(
@@ -71,7 +71,7 @@ def import_(
                 reader_gone = True
 
     # Before the server is asked: torch takes its time.
-    from tiered_checkpoint_io.imports import import_checkpoints
+    from tiered_checkpoint_io.imports.importing import import_checkpoints
 
     def find(_: Store) -> tuple[list[ForeignCheckpoint], int]:
         others, file = _opened(config, origin)
@@ -92,16 +92,7 @@ def import_(
         ask(config, work, target, stop=stop)
     good = all(row.state == "imported" for row in rows)
     if json:
-        documents = [
-            {
-                **asdict(row),
-                "step": ids.known(row.step),
-                "error": row.error or None,
-                "hint": row.hint or None,
-            }
-            for row in rows
-        ]
-        write_json("import", {"source": source, "dirpath": target, "imported": good, "checkpoints": documents})
+        write_json("import", ImportedAll(source, target, good, rows))
     raise typer.Exit(1 if not good else READER_GONE if reader_gone else 0)
 
 
@@ -187,7 +178,7 @@ def _line(row: Imported) -> str:
     if row.state != "imported":
         hint = f"; {row.hint}" if row.hint else ""
         return printable(f"{'FAILED' if row.state == 'failed' else 'exists':<10}{row.name}: {row.error}{hint}")
-    step = f"step {row.step}, " if row.step >= 0 else ""
+    step = f"step {row.step}, " if row.step is not None else ""
     note = "" if row.resumable else "; not resumable: load it by name"
     done = "earlier" if row.earlier else "imported"
     return printable(f"{done:<10}{row.name} ({step}{size_text(row.size_bytes)}{note})")

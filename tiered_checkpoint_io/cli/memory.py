@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tiered_checkpoint_io.cli.documents import Namespace, Status, drain_document, namespace_document
+from tiered_checkpoint_io.cli.documents import Damaged, Drained, DrainState, Namespace, Outcome, Status, Waiting
 from tiered_checkpoint_io.cli.metrics import Export, source_of, targets_of
 from tiered_checkpoint_io.cli.options import NODE, NODES, Json, Node, Nodes
 from tiered_checkpoint_io.cli.output import INTERRUPTED, is_terminal, printable, say, show, write_json
 from tiered_checkpoint_io.cli.rows import part_text
-from tiered_checkpoint_io.engine.drain import standalone
+from tiered_checkpoint_io.engine.drain import operations, standalone
 from tiered_checkpoint_io.engine.drain.ending import ended_by_signal
 from tiered_checkpoint_io.engine.drain.locks import is_locked
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, Drain
 from tiered_checkpoint_io.errors import DrainError
-from tiered_checkpoint_io.inventory.details import PartHere
-from tiered_checkpoint_io.inventory.roots import existing, owned, undone
+from tiered_checkpoint_io.inventory.details import PartHere, parts_here
+from tiered_checkpoint_io.inventory.node import held_part, tier_of
+from tiered_checkpoint_io.inventory.record import time_of
+from tiered_checkpoint_io.inventory.roots import existing, owned, tier_at, undone
 from tiered_checkpoint_io.logs import get_logger, size_text
 from tiered_checkpoint_io.metrics.exports import Exports
+from tiered_checkpoint_io.model import ids
 
 _SHOWN_OUTCOMES = 10
 _COLUMNS = ("name", "step", "rank", "size", "state", "replicated", "note", "dirpath")
@@ -52,7 +56,7 @@ def drain(
     left = undone(root) if ends else 0
     failed = [each for each in Queue(root).outcomes() if each not in before and each.state == "failed"] if ends else []
     if as_json:
-        write_json("drain", drain_document(root, before, left))
+        write_json("drain", _drain_document(root, before, left))
     if stop.is_interrupt:
         raise typer.Exit(INTERRUPTED)
     if left:
@@ -82,12 +86,60 @@ def status(
     if not roots:
         say(f"no namespace of this user has a memory tier in {printable(nodes.memory_dir)}", err=True)
     if as_json:
-        write_json("status", Status([namespace_document(each) for each in roots]))
+        write_json("status", Status([_namespace_document(each) for each in roots]))
         return
     for number, each in enumerate(roots):
         if number:
             say("")
-        _show_namespace(namespace_document(each))
+        _show_namespace(_namespace_document(each))
+
+
+def _drain_document(root: Path, before: Collection[operations.Outcome], left: int) -> Drained:
+    """What a drain has done since there were the outcomes ``before``, and how many operations are left."""
+    return Drained(root, left, [_outcome(each) for each in Queue(root).outcomes() if each not in before])
+
+
+def _namespace_document(root: Path) -> Namespace:
+    """What lies in the memory of one namespace, what waits, and what the drain says of itself."""
+    tier, queue = tier_at(root), Queue(root)
+    outcomes, progress = queue.outcomes(), queue.progress()
+    return Namespace(
+        namespace=root.name,
+        root=root,
+        dirpath=tier.place.dirpath if tier.place is not None else None,
+        server=(tier.place.endpoint or None) if tier.place is not None else None,
+        parts=parts_here([held_part(tier, each, outcomes) for each in tier.held()]),
+        damaged=[Damaged(folder, tier_of(tier, folder), str(error)) for folder, error in tier.unreadable()],
+        waiting=[
+            Waiting(each.action, each.name, each.target or None, each.dirpath, each.place.endpoint or None)
+            for each in queue.look(tier)
+        ],
+        outcomes=[_outcome(each) for each in outcomes],
+        drain=DrainState(
+            pid=progress.pid or None,
+            last_seen=time_of(progress.heartbeat) if progress.pid else None,
+            name=progress.name or None,
+            done_bytes=progress.bytes_done,
+            total_bytes=progress.bytes_total,
+            rate_bytes_per_s=progress.rate,
+            last_error=progress.last_error or None,
+        ),
+    )
+
+
+def _outcome(each: operations.Outcome) -> Outcome:
+    return Outcome(
+        action=each.action,
+        name=each.name,
+        dirpath=each.dirpath,
+        step=ids.known(each.step),
+        outcome=each.state,
+        error=each.error or None,
+        size_bytes=each.bytes,
+        duration_s=each.seconds,
+        finished=time_of(each.finished),
+        attempts=each.attempts,
+    )
 
 
 def _show_namespace(found: Namespace) -> None:

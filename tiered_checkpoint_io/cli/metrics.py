@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from tiered_checkpoint_io.cli.documents import Metric, Metrics
 from tiered_checkpoint_io.cli.options import NODES, Json, Nodes, wrong_use
 from tiered_checkpoint_io.cli.output import INTERRUPTED, say, show, write_json
 from tiered_checkpoint_io.engine.drain.ending import ended_by_signal
@@ -52,7 +53,10 @@ def metrics(
     elif targets:
         export_until_ended(targets, source)
     elif json_output:
-        write_json("metrics", {"metrics": [_document(each) for each in source()]})
+        found = [(each.metric, each) for each in source()]
+        write_json(
+            "metrics", Metrics([Metric(kind.name, kind.kind, kind.unit, it.labels, it.value) for kind, it in found])
+        )
     else:
         _show(source(), nodes.memory_dir)
 
@@ -79,17 +83,6 @@ def _write_once(target: MetricsTarget, samples: list[Sample]) -> None:
         write(target, samples)
     except OSError as error:
         raise ConfigError(f"metrics can't be written to {target.path}: {error.strerror}") from error
-
-
-def _document(sample: Sample) -> dict[str, object]:
-    metric = sample.metric
-    return {
-        "name": metric.name,
-        "type": metric.kind,
-        "unit": metric.unit,
-        "labels": dict(sample.labels),
-        "value": sample.value,
-    }
 
 
 def _show(samples: list[Sample], memory_dir: str) -> None:

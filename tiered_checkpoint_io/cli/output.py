@@ -68,12 +68,7 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 def write_json(command: str, document: object) -> None:
-    """Prints what a command found as the one JSON document on stdout, for programs.
-
-    Args:
-        command: The command's name.
-        document: A dataclass or a mapping; its keys in snake_case, units in their names (``size_bytes``).
-    """
+    """Prints what a command found, a dataclass of :mod:`documents`, as the one JSON document on stdout."""
     say(json.dumps({"version": JSON_VERSION, "command": command, **as_json(document)}, allow_nan=False))
 
 

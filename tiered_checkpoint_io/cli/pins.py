@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
+from tiered_checkpoint_io.cli import documents
 from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.documents import MetricsAdded, Pinned, Unpinned
 from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, name_of, wrong_use
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.durable import metrics, pins
@@ -58,7 +59,7 @@ def pin(
 
     made = ask(config, work)
     if json:
-        write_json("pin", {"dirpath": config.dirpath, "pin": document_of(made)})
+        write_json("pin", Pinned(config.dirpath, documents.Pin.of(made)))
     else:
         end = "" if made.expires is None else f" until {iso(made.expires)}"
         say(f"pinned {printable(made.name)}{end}")
@@ -87,7 +88,7 @@ def unpin(
 
     gone = ask(config, work)
     if json:
-        write_json("unpin", {"dirpath": config.dirpath, "removed": [document_of(each) for each in gone]})
+        write_json("unpin", Unpinned(config.dirpath, list(map(documents.Pin.of, gone))))
     elif gone:
         say(f"removed {len(gone)} pin{'' if len(gone) == 1 else 's'} of {printable(gone[0].name)}")
     else:
@@ -115,14 +116,9 @@ def metric(
 
     meant, save_id = ask(config, work)
     if json:
-        write_json("metric", {"dirpath": config.dirpath, "name": meant, "save_id": save_id, "metrics": given})
+        write_json("metric", MetricsAdded(config.dirpath, meant, save_id, given))
     else:
         say(f"{printable(meant)}: {', '.join(f'{printable(key)}={value:g}' for key, value in given.items())}")
-
-
-def document_of(each: Pin) -> dict[str, object]:
-    """A pin, for programs."""
-    return {**asdict(each), "created": iso(each.created), "expires": iso(each.expires)}
 
 
 def _value_of(text: str) -> tuple[str, float]:

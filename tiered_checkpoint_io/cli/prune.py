@@ -11,9 +11,9 @@ import typer
 
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.claiming import claimed
+from tiered_checkpoint_io.cli.documents import Decided, Pin, Pruned, Refused
 from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, path_of, wrong_use
 from tiered_checkpoint_io.cli.output import INTERRUPTED, printable, say, show, write_json
-from tiered_checkpoint_io.cli.pins import document_of
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.ending import ended_by_signal
 from tiered_checkpoint_io.engine.durable.pruning import finish, remove_all, unfinished
@@ -21,7 +21,7 @@ from tiered_checkpoint_io.engine.durable.retention import in_order, refused_text
 from tiered_checkpoint_io.engine.durable.survey import RemovalAttempt, Survey
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, StoreError
 from tiered_checkpoint_io.inventory.leftovers import Leftovers, leftovers
-from tiered_checkpoint_io.inventory.record import iso
+from tiered_checkpoint_io.inventory.record import time_of
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import BLOCK, TieredCheckpointConfig
@@ -193,26 +193,21 @@ def _refuse_unknown_metrics(found: Sequence[Checkpoint], policies: Sequence[Poli
 def _show(config: TieredCheckpointConfig, plan: _Plan, done: _Done, *, json: bool, dry_run: bool) -> None:
     going, gone, left = plan.going, done.gone, plan.left
     if json:
-        write_json(
-            "prune",
-            {
-                "dirpath": config.dirpath,
-                "dry_run": dry_run,
-                "checkpoints": [_document(each, plan.reasons[each.name]) for each in reversed(in_order(plan.found))],
-                "unreadable": sorted(plan.unread),
-                "removed": [each.name for each in gone],
-                "removed_size_bytes": sum(each.size for each in gone),
-                "refused": [
-                    {"name": each.checkpoint.name, "removed": each.is_gone, "error": str(each.refusal)}
-                    for each in done.refused
-                ],
-                "refused_again": [str(each) for each in done.refused_again],
-                "incomplete_saves": list(left.incomplete),
-                "unnamed_objects": left.objects,
-                "unnamed_size_bytes": left.size,
-                "unfinished_uploads": left.uploads,
-            },
+        document = Pruned(
+            dirpath=config.dirpath,
+            dry_run=dry_run,
+            checkpoints=[_decided(each, plan.reasons[each.name]) for each in reversed(in_order(plan.found))],
+            unreadable=sorted(plan.unread),
+            removed=[each.name for each in gone],
+            removed_size_bytes=sum(each.size for each in gone),
+            refused=[Refused(each.checkpoint.name, each.is_gone, str(each.refusal)) for each in done.refused],
+            refused_again=[str(each) for each in done.refused_again],
+            incomplete_saves=left.incomplete,
+            unnamed_objects=left.objects,
+            unnamed_size_bytes=left.size,
+            unfinished_uploads=left.uploads,
         )
+        write_json("prune", document)
         return
     rows = [(each, ", ".join(plan.reasons[each.name])) for each in reversed(in_order(plan.found))]
     word = "goes" if dry_run else "removed"
@@ -288,16 +283,16 @@ def _leftover_lines(left: Leftovers) -> list[str]:
     return lines
 
 
-def _document(each: Checkpoint, reasons: Sequence[str]) -> dict[str, object]:
-    return {
-        "name": each.name,
-        "kept": bool(reasons),
-        "reasons": list(reasons),
-        "step": ids.known(each.step),
-        "save_id": each.save_id,
-        "size_bytes": each.size,
-        "created": iso(each.created),
-        "alias_of": each.alias_of,
-        "metrics": dict(each.metrics),
-        "pins": [document_of(pin) for pin in each.pins],
-    }
+def _decided(each: Checkpoint, reasons: Sequence[str]) -> Decided:
+    return Decided(
+        name=each.name,
+        kept=bool(reasons),
+        reasons=reasons,
+        step=ids.known(each.step),
+        save_id=each.save_id,
+        size_bytes=each.size,
+        created=time_of(each.created),
+        alias_of=each.alias_of,
+        metrics=each.metrics,
+        pins=list(map(Pin.of, each.pins)),
+    )

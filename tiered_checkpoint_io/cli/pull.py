@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.documents import Pulled
 from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server, name_of, path_of, wrong_use
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
@@ -66,10 +67,9 @@ def pull(
     content, size = parts[0].content, sum(part.content.size for part in fetched)
     where = str(to) if to is not None else f"node memory, namespace {namespace_here(config)}"
     if json:
-        found = {"name": parts[0].name, "dirpath": config.dirpath, "step": ids.known(content.step)}
-        place = {"folder": str(to)} if to is not None else {"namespace": namespace_here(config)}
-        ranks = [part.rank for part in parts]
-        write_json("pull", {**found, **place, "ranks": ranks, "fetched_size_bytes": size})
+        namespace = namespace_here(config) if to is None else None
+        ranks, step = [part.rank for part in parts], ids.known(content.step)
+        write_json("pull", Pulled(parts[0].name, config.dirpath, step, namespace, to, ranks, size))
     elif fetched:
         say(printable(f"pulled {parts[0].name} ({size_text(size)}) to {where}"))
     else:

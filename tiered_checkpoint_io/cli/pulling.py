@@ -150,7 +150,7 @@ def _has(tier: MemoryTier, part: Part) -> bool:
         if (stored.save_id, stored.part.rank) == (part.save_id, part.rank):
             checked = check_part(tier, stored, Meter(lambda _: heard()))
             if checked.state == "damaged":
-                tier.quarantine(stored.folder, checked.error)
+                tier.quarantine(stored.folder, checked.error or "")
             elif checked.state == "intact":
                 return True
     return False

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
+from tiered_checkpoint_io.cli.documents import Reported
 from tiered_checkpoint_io.cli.options import NODE, SERVER, Json, Node, Server, path_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.drain.events import read_events
@@ -69,7 +70,7 @@ def report(
         raise ConfigError(f"{output} can't be written: {error.strerror or error}") from error
     if json_output:
         listed = len(durable) if durable is not None else None
-        write_json("report", {"path": str(output.absolute()), "events": len(events), "checkpoints": listed})
+        write_json("report", Reported(output.absolute(), len(events), listed))
     else:
         there = f", {len(durable)} checkpoints on the durable tier" if durable is not None else ""
         text = f"wrote {printable(str(output))}: {len(events)} events{there}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import answer, counter
+from tiered_checkpoint_io.cli.documents import Resharded as Document
 from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, name_of, path_of, wrong_use
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
@@ -76,7 +77,7 @@ def reshard(
     made = answer(config, config.dirpath, work, stop=stop)
     step = ids.known(made.step)
     if json:
-        write_json("reshard", {"dirpath": config.dirpath, **asdict(made), "step": step})
+        write_json("reshard", Document(**{"dirpath": config.dirpath, **asdict(made), "step": step}))
         return
     what = "one file" if made.kind == "full" else f"{made.parts} parts" if made.parts > 1 else "one part"
     at = f"step {step}, " if step is not None else ""

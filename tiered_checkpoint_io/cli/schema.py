@@ -23,6 +23,7 @@ _PLAIN: Mapping[Any, dict[str, Any]] = {
     int: {"type": "integer"},
     # What is no finite number is null.
     float: {"type": ["number", "null"]},
+    object: {},
     datetime: {"type": "string", "format": "date-time"},
 }
 

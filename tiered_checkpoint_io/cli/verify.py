@@ -17,6 +17,7 @@ from tiered_checkpoint_io.cli.checking import (
     check_part,
     unreadable,
 )
+from tiered_checkpoint_io.cli.documents import Verified
 from tiered_checkpoint_io.cli.options import NODES, SERVER, Json, Nodes, Server, has_memory, name_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
@@ -99,7 +100,7 @@ def verify(
         raise CheckpointNotFoundError(text, operation="verify", tier=tier.value if tier else None, key=where, hint=hint)
     good = all(row.is_good for row in rows)
     if json:
-        write_json("verify", {"dirpath": dirpath, "intact": good, "checkpoints": [row.to_json() for row in rows]})
+        write_json("verify", Verified(dirpath, good, rows))
     raise typer.Exit(0 if good else 1)
 
 
@@ -161,18 +162,18 @@ def _checked(store: Store, each: DurableCheckpoint, known: dict[str, Content | D
         known[save_id] = content_or_damage(store, manifest, meter.add)
     damage = known[save_id]
     content = manifest.settled if isinstance(damage, Damage) else damage
-    row = Checked(name, "durable", "intact", step=content.step, size_bytes=content.size)
+    row = Checked(name, "durable", "intact", step=ids.known(content.step), size_bytes=content.size)
     if not isinstance(damage, Damage):
         return row
     if read(store, manifest.name).manifest != manifest:
         return replace(row, state="changed")
-    return replace(row, state="damaged", rank=damage.rank, file=damage.file, error=damage.error)
+    return replace(row, state="damaged", rank=damage.rank, file=damage.file or None, error=damage.error)
 
 
 def _line(row: Checked) -> str:
     """A row for people."""
     rank = f" rank {row.rank}" if row.rank is not None else ""
-    copy = f" ({row.copy})" if row.copy not in ("", "own") else ""
+    copy = f" ({row.copy})" if row.copy not in (None, "own") else ""
     why = _WHY.get(row.state, "")
     error = f"{row.file}: {row.error}" if row.file else row.error
     said = ": ".join(filter(None, (why, error)))

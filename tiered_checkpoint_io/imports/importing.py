@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,7 @@ from tiered_checkpoint_io.engine.save.facts import position, versions
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError, TieredCheckpointError
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.formats.unpickling import outline
-from tiered_checkpoint_io.imports.layouts import ForeignCheckpoint, shard_name
+from tiered_checkpoint_io.imports.layouts import ForeignCheckpoint, Imported, shard_name
 from tiered_checkpoint_io.imports.reading import Hashed, Source, weights_in
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest, Part
@@ -33,33 +32,6 @@ _BY_NAME = "its files can't be replaced, as this one's have the same names; impo
 _STEPS = ("global_step", "step", "epoch")
 #: How Lightning's sharded strategies name each optimizer's states among the shards.
 _OPTIMIZER = "optimizer_"
-
-
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """What became of one checkpoint.
-
-    Attributes:
-        name: The checkpoint's, in the durable tier.
-        state: ``imported``; ``exists``: something has its name already; ``failed``.
-        kind: ``full`` or ``sharded``.
-        step: The training step; -1 where nothing tells it.
-        resumable: Whether ``tiered:latest`` takes it.
-        size_bytes: Bytes of its files.
-        error: Why it was not imported.
-        earlier: Whether an earlier import made it: it was left as it is.
-        hint: What can be done where it was not imported.
-    """
-
-    name: str
-    state: Literal["imported", "exists", "failed"]
-    kind: Literal["full", "sharded"]
-    step: int = -1
-    resumable: bool = False
-    size_bytes: int = 0
-    error: str = ""
-    earlier: bool = False
-    hint: str = ""
 
 
 def import_checkpoints(
@@ -204,7 +176,7 @@ def _import(
             withdraw(target, name, save_id, sent, switch=switch, keep=set(paths.values()) - sent, alone=True)
     if fate == "replaced":
         return Imported(name, "exists", kind, error="a later save has taken its name meanwhile")
-    return Imported(name, "imported", kind, step, content.resumable, content.size)
+    return Imported(name, "imported", kind, ids.known(step), content.resumable, content.size)
 
 
 def _made_earlier(
@@ -225,7 +197,7 @@ def _made_earlier(
         # The metadata of the SageMaker library is written anew.
         if sizes.get(basename) != size and not (found.layout == "sagemaker" and basename == METADATA):
             return None
-    return Imported(name, "imported", kind, content.step, content.resumable, content.size, earlier=True)
+    return Imported(name, "imported", kind, ids.known(content.step), content.resumable, content.size, earlier=True)
 
 
 def _own_names(target: Store, manifest: Manifest) -> set[str]:

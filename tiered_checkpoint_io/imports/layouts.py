@@ -1,4 +1,4 @@
-"""Which checkpoints of others lie in a folder, by the names of its files; pure.
+"""Which checkpoints of others lie in a folder, by the names of its files, and what became of them; pure.
 
 ::
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA
@@ -28,6 +28,21 @@ _SHARD, _SHARD_METADATA = "checkpoint.pt", "metadata.metadata"
 _OF_RANK = re.compile(
     r"(?P<base>(?:.*/)?)(?:rank_(?P<rank>\d+)/step_(?P<step>\d+)|step_(?P<step2>\d+)/rank_(?P<rank2>\d+))/[^/]+\Z"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What became of one checkpoint of others."""
+
+    name: Annotated[str, "The checkpoint's, in the durable tier."]
+    state: Annotated[Literal["imported", "exists", "failed"], "``exists``: something has its name already."]
+    kind: Annotated[Literal["full", "sharded"], "What it is there."]
+    step: Annotated[int | None, "The training step; None where nothing tells it."] = None
+    resumable: Annotated[bool, "Whether ``tiered:latest`` takes it."] = False
+    size_bytes: Annotated[int, "Bytes of its files."] = 0
+    error: Annotated[str | None, "Why it was not imported."] = None
+    earlier: Annotated[bool, "Whether an earlier import made it: it was left as it is."] = False
+    hint: Annotated[str | None, "What can be done where it was not imported."] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
 
 #: Stands for a durable tier where none is named: nothing is asked of it.
 NOWHERE = "/"
@@ -11,30 +12,26 @@ NOWHERE = "/"
 Status = Literal["ok", "warn", "fail"]
 
 
-class Check(NamedTuple):
-    """One line of what is found.
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of what is found."""
 
-    Attributes:
-        group: ``node``, ``durable`` or ``network``.
-        status: ``ok``; ``warn`` where something works, but worse than it could; ``fail`` where something does not.
-        what: What was looked at.
-        measured: What was found.
-        do: What to do; "" for nothing.
-    """
-
-    group: str
-    status: Status
-    what: str
-    measured: str
-    do: str = ""
+    group: Annotated[str, "``node``, ``durable`` or ``network``."]
+    status: Annotated[
+        Status, "``warn`` where something works, but worse than it could; ``fail`` where something does not."
+    ]
+    what: Annotated[str, "What was looked at."]
+    measured: Annotated[str, "What was found."]
+    do: Annotated[str, "What to do; empty for nothing."] = ""
 
 
-class Setting(NamedTuple):
-    """A key of docs/configuration.md, the value it should have here, and why."""
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting that should differ from its default here."""
 
-    key: str
-    value: object
-    reason: str
+    key: Annotated[str, "A key of docs/configuration.md."]
+    value: Annotated[object, "The value that it should have."]
+    reason: Annotated[str, "Why."]
 
 
 class StateSize(NamedTuple):

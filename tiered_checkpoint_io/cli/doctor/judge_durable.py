@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tiered_checkpoint_io.cli.doctor import rights
 from tiered_checkpoint_io.cli.doctor.facts import Check, Setting, Status
@@ -92,7 +93,7 @@ def _unreached(facts: BucketFacts) -> list[Check]:
     failed = facts.tries[0]
     clock = [each for each in _clock(facts) if each.status == "fail"]
     if clock and not failed.is_passing:
-        return [clock[0]._replace(measured=f"{clock[0].measured}; the server refuses requests ({failed.code})")]
+        return [replace(clock[0], measured=f"{clock[0].measured}; the server refuses requests ({failed.code})")]
     signed = f"; requests are signed for {facts.region} at {facts.endpoint_url}"
     text = f"{facts.url}: {failed.text}" + ("" if failed.is_passing else signed)
     return [Check("durable", "fail", "bucket", text, failed.hint or failed.server_text or "check dirpath")]

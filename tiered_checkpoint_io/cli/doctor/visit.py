@@ -23,6 +23,7 @@ from tiered_checkpoint_io.cli.doctor.judge_network import judge_network, judge_r
 from tiered_checkpoint_io.cli.doctor.judge_node import judge_node, recommend_for_node
 from tiered_checkpoint_io.cli.doctor.probe_node import probe_node
 from tiered_checkpoint_io.cli.doctor.rights import policy
+from tiered_checkpoint_io.cli.documents import Examined
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.engine.replication.network import interface_towards, megabits_of
 from tiered_checkpoint_io.errors import TieredCheckpointError, UsageError
@@ -119,16 +120,16 @@ class Visit:
 
     def as_json(self) -> None:
         """The same as one document."""
-        document = {
-            "dirpath": self._config.dirpath if self._config.dirpath != NOWHERE else None,
-            "memory_dir": self._config.memory_dir,
-            "state_size_bytes": self._state.size,
-            "upload_bytes_per_s": self._rate and round(self._rate.up),
-            "download_bytes_per_s": self._rate and round(self._rate.down),
-            "checks": [each._asdict() for each in self.checks],
-            "missing_policy": policy(self._missing) if self._missing else None,
-            "recommended": [each._asdict() for each in differing(self._settings)],
-        }
+        document = Examined(
+            dirpath=self._config.dirpath if self._config.dirpath != NOWHERE else None,
+            memory_dir=self._config.memory_dir,
+            state_size_bytes=self._state.size,
+            upload_bytes_per_s=round(self._rate.up) if self._rate is not None else None,
+            download_bytes_per_s=round(self._rate.down) if self._rate is not None else None,
+            checks=self.checks,
+            missing_policy=policy(self._missing) if self._missing else None,
+            recommended=differing(self._settings),
+        )
         write_json("doctor", document)
 
 
