@@ -57,12 +57,22 @@ def _server():
 
 
 @pytest.fixture
-def s3_server(_server, monkeypatch):
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in _server.env().items():
-        monkeypatch.setenv(name, value)
-    return _server
+def use_server(monkeypatch):
+    """Has the environment name a server, its keys, and nothing else of AWS."""
+
+    def use(server):
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            monkeypatch.delenv(name)
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        return server
+
+    return use
+
+
+@pytest.fixture
+def s3_server(_server, use_server):
+    return use_server(_server)
 
 
 @pytest.fixture

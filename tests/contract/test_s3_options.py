@@ -1,7 +1,6 @@
 """Options that go out with requests, on a server that keeps them (moto)."""
 
 import os
-import re
 
 import pytest
 from support.fault_proxy import FaultProxy, lose_answer, odd_etag
@@ -20,20 +19,8 @@ def title_case(exchange):
 
 
 @pytest.fixture
-def moto(moto, monkeypatch):
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in moto.env().items():
-        monkeypatch.setenv(name, value)
-    return moto
-
-
-@pytest.fixture
-def bucket(moto, request):
-    name = re.sub("[^a-z0-9]+", "-", request.node.name.lower())[:60].strip("-")
-    moto.make_bucket(name)
-    yield name
-    moto.empty(name)
+def moto(moto, use_server):
+    return use_server(moto)
 
 
 @pytest.mark.parametrize("size", [1000, 20 * MIB])

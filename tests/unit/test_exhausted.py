@@ -131,14 +131,8 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_durable_save(spill, worker, 
     kept.close()
 
 
-@pytest.mark.timeout(170)
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("worker", ["process", pytest.param("thread", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("behind", [False, True], ids=["save", "async_save"])
-@spilling
-@space
-def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_sharded_save(spill, behind, worker, tight, tmp_path, monkeypatch):
-    folder, fill, tenant = tight
+def in_a_tier_that_is_there(folder, tmp_path, worker, spill):
+    """Options of a writer. Where not even folders can be made there is no tier to open, which is an error of its own."""
     options = {
         "dirpath": str(tmp_path / "durable"),
         "memory_dir": str(folder),
@@ -148,8 +142,19 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_sharded_save(spill, behind, 
         "wait_timeout_s": 60,
         "spill_dir": spill,
     }
-    # Where not even folders can be made there is no tier to open, which is an error of its own.
     MemoryTier.open(str(folder), ids.namespace_of(options["dirpath"]))
+    return options
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("worker", ["process", pytest.param("thread", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("behind", [False, True], ids=["save", "async_save"])
+@spilling
+@space
+def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_sharded_save(spill, behind, worker, tight, tmp_path, monkeypatch):
+    folder, fill, tenant = tight
+    options = in_a_tier_that_is_there(folder, tmp_path, worker, spill)
     watch = Watch(folder, monkeypatch, fill)
     for number in points(watch, every=4 if worker == "process" else 1):
         live = torch.arange(100_000.0) + number
@@ -175,16 +180,7 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_sharded_save(spill, behind, 
 @space
 def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_local_save(spill, behind, worker, tight, tmp_path, monkeypatch):
     folder, fill, tenant = tight
-    options = {
-        "dirpath": str(tmp_path / "durable"),
-        "memory_dir": str(folder),
-        "on_save_error": "raise",
-        "drain": worker,
-        "save_to_s3": True,
-        "wait_timeout_s": 60,
-        "spill_dir": spill,
-    }
-    MemoryTier.open(str(folder), ids.namespace_of(options["dirpath"]))
+    options = in_a_tier_that_is_there(folder, tmp_path, worker, spill)
     watch = Watch(folder, monkeypatch, fill)
     ways = set()
     for number in points(watch, every=4 if worker == "process" else 1):
