@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -78,12 +80,33 @@ def test_only_workers_are_deaf_and_the_trainer_is_as_before(monkeypatch):
         worker = batches._workers[0]
         os.kill(worker.pid, signal.SIGTERM)
         assert len([*batches]) == 4, "the worker works on"
+        # Its descriptors go with it.
+        popen = weakref.ref(worker._popen)
+        gc.disable()
+        del worker, batches
+        assert popen() is None, "nothing waits for the garbage collector"
         other = context.Process(target=lambda: os._exit(len(signal.pthread_sigmask(signal.SIG_BLOCK, []) - mask)))
         other.start()
         other.join(20)
         assert other.exitcode == 0, "its signals are not blocked"
     finally:
+        gc.enable()
         deaf.end()
         signal.signal(signal.SIGTERM, before)
     assert BaseProcess.start is told_amid
     assert heard == ["TERM"] * 2, "what came during a start is delivered after it"
+
+
+def test_trainings_that_end_in_another_order_than_they_began_leave_processes_as_they_were():
+    start = BaseProcess.start
+    first, second = DeafWorkers([signal.SIGTERM]), DeafWorkers([signal.SIGUSR1])
+    first.begin()
+    second.begin()
+    first.end()
+    try:
+        batches = iter(DataLoader(torch.zeros(4, 1), num_workers=1, multiprocessing_context="fork"))
+        os.kill(batches._workers[0].pid, signal.SIGUSR1)
+        assert len([*batches]) == 4, "the second training's worker works on"
+    finally:
+        second.end()
+    assert BaseProcess.start is start
