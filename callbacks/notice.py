@@ -68,8 +68,12 @@ class Notice:
         return received
 
     def notify(self, number: int) -> bool:
-        """Takes note that the job is to end, from any thread or signal handler; False where none is handled."""
-        session = self._session
+        """Takes note that the job is to end, from any thread or signal handler; False where none is handled.
+
+        Raises:
+            ValueError: There is no such signal; nothing is noted then.
+        """
+        told, session = signal.Signals(number), self._session
         if session is None:
             return False
         if self.received is None:
@@ -77,7 +81,7 @@ class Notice:
             used = self.grace_seconds - min(self.grace_seconds / 2, margin)
             self.expect(session.clock.monotonic() + used, session)
             # Last, for another thread looks at it.
-            self.received = signal.Signals(number)
+            self.received = told
         return True
 
     def left_s(self, session: Session) -> float:

@@ -98,6 +98,9 @@ class PreemptionCheckpoint(Callback):
 
         Returns:
             Whether training runs, so that it stops at the next batch; where it does not, this does nothing.
+
+        Raises:
+            ValueError: There is no such signal; training runs on.
         """
         return self.notice.notify(number)
 

@@ -54,7 +54,14 @@ def test_notice_before_training_fails_is_said(runs, caplog):
 
 def test_training_on_another_thread_is_told_by_a_call(runs, caplog):
     preemption, ends = PreemptionCheckpoint(requeue=False), []
-    told = ToldAt("on_train_batch_end", lambda: preemption.notify(signal.SIGUSR1))
+
+    def tell():
+        with pytest.raises(ValueError, match="999"):
+            preemption.notify(999)
+        assert preemption.notice.leave_by is None, "what waits for the durable tier waits on"
+        preemption.notify(signal.SIGUSR1)
+
+    told = ToldAt("on_train_batch_end", tell)
     callbacks = [TieredModelCheckpoint(memory_every_n_train_steps=50), preemption, told]
     assert not preemption.notify(), "nothing trains"
 
