@@ -7,12 +7,13 @@ import math
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
@@ -46,7 +47,8 @@ class PreemptionCheckpoint(Callback):
 
     A signal to any rank, or to several, stops all ranks at the same batch. The last checkpoint goes to memory, and from
     there to the durable tier as far as the grace time goes; the drain, where it may, or the next start on this node
-    uploads the rest. ``tiered:latest`` finds it.
+    uploads the rest. ``tiered:latest`` finds it. Notice after the last batch ends the script on each rank that got it;
+    the launcher has to end the others.
 
     Lightning's own handler of SIGTERM, which exchanges tensors inside the signal handler and hangs under DDP, is out of
     use where this callback handles that signal. Wherever it stands among a trainer's callbacks, it runs as the last.
@@ -86,6 +88,8 @@ class PreemptionCheckpoint(Callback):
         self._validation_batches = 0.0
         #: Whether this fit acts on the notice.
         self._is_stopping = False
+        #: All of the trainer's, while those whose teardown is over are not told that the script ends.
+        self._callbacks: list[Callback] = []
 
     def notify(self, number: int = signal.SIGTERM) -> bool:
         """Tells the job to end, as a signal does: for a handler of your own, of Ray's or of a web server's.
@@ -152,7 +156,9 @@ class PreemptionCheckpoint(Callback):
             if self._agreement.at_boundary():
                 self._stop(trainer)
 
-    def on_exception(self, *_: Any) -> None:
+    def on_exception(self, trainer: Trainer, *_: Any) -> None:
+        if self._callbacks:
+            trainer.callbacks, self._callbacks = self._callbacks, []  # type: ignore[attr-defined]
         if (number := self._end()) is not None:
             text = "received %s, but fit failed before it could make a last checkpoint"
             self._session.log.warning(text, number.name)
@@ -164,10 +170,18 @@ class PreemptionCheckpoint(Callback):
             Preempted: It did.
         """
         number = self._end()
-        # All of this fit is done: its last upload has been waited for as long as there was time.
-        if number is not None:
-            self._session.log.warning("received %s after the last batch; the script ends here", number.name)
-            self._leave(trainer, number)
+        if number is None:
+            return
+        if isinstance(sys.exc_info()[1], _TunerExitException):
+            # So Lightning's tuner and NeMo's time limit end a fit; what this hook raises skips the rest of that end.
+            trainer._teardown()
+        else:
+            # Other ranks may have got no notice: a callback that saves on exceptions would hang. Its fit is over.
+            self._callbacks = trainer.callbacks  # type: ignore[attr-defined]
+            trainer.callbacks = self._callbacks[self._callbacks.index(self) :]  # type: ignore[attr-defined]
+        # The last upload has been waited for as long as there was time.
+        self._session.log.warning("received %s after the last batch; the script ends here", number.name)
+        self._leave(trainer, number)
 
     # ----------------------------------------------------------------------------------- inside
     @property

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import nn
 
 from tiered_checkpoint_io import TieredCheckpointIO
@@ -91,6 +92,8 @@ if __name__ == "__main__":
         TieredModelCheckpoint.from_config(block, filename="{step}", save_top_k=told.get("top_k", 0)),
         PreemptionCheckpoint(grace_seconds=told["grace"], signals=("SIGTERM", "SIGUSR1"), requeue=told.get("requeue")),
         Moments(),
+        # Saves on all ranks together, where all of them fail.
+        *([OnExceptionCheckpoint(told["dirpath"])] if told.get("on_exception") else ()),
     ]
     trainer = Trainer(
         plugins=[io],

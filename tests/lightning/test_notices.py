@@ -6,9 +6,12 @@ import threading
 
 import pytest
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from support.training import Model, Stop
 
+from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import Preempted, PreemptionCheckpoint, TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.notice import is_unhandled
 
 
 class ToldAt(Callback):
@@ -18,8 +21,12 @@ class ToldAt(Callback):
         self.after = []
         setattr(self, hook, lambda *_: tell())
 
-    def teardown(self, *_, **__):
+    def teardown(self, trainer, *_, **__):
+        self.trainer = trainer
         self.after.append("teardown")
+
+    def on_exception(self, *_):
+        self.after.append("on_exception")
 
 
 def said(caplog):
@@ -33,13 +40,37 @@ def test_notice_after_the_last_batch_ends_the_script_once_all_of_the_fit_is_done
     with pytest.raises(Preempted) as end:
         runs.fit(*callbacks, io=io, ckpt_path=None)
     assert end.value.code == 128 + signal.SIGTERM
-    assert told.after == ["teardown"]
+    assert told.after == ["teardown"], "what it saved on an exception, this rank would save alone"
+    assert told in told.trainer.callbacks
     assert "received SIGTERM after the last batch; the script ends here" in said(caplog)
     assert runs.durable() == ["epoch=0-step=20.ckpt"]
     # What catches that, and trains on, has a fit as any.
     assert io.checkpointer.session._in_time(5) == 5
     trainer, _ = runs.fit(*callbacks[:2], io=io, max_steps=30)
     assert trainer.global_step == 30
+
+
+def test_notice_where_a_time_limit_ends_training_amid_a_batch_comes_once_uploads_are_waited_for(runs, monkeypatch):
+    """As NeMo's does: Lightning then calls teardown in a handler of that exception, and ends the rest after it."""
+
+    def leave():
+        if model.global_step == 5:
+            signal.raise_signal(signal.SIGTERM)
+            raise _TunerExitException
+
+    model = Model()
+    torn_down, teardown = [], TieredCheckpointIO.teardown
+    monkeypatch.setattr(TieredCheckpointIO, "teardown", lambda io: teardown(io) or torn_down.append(runs.durable()))
+    with pytest.raises(Preempted):
+        runs.fit(
+            TieredModelCheckpoint(memory_every_n_train_steps=1, save_top_k=0),
+            ToldAt("on_train_batch_end", leave),
+            PreemptionCheckpoint(requeue=False),
+            model=model,
+            ckpt_path=None,
+        )
+    assert torn_down == [["end_of_training.ckpt"]]
+    assert is_unhandled(signal.SIGTERM)
 
 
 def test_notice_before_training_fails_is_said(runs, caplog):

@@ -111,7 +111,7 @@ def test_a_signal_before_the_first_batch_or_at_the_end_hangs_nobody(job):
     for answer in job(signals=[[0, "start", 0]]):
         assert answer["ended"] == "preempted"
         assert answer["step"] <= 2
-    answers = job(signals=[[1, "end", 0]], steps=8)
+    answers = job(signals=[[1, "end", 0]], steps=8, on_exception=True)
     # That rank's script ends; the other one may have got no signal, and its launcher ends it.
     assert [(answer["ended"], answer["step"]) for answer in answers] == [("fit", 8), ("preempted", 8)]
     assert answers[1]["after"] < GRACE_S
