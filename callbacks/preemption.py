@@ -304,8 +304,8 @@ class PreemptionCheckpoint(Callback):
             )
         if "TORCHELASTIC_RUN_ID" in os.environ and self.notice.grace_seconds > _TORCHRUN_S:
             log.warning(
-                "grace_seconds is %g; torchrun kills its workers %d s after it has got SIGTERM, unless it was started"
-                " with a longer --shutdown-timeout",
+                "grace_seconds is %g; torchrun kills its workers %d s after it has got SIGTERM, unless it has a longer"
+                " --shutdown-timeout; where it knows no such option, keep grace_seconds at 30",
                 self.notice.grace_seconds,
                 _TORCHRUN_S,
             )
