@@ -218,8 +218,8 @@ class DurableEnd(SafeDeletes):
             self._save_end(trainer, module)
         elif trainer.is_global_zero and is_in_memory_alone(each._resumable for each in self._siblings(trainer)):
             self._engine.session.log.warning(
-                "training left amid accumulated gradients or a validation, and its newest checkpoint is in node memory"
-                " alone; upload it before the node goes: tiered-ckpt flush"
+                "training was ended amid accumulated gradients or a validation, and its newest checkpoint is in node"
+                " memory alone; upload it before the node goes: tiered-ckpt flush"
             )
 
     def _save_what_is_in_memory_alone(self, trainer: Trainer) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import tarfile
+from argparse import Namespace
 
 import pytest
 import torch
@@ -293,6 +294,8 @@ def test_bad_configurations_are_told_of(runs):
         runs.fit({"s3_checkpointing": {"max_write_concurency": 3}}, way="tiered")
     with pytest.raises(ConfigError, match="dirpath"):
         runs.fit(params(dirpath=None), way="tiered")
+    with pytest.raises(ConfigError, match="the configuration is a Namespace"):
+        tiered_exp_manager(runs.bare(), Namespace(**runs.config()))
     trainer = runs.trainer(runs.config())
     with pytest.raises(Exception, match="create_checkpoint_callback"):
         tiered_exp_manager(trainer, OmegaConf.create(runs.config()))

@@ -58,10 +58,13 @@ def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
         The folder of exp_manager's logs.
 
     Raises:
-        ConfigError: A key or value is not allowed; or the trainer has a checkpoint IO of ours whose value is another.
+        ConfigError: A key or value is not allowed, or ``cfg`` is no mapping; or the trainer has a checkpoint IO of ours
+            whose value is another.
         UsageError: The trainer has a checkpoint IO that is neither stock nor ours.
     """
     take_over()
+    # One of OmegaConf's is a mapping, too, and not resolved yet.
+    cfg = cfg if isinstance(cfg, Mapping) else as_mapping(cfg, "the configuration")
     block, manager = as_mapping(_part(cfg, "s3_checkpointing")), as_mapping(_part(cfg, "exp_manager"), "exp_manager")
     params = dict(manager.get("checkpoint_callback_params") or {})
     io = tiered_io_of(trainer.strategy.checkpoint_io)
