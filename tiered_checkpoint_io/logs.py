@@ -155,7 +155,8 @@ class _Console(_StreamHandler):
 class _JobFile(logging.handlers.WatchedFileHandler):
     """``{namespace}_checkpointing.log``, made anew where it was moved away; other jobs here have files of their own.
 
-    Where it can't be written, as on a full disk, lines are lost, and no training; stderr says so once.
+    Where it can't be written, as on a full disk, lines are lost, and no training; a line on stderr says so each
+    time that this begins.
 
     Attributes:
         users: The loggers that it was opened for, as long as anything holds them.

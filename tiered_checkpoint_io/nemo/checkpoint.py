@@ -161,7 +161,10 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             connector.resume_end()
         finally:
             connector._ckpt_path, engine.restored = ckpt_path, restored
-        engine.session.log.info("the model has the weights of %s now; training ended as it was", self.best_model_path)
+        engine.session.log.info(
+            "for the export, the model now holds the weights of %s; the training's checkpoints stay as they are",
+            self.best_model_path,
+        )
 
     # ------------------------------------------------------------------------------------- saves
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
