@@ -58,7 +58,6 @@ _SENT = "sent"
 _UPLOAD = "upload"
 #: That W4 may have been written.
 _HELD = "held"
-#: Beside the files, among what was sent: the part's description.
 _DESCRIPTION = "part.json"
 #: Bytes of a manifest beyond which the files of a checkpoint of one part are listed beside it, too.
 _MAX_INLINE = 3 << 10
@@ -96,7 +95,7 @@ def put_part(
     if not is_sent(journal):
         _put_files(store, part, files, old, journal, progress)
         store.put(ids.description_key(part.save_id, part.rank), part.to_json())
-        _note_sent(journal, _DESCRIPTION)
+        Section(journal, _SENT).write({**sent(journal), _DESCRIPTION: True})
     return "sent"
 
 
@@ -260,10 +259,6 @@ def _put_index(store: Store, part: Part, index: Index, old: Manifest | None) -> 
 
 
 # ------------------------------------------------------------------------------------------ inside
-def _note_sent(journal: UploadJournal | None, name: str) -> None:
-    Section(journal, _SENT).write({**sent(journal), name: True})
-
-
 def _switch(part: Part) -> FileEntry | None:
     """The file whose change turns the old content of a name into the new one."""
     return next((entry for entry in part.content.files if entry.basename == part.content.switch), None)
@@ -300,7 +295,7 @@ def _put_files(
     for entry in _uploaded(part):
         if entry.basename not in sent(journal):
             _put_file(store, entry, files, journal, progress)
-            _note_sent(journal, entry.basename)
+            Section(journal, _SENT).write({**sent(journal), entry.basename: True})
 
 
 def _put_file(
