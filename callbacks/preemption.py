@@ -174,7 +174,10 @@ class PreemptionCheckpoint(Callback):
             return
         if isinstance(sys.exc_info()[1], _TunerExitException):
             # So Lightning's tuner and NeMo's time limit end a fit; what this hook raises skips the rest of that end.
-            trainer._teardown()
+            try:
+                trainer._teardown()
+            except Exception as error:
+                self._session.log.error("the end of training failed: %s", error)
         else:
             # Other ranks may have got no notice: a callback that saves on exceptions would hang. Its fit is over.
             self._callbacks = trainer.callbacks  # type: ignore[attr-defined]

@@ -6,6 +6,9 @@ from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 
+#: So many callbacks, and IOs around one another, are looked at.
+_MOST = 100
+
 
 class OtherTrainerGuard(Callback):
     """Refuses a trainer of pytorch_lightning that has our checkpoint IO, or a callback of ours.
@@ -21,9 +24,9 @@ class OtherTrainerGuard(Callback):
         """
         found: list[Any] = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
         io: Any = trainer.strategy.checkpoint_io
-        while io is not None:
+        # One IO around another; what stands for one in a test may have no end.
+        while io is not None and len(found) < _MOST:
             found.append(io)
-            # One IO around another.
             io = getattr(io, "checkpoint_io", None)
         for each in found:
             if any(kind.__module__.startswith("tiered_checkpoint_io.") for kind in type(each).__mro__):

@@ -23,6 +23,7 @@ PACKAGE = Path(tiered_checkpoint_io.__file__).parent
 TRAINER = """
 import logging, os, pathlib, sys
 sys.path.append(sys.argv[1])
+sys.path.insert(0, os.path.abspath("first"))
 from tiered_checkpoint_io.engine.drain.process import start_process
 os.chdir("/")
 sys.exit(start_process(pathlib.Path(sys.argv[2]), logging.getLogger()).wait(60))
@@ -60,7 +61,9 @@ def test_the_drain_runs_the_code_of_its_trainer_and_of_no_other_installation(cop
     node, place = Node(memory_dir, str(tmp_path / "durable")), copy("clone")
     with (place / PACKAGE.name / "engine/drain/standalone.py").open("a") as file:
         file.write('\n\ndef main() -> None:\n    print("this is", __file__, sys.argv[-1])\n')
-    # A folder that comes last hides nothing of the standard library.
+    # Neither a folder that comes last nor one that was put first, later, hides anything of the standard library.
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first/logging.py").write_text("raise SystemExit('not the one of the standard library')")
     (place / "threading.py").write_text("raise SystemExit('not the one of the standard library')")
     if is_zipped:
         archive = tmp_path / "app.pyz"

@@ -384,7 +384,7 @@ class MemoryTier:
             os.rmdir(folder.parent)
         with contextlib.suppress(OSError):
             # One older copy of the part stays beside it: each takes as much memory as the part.
-            copies = [each for each in target.parent.iterdir() if each.stem == part and each != target]
+            copies = [each for each in target.parent.iterdir() if part in (each.name, each.stem) and each != target]
             for each in sorted(copies, key=lambda each: each.stat().st_mtime_ns)[:-1]:
                 shutil.rmtree(each, ignore_errors=True)
         return target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class Begun:
         moved: When the last one came.
         is_late: Whether that is so long ago that it was reported as a failure.
         pause: From its last look for them to the next, seconds.
-        is_spared: Whether it was to be given up, and was not, because they had come.
+        most_failures: Of one that was to be given up, and was not, because they had come: how often it had failed.
     """
 
     tidies: bool = False
@@ -44,7 +45,7 @@ class Begun:
     moved: float = 0.0
     is_late: bool = False
     pause: float = 0.0
-    is_spared: bool = False
+    most_failures: float = math.inf
 
     @property
     def is_refused(self) -> bool:

@@ -255,7 +255,8 @@ class DrainHandle:
         Raises:
             DrainError: It still did after ``timeout_s`` seconds, or what it has to do first fails.
         """
-        cancelled: set[str] = set()
+        #: With the failure that they had then: a later one is another.
+        cancelled: dict[str, Outcome | None] = {}
         for _ in self._looks(timeout_s):
             operations = self.queue.look(self._tier)
             held = held_back(operations, unreplaced(self.queue.outcomes()))
@@ -271,10 +272,11 @@ class DrainHandle:
             lacking = [each for each in mine if self._late(each.op_id)]
             for each in lacking:
                 if each.op_id not in cancelled:
-                    cancelled.add(each.op_id)
+                    cancelled[each.op_id] = failed.get(each.op_id)
                     target = ids.save_id_of_op(each.op_id)
                     self.submit(Request(next_id(), "cancel", "cancel", self._config.dirpath, target))
-            stuck = (failed.keys() | blocked_by_failures(operations, failed)) - cancelled
+            going = {op_id for op_id, outcome in cancelled.items() if failed.get(op_id) == outcome}
+            stuck = (failed.keys() | blocked_by_failures(operations, failed)) - going
             if any(each.op_id in stuck for each in first):
                 error = next(iter(failed.values())).error
                 raise self._fails(f"earlier work on {name} has not reached the durable tier: {error}", name)

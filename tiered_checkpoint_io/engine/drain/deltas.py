@@ -48,7 +48,10 @@ class Deltas:
 
     def uploaded(self, part: Part) -> None:
         """Notes that the durable tier has a part."""
-        last, form = self._last.setdefault(_writer(part), {}), ids.loose_form_of(part.name)
+        writer, form = _writer(part), ids.loose_form_of(part.name)
+        if writer not in self._last:
+            self._last[writer] = dict(list(self._in_memory(part).items())[-_FORMS:])
+        last = self._last[writer]
         last.pop(form, None)
         last[form] = part
         if len(last) > _FORMS:
@@ -71,7 +74,12 @@ class Deltas:
         """The same of what an earlier drain has uploaded, as far as memory still has it."""
         parts = [each.part for each in self._tier.parts() if each.drained and each.part.durable and not each.is_replica]
         ours = [each for each in parts if _writer(each) == _writer(part)]
-        return {ids.loose_form_of(each.name): each for each in sorted(ours, key=lambda each: each.save_id)}
+        found: dict[str, Part] = {}
+        for each in sorted(ours, key=lambda each: each.save_id):
+            # The newest is the last.
+            found.pop(form := ids.loose_form_of(each.name), None)
+            found[form] = each
+        return found
 
 
 def _writer(part: Part) -> tuple[Place, int, int]:

@@ -51,8 +51,8 @@ def _code() -> str:
     found = found or [str(each) for each in Path(package).parents if each.is_file()]
     facts: list[object] = [package]
     for path in sorted(found):
-        # One may just be removed.
-        with contextlib.suppress(FileNotFoundError):
+        # One may just be removed, or out of reach.
+        with contextlib.suppress(OSError):
             stat = os.stat(path)
             facts.append([path, stat.st_size, stat.st_mtime_ns])
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
@@ -86,7 +86,9 @@ def module_path() -> list[str]:
         here = os.getcwd()
         # What is no file or folder is a word of installers', and stays one.
         found = [path if os.path.exists(path := os.path.join(here, each)) else each for each in found]
-    return found
+    # A folder put first would hide what this process had imported before that.
+    standard = os.path.dirname(os.__file__)
+    return sorted(found, key=lambda each: each not in (standard, os.path.join(standard, "lib-dynload")))
 
 
 def announcement(salt: str) -> dict[str, str]:

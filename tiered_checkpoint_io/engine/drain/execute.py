@@ -110,6 +110,8 @@ class Executor:
                 else:
                     self._check_replaced(operation)
                     aliases.delete(store, operation.name, before=operation.op_id, journal=journal, clock=self.clock)
+                # Such requests are of one node, and all that there are where saves are streamed.
+                self.stores.abort_abandoned(operation.place)
         except _Stopped:
             return
         except Exception as error:
@@ -280,7 +282,7 @@ class Executor:
             # An earlier drain sent it.
             begun = self.begun.waits(stored.part, self.clock)
         # Once more, where it could not be committed since: then the queue would grow.
-        if begun is None or begun.arrivals is None or begun.is_spared:
+        if begun is None or begun.arrivals is None or begun.failures > begun.most_failures:
             return False
         try:
             begun.arrivals.look(self.stores.get(operation.place))
@@ -288,8 +290,10 @@ class Executor:
             # Whatever it is, the queue stays bounded.
             self.log.warning("could not look for the parts of %s: %s", operation.name, error)
             return False
-        begun.due, begun.is_spared = self.clock.monotonic(), not begun.arrivals.missing
-        return begun.is_spared
+        if begun.arrivals.missing:
+            return False
+        begun.due, begun.most_failures = self.clock.monotonic(), min(begun.most_failures, begun.failures)
+        return True
 
     def _give_up(self, operation: Request, reason: str, *, answers: bool = False) -> None:
         """Ends an operation that will not be carried out; ``answers``: the durable tier did so just now."""

@@ -12,13 +12,14 @@ from tiered_checkpoint_io.engine.drain.environment import elsewhere, module_path
 from tiered_checkpoint_io.engine.drain.report import LOG
 from tiered_checkpoint_io.logs import Logger
 
-#: What follows the name of the package in the command; the root is last. See ``standalone.py``.
+#: The arguments of the command; the root is last. See ``standalone.py``.
 FOR_TRAINER = ["drain", "--for-trainer", "--root"]
 #: The status of one that can't import what it needs: no other would.
 CANNOT_IMPORT = 3
 #: It runs the code of this package that its trainer runs, whatever else is installed, and looks for all other modules
 #: where its trainer does. The package is loaded from its own place: that, put first, might hide the standard library.
 _CODE = """\
+# tiered_checkpoint_io drain, of a trainer
 import sys
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec

@@ -177,8 +177,8 @@ class DrainRunner:
 
     @property
     def cannot_import(self) -> bool:
-        """Whether the last process that was started here has ended as it can't import what it needs."""
-        return self._child is not None and self._child.poll() == CANNOT_IMPORT
+        """Whether there is no drain because the last one that was started here can't import what it needs."""
+        return self._child is not None and self._child.poll() == CANNOT_IMPORT and not self.is_running
 
     def last_words(self) -> str:
         """Where the drain's log is, and its last line."""

@@ -12,7 +12,9 @@ from typing import Any, TypeAlias
 from tiered_checkpoint_io.engine.durable.files import paths_in, read_description, read_index
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, if_intact
 from tiered_checkpoint_io.errors import (
+    FormatVersionError,
     ManifestError,
+    StoreArchivedError,
     StoreChangedError,
     StoreError,
     StoreFullError,
@@ -173,17 +175,20 @@ class Removal:
                 refused.raise_first()
 
 
-def finish_noted(store: Store, owner: str, note: Section, later: Later = None) -> Removal:
-    """Carries out what an earlier try noted, but where aliases have the files by now; gives what that was.
+def finish_noted(store: Store, owner: str, note: Section, later: Later = None) -> None:
+    """Carries out what an earlier try noted, but where aliases have the files by now.
 
-    An alias may have been set just before the manifest went, and the try cut off before it found that.
+    An alias may have been set just before the manifest went, and the try cut off before it found that. Where a manifest
+    can't be read that may be such an alias, what was noted stays.
     """
     removal = Removal.noted(owner, note)
     if not removal.is_empty and current(store, removal.owner) is None:
         manifests = Manifests(store, removal.owner)
-        removal = Removal(removal.owner) if manifests.heirs(removal.owner) else removal
+        try:
+            removal = Removal(removal.owner) if manifests.heirs(removal.owner) else removal
+        except (FormatVersionError, StoreArchivedError):
+            return
     removal.finish(store, note, later)
-    return removal
 
 
 def delete_all(store: Store, keys: Iterable[str]) -> None:

@@ -161,11 +161,15 @@ class Rounds:
         lacks = self._lack[target]
         return next((source for source in sources if lacks & self._have[source]), None)
 
-    def miss(self, missed: Collection[Move]) -> None:
+    def miss(self, missed: Collection[Move], told: Collection[Move] = ()) -> None:
         """Takes back moves, all that failed since the last time: another rank is to send these pieces.
 
         A rank that did not send a piece, or not intact, sends nothing of that file any more. One that ought to have
         sent on what it did not get itself is not to blame. Nor are those whose receiver is: it gives the file up.
+
+        Args:
+            missed: The moves.
+            told: Those of them whose source has said itself that it can't send.
         """
         without = {(move.piece, move.target) for move in missed}
         for move in missed:
@@ -174,7 +178,7 @@ class Rounds:
             self._lack[move.target] |= bit
             self._left[move.target] += 1
         pairs = {(piece.basename, source, to) for piece, source, to in missed if (piece, source) not in without}
-        spoiling = self._spoiling(pairs)
+        spoiling = self._spoiling(pairs - {(piece.basename, source, to) for piece, source, to in told})
         self._gave_up |= spoiling
         for basename, target in spoiling:
             lacks = self._lack[target] & self._bits(basename)
@@ -283,7 +287,7 @@ def carry(group: Group, rounds: Rounds, pieces: Pieces) -> list[str]:
     notes: dict[tuple[str, int], str] = {}
     failed: Exception | None = None
     while True:
-        missed, travelled = list[Move](), 0
+        missed, told, travelled = list[Move](), list[Move](), 0
         moves = rounds.next()
         if not moves:
             return list(notes.values())
@@ -298,6 +302,7 @@ def carry(group: Group, rounds: Rounds, pieces: Pieces) -> list[str]:
                     pieces.take(received.piece)
                 except CorruptCheckpointError as error:
                     missed.append(received)
+                    told += [received] if problem else []
                     note = str(error) if problem else f"from rank {received.source}: {error}"
                     notes.setdefault((received.piece.basename, received.source), note)
                 except Exception as error:
@@ -305,13 +310,15 @@ def carry(group: Group, rounds: Rounds, pieces: Pieces) -> list[str]:
                     failed = failed or error
             travelled += max(move.piece.length for move in moves)
             moves = rounds.next() if travelled < _MEETING_BYTES else []
-        gathered: list[tuple[list[Move], Exception | None]] = group.all_gather((missed, portable(failed, group.rank)))
-        raise_first((error for _, error in gathered), failed)
-        everywhere = [move for theirs, _ in gathered for move in theirs]
+        gathered: list[tuple[list[Move], list[Move], Exception | None]] = group.all_gather(
+            (missed, told, portable(failed, group.rank))
+        )
+        raise_first((error for _, _, error in gathered), failed)
+        everywhere = [move for theirs, _, _ in gathered for move in theirs]
         for move in everywhere:
             if move.source == group.rank:
                 pieces.suspect(move.piece)
-        rounds.miss(everywhere)
+        rounds.miss(everywhere, [move for _, theirs, _ in gathered for move in theirs])
 
 
 def _transfer(group: Group, pieces: Pieces, sent: Move | None, received: Move | None) -> str:

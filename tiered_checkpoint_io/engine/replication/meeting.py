@@ -175,7 +175,7 @@ class Peering:
             with group.failing_together():
                 agree(group, error)
                 assert tier is not None
-                parts, replicas = (_of_series(each.parts(), series) for each in (tier, tier.replicas))
+                parts, replicas = (_of_group(each.parts(), series) for each in (tier, tier.replicas))
                 own = [each for each in parts if each.part.rank == group.rank]
                 gathered: list[_Member] = group.all_gather(
                     _Member(
@@ -313,6 +313,10 @@ class Peering:
             each.close(timeout_s)
 
 
-def _of_series(held: Sequence[StoredPart], series: str | None) -> list[StoredPart]:
-    """The parts of one series; all of them where it is None."""
-    return [each for each in held if series in (None, each.part.series_key.series)]
+def _of_group(held: Sequence[StoredPart], series: str | None) -> list[StoredPart]:
+    """The parts of the ranks that have saved a series, by the folder that is theirs; all of them where it is None."""
+    return [each for each in held if series is None or _folder(each.part.series_key.series) == _folder(series)]
+
+
+def _folder(series: str) -> str:
+    return series.rpartition("/")[0] or series

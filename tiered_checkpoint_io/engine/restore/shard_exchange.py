@@ -135,8 +135,9 @@ def share_reads(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]
     others: defaultdict[str, list[Span]] = defaultdict(list)
     for rank, (node, theirs) in enumerate(gathered):
         if node == group.node and rank != group.rank:
-            for basename, wanted in theirs.items():
-                others[basename] += wanted
+            # Of what this rank does not read itself, it need not know the chunks.
+            for basename in theirs.keys() & mine.keys():
+                others[basename] += theirs[basename]
     files.share({basename: set(indices) for basename, indices in files.chunks_of(others).items()})
 
 
