@@ -196,6 +196,19 @@ def test_a_rank_that_spoils_what_it_receives_goes_without_and_the_others_get_all
         assert rank in spoiling or set(memories[rank].held) == set(lacking)
 
 
+def test_a_rank_to_which_several_say_that_they_can_not_send_is_not_to_blame():
+    rounds, moves, target = Rounds({"a": [0, 1, 2]}, lacking_of({"a": [0, 1, 2]}, 20, range(5))), [], None
+    while target is None:
+        moves += rounds.next()
+        target = next((rank for rank in (3, 4) if {(0, rank), (1, rank)} <= {move[1:] for move in moves}), None)
+    missed = [next(move for move in moves if move[1:] == (source, target)) for source in (0, 1)]
+    rounds.miss(missed, missed)
+    assert rounds.barred == {("a", 0), ("a", 1)}
+    while rounds.next():
+        pass
+    assert not rounds.missing(target)
+
+
 def test_of_what_no_rank_can_send_all_know_that_it_is_missing_and_the_rest_arrives():
     memories = [Memory() for _ in range(7)]
     memories[0].broken = {Piece("a", 0, CHUNK)}

@@ -148,6 +148,18 @@ def test_ranks_of_a_node_learn_which_chunks_the_others_there_read_however_many()
     assert in_ranks("aab", work) == [{"x": {3999, 4000}}, {"x": set(range(3000))}, {}]
 
 
+def test_a_rank_asks_for_the_chunks_of_no_file_that_others_of_its_node_read_alone():
+    """That would be a request to the durable tier for each."""
+
+    def work(group):
+        own = "xy"[group.rank]
+        files = Files({own: entry(own, 2), "z": entry("z", 2)}, b"")
+        share_reads(group, files, {own: [(0, 20)], "z": [(10 * group.rank, 10)]})
+        return files.others
+
+    assert in_ranks("aa", work) == [{"z": {1}}, {"z": {0}}]
+
+
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 40)), max_size=12), st.sampled_from([1, 2, 8]))
 def test_merged_spans_touch_the_same_chunks_and_are_at_most_one_a_chunk(spans, factor):
     spans = [(offset * UNIT, length * UNIT) for offset, length in spans]
