@@ -92,8 +92,8 @@ class TieredCheckpointConfig:
         memory_keep_last: How many checkpoints memory keeps; of DCP and local ones, of each series of names.
         retention: Which checkpoints the durable tier keeps, such as ``{latest: 3, every_steps: 1000}``; without a
             policy all that are not deleted otherwise. See docs/retention.md.
-        memory_allocation_percentage: Per cent of the node's memory (of its cgroup's ``memory.max`` or ``memory.high``,
-            where lower) that checkpoints may take, shared by all ranks of the node; 20 to 100.
+        memory_allocation_percentage: Per cent of the node's memory, or of its cgroup's ``memory.max`` or
+            ``memory.high``, that checkpoints take; 20 to 100.
         chunk_size_MB: Size of one part of an upload, MiB; 8 to 5,120.
         delta_upload: Whether what an earlier checkpoint has as well is copied by the server, where it can, in place of
             being sent again; each copied part is compared, which takes CPU time. Pays where the uplink is the limit and
