@@ -72,26 +72,26 @@ DEFECTS = [
     (
         "an alias overtakes a queued save of its own name",
         OPERATIONS,
-        "is_blocked = bool(names & (busy | saving))",
-        "is_blocked = bool(names & busy or (operation.place, operation.target) in saving)",
+        "what is newer.\n            is_blocked = bool(names & (busy | saving))",
+        "what is newer.\n            is_blocked = bool(names & busy or (operation.place, operation.target) in saving)",
     ),
     (
         "a delete does not wait for the saves before it",
         OPERATIONS,
-        "is_blocked = bool(names & busy) or any(place == operation.place for place, _ in saving)",
+        "is_blocked = bool(names & (busy | saving)) or (bool(forms) and not forms.isdisjoint(_waits_for(operation)))",
         "is_blocked = bool(names & busy)",
     ),
     (
         "what can't become complete any more is waited for all the same",
         EXECUTE,
-        "if part.commits and part.content.parts > 1:",
-        "if False:",
+        "for old in superseded(operations, self.begun.lost(part), operation):",
+        "for old in ():",
     ),
     (
         "a run does not notice that another has taken its lease for a dead one's",
         LEASES,
-        "is_lost = asking.pop(self._key, None) is None or now - self._answered > self._timing.lease_ttl_s",
-        "asking.pop(self._key, None)",
+        "is_lost = listed.pop(self._key, None) is None or now - self._answered > self._timing.lease_ttl_s",
+        "listed.pop(self._key, None)",
     ),
     (
         "a dead process of the same machine passes for a live one",
@@ -108,8 +108,8 @@ DEFECTS = [
     (
         "a restart takes what memory has, and does not look whether the durable tier has a newer one",
         "engine/restore/search.py",
-        "            options = self._untried(known.manifests)",
-        "            options = self._untried() or self._untried(known.manifests)",
+        "            options = self._untried(catalog)",
+        "            options = self._untried(self._catalog()) or self._untried(catalog)",
     ),
     (
         "the ids of a run follow its machine's clock alone",

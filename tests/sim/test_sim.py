@@ -4,6 +4,7 @@ import os
 
 import pytest
 from sim import drains, two_runs
+from sim.defects import DEFECTS, ROOT
 from sim.run import CALM, ROUGH
 
 
@@ -31,3 +32,8 @@ def test_a_seed_gives_the_same_life_again():
     (_, first), (_, again), (_, other) = (next(drains.lives([seed], ROUGH)) for seed in (7, 7, 8))
     assert first.history == again.history
     assert first.digest == again.digest != other.digest
+
+
+def test_each_defect_that_the_simulation_is_tried_with_has_its_line():
+    sources = {where: (ROOT / "tiered_checkpoint_io" / where).read_text() for _, where, _, _ in DEFECTS}
+    assert [what for what, where, text, _ in DEFECTS if sources[where].count(text) != 1] == []
