@@ -126,7 +126,9 @@ def test_the_name_can_not_be_uploaded_for_now(io, options, proxy, memory_dir):
 @pytest.mark.filterwarnings("ignore:the memory tier can't hold")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_it_sets_deletes_free_that_a_save_which_came_to_nothing_held_up(kind, io, options, proxy, tmp_path):
+def test_it_sets_deletes_free_that_a_save_of_its_series_held_up_which_came_to_nothing(
+    kind, io, options, proxy, tmp_path
+):
     io.save_checkpoint(state(1, SMALL), "1.ckpt")
     io.checkpointer.session.wait()
     come = when(proxy, "put", "manifests/busy.ckpt", late(1.5))
@@ -148,7 +150,8 @@ def test_it_sets_deletes_free_that_a_save_which_came_to_nothing_held_up(kind, io
         dcp.save({"w": torch.ones(LARGE)}, checkpoint_id="step_4", storage_writer=writer)
         writer.close()
     io.checkpointer.session.wait()
-    assert durable(options) == ["busy.ckpt", "step_4"]
+    # Another series says nothing of whether what failed will have a successor.
+    assert durable(options) == [*(["1.ckpt"] if kind == "sharded" else []), "busy.ckpt", "step_4"]
 
 
 def durable(options):

@@ -110,8 +110,6 @@ class Executor:
                 else:
                     self._check_replaced(operation)
                     aliases.delete(store, operation.name, before=operation.op_id, journal=journal, clock=self.clock)
-                # Such requests are of one node, and all that there are where saves are streamed.
-                self.stores.abort_abandoned(operation.place)
         except _Stopped:
             return
         except Exception as error:
@@ -147,6 +145,9 @@ class Executor:
             if copied:
                 took += f", of which {size_text(copied)} were copied there in place of being sent"
             self.log.info("Step %d: %s %s: %s", part.content.step, part.name, what, took)
+        if stored is None or stored.part.commits:
+            # One drain looks for what those of all nodes have left: the coordinator's, which has most other requests.
+            self.stores.abort_abandoned(operation.place)
 
     def _save(self, operation: Request, stored: StoredPart) -> commit.Fate | Literal["waits"]:
         """Does what can be done now for a part in memory: sends it, waits for those of other nodes, commits."""
@@ -169,8 +170,6 @@ class Executor:
             fate = commit.commit(
                 store, part, files, rows, journal=journal, progress=self._progress, remove_later=left, clock=self.clock
             )
-        # One drain looks for what those of all nodes have left: the coordinator's.
-        self.stores.abort_abandoned(part.place)
         if fate != "replaced" and not is_alone:
             queued = self.queue.look(self.tier)
             given_up = superseded(queued, self.begun.lost(part), operation)

@@ -79,8 +79,8 @@ class Stores:
             self._looked[place] = now
             try:
                 abort_stale()
-            except StoreError as error:
-                # The server may lack this request: that must not stop uploads.
+            except (StoreError, OSError, RuntimeError) as error:
+                # The server may lack this request, or the process have no thread for it: that must not stop uploads.
                 self._log.warning("could not look for abandoned uploads: %s", error)
 
     def all(self) -> list[Store]:
