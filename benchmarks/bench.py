@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -32,6 +33,8 @@ from states import STATES
 
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 100.0
+#: What a benchmark that has taken longer gets to end in order, seconds.
+END_S = 30.0
 #: The state of the peers. Ours are measured with the others too; delta_upload only where little changes.
 COMMON = "64 tensors"
 OURS = [name for name in CONTENDERS if name.startswith("ours") and name != DELTA]
@@ -58,12 +61,19 @@ SCRIPTS = {
 
 def child(command: list[str], limit_s: float = LIMIT_S) -> tuple[str, str]:
     """What a process wrote, and why it failed; "" where it did not."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, cwd=HERE.parent)
-    except subprocess.TimeoutExpired:
-        return "", f"nothing after {limit_s:.0f} s"
-    last = (done.stderr.strip().splitlines() or [""])[-1]
-    return done.stdout, "" if done.returncode == 0 else f"ended with {done.returncode}: {last}"
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=HERE.parent, **pipes) as process:
+        try:
+            out, errors = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            # As Ctrl-C: it ends its own processes, and removes its folder on tmpfs.
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=END_S)
+            process.kill()
+            return "", f"nothing after {limit_s:.0f} s"
+    last = (errors.strip().splitlines() or [""])[-1]
+    return out, "" if process.returncode == 0 else f"ended with {process.returncode}: {last}"
 
 
 def contended(name: str, state: str, mebibytes: int, rounds: int) -> dict[str, Any]:

@@ -24,11 +24,9 @@ import itertools
 import json
 import logging
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -38,6 +36,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from loop import Raw
 from parts import OF_SAVE, Parts, medians
+from running import shm_folder
 from s3_process import StoringServer
 from s3_state import BUCKET
 from torch.distributed.fsdp import fully_shard
@@ -241,8 +240,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(arguments.threads)
     with contextlib.ExitStack() as stack:
-        folder = tempfile.mkdtemp(prefix="tiered-bench-", dir="/dev/shm")
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = stack.enter_context(shm_folder())
         os.environ |= {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_REGION": "us-east-1"}
         url = stack.enter_context(StoringServer(elsewhere=True)).url
         io = TieredCheckpointIO(

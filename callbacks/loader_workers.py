@@ -67,7 +67,7 @@ def _replace_start() -> None:
 
 def _restore_start() -> None:
     global _replaced
-    # What another library has put around it goes on to call it.
+    # A wrapper that another library has put around ours keeps calling ours.
     if _replaced is not None and BaseProcess.start is _replaced[0]:
         BaseProcess.start = _replaced[1]  # type: ignore[method-assign]
     _replaced = None

@@ -303,7 +303,7 @@ class PreemptionCheckpoint(Callback):
         if not handles_signals():
             log.warning(
                 "training runs on a thread other than the main one, where Python handles no signals: to stop with a"
-                " last checkpoint, call PreemptionCheckpoint.notify() when the job is told to end"
+                " last checkpoint, call PreemptionCheckpoint.notify() when the job has to end"
             )
         if "TORCHELASTIC_RUN_ID" in os.environ and self.notice.grace_seconds > _TORCHRUN_S:
             log.warning(

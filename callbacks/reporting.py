@@ -96,7 +96,7 @@ class Reporter:
 
 
 def _say(trainer: Trainer, say: Callable[[Logger], object]) -> None:
-    """Says something to each logger. One that fails does not end training on this rank alone: it is warned of, once."""
+    """Says something to each logger. One that fails does not end training on this rank alone: one warning names it."""
     for logger in trainer.loggers:
         try:
             say(logger)

@@ -118,7 +118,7 @@ class Unfinished(dict[str, Begun]):
         """Looks for the other parts of a save, by one list for each thousand; None where it is not its turn yet.
 
         To wait is no failure as long as parts come. Once none has for ``timeout_s`` seconds, it is one, and is
-        raised once; the looks go on, more rarely.
+        raised once; looks for them continue, more rarely.
 
         Raises:
             DrainError: None has come for ``timeout_s`` seconds.

@@ -65,7 +65,7 @@ def in_pieces(
         for index, ranks in sorted(chunks.items()):
             offset, length = ranges[index]
             piece = Piece(basename, offset, length)
-            # What the same ranks lack goes on in one piece.
+            # Neighbours that the same ranks lack travel as one piece.
             is_next = last is not None and last.offset + last.length == offset and pieces[last] == ranks
             if last is not None and is_next and last.length < at_once * entry.chunk_size:
                 del pieces[last]
@@ -253,7 +253,7 @@ class Pieces(Protocol):
     """The pieces of one rank."""
 
     def read(self, piece: Piece) -> memoryview:
-        """One that this rank has; what fails is told to the rank that it was to be sent to."""
+        """One that this rank has. Where it raises, the rank that was to get it learns why."""
         ...
 
     def room(self, piece: Piece) -> memoryview:
