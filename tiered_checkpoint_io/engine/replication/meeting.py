@@ -33,6 +33,7 @@ from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.node import memory_of
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 
@@ -315,8 +316,9 @@ class Peering:
 
 def _of_group(held: Sequence[StoredPart], series: str | None) -> list[StoredPart]:
     """The parts of the ranks that have saved a series, by the folder that is theirs; all of them where it is None."""
-    return [each for each in held if series is None or _folder(each.part.series_key.series) == _folder(series)]
+    return [each for each in held if series is None or _group(each.part.series_key.series) == _group(series)]
 
 
-def _folder(series: str) -> str:
-    return series.rpartition("/")[0] or series
+def _group(series: str) -> str:
+    # Groups without folders are told apart by the rest of the name.
+    return ids.folder_of(series) or series
