@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiered_checkpoint_io.formats import copies as copies_module
-from tiered_checkpoint_io.formats.copies import Copies
+from tiered_checkpoint_io.formats.copies import Copies, gathering
 
 CHUNK, PIECE = 16 << 10, 4 << 10
 
@@ -22,7 +22,7 @@ LAYOUTS = st.tuples(
 
 
 def check(count: int, longest: int, gap: int, seed: int) -> int:
-    """Copies so many stretches, and compares; how many calls those took that are not short."""
+    """Copies so many stretches, and compares; how many calls that took."""
     random = np.random.default_rng(seed)
     lengths = random.integers(0, longest + 1, count)
     gaps = random.integers(0, gap + 1, count)
@@ -38,42 +38,47 @@ def check(count: int, longest: int, gap: int, seed: int) -> int:
         wanted[offset : offset + length] = source[place : place + length]
     target = (ctypes.c_char * size)()
     shuffled = random.permutation(count)
-    copies = Copies(
-        target,
-        offsets[shuffled],
-        lengths[shuffled],
-        (source.ctypes.data + places)[shuffled],
-        cuts=(CHUNK, PIECE),
-    )
+    copies = Copies(target, offsets[shuffled], lengths[shuffled], (source.ctypes.data + places)[shuffled], piece=PIECE)
     got = np.frombuffer(target, np.uint8)
-    for chunk in range(-(-size // CHUNK)):
-        copies.copy_short(chunk)
-        for piece in range(chunk * CHUNK // PIECE, min((chunk + 1) * CHUNK, size + PIECE - 1) // PIECE):
-            copies.copy_long(piece)
-            assert not got[(piece + 1) * PIECE :].any() or copies.has_short(chunk)
+    elsewhere = (ctypes.c_char * PIECE)()
+    for piece in range(-(-size // PIECE)):
+        begin, end = piece * PIECE, min((piece + 1) * PIECE, size)
+        ctypes.memset(elsewhere, 0, PIECE)
+        copies.copy(piece, ctypes.addressof(elsewhere) - ctypes.addressof(target) - begin)
+        assert np.array_equal(np.frombuffer(elsewhere, np.uint8)[: end - begin], wanted[begin:end])
+        assert not got[begin:].any()
+        copies.copy(piece)
         # It is complete now, and nothing but it was touched.
-        end = min((chunk + 1) * CHUNK, size)
-        assert np.array_equal(got[chunk * CHUNK : end], wanted[chunk * CHUNK : end])
-        assert not got[end : end + CHUNK].any()
-    assert np.array_equal(got, wanted)
+        assert np.array_equal(got[:end], wanted[:end])
+        assert not got[end:].any()
     return copies.calls
 
 
+NEEDS_THE_CALL = pytest.mark.skipif(gathering() is None, reason="this system does not allow the call")
+WAYS = {"at once": gathering, "one by one": lambda: None, "refused later": lambda: lambda _targets, _sources: False}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=100, deadline=None)
 @given(LAYOUTS)
-def test_all_bytes_come_to_their_places(layout):
-    check(*layout)
+def test_all_bytes_come_to_their_places(way, layout):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copies_module, "gathering", WAYS[way])
+        check(*layout)
 
 
-@pytest.mark.parametrize("at_once", [1, 300, 4096])
-def test_short_stretches_that_take_several_copies(monkeypatch, at_once):
-    monkeypatch.setattr(copies_module, "_AT_ONCE", max(at_once, 2048))
-    monkeypatch.setattr(copies_module, "_FEW", 1)
-    for longest in (1, 130, 2047):
-        check(700, longest, 90, at_once)
+@NEEDS_THE_CALL
+def test_short_stretches_share_a_call():
+    pieces = 2000 * 85 // PIECE + 2
+    # More than the system takes at once are in two.
+    assert pieces / 2 < check(2000, 150, 10, 1) <= pieces
+    assert check(9000, 2, 0, 1) < 9000 * 2 // PIECE * 2 + 3
+    assert check(20, 150, 0, 1) >= 20 - 2
 
 
-def test_calls_are_made_for_long_stretches_alone():
-    # One stretch may reach over the end of a chunk.
-    assert check(2000, 150, 10, 1) <= 2 * (2000 * 85 // CHUNK + 2)
-    assert check(40, 150, 0, 1) >= 40 - 2
+@NEEDS_THE_CALL
+def test_what_can_not_be_read_is_told_and_does_no_harm():
+    """As where the system stops: a call for each is made then."""
+    gather, target = gathering(), np.zeros(2, np.int64)
+    rows = np.array([[target.ctypes.data, 16]])
+    assert not gather(rows, np.array([[target.ctypes.data, 8], [8, 8]]))

@@ -1,38 +1,38 @@
-"""Which bytes of a file come from which addresses: a call for each long stretch, and one for hundreds of short ones.
+"""Which bytes of a file come from which addresses: one call copies as many stretches as a piece of the file has.
 
-A call costs as much as copying some KiB. Of a state of many tensors, most stretches are short: between any two tensors'
-bytes stand about 128 bytes of the zip file, and optimizers keep a number for each parameter.
+A call for each would cost as much as copying some KiB, and the interpreter lock would change hands at each: between any
+two tensors' bytes stand about 128 bytes of the zip file, and optimizers keep a number for each parameter. Linux copies
+many stretches at once from one process to another, which may be the same.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
 from collections import deque
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-#: A stretch of fewer bytes is short; two windows of a power of two cover it.
-_SHORT = 2 << 10
-#: Fewer short stretches in a chunk than this are copied one by one.
-_FEW = 64
-#: Bytes of short stretches that are copied at once: they pass through a buffer, which is to stay in the cache.
-_AT_ONCE = 256 << 10
+#: As many as the system takes at once.
+_AT_ONCE = 1024
+#: So few stretches of a piece are copied one by one, each by a call that is faster than the one for many.
+_FEW = 24
 
 _Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Copies:
-    """All copies into one buffer."""
+    """All copies into one buffer.
+
+    Attributes:
+        calls: How many calls they take.
+    """
 
     def __init__(
-        self,
-        target: ctypes.Array[Any],
-        offsets: _Integers,
-        lengths: _Integers,
-        addresses: _Integers,
-        *,
-        cuts: tuple[int, int],
+        self, target: ctypes.Array[Any], offsets: _Integers, lengths: _Integers, addresses: _Integers, *, piece: int
     ) -> None:
         """Cuts stretches up.
 
@@ -41,85 +41,83 @@ class Copies:
             offsets: Where in it the bytes of each stretch belong; none overlap.
             lengths: How many there are.
             addresses: Where they lie.
-            cuts: The sizes of a chunk and of a piece, bytes; a chunk is so many pieces.
+            piece: How many bytes of the buffer are filled at once.
         """
-        chunk, piece = cuts
         order = np.argsort(offsets, kind="stable")
         order = order[lengths[order] > 0]
         offsets, lengths, addresses = offsets[order], lengths[order], addresses[order]
-        chunks = offsets // chunk
-        short = (lengths < _SHORT) & ((offsets + lengths - 1) // chunk == chunks)
-        self._base, self._size = ctypes.addressof(target), len(target)
-        #: By the chunks' numbers: which short stretches are copied together, and by windows of how many bytes.
-        self._groups: dict[int, list[tuple[int, int, int]]] = {}
-        if np.count_nonzero(short) >= _FEW * -(-len(target) // chunk):
-            self._take_short(chunks[short], offsets[short], lengths[short], addresses[short])
-            long = ~short
-            offsets, lengths, addresses = offsets[long], lengths[long], addresses[long]
-        self._take_long(offsets, lengths, addresses, piece)
-
-    def _take_short(self, chunks: _Integers, offsets: _Integers, lengths: _Integers, addresses: _Integers) -> None:
-        # The power of two that is at most the length.
-        widths = 1 << (np.frexp(lengths)[1].astype(np.int64) - 1)
-        order = np.lexsort((widths, chunks))
-        chunks, widths = chunks[order], widths[order]
-        self._offsets, self._lengths, self._addresses = offsets[order], lengths[order], addresses[order]
-        ends = np.flatnonzero(np.diff(chunks, append=-1) | np.diff(widths, append=0)) + 1
-        start = 0
-        for end in ends.tolist():
-            self._groups.setdefault(int(chunks[start]), []).append((start, end, int(widths[start])))
-            start = end
-        self._low = int(addresses.min())
-        self._span = int((addresses + lengths).max()) - self._low
-
-    def _take_long(self, offsets: _Integers, lengths: _Integers, addresses: _Integers, piece: int) -> None:
-        ends = offsets + lengths
-        first = offsets // piece
-        counts = (ends - 1) // piece - first + 1
-        rows = np.repeat(np.arange(len(offsets)), counts)
-        pieces = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+        ends, first = offsets + lengths, offsets // piece
+        cuts = (ends - 1) // piece - first + 1
+        # A row is what a stretch has in a piece.
+        rows = np.repeat(np.arange(len(offsets)), cuts)
+        pieces = np.arange(len(rows)) - np.repeat(np.cumsum(cuts) - cuts - first, cuts)
         lows, highs = np.maximum(offsets[rows], pieces * piece), np.minimum(ends[rows], (pieces + 1) * piece)
-        self._columns = (
-            (self._base + lows).tolist(),
-            (addresses[rows] + (lows - offsets[rows])).tolist(),
-            (highs - lows).tolist(),
-        )
-        self._cuts = np.searchsorted(pieces, np.arange(-(-self._size // piece) + 1)).tolist()
+        self._places, self._lengths = ctypes.addressof(target) + lows, highs - lows
+        self._sources = np.stack((addresses[rows] + (lows - offsets[rows]), self._lengths), axis=1)
+        # A batch of rows begins with a piece, or where there would be too many.
+        begins = (np.arange(len(rows)) - np.searchsorted(pieces, pieces)) % _AT_ONCE == 0
+        batches = np.append(np.flatnonzero(begins), len(rows))
+        self._batches = batches.tolist()
+        #: Which batch is the first of each piece.
+        self._pieces = np.searchsorted(pieces[batches[:-1]], np.arange(-(-len(target) // piece) + 1)).tolist()
+        # A run of a batch's rows follows without a gap in the buffer.
+        runs = np.flatnonzero(begins | np.append(True, lows[1:] != highs[:-1])[: len(rows)])
+        totals = np.append(0, np.cumsum(self._lengths))[np.append(runs, len(rows))]
+        self._targets = np.stack((self._places[runs], np.diff(totals)), axis=1)
+        self._runs = np.searchsorted(runs, batches).tolist()
+        self._gather = gathering()
+        single = np.diff(batches) <= (_FEW if self._gather is not None else _AT_ONCE)
+        alone = np.flatnonzero(np.repeat(single, np.diff(batches)))
+        self._alone = self._columns(alone)
+        #: Where the rows of each batch begin among those that are copied one by one.
+        self._firsts = np.searchsorted(alone, batches).tolist()
+        self.calls = len(alone) + int(np.count_nonzero(~single))
 
-    @property
-    def calls(self) -> int:
-        """How many stretches are copied by calls of their own."""
-        return len(self._columns[0])
+    def copy(self, piece: int, away: int = 0) -> None:
+        """Copies what belongs in a piece, by its number, to ``away`` bytes beyond the buffer's own."""
+        for batch in range(*self._pieces[piece : piece + 2]):
+            start, end = self._firsts[batch : batch + 2]
+            if start < end:
+                _copy_each(*(column[start:end] for column in self._alone), away=away)
+            elif not self._copy_batch(batch, away):
+                _copy_each(*self._columns(slice(*self._batches[batch : batch + 2])), away=away)
 
-    def copy_long(self, piece: int, away: int = 0) -> None:
-        """Copies all but the short stretches of a piece, by its number, to ``away`` bytes beyond the buffer's own."""
-        start, end = self._cuts[piece : piece + 2]
-        targets, sources, lengths = (column[start:end] for column in self._columns)
-        if away:
-            targets = [target + away for target in targets]
-        # No line of Python for each, of which there may be thousands. A call releases the interpreter lock, unlike a
-        # copy between memoryviews.
-        deque(map(ctypes.memmove, targets, sources, lengths), 0)
+    def _copy_batch(self, batch: int, away: int) -> bool:
+        targets = self._targets[slice(*self._runs[batch : batch + 2])]
+        sources = self._sources[slice(*self._batches[batch : batch + 2])]
+        return self._gather is not None and self._gather(np.add(targets, (away, 0)), sources)
 
-    def has_short(self, chunk: int) -> bool:
-        """Whether :meth:`copy_short` copies anything of a chunk, by its number."""
-        return chunk in self._groups
-
-    def copy_short(self, chunk: int) -> None:
-        """Copies the short stretches of a chunk, by its number."""
-        target = (ctypes.c_char * self._size).from_address(self._base)
-        for start, end, width in self._groups.get(chunk, ()):
-            memory = (ctypes.c_char * self._span).from_address(self._low)
-            sources, targets = _windows(memory, width), _windows(target, width)
-            for at in range(start, end, _AT_ONCE // width):
-                some = slice(at, min(at + _AT_ONCE // width, end))
-                offsets, places = self._offsets[some], self._addresses[some] - self._low
-                targets[offsets] = sources[places]
-                rest = self._lengths[some] - width
-                if np.any(rest):
-                    targets[offsets + rest] = sources[places + rest]
+    def _columns(self, rows: Any) -> tuple[list[int], list[int], list[int]]:
+        return self._places[rows].tolist(), self._sources[rows, 0].tolist(), self._lengths[rows].tolist()
 
 
-def _windows(memory: ctypes.Array[Any], width: int) -> np.ndarray[Any, Any]:
-    """As many items as there are bytes at which one may begin."""
-    return np.ndarray((len(memory) - width + 1,), f"V{width}", cast("Any", memory), strides=(1,))
+def _copy_each(targets: list[int], sources: list[int], lengths: list[int], *, away: int) -> None:
+    if away:
+        targets = [target + away for target in targets]
+    # No line of Python for each, of which there may be thousands. A call releases the interpreter lock, unlike a copy
+    # between memoryviews.
+    deque(map(ctypes.memmove, targets, sources, lengths), 0)
+
+
+@functools.cache
+def gathering() -> Callable[[_Integers, _Integers], bool] | None:
+    """What copies many stretches of this process' memory at once; None where the system has or allows no such call.
+
+    It takes rows of an address and a length: where to, and where from, both as many bytes in all. It tells whether all
+    of them were copied.
+    """
+    try:
+        write = ctypes.CDLL(None).process_vm_writev
+    except (AttributeError, OSError, TypeError):
+        return None
+    pointer, count = ctypes.c_void_p, ctypes.c_ulong
+    write.argtypes, write.restype = (ctypes.c_int, pointer, count, pointer, count, count), ctypes.c_ssize_t
+
+    def gather(targets: _Integers, sources: _Integers) -> bool:
+        done = write(os.getpid(), sources.ctypes.data, len(sources), targets.ctypes.data, len(targets), 0)
+        return bool(done == sources[:, 1].sum())
+
+    # A container's rules may forbid it.
+    tried = np.arange(2, dtype=np.int64)
+    rows = np.array([[tried.ctypes.data, 8], [tried.ctypes.data + 8, 8]])
+    return gather if gather(rows[:1], rows[1:]) and tried[0] == 1 else None

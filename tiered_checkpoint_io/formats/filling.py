@@ -244,7 +244,7 @@ class Filling:
         lengths = np.concatenate((np.diff(segments.cuts), lengths))
         offsets = np.concatenate((segments.offsets, offsets))
         addresses = np.concatenate((self._text.ctypes.data + segments.cuts[:-1], data + starts))
-        return Copies(self._anchor, offsets, lengths, addresses, cuts=(self._chunk_size, piece))
+        return Copies(self._anchor, offsets, lengths, addresses, piece=piece)
 
     def _fill_chunk(self, chunk: tuple[int, int], copies: Copies, size: int) -> str:
         """Copies one chunk, and hashes it.
@@ -255,15 +255,13 @@ class Filling:
         """
         begin, length = chunk
         hasher = xxhash.xxh3_128()
-        number = begin // self._chunk_size
-        copies.copy_short(number)
         written: Written | None = None
-        if self._untouched is not None and begin + length > self._untouched.start and not copies.has_short(number):
+        if self._untouched is not None and begin + length > self._untouched.start:
             written = Written(self._untouched.descriptor, min(size, length))
         for piece in range(begin, begin + length, size):
             end = min(piece + size, begin + length)
             away = 0 if written is None else written.address - (self._base + piece)
-            copies.copy_long(piece // size, away)
+            copies.copy(piece // size, away)
             if self._arrivals:
                 self._await(piece, end)
             if self._hashed:
