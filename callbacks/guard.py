@@ -20,7 +20,7 @@ from tiered_checkpoint_io.callbacks.places import folder_of
 from tiered_checkpoint_io.callbacks.preparing import FirstSave
 from tiered_checkpoint_io.callbacks.requeue import take_over_requeue
 from tiered_checkpoint_io.callbacks.summary import say_summary, say_summary_last
-from tiered_checkpoint_io.callbacks.trainer import check_strategy, on_rank_0
+from tiered_checkpoint_io.callbacks.trainer import check_strategy, of_classes, on_rank_0
 from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
 from tiered_checkpoint_io.engine.restore.loaders import report_left_out
@@ -130,6 +130,7 @@ class StrategyGuard(Callback):
         if not trainer.is_global_zero:
             return
         _warn_of_others(trainer, io)
+        _warn_of_unread(trainer, io)
         _warn_of_undone(trainer, io)
         # In setup, Lightning does not show ckpt_path yet. Where tiered:latest finds nothing, there is nothing to name.
         looked_for_last = trainer.ckpt_path in (ids.LAST, ids.LAST_URL) and io.found_nothing
@@ -162,6 +163,11 @@ class StrategyGuard(Callback):
         if io is not None:
             self._recording.reach(trainer.global_step, io.checkpointer.session)
             self._first_save.reach(trainer, io)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes that the averages of callbacks which have such take the place of the weights, from here on."""
+        if of_classes(trainer, "WeightAveraging", "StochasticWeightAveraging"):
+            self._held.load(pl_module)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: object) -> None:
         """Notes the step: a long validation is no silence."""
@@ -285,6 +291,18 @@ def _warn_of_others(trainer: Trainer, io: TieredCheckpointIO) -> None:
                 io.config.dirpath,
                 ids.LATEST,
             )
+
+
+def _warn_of_unread(trainer: Trainer, io: TieredCheckpointIO) -> None:
+    """Warns where memory steps were asked of the IO, which saves what callbacks give it, and no callback has them."""
+    every = io.config.memory_every_n_train_steps if "memory_every_n_train_steps" in io._given else None
+    if every and not any(getattr(each, "memory_every_n_train_steps", None) for each in trainer.checkpoint_callbacks):
+        io.checkpointer.session.log.warning(
+            "TieredCheckpointIO has memory_every_n_train_steps=%d, but no callback saves memory steps: the intervals of"
+            " the configuration are read by TieredModelCheckpoint.from_config(...) alone; null in it says that none is"
+            " wanted",
+            every,
+        )
 
 
 def _warn_of_undone(trainer: Trainer, io: TieredCheckpointIO) -> None:

@@ -1,4 +1,4 @@
-"""Whose weights a trainer holds: an evaluation, or an export of the best, may leave those of another step."""
+"""Whose weights a trainer holds: an evaluation, an export of the best or averages may leave others than it trained."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tiered_checkpoint_io.model import ids
 class HeldWeights:
     """Whether a trainer holds the weights that it has trained.
 
-    An evaluation may load others into the trained module, or hold another module; NeMo exports the best. The trainer
-    still has the optimizers' states, the loops and the step of the training that has ended, so what it saves then is
-    nothing to resume from.
+    An evaluation may load others into the trained module, or hold another module; NeMo exports the best; callbacks that
+    average weights leave the averages where training ends. The trainer still has the optimizers' states, the loops and
+    the step of the training that has ended, so what it saves then is nothing to resume from.
     """
 
     def __init__(self) -> None:
         #: The module that was trained, for as long as it exists.
         self._trained: weakref.ref[LightningModule] | None = None
-        #: Whether a checkpoint's weights were loaded into it since, and no more.
+        #: Whether other weights were loaded into it since, and no more.
         self._has_loaded = False
         self._has_warned = False
 
@@ -35,7 +35,7 @@ class HeldWeights:
         self._trained, self._has_loaded = weakref.ref(module), False
 
     def load(self, module: LightningModule) -> None:
-        """Notes that a module has got a checkpoint's weights, and nothing else of it."""
+        """Notes that a module has got other weights, as a checkpoint's, and nothing else that belongs to them."""
         self._has_loaded |= self._trained is not None and self._trained() is module
 
     def are_others(self, module: LightningModule) -> bool:
@@ -47,8 +47,8 @@ class HeldWeights:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "the weights are those of an evaluation or of the best checkpoint, and the optimizers' states those of"
-                " the training before: what trainer.save_checkpoint saves now is loaded by its name alone, and %s"
-                " passes it by",
+                "the weights are those of an evaluation or of the best checkpoint, or averages, and the optimizers'"
+                " states those of the training before: what trainer.save_checkpoint saves now is loaded by its name"
+                " alone, and %s passes it by",
                 ids.LATEST,
             )

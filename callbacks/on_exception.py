@@ -15,6 +15,9 @@ def count_as_last(trainer: Trainer, io: TieredCheckpointIO) -> None:
 
     Beside that callback, Lightning takes "last" for a ``fit`` without ckpt_path. Where the callback saves elsewhere, a
     warning says that its checkpoint is not found.
+
+    Raises:
+        InvalidNameError: It can't save there: it would say so where training ends.
     """
     engine, names = io.checkpointer, set()
     for each in trainer.callbacks:  # type: ignore[attr-defined]
@@ -23,6 +26,8 @@ def count_as_last(trainer: Trainer, io: TieredCheckpointIO) -> None:
         try:
             names.add(ids.name_in(engine.dirpath, each.ckpt_path))
         except InvalidNameError:
+            if not io._is_elsewhere(each.ckpt_path):
+                raise
             if trainer.is_global_zero and each.ckpt_path not in engine.session.warned:
                 engine.session.warned.add(each.ckpt_path)
                 engine.session.log.warning(

@@ -135,15 +135,19 @@ def nemo_averages(trainer: Trainer) -> Any:
     return None
 
 
+def of_classes(trainer: Trainer, *names: str) -> list[Any]:
+    """The callbacks of classes of these names, or derived from them: not every supported Lightning has them."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [each for each in callbacks if any(kind.__name__ in names for kind in type(each).__mro__)]
+
+
 @contextlib.contextmanager
 def trained_weights(trainer: Trainer) -> Iterator[None]:
     """A block amid a validation, in which the weights are those that are trained.
 
     Callbacks that validate averaged weights have exchanged them; what is saved so would name each for the other.
     """
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    # By its name: Lightning has it since 2.6.
-    averaging = [each for each in callbacks if any(kind.__name__ == "WeightAveraging" for kind in type(each).__mro__)]
+    averaging = of_classes(trainer, "WeightAveraging")
     ema = nemo_averages(trainer)
     for each in reversed(averaging):
         each.on_validation_epoch_end(trainer, trainer.lightning_module)

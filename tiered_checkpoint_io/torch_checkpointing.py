@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 
+from tiered_checkpoint_io.adapters.given import check_positive
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.engine.durable.damage import Damage, damage_of
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
@@ -44,6 +45,7 @@ __all__ = ["TieredStorageConfig"]
 
 #: The key by which one of our checkpoints holds the files of one of theirs.
 FILES = "files"
+_EVERY = "s3_every_n_train_steps"
 
 
 @dataclass
@@ -56,7 +58,7 @@ class TieredStorageConfig(StorageConfig):  # type: ignore[misc]
         dirpath: The durable tier: an S3 URL, another fsspec URL, or a directory.
         options: Further keys of docs/configuration.md, such as ``namespace``.
         s3_every_n_steps: Of which steps, by the number in their ids, the checkpoints go to the durable tier as well;
-            None for all.
+            None for all, or for what ``s3_every_n_train_steps`` in the options says.
     """
 
     dirpath: str
@@ -65,6 +67,17 @@ class TieredStorageConfig(StorageConfig):  # type: ignore[misc]
     _engine: Checkpointer | None = field(default=None, init=False, repr=False, compare=False)
     #: The checkpoint that is being read, by any storage: its id, and its files.
     _open: tuple[str, dict[str, torch.Tensor]] = field(default=("", {}), init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Checks the interval; raises ConfigError."""
+        check_positive("s3_every_n_steps", self.s3_every_n_steps)
+
+    def is_durable(self, step: int | None) -> bool:
+        """Whether the checkpoint of a step, or one that tells none, goes to the durable tier."""
+        every = self.s3_every_n_steps
+        if every is None:
+            every = self.checkpointer.session.config.s3_every_n_train_steps if _EVERY in self.options else 1
+        return every is not None and (step is None or step % every == 0)
 
     @property
     def checkpointer(self) -> Checkpointer:
@@ -159,8 +172,7 @@ class TieredStorage(Storage):  # type: ignore[misc]
             FILES: {str(path.relative_to(src_path)): _tensor(data) for path, data in files.items()},
             "global_step": ids.step_in_name(name),
         }
-        every, step = self._config.s3_every_n_steps, ids.step_in_name(name)
-        durable = every is None or step is None or step % every == 0
+        durable = self._config.is_durable(ids.step_in_name(name))
         self._config.checkpointer.save(state, name, tiers=TIERS if durable else {"memory"}, wait=False)
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:

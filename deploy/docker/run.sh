@@ -12,7 +12,7 @@ case "${1:-private}" in
         ;;
     host)
         # Memory of the node: survives the container, until the node reboots. The same user in each of them.
-        mkdir -p /dev/shm/checkpoints
+        mkdir -p /dev/shm/checkpoints /mnt/nvme/checkpoints
         docker run --rm --init --stop-timeout 60 --user "$(id -u):$(id -g)" \
             --volume /dev/shm/checkpoints:/dev/shm \
             --volume /mnt/nvme/checkpoints:/spill "$image" python train.py spill_dir=/spill

@@ -164,6 +164,12 @@ def test_memory_too_small_is_an_error_only_where_nothing_can_be_saved(runs, tmp_
         assert (error, trainer.global_step) == (None, 3)
         assert list((tmp_path / "disk").glob("spill/*/*/saves/*/rank-00000/part.json"))
         assert not [line for line in said if "preflight" in line]
+        # Before it is needed.
+        (tmp_path / "file").touch()
+        for spill in ("file", "file/spill"):
+            trainer, error, _ = fit(runs, spill_dir=str(tmp_path / spill))
+            assert (type(error), trainer.global_step) == (MemoryTierError, 0)
+            assert f"spill_dir is {tmp_path / spill}, where this user may not write" in error.message
         # A durable save gets there without memory.
         both = TieredModelCheckpoint(memory_every_n_train_steps=1, s3_every_n_train_steps=3)
         with pytest.warns(UserWarning, match="the memory tier can't hold"):

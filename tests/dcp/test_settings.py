@@ -138,6 +138,8 @@ def test_which_steps_go_to_the_durable_tier(memory_dir, tmp_path):
     ):
         assert not durable(TieredStorageWriter(block), 12)
         assert durable(TieredStorageWriter(block, save_to_s3=True), 13)
+    assert not durable(TieredStorageWriter(**options, s3_every_n_train_steps=None), 14)
+    assert not durable(TieredStorageWriter({**options, "s3_every_n_train_steps": 2}, s3_every_n_train_steps=None), 14)
     every.wait(60)
     every.close()
     assert sorted(os.listdir(tmp_path / "durable")) == [".tiered", *(f"step_{step}" for step in (0, 13, 2, 5, 7, 9))]

@@ -88,3 +88,17 @@ def test_an_argument_of_the_io_replaces_a_key_of_a_configuration_even_where_it_i
 def test_off_may_stand_in_yaml_without_quotes():
     block = OmegaConf.create("dirpath: s3://bucket/run\npreflight: off")
     assert TieredCheckpointConfig.from_any(block).preflight == "off"
+
+
+@pytest.mark.parametrize(
+    ("asked", "callback", "warns"),
+    [
+        ({"memory_every_n_train_steps": 2}, {"every_n_epochs": 1}, True),
+        ({"memory_every_n_train_steps": 2}, {"memory_every_n_train_steps": 2}, False),
+        ({"memory_every_n_train_steps": None}, {"every_n_epochs": 1}, False),
+        ({}, {"every_n_epochs": 1}, False),
+    ],
+)
+def test_memory_steps_that_no_callback_saves_are_warned_of(asked, callback, warns, runs, caplog):
+    runs.fit(TieredModelCheckpoint(**callback), io=runs.io(**asked), max_steps=2)
+    assert ("no callback saves memory steps" in caplog.text) == warns

@@ -198,6 +198,25 @@ def test_a_crash_is_no_end_and_the_run_after_it_makes_up_for_it(runs):
     assert runs.durable() == ["end_of_training.ckpt"]
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_evaluation_after_a_crash_is_no_end_of_the_training(by_name, runs):
+    """It has the weights of another checkpoint, or those that training has crashed with."""
+    runs.fit(every(), max_steps=13)
+    trainer, model = runs.fit(every(), max_steps=30, stop_at=17)
+    assert (trainer.io.checkpointer.restored.step, trainer.global_step) == (13, 17)
+
+    def held():
+        io = runs.io()
+        steps = {name: io.load_checkpoint(name)["global_step"] for name in runs.durable()}
+        io.teardown()
+        return steps
+
+    before = held()
+    assert before == {"end_of_training.ckpt": 13, "epoch=0-step=10.ckpt": 10, "last.ckpt": 10}
+    trainer.test(model, ckpt_path=f"{runs.dirpath}/last.ckpt" if by_name else None, verbose=False)
+    assert held() == before
+
+
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_a_restart_that_has_nothing_left_to_train_makes_up_for_it_as_well(asynchronous, runs_on_each):
     runs = runs_on_each

@@ -49,6 +49,18 @@ def test_a_trainer_that_evaluated_other_weights_saves_nothing_to_resume_from(how
     assert caplog.text.count("the weights are those of an evaluation or of the best") == 1
 
 
+@pytest.mark.skipif(INSTALLED < (2, 6), reason="WeightAveraging came with Lightning 2.6")
+def test_averages_that_a_training_has_ended_with_are_nothing_to_resume_from(runs, caplog):
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    trainer, _ = runs.fit(best(), EMAWeightAveraging(), ckpt_path=None)
+    before = newest(runs)
+    trainer.save_checkpoint("final.ckpt")
+    trainer.io.teardown()
+    assert newest(runs) == before
+    assert "the weights are those of an evaluation or of the best checkpoint, or averages" in caplog.text
+
+
 @pytest.mark.parametrize("then", ["validated", "trained", "resumed"])
 def test_a_trainer_that_holds_what_it_trained_saves_what_to_resume_from(then, runs):
     callback = best(save_last=True)

@@ -12,6 +12,7 @@ from support.training import LogBook, Model, Runs, Stop
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.errors import InvalidNameError
 
 #: In elements: so that a checkpoint is large beside manifests.
 BALLAST = 1 << 18
@@ -187,6 +188,19 @@ def test_an_on_exception_checkpoint_that_is_in_no_tier_is_warned_of(runs, tmp_pa
     for _ in range(2):
         runs.fit(newest(save_last=True), OnExceptionCheckpoint(tmp_path / "elsewhere"), max_steps=5)
     assert caplog.text.count("OnExceptionCheckpoint saves to") == 2, "once a run"
+
+
+@pytest.mark.parametrize("stop_at", [0, 5])
+def test_an_on_exception_checkpoint_in_the_current_folder_is_below_dirpath(stop_at, runs):
+    runs.fit(newest(s3_every_n_train_steps=2), OnExceptionCheckpoint("."), max_steps=6, stop_at=stop_at, ckpt_path=None)
+    assert ("on_exception.ckpt" in runs.durable()) == bool(stop_at)
+
+
+def test_an_on_exception_checkpoint_that_can_not_be_saved_is_an_error_before_training(runs):
+    trainer = runs.trainer([newest(), OnExceptionCheckpoint("../elsewhere")])
+    with pytest.raises(InvalidNameError, match="has an empty, '.' or '..' component"):
+        trainer.fit(Model())
+    assert trainer.global_step == 0
 
 
 def test_loggers_see_a_last_that_is_there(runs):

@@ -253,15 +253,17 @@ def test_an_io_is_pickled_without_its_engine_and_may_be_used_again_after_teardow
         each.teardown()
 
 
-@pytest.mark.parametrize("url", [None, "memory://scratch/logs"])
-def test_the_tuner_keeps_its_scratch_file_out_of_the_tiers(url, runs):
+@pytest.mark.parametrize("url", [None, ".", "../logs", "memory://scratch/logs"])
+def test_the_tuner_keeps_its_scratch_file_out_of_the_tiers(url, runs, monkeypatch):
+    (runs.root / "logs").mkdir()
+    monkeypatch.chdir(runs.root / "logs" if url == "../logs" else runs.root)
     trainer = runs.trainer([newest()], default_root_dir=url or runs.root)
     model = Model()
     found = Tuner(trainer).lr_find(model, num_training=5, update_attr=False)
     assert found.suggestion is not None
     assert runs.durable() == []
-    assert list(runs.root.glob(".lr_find*")) == []
-    assert url is None or fsspec.filesystem("memory").find(url) == []
+    assert list(runs.root.rglob(".lr_find*")) == []
+    assert url is None or "://" not in url or fsspec.filesystem("memory").find(url) == []
 
 
 def test_tiers_are_a_function_of_the_step():

@@ -15,6 +15,7 @@ BAD = [
     ("dirpath", "", "an S3 URL, another fsspec URL, or a directory", {}),
     ("dirpath", "  ", "an S3 URL, another fsspec URL, or a directory", {}),
     ("dirpath", 7, "an S3 URL, another fsspec URL, or a directory", {}),
+    ("dirpath", {"dirpath": "s3://bucket/run"}, "from_config(...) takes a whole block", {}),
     ("dirpath", "s3://", "s3://bucket/prefix", {}),
     ("dirpath", "s3:///run", "s3://bucket/prefix", {}),
     ("dirpath", "s3://a*b/run", "letters, digits", {}),

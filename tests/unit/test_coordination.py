@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 from support.restoring import SMALL, in_ranks
 
+from tiered_checkpoint_io.adapters.groups import shard_role_of
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.coordination import (
@@ -16,7 +17,7 @@ from tiered_checkpoint_io.engine.ranks.coordination import (
     machine,
     node_of,
 )
-from tiered_checkpoint_io.errors import LostRankError, RestoreError, StoreUnavailableError
+from tiered_checkpoint_io.errors import LostRankError, RestoreError, StoreUnavailableError, UsageError
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory.node import memory_of
 
@@ -127,3 +128,18 @@ def test_nodes_are_told_apart_by_their_memory_and_one_process_needs_no_group(tmp
     memory = memory_of(one)
     monkeypatch.setenv(coordination.MACHINE, "host-7")
     assert (machine(), memory_of(one)) == ("host-7", memory)
+
+
+def test_a_rank_that_is_in_none_of_the_groups_it_gives_is_told_so():
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for groups in ((outside, None), (outside, [0])):
+            with pytest.raises(UsageError, match="this rank is not in the process group"):
+                shard_role_of(*groups, None)
+        for replicas in (outside, []):
+            with pytest.raises(UsageError, match=r"the replication group has ranks \[\], not 0"):
+                shard_role_of(None, replicas, None)
+        assert shard_role_of(None, [0, 0], None).writes
+    finally:
+        dist.destroy_process_group()

@@ -3,6 +3,7 @@
 # ruff: noqa: F811 - a fixture of another module is an argument here
 
 import contextlib
+import os
 import threading
 import time
 from collections import Counter
@@ -227,3 +228,20 @@ def test_a_drain_without_a_trainer_stays_while_parts_may_come_and_no_longer(node
     first.part("3.ckpt", 3, 0)
     assert drain(first).run()
     assert first.states()[op_id(3)] == "failed"
+
+
+def test_a_drain_without_a_trainer_waits_for_parts_longer_than_it_retries_what_fails(memory_dir, store):
+    folders = [f"{memory_dir}/node{number}" for number in range(2)]
+    for folder in folders:
+        os.mkdir(folder)
+    first, second = (Node(folder, store.url, wait_timeout_s=60) for folder in folders)
+    first.part("1.ckpt", 1, 0)
+    thread = threading.Thread(target=drain(first, clock=Clock(Timing(drain_give_up_s=0.1))).run)
+    thread.start()
+    thread.join(1)
+    assert thread.is_alive()
+    second.part("1.ckpt", 1, 1)
+    drain(second).run(once=True)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert readable(store, "1.ckpt") == 1

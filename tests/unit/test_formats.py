@@ -175,7 +175,7 @@ def test_names_and_keys(name):
     assert ids.name_from_manifest_key(ids.manifest_key(name)) == name
     for dirpath in ("s3://bucket/run", "/data/run"):
         assert ids.name_in(dirpath, ids.join_url(dirpath, name)) == name
-        assert ids.name_in(dirpath, name) == name
+        assert ids.name_in(dirpath, name) == ids.name_in(dirpath, f"./{name}") == name
 
 
 @given(names, save_ids, st.integers(0, 1 << 20))

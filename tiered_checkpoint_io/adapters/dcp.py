@@ -323,7 +323,8 @@ def save_full(
         checkpoint_id: Its name, path or URL; it may do without a step.
         process_group: The ranks that hold the state.
         coordinator_rank: The global rank that gathers and saves; the first of the group by default.
-        wait: Whether to return only when it is committed on the durable tier.
+        wait: Whether to return only when it is committed on the durable tier. The other ranks wait in a collective of
+            the group: give it a timeout that is longer than the upload takes, or ``wait=False``.
         options: As :class:`TieredStorageWriter` takes them.
 
     Returns:

@@ -23,6 +23,8 @@ _BASE_PATHS = ("s3_tier_base_path", "s3_base_path")
 #: The attributes of ``SageMakerCheckpointConfig``.
 _SAGEMAKER = ("namespace", "world_size", "s3_tier_base_path", "save_to_s3", "logger")
 _ALIASES = {"in_memory_namespace": "namespace"}
+#: The keys that may be None.
+_NULLABLE = {each.name for each in fields(TieredCheckpointConfig) if "None" in str(each.type)}
 #: Where nothing was said.
 _EVERY = {each.name: each.default for each in fields(TieredCheckpointConfig)}["s3_every_n_train_steps"]
 
@@ -84,12 +86,13 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
 
     Args:
         config: In any of its forms.
-        options: Single keys that replace those of ``config``; None, but for ``spill_dir``, for such as were not given.
+        options: Single keys that replace those of ``config``. None counts as a value where it is one; of a key for
+            which it is none, as if it were not given.
 
     Raises:
         ConfigError: A key or value is not allowed.
     """
-    given = {key: value for key, value in options.items() if value is not None or key == "spill_dir"}
+    given = {key: value for key, value in options.items() if value is not None or key in _NULLABLE}
     if isinstance(config, TieredCheckpointConfig) and not given:
         return _settings_of_validated(config)
     return _settings_of(config, given)

@@ -103,7 +103,7 @@ def ranks_of(group: Any) -> tuple[int, ...]:
         group: A process group, or global ranks.
     """
     if isinstance(group, Sequence) and not isinstance(group, str):
-        return tuple(sorted(int(each) for each in group))
+        return tuple(sorted({int(each) for each in group}))
     return () if group == dist.GroupMember.NON_GROUP_MEMBER else tuple(sorted(dist.get_process_group_ranks(group)))
 
 
@@ -147,6 +147,13 @@ def shard_role_of(process_group: Any, replication_group: Any, writer: int | None
     """
     if alone or world() is None:
         return ShardRole()
+    if process_group is not None and not ranks_of(process_group):
+        raise UsageError(
+            "this rank is not in the process group",
+            operation="save",
+            rank=dist.get_rank(),
+            hint="only the ranks of a sharding group save and load by it: give each rank the group that it is in",
+        )
     if replication_group is None:
         if writer is not None:
             raise UsageError(
@@ -158,7 +165,7 @@ def shard_role_of(process_group: Any, replication_group: Any, writer: int | None
         return ShardRole(dist.get_rank(process_group), dist.get_world_size(process_group))
     rank = dist.get_rank()
     ranks = list(ranks_of(replication_group))
-    saves = min(ranks) if writer is None else writer
+    saves = min(ranks, default=rank) if writer is None else writer
     if rank not in ranks or saves not in ranks:
         raise UsageError(
             f"the replication group has ranks {ranks}, not {rank if rank not in ranks else saves}",

@@ -19,7 +19,7 @@ from tiered_checkpoint_io.engine.drain.ending import ended_by_signal
 from tiered_checkpoint_io.engine.durable.pruning import finish, remove_all, unfinished
 from tiered_checkpoint_io.engine.durable.retention import in_order, refused_text
 from tiered_checkpoint_io.engine.durable.survey import RemovalAttempt, Survey
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, StoreError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.inventory.leftovers import Leftovers, leftovers
 from tiered_checkpoint_io.inventory.record import time_of
 from tiered_checkpoint_io.logs import size_text
@@ -48,7 +48,7 @@ class _Done(NamedTuple):
     """What became of those that were to go, and what the server has refused of what earlier prunes left."""
 
     attempts: Sequence[RemovalAttempt] = ()
-    refused_again: Sequence[StoreError] = ()
+    refused_again: Sequence[TieredCheckpointError] = ()
 
     @property
     def gone(self) -> list[Checkpoint]:

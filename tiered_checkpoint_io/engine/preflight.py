@@ -56,11 +56,19 @@ class Need(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What one checkpoint may take at most in memory and in the spill, bytes; and whether the user named the spill."""
+    """What one checkpoint may take at most in memory and in the spill, bytes.
+
+    Attributes:
+        memory: In memory.
+        spill: In the spill.
+        spill_is_named: Whether the user named it.
+        spill_is_refused: Whether the user named it, and this process may not write there.
+    """
 
     memory: int
     spill: int
     spill_is_named: bool
+    spill_is_refused: bool = False
 
 
 class Problem(NamedTuple):
@@ -175,7 +183,18 @@ def judge_store(failures: Sequence[TieredCheckpointError], config: TieredCheckpo
 
 
 def judge_room(need: Need, room: Room, config: TieredCheckpointConfig) -> list[Problem]:
-    """The problem, if any, that not even the weights alone fit into memory and the spill, however empty they are."""
+    """The problem, if any, that not even the weights alone fit into memory and the spill, however empty they are.
+
+    Or that the spill that the user named can't be used, whether it is needed or not.
+    """
+    if room.spill_is_refused:
+        refused = MemoryTierError(
+            f"spill_dir is {config.spill_dir}, where this user may not write",
+            operation="save",
+            key=config.spill_dir,
+            hint="make the folder, with the rights of the user that trains; or set spill_dir to null",
+        )
+        return [Problem(refused, True, "nothing is spilled: what memory has no room for is skipped, or sent at once")]
     if need.node_bytes <= room.memory or (room.spill_is_named and need.node_bytes <= room.spill):
         return []
     streams = need.node_bytes > room.spill
@@ -261,9 +280,11 @@ def _room(session: Session) -> Room:
     """What this node's memory and spill can hold, by the sizes of their file systems: others may leave again."""
     config = session.config
     spill_dir, spill = spill_dir_of(config.spill_dir), 0
+    is_named, is_refused = config.spill_dir not in (AUTO, None), False
     if spill_dir is not None:
-        folder = next(each for each in (Path(spill_dir), *Path(spill_dir).parents) if each.is_dir())
+        folder = next(each for each in (Path(spill_dir), *Path(spill_dir).parents) if each.exists())
+        is_refused = is_named and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK))
         facts = os.statvfs(folder)
         spill = facts.f_blocks * facts.f_frsize // (2 if config.spill_dir == AUTO else 1)
     memory = node_budget(config.memory_allocation_percentage, config.memory_dir)
-    return Room(memory, spill, config.spill_dir not in (AUTO, None))
+    return Room(memory, spill, is_named, is_refused)

@@ -192,8 +192,6 @@ class TieredCheckpointConfig:
     checksum_algorithm: Literal["CRC32", "CRC32C", "SHA1", "SHA256", "CRC64NVME"] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dirpath, str):
-            _refuse("dirpath", self.dirpath, "an S3 URL, another fsspec URL, or a directory")
         try:
             normal = ids.normalize_dirpath(self.dirpath)
             ids.refuse_misspelt(self.dirpath)

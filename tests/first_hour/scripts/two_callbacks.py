@@ -16,7 +16,7 @@ resume = TieredModelCheckpoint(memory_every_n_train_steps=10, s3_every_n_train_s
 best = TieredModelCheckpoint(monitor="val_loss", save_top_k=3, filename="best-{epoch}-{step}")
 trainer = Trainer(
     plugins=[AsyncCheckpointIO(TieredCheckpointIO(dirpath="s3://bucket/run", namespace="first"))],
-    callbacks=[resume, best],
+    callbacks=[best, resume],
     val_check_interval=20,
     limit_val_batches=1,
     num_sanity_val_steps=0,

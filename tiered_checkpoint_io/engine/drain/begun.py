@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -9,12 +10,15 @@ from dataclasses import dataclass
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.operations import follows
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
+from tiered_checkpoint_io.engine.durable.files import put_description
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.memory.space import is_scarcity
 from tiered_checkpoint_io.model.index import IndexRow
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.stores.base import Store
 
+#: How often a save that waits shows that within the time after which it would be taken for given up.
+_SHOWS = 4
 #: After so many, any backoff is at its bound.
 _DOUBLINGS = 32
 
@@ -31,6 +35,7 @@ class Begun:
         arrivals: The parts that have come; None where it does not wait for any.
         since: When it began to wait for them.
         moved: When the last one came.
+        shown: When other drains were shown last that it waits.
         is_late: Whether that is so long ago that it was reported as a failure.
         pause: From its last look for them to the next, seconds.
         most_failures: Of one that was to be given up, and was not, because they had come: how often it had failed.
@@ -43,6 +48,7 @@ class Begun:
     arrivals: Arrivals | None = None
     since: float | None = None
     moved: float = 0.0
+    shown: float = 0.0
     is_late: bool = False
     pause: float = 0.0
     most_failures: float = math.inf
@@ -111,6 +117,7 @@ class Unfinished(dict[str, Begun]):
         mine, now = self.setdefault(part.save_id, Begun()), clock.monotonic()
         if mine.arrivals is None or mine.since is None:
             mine.arrivals, mine.since, mine.moved, mine.is_late = Arrivals(part), now, now, False
+            mine.shown = now
             mine.pause = clock.timing.gather_first_s
         return mine
 
@@ -130,6 +137,10 @@ class Unfinished(dict[str, Begun]):
         mine.due, mine.permanent = now + mine.pause, mine.is_late
         mine.pause = min(timing.redo_max_s if mine.is_late else timing.gather_max_s, 2 * mine.pause)
         if mine.arrivals.missing:
+            if now - mine.shown >= timeout_s / _SHOWS:
+                # Other drains remove what has rested for that long.
+                mine.shown = now
+                put_description(store, part)
             if not mine.is_late and now - mine.moved >= timeout_s:
                 mine.is_late = True
                 raise mine.arrivals.late(timeout_s)
@@ -140,7 +151,9 @@ class Unfinished(dict[str, Begun]):
         for begun in self.values():
             arrivals = begun.arrivals
             if arrivals and arrivals.part.save_id < part.save_id and follows(part, arrivals.part):
-                arrivals.look(store)
+                # Its own turn says what is wrong with it.
+                with contextlib.suppress(TieredCheckpointError):
+                    arrivals.look(store)
                 if not arrivals.missing:
                     begun.due, is_first = now, False
         if not is_first:

@@ -222,7 +222,9 @@ class Drain:
         overdue = self._clock.monotonic() - self._report.last_success > self._clock.timing.drain_give_up_s
         # Permanent failures are no reason to stay: the next start may have other credentials than ours.
         begun = [begun for op_id, begun in self._executor.begun.items() if op_id in left]
-        if left and not overdue and not (begun and all(each.permanent for each in begun)):
+        # Of a save whose parts keep coming, each is a success; and once none has come for long, that is a failure.
+        waits = any(each.arrivals is not None and not each.is_late for each in begun)
+        if left and (waits or not overdue) and not (begun and all(each.permanent for each in begun)):
             return False
         if operations := self._queue.look(self._tier):
             text = "leaving %d operations for the next start to take up. Last error: %s"

@@ -37,7 +37,7 @@ from typing import Literal
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.aliases import removal_of
-from tiered_checkpoint_io.engine.durable.files import check_paths, paths_in
+from tiered_checkpoint_io.engine.durable.files import check_paths, paths_in, put_description
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, exists, repeated
 from tiered_checkpoint_io.engine.durable.names import gone_past, is_committed
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Later, Removal, Section
@@ -94,7 +94,7 @@ def put_part(
         return "replaced"
     if not is_sent(journal):
         _put_files(store, part, files, old, journal, progress)
-        store.put(ids.description_key(part.save_id, part.rank), part.to_json())
+        put_description(store, part)
         Section(journal, _SENT).write({**sent(journal), _DESCRIPTION: True})
     return "sent"
 

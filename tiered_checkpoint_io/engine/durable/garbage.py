@@ -96,13 +96,15 @@ def _collect(
                 continue
             live = paths_in(store, named)
             if live is not None:
+                refusals = len(refused)
                 with refused.kept():
                     if name and switch not in live:
                         remove_unnamed(mine, name, switch)
                     remove_save(store, name, save_id, live, {switch: None})
                     gone.append((save_id, name))
-                # Where it was refused, it would be after each further save.
-                survey.settled.add(save_id)
+                if len(refused) > refusals:
+                    # It would be refused after each further save.
+                    survey.settled.add(save_id)
     return gone, refused
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Section, StoreJournal, finish_noted
 from tiered_checkpoint_io.engine.durable.retention import in_order, remove
 from tiered_checkpoint_io.engine.durable.survey import RemovalAttempt
+from tiered_checkpoint_io.errors import FormatVersionError, TieredCheckpointError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.retention import Checkpoint
@@ -24,25 +25,31 @@ def unfinished(store: Store) -> list[str]:
     return [entry.key for entry in store.list(ids.PRUNE_PREFIX)]
 
 
-def finish(store: Store, journals: Iterable[str]) -> Refusals:
-    """Removes what earlier prunes did not; what the server refuses again stays noted.
+def finish(store: Store, journals: Iterable[str]) -> list[TieredCheckpointError]:
+    """Removes what earlier prunes did not; what the server refuses again, or a newer release may need, stays noted.
+
+    Returns:
+        Why what stays does.
 
     Raises:
         StoreError: It does not answer.
     """
-    refused = Refusals()
+    refused, newer = Refusals(), list[FormatVersionError]()
 
     def go_on(key: str) -> None:
         journal = StoreJournal(store, key)
         note = Section(journal, REMOVAL)
-        with refused.kept():
-            finish_noted(store, "prune", note)
-            if not note.read():
-                # Also of one that is damaged, which tells nothing.
-                journal.clear()
+        try:
+            with refused.kept():
+                finish_noted(store, "prune", note)
+                if not note.read():
+                    # Also of one that is damaged, which tells nothing.
+                    journal.clear()
+        except FormatVersionError as error:
+            newer.append(error)
 
     in_parallel(go_on, journals)
-    return refused
+    return [*refused, *newer]
 
 
 def remove_all(store: Store, going: Iterable[Checkpoint], stop: threading.Event) -> list[RemovalAttempt]:

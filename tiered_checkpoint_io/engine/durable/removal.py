@@ -12,9 +12,7 @@ from typing import Any, TypeAlias
 from tiered_checkpoint_io.engine.durable.files import paths_in, read_description, read_index
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, if_intact
 from tiered_checkpoint_io.errors import (
-    FormatVersionError,
     ManifestError,
-    StoreArchivedError,
     StoreChangedError,
     StoreError,
     StoreFullError,
@@ -178,16 +176,16 @@ class Removal:
 def finish_noted(store: Store, owner: str, note: Section, later: Later = None) -> None:
     """Carries out what an earlier try noted, but where aliases have the files by now.
 
-    An alias may have been set just before the manifest went, and the try cut off before it found that. Where a manifest
-    can't be read that may be such an alias, what was noted stays.
+    An alias may have been set just before the manifest went, and the try cut off before it found that.
+
+    Raises:
+        FormatVersionError, StoreArchivedError: A manifest can't be read that may be such an alias. What was noted
+            stays.
+        StoreError: As :meth:`Removal.finish`.
     """
     removal = Removal.noted(owner, note)
     if not removal.is_empty and current(store, removal.owner) is None:
-        manifests = Manifests(store, removal.owner)
-        try:
-            removal = Removal(removal.owner) if manifests.heirs(removal.owner) else removal
-        except (FormatVersionError, StoreArchivedError):
-            return
+        removal = Removal(removal.owner) if Manifests(store, removal.owner).heirs(removal.owner) else removal
     removal.finish(store, note, later)
 
 

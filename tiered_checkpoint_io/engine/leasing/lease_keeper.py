@@ -304,7 +304,6 @@ class LeaseKeeper:
             operation="claim",
             tier="durable",
             key=self._open().url,
-            hint="stop one of the two, or give it a dirpath of its own; a dead run's"
-            f" lease expires within {self._timing.lease_ttl_s:.0f} s; no action needed",
+            hint="stop one of the two, or give it a dirpath of its own",
         )
         self._log.error("%s", self._refusal)

@@ -110,7 +110,7 @@ def exchange(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -
         failed = failed - concerned | rounds.missing(leader)
         done |= concerned - failed
         # What this rank was to send may have turned out to be damaged, and be what it needs itself.
-        more = spans.keys() - files.held.keys() - lacks.keys()
+        more = spans.keys() - files.held.keys() - lacks.keys() - done
         gathered: list[tuple[str, bool, bool]] = group.all_gather((group.node, files.is_aside, bool(more)))
         again = any(lacks_more for _, _, lacks_more in gathered)
         if any(is_aside for node, is_aside, _ in gathered if node == group.node):

@@ -119,7 +119,7 @@ def name_in(dirpath: str, path: StrPath) -> str:
             f"{text!r} is not the name of a checkpoint", hint="give a name, or a path or URL below dirpath"
         )
     if scheme is None and not os.path.isabs(text):
-        return validate_name(text)
+        return validate_name(text.removeprefix("./"))
     full = text if scheme not in (None, "file", "local") else normalize_dirpath(text)
     # ".." must be refused, not resolved: a name says where it lies.
     if ".." in text.split("/") or not full.startswith(root + "/"):
@@ -239,7 +239,7 @@ def locate(dirpath: str, path: StrPath | None, step: int | None) -> Located:
     text = text_of(path).rstrip("/")
     scheme = url_scheme(text)
     if scheme is None and not os.path.isabs(text):
-        name = validate_name(text.removeprefix("./"))
+        name = name_in(dirpath, text)
     else:
         try:
             name = name_in(dirpath, text)

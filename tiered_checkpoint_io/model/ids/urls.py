@@ -117,9 +117,12 @@ def normalize_dirpath(dirpath: StrPath) -> str:
     """One spelling for a durable tier's root: URL or absolute local path, no trailing slash.
 
     Raises:
-        InvalidNameError: Empty, an S3 URL without a bucket, or a URL with a password or key in it: the drain's
-            queue and the descriptions of parts would have to hold that.
+        InvalidNameError: No text, empty, an S3 URL without a bucket, or a URL with a password or key in it: the
+            drain's queue and the descriptions of parts would have to hold that.
     """
+    if not isinstance(dirpath, str | os.PathLike):
+        hint = "give an S3 URL, another fsspec URL, or a directory; from_config(...) takes a whole block"
+        raise InvalidNameError(f"a {type(dirpath).__name__} is no path or URL", hint=hint)
     text = text_of(dirpath)
     if holds_secrets(text):
         raise InvalidNameError(
