@@ -5,6 +5,8 @@ import os
 import pytest
 from support.parts import content_of, files_in, save
 
+from tiered_checkpoint_io.engine.staging.capture import acquire_for
+from tiered_checkpoint_io.errors import MemoryFullError
 from tiered_checkpoint_io.memory import pages, slots
 from tiered_checkpoint_io.memory.pages import Mapped
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -145,3 +147,19 @@ def test_who_registers_a_slots_pages_is_told_that_it_loses_some(memory_dir):
     assert told[1:] == [(capacity, MIB)]
     tier.close()
     assert told[2:] == [(capacity, 0)]
+
+
+def test_no_part_goes_for_a_slot_that_has_room_once_the_free_ones_are_given_up():
+    class Tier:
+        tries = 0
+
+        def acquire(self, size):
+            self.tries += 1
+            if self.tries == 1:
+                raise MemoryFullError("no room")
+            return size
+
+        def room(self):
+            return 8 << 20
+
+    assert acquire_for(Tier(), 1 << 20, lambda _missing: pytest.fail("nothing is missing")) == 1 << 20

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
+from tiered_checkpoint_io.errors import MemoryFullError
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.memory.pages import are_worth_asking, make_huge
 from tiered_checkpoint_io.memory.private import inode_of
@@ -289,7 +289,7 @@ class SlotPool:
                     break
                 except BlockingIOError:
                     if self._clock.monotonic() > deadline:
-                        raise MemoryTierError(
+                        raise MemoryFullError(
                             f"another process has been reserving memory for more than {bound:.0f} s",
                             operation="stage",
                             tier="memory",

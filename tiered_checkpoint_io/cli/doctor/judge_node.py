@@ -17,8 +17,8 @@ _GROUP = "node"
 
 
 def memory_needed(state: StateSize, config: TieredCheckpointConfig) -> int | None:
-    """Bytes that the memory tier takes: the checkpoints that it keeps, and one that is being written."""
-    return None if state.size is None else state.size * (config.memory_keep_last + 1)
+    """Bytes that the memory tier takes: the checkpoints that it keeps, one that is being written, and peers' copies."""
+    return None if state.size is None else state.size * (config.memory_keep_last + 1) * config.replication_factor
 
 
 def judge_node(node: NodeFacts, state: StateSize, config: TieredCheckpointConfig) -> list[Check]:

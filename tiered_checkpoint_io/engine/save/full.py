@@ -13,7 +13,7 @@ from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.save.facts import alone, position
 from tiered_checkpoint_io.engine.save.overlap import FOUND_CHANGED, ChangedError, Overlap, Overlapped, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
-from tiered_checkpoint_io.engine.save.room import admit
+from tiered_checkpoint_io.engine.save.room import admit, owes_durable
 from tiered_checkpoint_io.engine.save.sameness import stretches_of_state
 from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session
@@ -67,14 +67,15 @@ class FullSaver:
             session.claims.check()
             if durable and current_rank() == 0:
                 session.claims.claim()
-        rated = Metric(*metric) if metric is not None else None
+        rated, facts = Metric(*metric) if metric is not None else None, None
         try:
             with session.turn.taken(name):
                 # Another thread may have had the turn meanwhile.
                 session.background.wait()
                 rank = current_rank()
                 facts = alone(session, name, state, rank=rank, durable=durable, metric=rated, resumable=resumable)
-                part = PartSave(session, admit(session, facts), rank, None, started=started)
+                facts = admit(session, facts)
+                part = PartSave(session, facts, rank, None, started=started)
                 overlap = None if wait and part.facts.durable else self._find_overlap()
                 # The rest of the plan needs the tensors alone.
                 taken = self._layouts.take(state) if overlap is not None else None
@@ -95,7 +96,8 @@ class FullSaver:
         except (InvalidNameError, ConfigError, UsageError):
             raise
         except Exception as error:
-            self._failed(name, position(state, name)[0], error, durable=durable)
+            is_owed = durable if facts is None else owes_durable(session, facts)
+            self._failed(name, position(state, name)[0], error, durable=is_owed)
             return None
         with session.turn.taken(name):
             return part.report(waited=waited)

@@ -120,7 +120,7 @@ class PartSave:
                 size,
                 self.facts.scope(self.rank, session.place),
                 retained=retained,
-                spills=durable or session.config.spill_dir not in (AUTO, None),
+                spills=durable or self.facts.left_out or session.config.spill_dir not in (AUTO, None),
             )
             self.capture_s = session.clock.monotonic() - began
         except MemoryFullError as error:

@@ -106,6 +106,11 @@ def why_left_out(session: Session, facts: SaveFacts) -> str | None:
     return "too many saves wait for it"
 
 
+def owes_durable(session: Session, facts: SaveFacts) -> bool:
+    """Whether a save for which there is no room has failed; else it is one of memory alone, and skipped."""
+    return facts.durable or why_left_out(session, facts) is not None
+
+
 @contextlib.contextmanager
 def last_saves(session: Session) -> Iterator[None]:
     """While the block runs, saves are the last ones of a training."""

@@ -17,7 +17,7 @@ from tiered_checkpoint_io.engine.ranks.local_run import Where, current_run
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, uncoordinated
 from tiered_checkpoint_io.engine.save.overlap import OF_PARTS, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
-from tiered_checkpoint_io.engine.save.room import admit
+from tiered_checkpoint_io.engine.save.room import admit, owes_durable
 from tiered_checkpoint_io.engine.save.sameness import Stretches
 from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session
@@ -124,7 +124,7 @@ def save_local(
         part.seal(watching=run.watch)
     except Exception as error:
         run.report_missing("memory")
-        if isinstance(error, MemoryFullError) and not durable:
+        if isinstance(error, MemoryFullError) and not owes_durable(session, facts):
             skip(session, name, step, error)
             return None
         if durable:

@@ -213,7 +213,12 @@ def acquire_for(tier: MemoryTier, size: int, going_for: Callable[[int], list[Sto
         return tier.acquire(size)
     except MemoryFullError:
         # The pool has just given up its free slots, so what is missing is known exactly.
-        going = going_for(max(1, size + _ROUND - tier.room()))
+        missing = size + _ROUND - tier.room()
+        if missing <= 0:
+            # They were enough, or others have given back what was missing.
+            with contextlib.suppress(MemoryFullError):
+                return tier.acquire(size)
+        going = going_for(max(1, missing))
         if not going:
             raise
         for stored in going:
