@@ -2,9 +2,11 @@
 
 import fcntl
 import shutil
+from dataclasses import replace
 
 import pytest
 from support.draining import Node, part_of
+from support.sharded import make_part
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
@@ -82,6 +84,25 @@ def test_a_spill_in_use_is_kept_though_its_memory_is_not_seen_here(spilled, tmp_
     ownership._drop_in_child()  # as when its process ends
     done = clean(spilled, *named)
     assert (done.exit_code, spilled.spill.exists()) == (0, False)
+
+
+def test_it_keeps_what_a_restart_needs_beside_the_newest(memory_dir, tmp_path):
+    node = Node(memory_dir, str(tmp_path / "run"))
+    for name in ("step=90-EMA.ckpt", "step=90.ckpt"):
+        node.save(name, b"A", durable=name == "step=90.ckpt", step=90)
+    node.part("local", 3, 0, kind="local", world_size=1)
+    assert CliRunner().invoke(app, ["drain", *node.where, "--once"]).exit_code == 0
+    assert "newest checkpoint step=90-EMA.ckpt (step 90) is not on the durable tier" in str(clean(node).exception)
+    assert CliRunner().invoke(app, ["flush", *node.where]).exit_code == 0
+    # A newer one of another payload is no substitute.
+    part, files = make_part("memory", 4, 0, kind="local", world_size=1, dirpath=node.dirpath)
+    node.tier.commit(replace(part, durable=False), files)
+    node.number = 4
+    node.save("step=91.ckpt", b"A", step=91)
+    assert CliRunner().invoke(app, ["drain", *node.where, "--once"]).exit_code == 0
+    assert "newest checkpoint memory (step 4) is not on the durable tier" in str(clean(node).exception)
+    assert CliRunner().invoke(app, ["flush", *node.where]).exit_code == 0
+    assert clean(node).exit_code == 0
 
 
 @pytest.mark.parametrize("in_use", [False, True])

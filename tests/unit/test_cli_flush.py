@@ -195,12 +195,47 @@ def test_which_saves_are_flushed(memory_dir):
     # All ranks are on this node: the newest save never became complete.
     assert [save.name for save in to_flush(node.tier.parts())] == ["step_1"]
     node.save("full.ckpt", b"F")
-    assert [save.name for save in to_flush(node.tier.parts())] == ["full.ckpt"]
-    node.part("step_4", 4, 1)
+    # Each payload is looked for apart.
+    assert [save.name for save in to_flush(node.tier.parts())] == ["full.ckpt", "step_1"]
+    for rank in (1, 2):
+        node.part("step_4", 4, rank, world_size=3)
     # Of a save of several nodes this one can't tell whether it is complete.
     chosen = to_flush(node.tier.parts())
-    assert [(save.name, save.missing) for save in chosen] == [("step_4", [0]), ("full.ckpt", [])]
+    assert [(save.name, save.missing) for save in chosen] == [("step_4", [0]), ("full.ckpt", []), ("step_1", [])]
     assert [save.name for save in to_flush(node.tier.parts(), name="step_2")] == ["step_2"]
+
+
+def test_with_a_save_goes_all_of_its_step(memory_dir, tmp_path):
+    """NeMo's averages are saved before the weights, and a restart takes no weights without them."""
+    node = Node(memory_dir, str(tmp_path / "run"))
+    for step in (80, 90):
+        for name in (f"step={step}-EMA.ckpt", f"step={step}.ckpt", f"mp_rank_01/step={step}.ckpt"):
+            # Of averages alone training can't resume, where they are saved without the optimizers.
+            node.save(name, b"A" * 100, durable=False, step=step, resumable="EMA" not in name)
+    # A name may have been saved twice at one step.
+    node.save("step=90.ckpt", b"B" * 100, durable=False, step=90)
+    newest = {"step=90.ckpt", "mp_rank_01/step=90.ckpt", "step=90-EMA.ckpt"}
+    assert {save.name for save in to_flush(node.tier.parts(), name="step=90.ckpt")} == newest
+    assert sorted(save.name for save in to_flush(node.tier.parts())) == sorted(newest)
+    (held,) = node.root.glob("saves/*/*/step=90-EMA.ckpt")
+    held.write_bytes(b"?" * 100)
+    done, states = flushed(node)
+    # Without its averages, step 90 is none that a restart takes.
+    assert (done.exit_code, states.pop("step=90-EMA.ckpt")) == (1, "not_durable")
+    before = {name.replace("90", "80") for name in newest}
+    assert states == dict.fromkeys((newest | before) - {"step=90-EMA.ckpt"}, "durable")
+    assert read_manifest(DirectoryStore(node.dirpath), "step=90.ckpt").content.size == 100
+
+
+def test_with_process_groups_goes_what_each_saved_of_the_step(memory_dir):
+    node = Node(memory_dir, "s3://bucket/run")
+    for number, group in enumerate(("tp0", "tp1", "tp2"), 1):
+        for rank in (0, 1) if group != "tp2" else (0,):
+            part, files = make_part(f"{group}/step_5", number, rank, dirpath=node.dirpath)
+            node.tier.commit(replace(part, content=replace(part.content, step=5)), files)
+    node.part("local", 9, 0, kind="local", world_size=1)
+    # All ranks of a group are here: that of the third never became complete.
+    assert [save.name for save in to_flush(node.tier.parts())] == ["local", "tp1/step_5", "tp0/step_5"]
 
 
 def test_a_part_that_retention_takes_meanwhile_is_gone(memory_dir):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +19,8 @@ from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
-from tiered_checkpoint_io.inventory.durable import latest, read_all
+from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, latest, read_all
+from tiered_checkpoint_io.inventory.flushing import HeldSave, by_payload, saves_of, with_units
 from tiered_checkpoint_io.inventory.roots import TRAINERS, owned, undone
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.ownership import OWNER_FILE, siblings
@@ -30,6 +31,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.model.retention import unit_of
 from tiered_checkpoint_io.stores import config_at, place_of
 
 _NOT_KNOWN = "a spill_dir other than auto is not known here: give --spill-dir"
@@ -53,8 +55,8 @@ def clean(
 ) -> None:
     """Deletes a namespace's checkpoints from node memory, and from its spill on the node's disk.
 
-    Refused where something waits for the durable tier, is in use, or can't be read, and where the newest checkpoint is
-    not on the durable tier. A drain that has nothing to do is ended.
+    Refused where something waits for the durable tier, is in use, or can't be read, and where the newest checkpoint, or
+    what was saved of its step beside it, is not on the durable tier. A drain that has nothing to do is ended.
     """
     root = node.path
     parts: list[StoredPart] = []
@@ -226,22 +228,35 @@ def _refuse(
 
 
 def _nowhere_else(config: TieredCheckpointConfig | None, place: Place, parts: Iterable[StoredPart]) -> str:
-    """Why the newest checkpoint of a durable tier must stay in memory; else "".
+    """Why the newest checkpoint of a payload, or another of its step, must stay in memory; else "".
 
     Replicas on other nodes are in memory too, and may be cleaned at the same time: they do not count.
     """
-    resumable = [each.part for each in parts if each.part.place == place and each.part.content.resumable]
-    if not resumable:
+    here = saves_of(each for each in parts if each.part.place == place)
+    newest = [group[0] for group in by_payload(here)]
+    if not newest:
         return ""
-    newest = max(resumable, key=lambda part: part.save_id)
     try:
         there = config_at(config or TieredCheckpointConfig.from_any(dirpath=place.dirpath), place)
-        meant = ask(there, lambda store: latest(read_all(store)), place.dirpath)
+        found = ask(there, read_all, place.dirpath)
+        needed = [each for save in newest if not _is_older(save, found) for each in with_units([save], here)]
     except TieredCheckpointError as error:
-        return f"could not check whether its newest checkpoint {_named(newest)} is on the durable tier too: {error}"
-    if meant is not None and meant.save_id >= newest.save_id:
+        named = _named(newest[0].parts[0].part)
+        return f"could not check whether its newest checkpoint {named} is on the durable tier too: {error}"
+    held = {each.name: each.manifest.settled.save_id for each in found if each.manifest is not None}
+    lost = next((each for each in needed if held.get(each.name, "") < each.content.save_id), None)
+    if lost is None:
         return ""
-    return f"its newest checkpoint {_named(newest)} is not on the durable tier {place.dirpath}"
+    return f"its newest checkpoint {_named(lost.parts[0].part)} is not on the durable tier {place.dirpath}"
+
+
+def _is_older(save: HeldSave, found: Sequence[DurableCheckpoint]) -> bool:
+    """Whether a restart would take a later save of the same payload and another step, which is on the durable tier."""
+    alike = [each for each in found if each.manifest is None or each.manifest.settled.kind == save.content.kind]
+    meant = latest(alike)
+    if meant is None or meant.save_id <= save.content.save_id:
+        return False
+    return unit_of(meant.name, meant.content.step) != unit_of(save.name, save.content.step)
 
 
 def _named(part: Part) -> str:

@@ -43,6 +43,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.model.retention import UnitKey
 from tiered_checkpoint_io.stores import Store, config_at
 
 #: Between two looks at the drain's progress, seconds.
@@ -65,8 +66,9 @@ def flush(
 ) -> None:
     """Uploads what is in this node's memory alone: before the node goes, whether the trainer lives or not.
 
-    By default the newest checkpoint that training can resume from, and all that is queued; where that is damaged in
-    memory, the one before it as well, and the status is 1. The drain uploads it like
+    By default the newest checkpoint that training can resume from, of each payload, and all that is queued; where that
+    is damaged in memory, the one before it as well, and the status is 1. With a checkpoint goes all of its step that is
+    here: averages, and what other process groups saved. The drain uploads it like
     any other: the one that runs, or a new one, which goes on where this command is interrupted. Of a checkpoint whose
     parts are on several nodes, run this on each of them: it is committed once all parts are there. Refused while a run
     of another job writes to the same dirpath.
@@ -96,6 +98,8 @@ def flush(
         rows: list[FlushedSave] = []
         error: DrainError | None = None
         is_damaged, began = False, SYSTEM.monotonic()
+        known: set[str] = set()
+        lost: set[tuple[Place, UnitKey]] = set()
         while saves and error is None:
             _mark(config, tier, queue, saves)
             error = _upload(tier, config, max(1.0, timeout - (SYSTEM.monotonic() - began)), silent=json)
@@ -104,9 +108,10 @@ def flush(
             is_damaged = is_damaged or bool(damaged)
             # What was found damaged is in quarantine now: another one is the newest.
             is_next = damaged and name is None and not everything
-            known = {save.content.save_id for save in saves} - damaged
-            left = [stored for stored in tier.parts() if stored.save_id not in damaged] if is_next else []
-            saves = [save for save in to_flush(left) if save.content.save_id not in known]
+            known |= {save.content.save_id for save in saves}
+            lost |= {save.unit for save in saves if save.content.save_id in damaged}
+            left = to_flush(tier.parts(), without=lost) if is_next else []
+            saves = [save for save in left if save.content.save_id not in known]
     good = error is None and not is_damaged and any(row.state in ("durable", "uploaded") for row in rows)
     if json:
         write_json("flush", Flushed(root.name, good, rows))

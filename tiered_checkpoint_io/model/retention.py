@@ -22,6 +22,14 @@ _EXAMPLE = "a mapping such as {latest: 3, every_steps: 1000, best: {best: 2, met
 
 
 # ----------------------------------------------------------------------------------- checkpoints
+UnitKey: TypeAlias = int | str
+
+
+def unit_of(name: str, step: int) -> UnitKey:
+    """What a checkpoint belongs together with: all of its step, or where that is not known (-1), all of its name."""
+    return step if step >= 0 else name
+
+
 @dataclass(frozen=True, slots=True)
 class Pin:
     """What keeps a checkpoint from being deleted.
@@ -87,9 +95,9 @@ class Checkpoint:
     pins: tuple[Pin, ...] = ()
 
     @property
-    def unit(self) -> int | str:
-        """What it is kept or removed together with: all of its step, where that is known."""
-        return self.step if self.step >= 0 else self.name
+    def unit(self) -> UnitKey:
+        """What it is kept or removed together with."""
+        return unit_of(self.name, self.step)
 
     @classmethod
     def of(cls, manifest: Manifest, added: Mapping[str, Mapping[str, float]], pins: Iterable[Pin]) -> Checkpoint:
