@@ -125,6 +125,18 @@ def test_a_training_goes_on_from_lightnings_own_sharded_checkpoints(tmp_path, me
     assert "went on from last.ckpt to 6" in train(old, run, memory_dir)
 
 
+def test_weights_are_the_latest_though_nemo_writes_their_averages_later(tmp_path):
+    source = tmp_path / "old"
+    source.mkdir()
+    for at, step in enumerate((5, 9)):
+        for late, name in enumerate((f"step={step}.ckpt", f"step={step}-EMA.ckpt")):
+            torch.save({"global_step": step, "optimizer_states": []}, source / name)
+            os.utime(source / name, (1e9 + 2 * at + late,) * 2)
+    status, rows = imported(source, tmp_path / "run")
+    assert (status, list(rows)) == (0, ["step=5-EMA.ckpt", "step=5.ckpt", "step=9-EMA.ckpt", "step=9.ckpt"])
+    assert find_latest(tmp_path / "run").name == "step=9.ckpt"
+
+
 def test_what_can_never_be_imported_is_in_no_ones_way(tmp_path):
     """The same call again: what an earlier one made is left as it is, and the damaged file named once more."""
     source, run = tmp_path / "old", tmp_path / "run"

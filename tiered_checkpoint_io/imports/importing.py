@@ -85,8 +85,15 @@ def import_checkpoints(
 
 
 def _in_order(source: Store, found: list[ForeignCheckpoint]) -> list[ForeignCheckpoint]:
-    """The same by their steps: also of files whose names tell none, such as last.ckpt, which mostly is the newest."""
-    return sorted(found, key=lambda each: (_step_of(source, each), each.modified, each.name))
+    """The same by their steps: also of files whose names tell none, such as last.ckpt, which mostly is the newest.
+
+    Averages come before the weights of their step, as a run saves them, though NeMo writes them later.
+    """
+
+    def order(each: ForeignCheckpoint) -> tuple[int, bool, float, str]:
+        return _step_of(source, each), not ids.is_companion(each.name, ids.EMA), each.modified, each.name
+
+    return sorted(found, key=order)
 
 
 def _step_of(source: Store, found: ForeignCheckpoint) -> int:

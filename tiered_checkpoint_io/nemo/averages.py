@@ -10,7 +10,6 @@ from lightning.pytorch import LightningModule, Trainer
 from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.nemo.layouts import EMA
 
 
 def load_from_beside(ema: Any) -> None:
@@ -31,11 +30,11 @@ def _load(ema: Any, trainer: Trainer, pl_module: LightningModule, checkpoint: di
     if io is None or restored is None:
         type(ema).on_load_checkpoint(ema, trainer, pl_module, checkpoint)
         return
-    if ids.is_companion(str(trainer.ckpt_path), EMA):
+    if ids.is_companion(str(trainer.ckpt_path), ids.EMA):
         # As NeMo does it: training continues with the averages as weights.
         return
     # From what was loaded: with files of each rank, each has averages of its own.
-    beside = ids.companion_of(restored.url, EMA)
+    beside = ids.companion_of(restored.url, ids.EMA)
     found = io.load_checkpoint(beside)
     # The run resumed from the checkpoint, not from its averages.
     io.checkpointer.restored = restored

@@ -29,7 +29,7 @@ from tiered_checkpoint_io.errors import (
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.nemo.averages import load_from_beside
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
-from tiered_checkpoint_io.nemo.layouts import EMA, ranks_with_files, step_of, without_rank
+from tiered_checkpoint_io.nemo.layouts import ranks_with_files, step_of, without_rank
 from tiered_checkpoint_io.nemo.rewrite import is_full, rewrite
 from tiered_checkpoint_io.nemo.s3_utils import upload_file
 
@@ -110,7 +110,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         if self._shards > 1 and isinstance(self._io, NeMoCheckpointIO) and self._io.async_checkpointing:
             rank_zero_warn("saves are synchronous: old files may be deleted only when all ranks' new ones are durable")
             self._io.async_checkpointing = False
-        self._io.companion = EMA if ema is not None else ""
+        self._io.companion = ids.EMA if ema is not None else ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -185,7 +185,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
     def _alias(self, filepath: str, target: str) -> None:
         if self._io is not None and self._io.companion:
-            super()._alias(ids.companion_of(filepath, EMA), ids.companion_of(target, EMA))
+            super()._alias(ids.companion_of(filepath, ids.EMA), ids.companion_of(target, ids.EMA))
         super()._alias(filepath, target)
 
     def save_training(self, trainer: Trainer, filepath: str, options: dict[str, Any]) -> None:
@@ -210,7 +210,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             return self._save_one(trainer, filepath, options, weights_only=weights_only)
         # NeMo saves after a validation, without gradients; here it may be any step.
         with torch.no_grad(), ema.save_ema_model(trainer):
-            averages = self._save_one(trainer, ids.companion_of(filepath, EMA), options, weights_only=weights_only)
+            averages = self._save_one(trainer, ids.companion_of(filepath, ids.EMA), options, weights_only=weights_only)
         tiers = trainer.strategy.broadcast(sorted(averages.tiers) if averages is not None else [])
         if not tiers:
             # Without its averages, the checkpoint must not look complete.
@@ -263,7 +263,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     def _awaits_uploads(self) -> bool:
         """Whether one of this rank's files of what :meth:`_named` has is not committed."""
         session, named = self._engine.session, self._named()
-        named |= {ids.companion_of(path, EMA) for path in named}
+        named |= {ids.companion_of(path, ids.EMA) for path in named}
 
         def is_open(path: str, save_id: str) -> bool:
             outcome = looking(session.log, lambda: session.outcome(save_id), None)
@@ -275,7 +275,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     def _delete(self, trainer: Trainer, path: str) -> None:
         super()._delete(trainer, path)
         if self._io is not None and self._io.companion:
-            super()._delete(trainer, ids.companion_of(path, EMA))
+            super()._delete(trainer, ids.companion_of(path, ids.EMA))
 
     def _last_checkpoints(self) -> list[str]:
         """The paths of all "last" checkpoints, the newest last.

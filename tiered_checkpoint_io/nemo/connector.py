@@ -15,7 +15,6 @@ from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError, S
 from tiered_checkpoint_io.inventory.durable import read_all, resumable
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.nemo.layouts import (
-    EMA,
     Rules,
     check_not_completed,
     choose,
@@ -166,5 +165,5 @@ def _newest_of_ranks(io: TieredCheckpointIO, shards: int) -> tuple[str | None, f
     saved = [(each.name, each.content.step) for each in resumable(found, held, companion=io.companion)]
     path = newest_of_ranks(saved, shards=shards)
     # Also those that lack their averages: with them there alone, training must not start from scratch.
-    names = frozenset(each.name for each in resumable(found, held) if not ids.is_companion(each.name, EMA))
+    names = frozenset(each.name for each in resumable(found, held) if not ids.is_companion(each.name, ids.EMA))
     return path, names

@@ -20,9 +20,6 @@ from dataclasses import dataclass
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.model import ids
 
-#: The end of the name of the file with averaged weights, beside each checkpoint.
-EMA = "-EMA"
-
 _EXTENSION = ".ckpt"
 #: NeMo's marker beside a checkpoint that was not finished.
 _UNFINISHED = "-unfinished"
@@ -83,7 +80,7 @@ def complete_checkpoints(keys: Iterable[tuple[str, float]], *, shards: int = 1) 
     written: dict[str, float] = {}
     for key, modified in listed:
         paths = [folder for folder in folders if key.startswith(folder + "/")]
-        if not paths and key.endswith(_EXTENSION) and not ids.is_companion(key, EMA):
+        if not paths and key.endswith(_EXTENSION) and not ids.is_companion(key, ids.EMA):
             paths = [without_rank(key)]
             ranks.setdefault(paths[0], set()).update({rank_folder_of(key) or ""} - {""})
         for path in paths:

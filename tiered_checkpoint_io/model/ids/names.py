@@ -27,6 +27,8 @@ from tiered_checkpoint_io.model.ids.urls import (
 
 #: The file beside the shards in which Lightning's strategies save loops, callbacks and hyperparameters.
 REST = "meta.pt"
+#: The end of the name of the file in which NeMo saves averaged weights, beside each checkpoint and before it.
+EMA = "-EMA"
 _REST = re.compile(r"meta(?:-[0-9a-f]{8})?\.pt\Z")
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+\Z")
 _STEP_IN_NAME = re.compile(r"(?:^|[^A-Za-z])step[=_-](?P<step>\d+)")
