@@ -4,6 +4,7 @@ import contextlib
 import os
 import pty
 import re
+from dataclasses import replace
 
 import pytest
 from support.documented import document_of
@@ -14,6 +15,9 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.cli import progress as shown
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
+from tiered_checkpoint_io.inventory.roots import roots_of
+from tiered_checkpoint_io.memory.private import write_atomic
+from tiered_checkpoint_io.model.place import Place, Server
 
 
 def command(*arguments):
@@ -95,6 +99,25 @@ def test_one_tier_and_one_checkpoint(node):
     assert command("verify", "--tier", "durable").exit_code == 2
     missing = command("verify", node.dirpath, "never.ckpt", *node.where)
     assert isinstance(missing.exception, CheckpointNotFoundError)
+
+
+def test_what_was_saved_for_another_server_is_anothers(memory_dir):
+    """Two servers may have buckets of one name, and the node's memory holds what was saved for both."""
+    run, ours, theirs = "s3://bucket/run", "http://ours.example", "http://theirs.example"
+    nodes = [Node(memory_dir, run, namespace=name, endpoint_url=url) for name, url in (("a", ours), ("b", theirs))]
+    for node in nodes:
+        node.save(f"{node.root.name}.ckpt", b"A")
+    # The job of the first namespace has moved to the other server, and left a save behind.
+    write_atomic(nodes[0].root / "drain.json", Node.config_of(memory_dir, run, endpoint_url=theirs).to_json().encode())
+    stored = nodes[0].tier.parts()[0]
+    moved = replace(stored.part, server=Server(ours))
+    (stored.folder / "part.json").write_bytes(replace(moved).to_json())
+    where = ("--memory-dir", memory_dir, "--tier", "memory", "--json")
+    for url, names in ((ours, ["a.ckpt"]), (theirs, ["b.ckpt"])):
+        found = document_of("verify", command("verify", run, "--endpoint-url", url, *where))
+        assert [row["name"] for row in found["checkpoints"]] == names
+    assert roots_of(memory_dir, Place(run, Server(ours))) == []
+    assert {root.name for root in roots_of(memory_dir, Place(run, Server(theirs)))} == {"a", "b"}
 
 
 @pytest.mark.matrix

@@ -21,7 +21,7 @@ from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Part
-from tiered_checkpoint_io.stores import Store
+from tiered_checkpoint_io.stores import Store, place_of
 
 
 def pull(
@@ -80,7 +80,7 @@ def _say_where_the_job_is(config: TieredCheckpointConfig) -> None:
     """Says so where a job of this dirpath has named a namespace here: a restart of it looks nowhere else."""
     ours = namespace_here(config)
     with contextlib.suppress(ConfigError):
-        theirs = [root.name for root in roots_of(config.memory_dir, config.dirpath)]
+        theirs = [root.name for root in roots_of(config.memory_dir, place_of(config))]
         if theirs and ours not in theirs:
             text = f"a restart of the job that saved to {config.dirpath} here looks in namespace {theirs[0]} alone"
             say(printable(f"{text}, and this goes to {ours}; to have it there, give --namespace {theirs[0]}"), err=True)

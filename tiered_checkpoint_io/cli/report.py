@@ -23,6 +23,7 @@ from tiered_checkpoint_io.memory.private import scratch_beside
 from tiered_checkpoint_io.metrics.report import page
 from tiered_checkpoint_io.model.events import Event
 from tiered_checkpoint_io.model.manifest import Manifest
+from tiered_checkpoint_io.stores import place_of
 
 
 def report(
@@ -47,7 +48,7 @@ def report(
         durable = [each.manifest for each in ask(config, checkpoints) if each.manifest is not None]
         dirpath = config.dirpath
         if not node.is_named:
-            roots = roots_of(node.memory_dir, dirpath)
+            roots = roots_of(node.memory_dir, place_of(config))
             node = replace(node, namespace=roots[0].name if roots else config.namespace)
     title, events = node.namespace or "", list[Event]()
     try:

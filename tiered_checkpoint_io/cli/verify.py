@@ -30,7 +30,7 @@ from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content
-from tiered_checkpoint_io.stores import Store
+from tiered_checkpoint_io.stores import Store, place_of
 
 
 class Tier(str, Enum):
@@ -78,8 +78,9 @@ def verify(
     held: _Parts = [(each, stored) for each in tiers for stored in each.held()]
     found: list[DurableCheckpoint] | None = None
     if config is not None:
-        held = [(each, stored) for each, stored in held if stored.part.dirpath == config.dirpath]
-        tiers = [each for each in tiers if each.place is not None and each.place.dirpath == config.dirpath]
+        place = place_of(config)
+        held = [(each, stored) for each, stored in held if stored.part.place == place]
+        tiers = [each for each in tiers if each.place == place]
         if wanted == ids.LATEST:
             found = ask(config, lambda store: _look(store, None, held)) if asks else []
             held, found = _latest(held, found)

@@ -13,6 +13,7 @@ from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier, namespace_root
+from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import place_of
 
 #: What a process that may add to the memory holds: a trainer, of this release or an earlier one, and a job.
@@ -31,10 +32,10 @@ def all_roots(memory_dir: str) -> list[Path]:
     return sorted(each for each in folder.glob("[!.]*") if _is_tier(each))
 
 
-def roots_of(memory_dir: str, dirpath: str) -> list[Path]:
-    """Those whose last trainer saved to ``dirpath``; the last to be written to first. Raises as :func:`all_roots`."""
+def roots_of(memory_dir: str, place: Place) -> list[Path]:
+    """Those whose last trainer saved to ``place``; the last to be written to first. Raises as :func:`all_roots`."""
     configs = {root: last_config(root) for root in all_roots(memory_dir)}
-    found = [root for root, config in configs.items() if config is not None and config.dirpath == dirpath]
+    found = [root for root, config in configs.items() if config is not None and place_of(config) == place]
     return sorted(found, key=lambda root: (root / CONFIG_FILE).stat().st_mtime, reverse=True)
 
 
