@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.cli import progress as shown
-from tiered_checkpoint_io.errors import CheckpointNotFoundError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreArchivedError
 from tiered_checkpoint_io.inventory.roots import roots_of
 from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.model.place import Place, Server
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
 def command(*arguments):
@@ -99,6 +100,29 @@ def test_one_tier_and_one_checkpoint(node):
     assert command("verify", "--tier", "durable").exit_code == 2
     missing = command("verify", node.dirpath, "never.ckpt", *node.where)
     assert isinstance(missing.exception, CheckpointNotFoundError)
+
+
+def test_what_can_not_be_read_of_one_checkpoint_does_not_end_it(node, tmp_path, monkeypatch):
+    node.alias("last.ckpt", "a.ckpt")
+    assert command("drain", *node.where, "--once").exit_code == 0
+    read, where = DirectoryStore.read_pieces, str(tmp_path / "run")
+
+    def read_pieces(store, key, *arguments, **options):
+        if key.startswith("b/"):
+            raise StoreArchivedError("it is in an archive", operation="read", tier="durable", key=key)
+        return read(store, key, *arguments, **options)
+
+    monkeypatch.setattr(DirectoryStore, "read_pieces", read_pieces)
+    (tmp_path / "run" / ".tiered" / "manifests" / "a.ckpt.json").write_text("{")
+    assert command("flush", "c.ckpt", *node.where).exit_code == 0
+    status, rows = verified(node, "--tier", "durable")
+    assert (status, {row["name"]: row["state"] for row in rows}) == (
+        1,
+        {"a.ckpt": "damaged", "last.ckpt": "damaged", "b": "damaged", "c.ckpt": "intact"},
+    )
+    errors = {row["name"]: row["error"] for row in rows}
+    assert "it is in an archive" in errors["b"] and where in errors["last.ckpt"]
+    assert command("verify", node.dirpath, "c.ckpt", "--tier", "durable").exit_code == 0
 
 
 def test_what_was_saved_for_another_server_is_anothers(memory_dir):

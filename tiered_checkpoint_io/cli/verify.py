@@ -22,8 +22,7 @@ from tiered_checkpoint_io.cli.options import NODES, SERVER, Json, Nodes, Server,
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.cli.progress import Meter, progress
 from tiered_checkpoint_io.engine.durable.damage import Damage, content_or_damage
-from tiered_checkpoint_io.engine.durable.manifests import read_manifest
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, FormatVersionError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, FormatVersionError, StoreArchivedError
 from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, checkpoints, latest, read
 from tiered_checkpoint_io.inventory.roots import tier_at
 from tiered_checkpoint_io.memory.parts import StoredPart
@@ -150,17 +149,21 @@ def _check_durable(store: Store, found: Sequence[DurableCheckpoint], report: Rep
 
 
 def _checked(store: Store, each: DurableCheckpoint, known: dict[str, Content | Damage], meter: Meter) -> Checked:
-    """Reads one checkpoint; a save that has several names is read once."""
-    name, manifest = each.name, each.manifest
+    """Reads one checkpoint, of an alias its target; a save that has several names is read once."""
+    name = each.name
+    target = read(store, each.manifest.alias_of) if each.manifest is not None and each.manifest.alias_of else each
+    manifest, error = (target.manifest, target.error) if target.is_there else (each.manifest, None)
     if manifest is None:
         # What can't be read is not known to be damaged, nor to be intact.
-        state: CopyState = "newer" if isinstance(each.error, FormatVersionError) else "damaged"
-        return Checked(name, "durable", state, error=str(each.error))
-    if manifest.alias_of and (target := read_manifest(store, manifest.alias_of)) is not None:
-        manifest = target
+        state: CopyState = "newer" if isinstance(error, FormatVersionError) else "damaged"
+        return Checked(name, "durable", state, error=str(error))
     save_id = manifest.content.save_id
     if save_id not in known:
-        known[save_id] = content_or_damage(store, manifest, meter.add)
+        try:
+            known[save_id] = content_or_damage(store, manifest, meter.add)
+        except StoreArchivedError as archived:
+            # That of the others can be read all the same.
+            known[save_id] = Damage(str(archived))
     damage = known[save_id]
     content = manifest.settled if isinstance(damage, Damage) else damage
     row = Checked(name, "durable", "intact", step=ids.known(content.step), size_bytes=content.size)
