@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from contextlib import closing
 
 import pytest
@@ -135,6 +136,26 @@ def test_weights_are_the_latest_though_nemo_writes_their_averages_later(tmp_path
     status, rows = imported(source, tmp_path / "run")
     assert (status, list(rows)) == (0, ["step=5-EMA.ckpt", "step=5.ckpt", "step=9-EMA.ckpt", "step=9.ckpt"])
     assert find_latest(tmp_path / "run").name == "step=9.ckpt"
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+@pytest.mark.parametrize("late", ["x.ckpt", "x.nemo"])
+def test_of_two_that_would_get_one_name_the_file_gets_it_that_has_it(late, force, tmp_path):
+    source, run = tmp_path / "old", tmp_path / "run"
+    source.mkdir()
+    torch.save({"w": torch.ones(9)}, tmp_path / "model_weights.ckpt")
+    torch.save({"global_step": 3, "optimizer_states": []}, source / "x.ckpt")
+    with tarfile.open(source / "x.nemo", "w") as archive:
+        archive.add(tmp_path / "model_weights.ckpt", arcname="./model_weights.ckpt")
+    os.utime(source / late, (2e9, 2e9))
+    done = CliRunner().invoke(app, ["import", str(source), str(run), "--json", *force])
+    rows = [(row["state"], row["resumable"]) for row in document_of("import", done)["checkpoints"]]
+    assert (done.exit_code, rows) == (1, [("exists", False), ("imported", True)])
+    assert (run / "x.ckpt").read_bytes() == (source / "x.ckpt").read_bytes()
+    said = CliRunner().invoke(app, ["import", str(source), str(run), *force]).stdout
+    assert "x.nemo would get the name of x.ckpt; import it alone, with another --name" in said
+    assert imported(source / "x.nemo", run, "--name", "weights.ckpt")[0] == 0
+    assert find_latest(run).name == "x.ckpt"
 
 
 def test_what_can_never_be_imported_is_in_no_ones_way(tmp_path):

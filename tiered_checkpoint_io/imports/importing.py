@@ -18,7 +18,7 @@ from tiered_checkpoint_io.engine.save.facts import position, versions
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError, TieredCheckpointError
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.formats.unpickling import outline
-from tiered_checkpoint_io.imports.layouts import ForeignCheckpoint, Imported, shard_name
+from tiered_checkpoint_io.imports.layouts import ForeignCheckpoint, Imported, by_name, shard_name
 from tiered_checkpoint_io.imports.reading import Hashed, Source, weights_in
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest, Part
@@ -28,6 +28,7 @@ from tiered_checkpoint_io.stores.base import Store, UploadContent
 #: What can be done where a name is taken.
 _BY_FORCE = "give --force to replace it"
 _BY_NAME = "its files can't be replaced, as this one's have the same names; import it alone, with another --name"
+_ALONE = "import it alone, with another --name"
 #: Where a training state of others tells how far it is.
 _STEPS = ("global_step", "step", "epoch")
 #: How Lightning's sharded strategies name each optimizer's states among the shards.
@@ -54,7 +55,7 @@ def import_checkpoints(
         found: What :func:`layouts.find` found there.
         target: The durable tier.
         place: Where that is.
-        force: Replace what has their names already.
+        force: Replace what has their names already; of those that get one name, only one is imported all the same.
         progress: Called with the bytes that were hashed or sent, from any thread; what it raises ends the work, and
             nothing is left of the checkpoint that was in work.
         done: Called with each once it is done.
@@ -63,11 +64,17 @@ def import_checkpoints(
         StoreError: A store could not be asked.
     """
     run = ids.new_run_id(after=newest_save_id(target))
+    named = by_name(found)
     made: list[Imported] = []
     for number, each in enumerate(_in_order(source, found), 1):
         kind: Literal["full", "sharded"] = "full" if each.layout in ("torch", "nemo") else "sharded"
         try:
-            imported = _import(source, each, target, place, ids.save_id(run, number), force=force, progress=progress)
+            if named[each.name] is each:
+                save_id = ids.save_id(run, number)
+                imported = _import(source, each, target, place, save_id, force=force, progress=progress)
+            else:
+                text = f"{each.origin} would get the name of {named[each.name].origin}"
+                imported = Imported(each.name, "exists", kind, error=text, hint=_ALONE)
         except StoreNotFoundError as error:
             imported = Imported(each.name, "failed", kind, error=error.message)
         except StoreError:

@@ -64,6 +64,12 @@ class ForeignCheckpoint:
     modified: float
 
     @property
+    def origin(self) -> str:
+        """The file that it is, or the folder of its files."""
+        key = next(iter(self.files.values()))
+        return key if self.layout in ("torch", "nemo") else key.rpartition("/")[0]
+
+    @property
     def told_by(self) -> str | None:
         """The basename of the file that torch.save wrote, and that tells step and epoch; None where there is none."""
         if self.layout in ("torch", "nemo"):
@@ -95,6 +101,11 @@ def find(listed: Iterable[tuple[str, float]], *, base: str) -> list[ForeignCheck
                 ForeignCheckpoint(named, "nemo", {named.rpartition("/")[2]: key}, ids.step_in_name(key), modified)
             )
     return sorted(found, key=lambda each: (-1 if each.step is None else each.step, each.modified, each.name))
+
+
+def by_name(found: Iterable[ForeignCheckpoint]) -> dict[str, ForeignCheckpoint]:
+    """Which of them gets its name: of several the one that is called so, and not ``x.nemo`` beside ``x.ckpt``."""
+    return {each.name: each for each in sorted(found, key=lambda each: each.origin == each.name)}
 
 
 def find_file(key: str, modified: float) -> ForeignCheckpoint:
