@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from support.documented import document_of
 from support.draining import Node, part_of
 from support.sharded import make_part
 from typer.testing import CliRunner
@@ -84,6 +85,18 @@ def test_a_spill_in_use_is_kept_though_its_memory_is_not_seen_here(spilled, tmp_
     ownership._drop_in_child()  # as when its process ends
     done = clean(spilled, *named)
     assert (done.exit_code, spilled.spill.exists()) == (0, False)
+
+
+def test_by_force_the_document_names_what_could_not_be_read(memory_dir, tmp_path):
+    node = Node(memory_dir, str(tmp_path / "run"))
+    for name in ("a.ckpt", "b.ckpt"):
+        node.save(name, b"A", durable=False)
+    (damaged,) = [stored.folder for stored in node.tier.parts() if stored.part.name == "b.ckpt"]
+    (damaged / "part.json").write_text("{")
+    document = document_of("clean", clean(node, "--force", "--json"))
+    assert [row["name"] for row in document["removed"]] == ["a.ckpt"]
+    assert [row["folder"] for row in document["unreadable"]] == [str(damaged)]
+    assert "JSON" in document["unreadable"][0]["error"]
 
 
 def test_it_keeps_what_a_restart_needs_beside_the_newest(memory_dir, tmp_path):

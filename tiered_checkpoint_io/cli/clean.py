@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.documents import Cleaned, Removed
+from tiered_checkpoint_io.cli.documents import Cleaned, Removed, Unreadable
 from tiered_checkpoint_io.cli.options import NODE, Json, Node, path_of
 from tiered_checkpoint_io.cli.output import printable, say, write_json
 from tiered_checkpoint_io.clock import SYSTEM
@@ -96,7 +96,8 @@ def clean(
         root.parent.rmdir()
     saves = _saves(parts)
     if as_json:
-        write_json("clean", Cleaned(root, [_removed(save) for save in saves]))
+        lost = [Unreadable(folder, str(error)) for folder, error in unread]
+        write_json("clean", Cleaned(root, [_removed(save) for save in saves], lost))
         return
     if not folders:
         searched = f" in {spill_dir}" if spill_dir is not None else ""

@@ -79,11 +79,20 @@ class Removed:
 
 
 @dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A part that was removed, and could not be read."""
+
+    folder: Annotated[Path, "Where it lay."]
+    error: Annotated[str, "Why."]
+
+
+@dataclass(frozen=True, slots=True)
 class Cleaned:
     """What was removed from node memory."""
 
     root: Annotated[Path, "The memory tier's root."]
     removed: Annotated[Sequence[Removed], "The checkpoints."]
+    unreadable: Annotated[Sequence[Unreadable], "Parts that could not be read: removed too, with ``--force``."]
 
 
 @dataclass(frozen=True, slots=True)
