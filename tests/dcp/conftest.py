@@ -6,9 +6,18 @@ from pathlib import Path
 import pytest
 from support.launch import launch
 
+from tiered_checkpoint_io.engine.drain.events import read_events
+
 WORKER = Path(__file__).with_name("worker.py")
 
 DEADLINE_S = 75.0
+
+
+def failures(memory_dir):
+    """The failures in the record of the node: names, and the first words of why."""
+    (root,) = {path.parent for path in Path(memory_dir).glob("tiered-*/*/events.jsonl")}
+    failed = [each for each in read_events(root) if each["event"] == "failed"]
+    return sorted((each["name"], each["action"], " ".join(each["error"].split()[:3])) for each in failed)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
-from .conftest import DEADLINE_S
+from .conftest import DEADLINE_S, failures
 
 WORKER = Path(__file__).with_name("smp_worker.py")
 
@@ -192,7 +192,7 @@ def test_a_save_that_fails_on_one_rank_before_it_has_begun_leaves_later_ones_in_
     assert (tmp_path / "durable" / ids.manifest_key("last")).exists()
 
 
-def test_a_save_of_which_a_rank_has_no_part_has_failed_for_all_where_training_goes_on(job):
+def test_a_save_of_which_a_rank_has_no_part_has_failed_for_all_where_training_goes_on(job, memory_dir):
     name = {"name": "last", "require_step": False}
     _, _, failed = job(
         2,
@@ -203,6 +203,7 @@ def test_a_save_of_which_a_rank_has_no_part_has_failed_for_all_where_training_go
         wait_timeout_s=40,
     )
     assert [(answer["tiers"], answer["failed"]) for answer in got(failed)] == [([], 1)] * 2
+    assert len(failures(memory_dir)) == 2, "one of each rank"
 
 
 def test_who_saves_for_its_replicas_may_change_from_save_to_save(job):

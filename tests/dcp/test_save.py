@@ -16,6 +16,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.stores import open_store
 
+from .conftest import failures
 from .worker_states import content
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -84,6 +85,8 @@ def test_a_rank_that_fails_fails_all_and_leaves_no_checkpoint(ranks, memory_dir,
         assert "memory is gone" in answer[1]["message"]
         committed = {part[0] for part in answer[2]["got"] if ".metadata" in part[4]}
         assert committed == {"step_1", "step_3"}
+    others = [("step_2", "save", "another rank failed")] if broken else []
+    assert failures(memory_dir) == [*others, ("step_2", "save", "this rank's memory")]
     assert plain(gathered(memory_dir, "step_1", tmp_path / "read"), 1)
 
 
@@ -152,6 +155,7 @@ def test_a_rank_that_fails_behind_a_save_fails_the_next_on_all_ranks(ranks, memo
         assert "not completed in memory" in answer[2]["message"]
         assert {part[0] for part in answer[3]["got"]["parts"]} >= {"step_1", "step_4"}, "step_1 was the last whole one"
         assert answer[4]["got"]["matches"]
+    assert failures(memory_dir) == [("step_2", "save", "the last save")]
     assert plain(gathered(memory_dir, "step_4", tmp_path / "read"), 4)
 
 

@@ -114,7 +114,8 @@ class AsyncSave(Future[Any]):
         self.shown = True
         failure = error if isinstance(error, Exception) else SaveError(str(error), operation="save")
         try:
-            self._session.failed(self.name, self.step, failure)
+            # The rank that it began on has noted it there, or its drain has.
+            self._session.failed(self.name, self.step, failure, shared=True)
         except SaveError as raised:
             return raised
         return None

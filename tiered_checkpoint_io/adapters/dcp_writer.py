@@ -317,12 +317,13 @@ class TieredStorageWriter(OverTiers, StorageWriter):
     # ----------------------------------------------------------------------------------- inside
     @contextlib.contextmanager
     def _counting(self, what: str) -> Iterator[None]:
-        """Counts and logs a failure, which DCP then carries to all ranks."""
+        """Counts, notes and logs a failure, which DCP then carries to all ranks."""
         try:
             yield
         except Exception as error:
-            self.session.counts["failed"] += 1
-            self.session.log.error("Step %d: %s %s failed: %s", self.located.step, what, self.located.name, error)
+            located = self.located
+            self.session.count_failure(located.name, located.step, error)
+            self.session.log.error("Step %d: %s %s failed: %s", located.step, what, located.name, error)
             raise
 
     @property

@@ -153,7 +153,7 @@ class TieredSharding(_Base):
         started = session.clock.monotonic()
         name, step = ids.validate_new_name(ids.name_in(session.dirpath, path)), checkpoint.get("global_step", -1)
         if late is not None:
-            session.failed(name, step, late)
+            session.failed(name, step, late, shared=True)
             return
         self._show()
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}

@@ -234,8 +234,8 @@ class Session:
         return self._peering.local(self.open().tier, self.log)
 
     def note(self, event: str, **facts: Any) -> None:
-        """Adds an event to the node's record of the run, by the first rank of the node; see :mod:`model.events`."""
-        if self._opened is not None and leads_node():
+        """Adds an event to the record of the run; see :mod:`model.events`. Any rank may fail, or skip, by itself."""
+        if self._opened is not None and (event in ("failed", "skipped") or leads_node()):
             note(self._opened.tier.root, event, clock=self.clock, **facts)
 
     def _queued_names(self) -> set[str]:
@@ -372,14 +372,19 @@ class Session:
         if failure is not None and self._raises:
             raise failure
 
-    def failed(self, name: str, step: int, error: Exception, action: str = "save") -> None:
-        """Notes and logs a failure, and counts it where it is one of a save.
+    def count_failure(self, name: str, step: int, error: object, action: str = "save", *, shared: bool = False) -> None:
+        """Counts a failure where it is one of a save, and notes it: of one ``shared`` by all ranks, once a node."""
+        self.counts["failed"] += action == "save"
+        if not shared or leads_node():
+            self.note("failed", name=name, step=step, error=str(error), action=action)
+
+    def failed(self, name: str, step: int, error: Exception, action: str = "save", *, shared: bool = False) -> None:
+        """Counts a failure as :meth:`count_failure` does, and logs it.
 
         Raises:
             SaveError: ``on_save_error`` is ``raise``.
         """
-        self.counts["failed"] += action == "save"
-        self.note("failed", name=name, step=step, error=str(error), action=action)
+        self.count_failure(name, step, error, action, shared=shared)
         # What was not done with a name says itself what it is.
         text = f"saving {name} failed: {error}" if action == "save" else str(error)
         self.log.at_step(step).error("%s", text)

@@ -79,9 +79,12 @@ STALL = _metric("stall_seconds_total", "counter", "seconds", "Time for which tra
 LAST_STALL = _metric("last_stall_seconds", "gauge", "seconds", "The same for the last save.")
 CAPTURE = _metric("capture_seconds_total", "counter", "seconds", "Of that time, how long states were copied.")
 SKIPPED = _metric(
-    "skipped_total", "counter", "", "Saves that were left out for want of room, or stay in memory alone (max_pending)."
+    "skipped_total",
+    "counter",
+    "",
+    "Saves of each rank that were left out for want of room, or stay in memory alone (max_pending).",
 )
-FAILURES = _metric("failures_total", "counter", "", "Saves and uploads that failed; each attempt counts.")
+FAILURES = _metric("failures_total", "counter", "", "Saves and uploads that failed; each attempt of each rank counts.")
 OTHER_FAILURES = _metric(
     "other_failures_total", "counter", "", "Aliases, copies, deletes and retention that failed; each attempt counts."
 )

@@ -45,9 +45,9 @@ class Totals:
         stall_s: Seconds for which training waited for saves.
         last_stall_s: The same for the last save.
         capture_s: Seconds of it in which states were copied.
-        failed: Saves and uploads that failed, each attempt.
+        failed: Saves and uploads that failed, each attempt of each rank.
         failed_other: Aliases, copies, deletes and retention that failed, each attempt.
-        skipped: Saves that were left out, or stay in memory.
+        skipped: Saves that were left out, or stay in memory, of each rank.
         uploads: Checkpoints, or parts of them, that the drain uploaded.
         uploaded_bytes: Their bytes.
         copied_bytes: Of these, those that the durable tier copied from an earlier checkpoint.

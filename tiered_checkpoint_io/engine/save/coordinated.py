@@ -95,20 +95,10 @@ class CoordinatedSaver:
             SaveError: Sealing it failed in the background. All ranks have to learn of it, and save nothing: memory
                 would remove older checkpoints for a newer one that is not complete.
         """
-        self.give_up()
-        self._session.background.show()
-        # The coordinator knows when it issues the next facts that all ranks have come past here.
-        self._agreeing, self._finished = self._finished, None
-        sealing, self.sealing = self.sealing, None
-        error = sealing.exception(0) if sealing is not None else None
-        if error is not None:
-            self._session.counts["failed"] += 1
-            raise SaveError(
-                f"the last save was captured, but not completed in memory: {error}",
-                operation="save",
-                tier="memory",
-                hint="this save is not made; the next one is",
-            ) from error
+        failed = self._end_last()
+        if failed is not None:
+            self._session.count_failure(*failed)
+            raise failed[2]
 
     def fail(self, error: Exception) -> NoReturn:
         """Raises what keeps this rank from :meth:`begin`, by which others may learn that the last save failed."""
@@ -122,12 +112,9 @@ class CoordinatedSaver:
         Raises:
             SaveError: There is one, and ``on_save_error`` is ``raise``.
         """
-        try:
-            self.begin()
-        except SaveError as error:
-            self._session.counts["failed"] -= 1
-            last = self._session.last_save
-            self._session.failed(last.name if last else "", last.step if last else -1, error)
+        failed = self._end_last()
+        if failed is not None:
+            self._session.failed(*failed)
 
     # ------------------------------------------------------------------------------- coordinator
     def issue(
@@ -359,10 +346,30 @@ class CoordinatedSaver:
             facts = captured.part.facts
             why = "another rank failed" if facts.world_size > 1 else "a later save began"
             self._session.log.at_step(facts.step).error("%s was not finished: %s", facts.name, why)
-            self._session.counts["failed"] += 1
+            # The rank that failed has noted why.
+            self._session.count_failure(facts.name, facts.step, why, shared=facts.world_size > 1)
             captured.part.give_back()
 
     # ------------------------------------------------------------------------------------ inside
+    def _end_last(self) -> tuple[str, int, SaveError] | None:
+        """Waits until this rank's part of the last save is sealed, or frees it; if sealing failed: name, step, why."""
+        self.give_up()
+        self._session.background.show()
+        # The coordinator knows when it issues the next facts that all ranks have come past here.
+        self._agreeing, self._finished = self._finished, None
+        sealing, self.sealing = self.sealing, None
+        if sealing is None or (error := sealing.exception(0)) is None:
+            return None
+        last = self._session.last_save
+        failed = SaveError(
+            f"the last save was captured, but not completed in memory: {error}",
+            operation="save",
+            tier="memory",
+            hint="this save is not made; the next one is",
+        )
+        failed.__cause__ = error
+        return (last.name, last.step, failed) if last is not None else ("", -1, failed)
+
     def _seal(self, captured: _Captured) -> str | None:
         part, lost = captured.part, self._session.background.lost
         try:
