@@ -1,7 +1,9 @@
 """Fixtures shared by all tests: a real S3 server, fresh buckets, private folders on tmpfs."""
 
 import contextlib
+import logging
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -54,6 +56,21 @@ def _server():
             yield server
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def warned(caplog):
+    """In a block of ``warned(match)`` our log warns of it; gives the texts, once the block has ended."""
+
+    @contextlib.contextmanager
+    def warned(match):
+        before, said = len(caplog.records), []
+        yield said
+        texts = [each.getMessage() for each in caplog.records[before:] if each.levelno == logging.WARNING]
+        said += [each for each in texts if re.search(match, each)]
+        assert said, texts
+
+    return warned
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@
 
 import contextlib
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -39,8 +38,7 @@ def test_a_run_that_goes_back_is_newer_than_the_one_before_it(start, memory_dir)
 @pytest.fixture
 def small(tmp_path):
     """A node's memory of 4 MiB, of which the operation log takes 2."""
-    with mounted_tmpfs(tmp_path / "small", 4 << 20) as folder, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the memory tier can't hold")
+    with mounted_tmpfs(tmp_path / "small", 4 << 20) as folder:
         yield str(folder)
 
 
@@ -85,10 +83,10 @@ def test_a_spilled_save_that_waits_is_found_by_the_next_start_even_after_a_reboo
 
 
 @on_a_directory
-def test_a_step_of_memory_alone_that_does_not_fit_is_skipped_unless_a_folder_is_named(small, start, tmp_path):
+def test_a_step_of_memory_alone_that_does_not_fit_is_skipped_unless_a_folder_is_named(small, start, tmp_path, warned):
     job = start(memory_dir=small)
     job.save(1, durable=False)
-    with pytest.warns(UserWarning, match="steps of memory alone are skipped") as said:
+    with warned("steps of memory alone are skipped") as said:
         for number in (2, 3):
             job.save(number, durable=False, size=LARGE)
     assert len(said) == 1

@@ -71,7 +71,6 @@ def when(proxy, operation, key, fault):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.filterwarnings("ignore:the memory tier can't hold")
 @pytest.mark.parametrize(
     "key",
     [pytest.param("run/preempted.ckpt", marks=pytest.mark.matrix), "manifests/preempted.ckpt"],
@@ -91,7 +90,6 @@ def test_the_name_is_just_being_uploaded(key, io, options, proxy, memory_dir):
 
 @pytest.mark.matrix
 @pytest.mark.timeout(60)
-@pytest.mark.filterwarnings("ignore:the memory tier can't hold")
 def test_the_name_is_just_being_deleted(io, options, proxy, memory_dir):
     io.save_checkpoint(state(1, SMALL), NAME)
     io.checkpointer.session.wait()
@@ -104,7 +102,6 @@ def test_the_name_is_just_being_deleted(io, options, proxy, memory_dir):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.filterwarnings("ignore:the memory tier can't hold")
 def test_the_name_can_not_be_uploaded_for_now(io, options, proxy, memory_dir):
     proxy.plan = where(refuse(503, "SlowDown"), operation="put", key="run/preempted.ckpt")
     io.save_checkpoint(state(1, SMALL), NAME)
@@ -123,7 +120,6 @@ def test_the_name_can_not_be_uploaded_for_now(io, options, proxy, memory_dir):
 
 @pytest.mark.matrix
 @pytest.mark.timeout(60)
-@pytest.mark.filterwarnings("ignore:the memory tier can't hold")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_it_sets_deletes_free_that_a_save_of_its_series_held_up_which_came_to_nothing(
@@ -163,7 +159,7 @@ def durable(options):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.filterwarnings("ignore:the memory tier can't hold", "ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("key", [pytest.param("step_1/.metadata", marks=pytest.mark.matrix), "manifests/step_1"])
 @pytest.mark.parametrize("save", [dcp.save, pytest.param(dcp.async_save, marks=pytest.mark.matrix)])
 def test_a_sharded_checkpoint_of_the_name_is_just_being_committed(save, key, options, proxy, tmp_path, memory_dir):
@@ -186,7 +182,7 @@ def test_a_sharded_checkpoint_of_the_name_is_just_being_committed(save, key, opt
 
 @pytest.mark.matrix
 @pytest.mark.timeout(60)
-@pytest.mark.filterwarnings("ignore:the memory tier can't hold", "ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_sharded_checkpoint_of_the_name_can_not_be_uploaded_for_now(options, proxy, tmp_path, memory_dir):
     options = {**options, "wait_timeout_s": 20}
     with mounted_tmpfs(tmp_path / "tight", 16 << 20) as folder:

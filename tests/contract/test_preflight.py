@@ -151,7 +151,7 @@ def test_a_memory_tier_that_can_not_be_used_is_an_error(runs, tmp_path):
     assert (error.key, trainer.global_step) == (str(tmp_path / "nowhere"), 0)
 
 
-def test_memory_too_small_is_an_error_only_where_nothing_can_be_saved(runs, tmp_path):
+def test_memory_too_small_is_an_error_only_where_nothing_can_be_saved(runs, tmp_path, warned):
     with mounted_tmpfs(tmp_path / "tight", 8 << 20) as folder:
         small = {"memory_dir": str(folder), "ballast": LARGE, "spill_dir": None}
         trainer, error, _ = fit(runs, **small)
@@ -172,7 +172,7 @@ def test_memory_too_small_is_an_error_only_where_nothing_can_be_saved(runs, tmp_
             assert f"spill_dir is {tmp_path / spill}, where this user may not write" in error.message
         # A durable save gets there without memory.
         both = TieredModelCheckpoint(memory_every_n_train_steps=1, s3_every_n_train_steps=3)
-        with pytest.warns(UserWarning, match="the memory tier can't hold"):
+        with warned("the memory tier can't hold"):
             trainer, error, said = fit(runs, callback=both, namespace="both", **small)
         assert (error, trainer.global_step) == (None, 3)
         (line,) = (line for line in said if "preflight" in line)

@@ -3,7 +3,6 @@
 import concurrent.futures
 import os
 import time
-import warnings
 
 import pytest
 import torch
@@ -193,19 +192,17 @@ def test_memory_keeps_what_is_whole_while_other_nodes_have_no_room(job, small, t
 
 
 @pytest.mark.matrix
-def test_a_small_memory_overwrites_a_name_that_went_through_it_before(small, memory_dir, tmp_path):  # noqa: F811
+def test_a_small_memory_overwrites_a_name_that_went_through_it_before(small, memory_dir, tmp_path, warned):  # noqa: F811
     small("a")
     options = {"dirpath": str(tmp_path / "durable"), "memory_dir": f"{memory_dir}/a", "require_step": False}
     options["spill_dir"] = None
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warned("the memory tier can't hold") as told:
         for number, size in ((1, 10), (2, 1_000_000), (3, 10), (4, 1_000_000)):
             state = {"n": number, "w": torch.full((size,), float(number))}
             future = dcp.async_save(state, checkpoint_id="latest", kind="local", **options)
             state["w"].zero_()
         assert future.result(60).tiers == {"durable"}
-    said = [str(each.message)[:44] for each in told]
-    assert said == ["the memory tier can't hold this checkpoint, "] * 2, "said again after one that had room"
+    assert len(told) == 2, "said again after one that had room"
     dcp.maybe_finalize_async_calls(blocking=True)
     # Each is whole, in its turn, and leaves nothing of the one before.
     (file,) = (tmp_path / "durable" / "latest").iterdir()
@@ -224,8 +221,7 @@ def test_two_saves_of_a_name_do_not_commit_at_once(small, memory_dir, tmp_path):
     name = {"checkpoint_id": "latest", "kind": "local", "require_step": False}
     manifest = tmp_path / "durable" / ids.manifest_key("latest")
     tier = MemoryTier.open(options["memory_dir"], ids.namespace_of(options["dirpath"]))
-    with warnings.catch_warnings(), concurrent.futures.ThreadPoolExecutor(1) as thread:
-        warnings.filterwarnings("ignore", message="the memory tier can't hold")
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
         # As long as this is held, no drain works: the first one waits in memory, and the second for it.
         busy = try_lock(tier.root / LOCK_FILE)
         first = dcp.async_save({"n": 1}, **name, **options)
@@ -263,8 +259,7 @@ def test_an_earlier_save_of_the_name_that_never_became_whole_is_in_nobodys_way(j
 
 def test_nothing_goes_for_a_save_that_does_not_fit_all_the_same(memory_dir, tmp_path):
     options = {"dirpath": str(tmp_path / "durable"), "memory_keep_last": 2, "spill_dir": None}
-    with mounted_tmpfs(f"{memory_dir}/a", 16 << 20) as folder, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the memory tier can't hold")
+    with mounted_tmpfs(f"{memory_dir}/a", 16 << 20) as folder:
         options["memory_dir"] = str(folder)
         for number in (1, 2):
             dcp.save({"n": number}, checkpoint_id=f"step_{number}", kind="local", save_to_s3=False, **options)
@@ -282,18 +277,16 @@ def test_what_can_not_be_streamed_is_said_at_once(small, memory_dir, tmp_path): 
     options = {"dirpath": str(tmp_path / "durable"), "memory_dir": f"{memory_dir}/a", "on_save_error": "raise"}
     options["spill_dir"] = None
     state = {"w": torch.ones(1_000_000)}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the memory tier can't hold")
-        dcp.async_save({"n": 1}, checkpoint_id="step_1", kind="local", **options).result(60)
-        # Something is in the way where its folder is to be.
-        (tmp_path / "durable" / "step_2").write_text("a file")
-        with pytest.raises(SaveError, match="shard 0 of step_2 did not reach the durable tier, and memory has no room"):
-            dcp.async_save(state, checkpoint_id="step_2", kind="local", **options)
-        # What was there is there still, and the next save goes as if nothing had been.
-        found = {"n": 0}
-        dcp.load(found, kind="local", **options).close()
-        assert found == {"n": 1}
-        (tmp_path / "durable" / "step_2").unlink()
-        report = dcp.save(state, checkpoint_id="step_4", kind="local", **options)
-        assert report.tiers == {"durable"}
+    dcp.async_save({"n": 1}, checkpoint_id="step_1", kind="local", **options).result(60)
+    # Something is in the way where its folder is to be.
+    (tmp_path / "durable" / "step_2").write_text("a file")
+    with pytest.raises(SaveError, match="shard 0 of step_2 did not reach the durable tier, and memory has no room"):
+        dcp.async_save(state, checkpoint_id="step_2", kind="local", **options)
+    # What was there is there still, and the next save goes as if nothing had been.
+    found = {"n": 0}
+    dcp.load(found, kind="local", **options).close()
+    assert found == {"n": 1}
+    (tmp_path / "durable" / "step_2").unlink()
+    report = dcp.save(state, checkpoint_id="step_4", kind="local", **options)
+    assert report.tiers == {"durable"}
     dcp.TieredStorageWriter(**options).close()

@@ -103,13 +103,13 @@ def test_what_was_loaded_takes_no_node_memory_once_it_is_removed(config, memory_
     assert not [line for line in mapped if line.endswith("step_1 (deleted)")]
 
 
-def test_a_save_that_has_no_room_does_not_stop_training(tmp_path):
+def test_a_save_that_has_no_room_does_not_stop_training(tmp_path, warned):
     """Nothing is raised for it, and nothing of it is held."""
     with mounted_tmpfs(tmp_path / "shm", 8 << 20) as small:
         options = {"memory_dir": str(small), "spill_dir": None, "memory_allocation_percentage": 100}
         config = TieredStorageConfig(str(tmp_path / "durable"), options, s3_every_n_steps=10)
         storage = config.create_storage()
-        with pytest.warns(UserWarning, match="steps of memory alone are skipped"):
+        with warned("steps of memory alone are skipped"):
             write(storage, "step_1", a=bytes(12 << 20))
         write(storage, "step_2", a=b"two")
         assert not storage.exists(Path("tmp_step_1"))

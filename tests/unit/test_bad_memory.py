@@ -3,7 +3,6 @@
 import contextlib
 import os
 import threading
-import warnings
 from pathlib import Path
 
 import pytest
@@ -54,14 +53,14 @@ def same(loaded, step):
     return torch.equal(loaded["w"], large(step)["w"])
 
 
-def test_a_tmpfs_of_64_mib(kept_in_small):
+def test_a_tmpfs_of_64_mib(kept_in_small, warned):
     # What is spilled counts as well.
     io = kept_in_small.io(memory_keep_last=5)
-    with pytest.warns(UserWarning, match="memory tier can't hold.* goes through .*/tiered-") as caught:
+    with warned("memory tier can't hold.* goes through .*/tiered-") as caught:
         io.save_checkpoint(large(2), "2.ckpt")
         io.save_checkpoint(large(3), "3.ckpt")
     assert len(caught) == 1, "said once"
-    with pytest.warns(UserWarning, match=SKIPPED):
+    with warned(SKIPPED):
         io.save_checkpoint(large(4), "4.ckpt", storage_options=MEMORY_ONLY)
     assert torch.equal(io.load_checkpoint("2.ckpt")["w"], large(2)["w"])
     io.teardown()
@@ -73,52 +72,53 @@ def test_a_tmpfs_of_64_mib(kept_in_small):
     assert io.load_checkpoint("tiered:latest")["global_step"] == 5
 
 
-def test_what_is_said_once_is_said_again_after_a_save_that_had_room(kept_in_small):
+def test_what_is_said_once_is_said_again_after_a_save_that_had_room(kept_in_small, caplog):
     io = kept_in_small.io(memory_keep_last=5, spill_dir=None)
     session, said = io.checkpointer.session, []
-    with warnings.catch_warnings(record=True) as caught:
-        # As users have it: Python shows the same words from the same line once.
-        warnings.simplefilter("default")
-        for step, mib in enumerate([70, 70, 1, 70, 70], start=2):
-            io.save_checkpoint(large(step, mib=mib), f"{step}.ckpt", storage_options=MEMORY_ONLY)
-            said.append(len(caught))
-        assert (said, session.counts["skipped"]) == ([1, 1, 1, 2, 2], 4)
-        said.clear()
-        for step, mib in enumerate([70, 70, 1, 70, 70], start=7):
-            io.save_checkpoint(large(step, mib=mib), f"{step}.ckpt")
-            said.append(len(caught) - 2)
-        assert said == [1, 1, 1, 2, 2]
-        # Steps of memory alone say nothing of durable ones.
-        io.save_checkpoint(large(12, mib=1), "12.ckpt", storage_options=MEMORY_ONLY)
-        io.save_checkpoint(large(13, mib=70), "13.ckpt")
-        assert len(caught) == 4
-        for _ in range(2):
-            small_memory.had_room(session, durable=True, streamed=False)
-            small_memory.warn_streamed(session, MemoryError("the same words"))
-        assert len(caught) == 6
+
+    def caught():
+        return [each for each in caplog.messages if "the memory tier can't hold" in each]
+
+    for step, mib in enumerate([70, 70, 1, 70, 70], start=2):
+        io.save_checkpoint(large(step, mib=mib), f"{step}.ckpt", storage_options=MEMORY_ONLY)
+        said.append(len(caught()))
+    assert (said, session.counts["skipped"]) == ([1, 1, 1, 2, 2], 4)
+    said.clear()
+    for step, mib in enumerate([70, 70, 1, 70, 70], start=7):
+        io.save_checkpoint(large(step, mib=mib), f"{step}.ckpt")
+        said.append(len(caught()) - 2)
+    assert said == [1, 1, 1, 2, 2]
+    # Steps of memory alone say nothing of durable ones.
+    io.save_checkpoint(large(12, mib=1), "12.ckpt", storage_options=MEMORY_ONLY)
+    io.save_checkpoint(large(13, mib=70), "13.ckpt")
+    assert len(caught()) == 4
+    for _ in range(2):
+        small_memory.had_room(session, durable=True, streamed=False)
+        small_memory.warn_streamed(session, MemoryError("the same words"))
+    assert len(caught()) == 6
     io.teardown()
 
 
-def test_a_spill_that_is_full_as_well_is_told_apart_from_memory(kept_in_small, tmp_path):
+def test_a_spill_that_is_full_as_well_is_told_apart_from_memory(kept_in_small, tmp_path, warned):
     with mounted_tmpfs(tmp_path / "disk", 20 * MIB) as disk:
         io = kept_in_small.io(spill_dir=str(disk))
         both = (
             "skipped: .* the node's free memory allow [0-9]+; and neither in the spill: .* the disk allows [0-9]+"
             ".*name a spill_dir with more space"
         )
-        with pytest.warns(UserWarning, match=both) as caught:
+        with warned(both) as caught:
             io.save_checkpoint(large(2), "2.ckpt", storage_options=MEMORY_ONLY)
-        assert not [each for each in caught if "would hold them" in str(each.message)], "it is named, and does not"
+        assert not [each for each in caught if "would hold them" in each], "it is named, and does not"
         io.teardown()
 
 
-def test_a_tmpfs_that_is_full_from_the_start(small, tmp_path):
+def test_a_tmpfs_that_is_full_from_the_start(small, tmp_path, warned):
     tenant = Tenant(small)
     tenant.fills()
-    with pytest.warns(UserWarning, match="memory tier can't hold.*memory_dir is full") as caught:
+    with warned("memory tier can't hold.*memory_dir is full") as caught:
         kept = Kept(tmp_path / "kept", small)
     assert len(caught) == 1
-    with pytest.warns(UserWarning, match=SKIPPED):
+    with warned(SKIPPED):
         kept.io().save_checkpoint(state(2), "2.ckpt", storage_options=MEMORY_ONLY)
     kept.close()
     tenant.goes()
@@ -128,7 +128,7 @@ def test_a_tmpfs_that_is_full_from_the_start(small, tmp_path):
 
 
 @pytest.mark.parametrize("moment", ["before space is taken", "after space is taken"])
-def test_a_tmpfs_that_becomes_full_in_mid_save(kept_in_small, small, monkeypatch, moment):
+def test_a_tmpfs_that_becomes_full_in_mid_save(kept_in_small, small, monkeypatch, moment, warned):
     """Between the look at what is left and the taking of it, and behind it, where a small file is still to come."""
     io = kept_in_small.io(memory_keep_last=5)
     io.save_checkpoint(state(2), "2.ckpt", storage_options=MEMORY_ONLY)
@@ -151,11 +151,11 @@ def test_a_tmpfs_that_becomes_full_in_mid_save(kept_in_small, small, monkeypatch
 
     monkeypatch.setattr(slot, "take_space", taking)
     monkeypatch.setattr(os, "ftruncate", cutting)
-    with pytest.warns(UserWarning, match=SKIPPED):
+    with warned(SKIPPED):
         io.save_checkpoint(large(3, mib=20), "3.ckpt", storage_options=MEMORY_ONLY)
     turns.clear()
     tenant.goes()
-    with pytest.warns(UserWarning, match="memory tier can't hold"):
+    with warned("memory tier can't hold"):
         io.save_checkpoint(large(4, mib=20), "4.ckpt")
     monkeypatch.undo()
     assert torch.load(Path(io.config.dirpath) / "4.ckpt")["global_step"] == 4
@@ -172,7 +172,7 @@ def test_a_tmpfs_that_becomes_full_in_mid_save(kept_in_small, small, monkeypatch
     io.remove_checkpoint("2.ckpt")
 
 
-def test_other_processes_take_the_memory_of_the_node_or_job(kept, tmp_path, monkeypatch):
+def test_other_processes_take_the_memory_of_the_node_or_job(kept, tmp_path, monkeypatch, warned):
     """What the kernel says is left, as a file that the test writes: to take it in earnest would end other tests."""
     (tmp_path / "proc").mkdir()
 
@@ -189,9 +189,9 @@ def test_other_processes_take_the_memory_of_the_node_or_job(kept, tmp_path, monk
     io = kept.io(memory_keep_last=9)
     io.save_checkpoint(large(2, mib=10), "2.ckpt", storage_options=MEMORY_ONLY)
     left(40)
-    with pytest.warns(UserWarning, match=r"skipped: .*does not fit: .* the node's free memory allow 4"):
+    with warned(r"skipped: .*does not fit: .* the node's free memory allow 4"):
         io.save_checkpoint(large(3, mib=60), "3.ckpt", storage_options=MEMORY_ONLY)
-    with pytest.warns(UserWarning, match="memory tier can't hold.* goes through .*/tiered-"):
+    with warned("memory tier can't hold.* goes through .*/tiered-"):
         io.save_checkpoint(large(4, mib=60), "4.ckpt")
     # What has its space already takes no more of it.
     io.remove_checkpoint("2.ckpt")
@@ -223,15 +223,11 @@ def test_a_tenant_that_comes_and_goes_all_the_time(small, tmp_path):
     thread = threading.Thread(target=restless)
     thread.start()
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="the memory tier can't hold")
-            # Ever larger, so that no slot can be used again.
-            reports = [
-                io.checkpointer.save(
-                    large(step, mib=step), f"{step}.ckpt", tiers=TIERS if step % 3 == 0 else {"memory"}
-                )
-                for step in range(2, 14)
-            ]
+        # Ever larger, so that no slot can be used again.
+        reports = [
+            io.checkpointer.save(large(step, mib=step), f"{step}.ckpt", tiers=TIERS if step % 3 == 0 else {"memory"})
+            for step in range(2, 14)
+        ]
     finally:
         over.set()
         thread.join()
@@ -249,16 +245,14 @@ def test_an_export_to_a_full_file_system_is_an_error(small):
     assert not (small / "target").exists()
 
 
-def test_a_folder_on_disk_works_with_a_warning(tmp_path):
+def test_a_folder_on_disk_works_with_a_warning(tmp_path, warned):
     if is_tmpfs(tmp_path):
         pytest.skip("the temporary folder is on tmpfs")
     (tmp_path / "disk").mkdir()
-    with pytest.warns(UserWarning, match="memory_dir .*disk.* is not on tmpfs: .* as fast as that disk") as caught:
+    with warned("memory_dir .*disk.* is not on tmpfs: .* as fast as that disk") as caught:
         kept = Kept(tmp_path / "kept", tmp_path / "disk")
     assert len(caught) == 1
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*not on tmpfs")
-        kept.still_loads()
+    kept.still_loads()
 
 
 def test_no_such_folder(tmp_path):

@@ -138,10 +138,10 @@ def test_a_change_that_leaves_no_trace_is_found_by_the_check(job, monkeypatch, c
     assert job.checkpointer.load("tiered:latest")["global_step"] == 2
 
 
-def test_a_save_that_memory_has_no_room_for_is_sent_before_it_returns(job, monkeypatch, caplog):
+def test_a_save_that_memory_has_no_room_for_is_sent_before_it_returns(job, monkeypatch, caplog, warned):
     monkeypatch.setattr("tiered_checkpoint_io.engine.session.node_budget", lambda *_: 1 << 14)
     job = job(spill_dir=None)
-    with pytest.warns(UserWarning, match="the memory tier can't hold"):
+    with warned("the memory tier can't hold"):
         report = job.save(1)
     assert (report.tiers, report.overlapped) == ({"durable"}, False)
     job.weight.fill_(7.0)

@@ -10,6 +10,7 @@ import torch
 
 from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.engine.drain.running import DrainRunner
 from tiered_checkpoint_io.engine.save import sameness
 from tiered_checkpoint_io.engine.staging.background import BackgroundTask
@@ -121,12 +122,13 @@ def test_short_of_room_memory_goes_below_keep_last_but_never_below_one(opened):
             load(tier, stored)
 
 
-def test_with_no_room_even_so_nothing_is_lost(opened):
+def test_with_no_room_even_so_nothing_is_lost(opened, warned, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
     # The drain's own files take some of it.
     tier, engine = opened(budget_bytes=24 * MIB)
     save(engine, 1, durable=True, mib=7)
     save(engine, 2, durable=True, mib=7)
-    with pytest.warns(UserWarning, match=r"steps of memory alone are skipped: .*does not fit"):
+    with warned(r"steps of memory alone are skipped: .*does not fit"):
         save(engine, 3, mib=12)
     assert steps(tier) == [1, 2]
     for stored in tier.parts():
@@ -135,6 +137,8 @@ def test_with_no_room_even_so_nothing_is_lost(opened):
     # Said once.
     save(engine, 4, mib=100)
     assert engine.session.counts["skipped"] == 2
+    # Also by a rank that does not speak for its node; what it saves is noted by the one that does.
+    assert [each["event"] for each in read_events(tier.root)] == ["skipped"] * 2
     for stored in tier.parts():
         tier.mark_drained(stored)
     save(engine, 5, mib=12)

@@ -117,7 +117,7 @@ class Session:
             learnt=lambda: self.claims.newest,
             met_others=self.claims.met_others,
         )
-        self.warned: set[str] = set()  # What was warned of already, see :mod:`engine.save.small`.
+        self.warned: set[str] = set()
         self._leave_by: float | None = None
         self.is_preempted = self.is_last = False
 
@@ -135,8 +135,8 @@ class Session:
             config = self.config
             percentage, folder = config.memory_allocation_percentage, config.memory_dir
             budget = node_budget(percentage, folder) if os.path.isdir(folder) else None
-            here, unmap = namespace_here(config), self._pins.unpin
-            tier = MemoryTier.open(folder, here, budget_bytes=budget, unmap=unmap, clock=self.clock)
+            here, unmap, say = namespace_here(config), self._pins.unpin, functools.partial(self.warn, None)
+            tier = MemoryTier.open(folder, here, budget_bytes=budget, unmap=unmap, clock=self.clock, say=say)
             tier.use_spill(config.spill_dir)
             tier.place = self.place
             tier.on_commit = lambda stored: self._peering.committed(stored, self.log)
@@ -371,6 +371,12 @@ class Session:
         failure = self._announcer.first_failure()
         if failure is not None and self._raises:
             raise failure
+
+    def warn(self, what: str | None, text: str) -> None:
+        """Logs a warning, unless one of the same was; None for the text itself. See :mod:`engine.save.small`."""
+        if (what := what or text) not in self.warned:
+            self.warned.add(what)
+            self.log.warning("%s", text, stacklevel=2)
 
     def count_failure(self, name: str, step: int, error: object, action: str = "save", *, shared: bool = False) -> None:
         """Counts a failure where it is one of a save, and notes it: of one ``shared`` by all ranks, once a node."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import stat
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
@@ -113,13 +113,18 @@ def opening(root: Path) -> Iterator[None]:
         raise kind(text, operation="open", tier="memory", key=str(root)) from error
 
 
-def make_folders(root: Path, names: Iterable[str]) -> None:
+def by_warning(text: str) -> None:
+    """Says what is to be said once, where there is no log for it."""
+    warnings.warn(text, stacklevel=2)
+
+
+def make_folders(root: Path, names: Iterable[str], say: Callable[[str], None] = by_warning) -> None:
     """Makes a root, the folder that it lies in, and those in it; raises as :func:`private_folder` does."""
     # The outermost first: what is in a folder is safe once that is closed.
     closed = [folder for folder in (root.parent, root, *(root / name for name in names)) if private_folder(folder)]
     if closed:
         text = f"{closed[0]} was open to its group, and was closed to it again"
-        warnings.warn(f"{text}; under Kubernetes set fsGroupChangePolicy: OnRootMismatch", stacklevel=2)
+        say(f"{text}; under Kubernetes set fsGroupChangePolicy: OnRootMismatch")
 
 
 def inode_of(facts: os.stat_result) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,7 +61,12 @@ class Spill:
     """What a memory tier has of the spill: nothing, until there is one or one is needed."""
 
     def __init__(
-        self, memory: Path, folders: Iterable[str], tier_at: Callable[[Path], MemoryTier], clock: Clock
+        self,
+        memory: Path,
+        folders: Iterable[str],
+        tier_at: Callable[[Path], MemoryTier],
+        clock: Clock,
+        say: Callable[[str], None],
     ) -> None:
         """Takes none yet.
 
@@ -71,6 +75,7 @@ class Spill:
             folders: What a root has in it.
             tier_at: Gives the tier of a spill's root.
             clock: For waits.
+            say: Warns.
         """
         self.tier: MemoryTier | None = None
         self.is_shared = False
@@ -78,6 +83,7 @@ class Spill:
         self._folders = tuple(folders)
         self._tier_at = tier_at
         self._clock = clock
+        self._say = say
         self._base: Path | None = None
 
     def use(self, configured: str | None) -> None:
@@ -105,12 +111,12 @@ class Spill:
             root = claim(base, self._memory, self._clock, make=make)
             if root is None:
                 return None
-            make_folders(root, self._folders)
+            make_folders(root, self._folders, self._say)
             if self.tier is None or self.tier.root != root:
                 clear_dead(root, self._clock)
                 self.tier = self._tier_at(root)
         except OSError as error:
-            warnings.warn(f"nothing is spilled to {base}: {getattr(error, 'message', error.strerror)}", stacklevel=2)
+            self._say(f"nothing is spilled to {base}: {getattr(error, 'message', error.strerror)}")
             # What others may give back is asked for again by the next request, and what lies there stays known.
             if not is_scarcity(error):
                 self._base = self.tier = None

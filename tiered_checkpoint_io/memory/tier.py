@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -46,7 +45,7 @@ from tiered_checkpoint_io.memory.parts import (
     mark,
     prepare_markers,
 )
-from tiered_checkpoint_io.memory.private import make_folders, opening, sync_folder, write_private
+from tiered_checkpoint_io.memory.private import by_warning, make_folders, opening, sync_folder, write_private
 from tiered_checkpoint_io.memory.slot import Slot
 from tiered_checkpoint_io.memory.slots import SlotPool
 from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE, used
@@ -75,18 +74,20 @@ class MemoryTier:
         folder: str = SAVES,
         left: Callable[[], int] | None = None,
         clock: Clock = SYSTEM,
+        say: Callable[[str], None] = by_warning,
     ) -> None:
         """Takes a root that :meth:`open` has checked, or one to look at.
 
         ``budget_bytes`` is what all ranks of the node may use together, None for no limit of ours; ``left`` gives the
-        bytes that the node has left for it; ``unmap`` see :class:`SlotPool`; ``folder`` is ``saves``, or ``replicas``.
+        bytes that the node has left for it; ``unmap`` see :class:`SlotPool`; ``folder`` is ``saves``, or ``replicas``;
+        ``say`` warns.
         """
         self.root = root
         self._parts = root / folder
         self._index = PartIndex(self._parts)
         self._budget = budget_bytes
         self._left = left
-        self._clock = clock
+        self._clock, self._say = clock, say
         self._replicas: MemoryTier | None = None
         self._pool = SlotPool(str(root / "slots"), self.room, clock, unmap)
         #: Called with each part that is saved here, once it is committed.
@@ -97,7 +98,7 @@ class MemoryTier:
         self.bell: Callable[[], None] = lambda: None
         #: The job's durable tier: what earlier releases left, without a server, is of this one's.
         self.place: Place | None = None
-        self._spill = Spill(root, FOLDERS, self._spill_at, clock)
+        self._spill = Spill(root, FOLDERS, self._spill_at, clock, say)
 
     @classmethod
     def open(
@@ -108,8 +109,9 @@ class MemoryTier:
         budget_bytes: int | None = None,
         unmap: Callable[[memoryview, int], None] | None = None,
         clock: Clock = SYSTEM,
+        say: Callable[[str], None] = by_warning,
     ) -> MemoryTier:
-        """Opens the tier, making its folders, and clears what dead processes left incomplete.
+        """Opens the tier, making its folders, and clears what dead processes left incomplete; ``say`` warns.
 
         Raises MemoryUnsafeError where a folder is not ours alone, MemoryTierError where it can't be used.
         """
@@ -118,13 +120,12 @@ class MemoryTier:
             if not os.path.isdir(memory_dir):
                 text = "memory_dir does not exist"
                 raise MemoryTierError(text, operation="open", tier="memory", key=memory_dir, hint="make it")
-            make_folders(root, FOLDERS)
+            make_folders(root, FOLDERS, say)
             left = memory_left if is_tmpfs(memory_dir) else None
-            tier = cls(root, budget_bytes=budget_bytes, unmap=unmap, left=left, clock=clock)
+            tier = cls(root, budget_bytes=budget_bytes, unmap=unmap, left=left, clock=clock, say=say)
             clear_dead(root, clock)
         if left is None:
-            text = f"memory_dir {memory_dir!r} is not on tmpfs: the memory tier will be as fast as that disk"
-            warnings.warn(text, stacklevel=2)
+            say(f"memory_dir {memory_dir!r} is not on tmpfs: the memory tier will be as fast as that disk")
         return tier
 
     def mend(self) -> bool:
@@ -132,7 +133,7 @@ class MemoryTier:
         if self._parts.is_dir():
             return False
         with opening(self.root):
-            make_folders(self.root, FOLDERS)
+            make_folders(self.root, FOLDERS, self._say)
         if self._spill.tier is not None:
             # Before another process gives this memory a new id, with which it would not find the spill.
             self._spill.open()

@@ -159,7 +159,7 @@ class Drain:
     def _prepare(self) -> None:
         """Makes folders and log where they are missing, and takes over what an earlier release left."""
         # Of a root on a disk, a power loss may have left some.
-        make_folders(self._root, FOLDERS)
+        make_folders(self._root, FOLDERS, self._log.warning)
         try:
             self._queue.open()
             self._queue.take_over()

@@ -5,8 +5,6 @@ It is said again where there was room meanwhile: a training of weeks may run sho
 
 from __future__ import annotations
 
-import warnings
-
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.spill import AUTO
@@ -20,7 +18,8 @@ def had_room(session: Session, *, durable: bool, streamed: bool) -> None:
 
 def warn_streamed(session: Session, reason: Exception) -> None:
     """Warns that neither memory nor the spill can hold a durable save."""
-    _warn(session, f"the memory tier can't hold this checkpoint, so durable saves block training: {reason}", "streamed")
+    text = f"the memory tier can't hold this checkpoint, so durable saves block training: {reason}"
+    session.warn("streamed", text)
 
 
 def warn_spilled(session: Session, size: int) -> None:
@@ -33,7 +32,7 @@ def warn_spilled(session: Session, size: int) -> None:
         f"{tier.spill.root} on the node's disk, which may take {size_text(tier.spill.room())} more"
     )
     if config.spill_dir == AUTO:
-        _warn(session, f"{text}, and leaves half of what is free to others; see spill_dir", "spilled")
+        session.warn("spilled", f"{text}, and leaves half of what is free to others; see spill_dir")
     else:
         session.warned.add("spilled")
         session.log.info("%s", text)
@@ -47,11 +46,4 @@ def skip(session: Session, name: str, step: int, reason: Exception) -> None:
     text = f"the memory tier can't hold this checkpoint, so steps of memory alone are skipped: {reason}"
     if session.config.spill_dir in (AUTO, None):
         text += "; a named spill_dir would hold them"
-    _warn(session, text, "skipped")
-
-
-def _warn(session: Session, text: str, kind: str) -> None:
-    if kind not in session.warned:
-        session.warned.add(kind)
-        # ``warnings.warn`` shows the same words from the same line only once in a process.
-        warnings.warn_explicit(text, UserWarning, __file__, 0, __name__)
+    session.warn("skipped", text)
