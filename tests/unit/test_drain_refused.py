@@ -3,10 +3,14 @@
 import threading
 
 from support.draining import names, readable
+from support.story import op_id
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain.begun import Begun
+from tiered_checkpoint_io.engine.drain.operations import Outcome
+from tiered_checkpoint_io.engine.drain.outcomes import NewOutcomes
 from tiered_checkpoint_io.errors import StoreAccessError, StoreUnavailableError
+from tiered_checkpoint_io.testing.faulty import FaultyStore
 
 from .test_drain import drain, node, store, until  # noqa: F401 - fixtures
 
@@ -140,3 +144,23 @@ def test_an_alias_that_was_refused_once_does_not_wait_behind_deletes_that_are_re
         stop.set()
         thread.join()
     assert readable(store, "last.ckpt") == b"C"
+
+
+def test_what_failed_last_is_said_until_all_that_failed_is_done(node, store):  # noqa: F811
+    faulty = FaultyStore(store, fail_at=1, once=True, only=lambda what, key: "1.ckpt" in key)
+    node.save("1.ckpt", b"1")
+    worker = drain(node, faulty)
+    assert worker.run(once=True)
+    assert node.queue.progress().last_error
+    until(
+        lambda: worker.run(once=True) and not [each for each in node.tier.parts() if each.pending], "it is tried again"
+    )
+    assert node.queue.progress().last_error == ""
+
+
+def test_a_failure_for_another_reason_is_news(node):  # noqa: F811
+    news, told = NewOutcomes(node.queue), []
+    for kind in ("StoreUnavailableError", "StoreAccessError", "StoreAccessError"):
+        node.queue.finish(Outcome(op_id(1), "save", "1.ckpt", 1, "failed", "why", kind), final=False)
+        told.append([each.error_type for each in news.take()[0]])
+    assert told == [["StoreUnavailableError"], ["StoreAccessError"], []]

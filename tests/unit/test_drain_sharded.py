@@ -12,8 +12,10 @@ from support.restoring import of_a_newer_release
 from support.sharded import FlatStore, named, objects, readable
 from support.story import op_id
 
+from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.errors import StoreAccessError
+from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -74,6 +76,14 @@ def until(condition, what, timeout_s=30.0):
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
         time.sleep(0.005)
+
+
+class SlowStore(DirectoryStore):
+    """Takes 0.2 s for the files of a part."""
+
+    def upload(self, key, *args, **kwargs):
+        time.sleep(0.2 if not key.startswith(".tiered/") else 0.0)
+        return super().upload(key, *args, **kwargs)
 
 
 # --------------------------------------------------------------------------------- one node
@@ -184,6 +194,27 @@ def test_parts_of_two_nodes_meet_on_s3(memory_dir, s3_url):
     assert readable(store, "b.ckpt") == 3
     assert left(store) == []
     store.close()
+
+
+def test_a_commit_that_waited_tells_its_own_sending_and_the_whole_checkpoint_apart(nodes, store, caplog):
+    first, second = nodes
+    caplog.set_level(logging.INFO)
+    worker = drain(first, SlowStore(store.url))
+    first.part("1.ckpt", 1, 0)
+    assert worker.run(once=True)
+    time.sleep(1.0)
+    second.part("1.ckpt", 1, 1, size=50_000)
+    drain(second).run(once=True)
+    until(lambda: worker.run(once=True) and first.states().get(op_id(1)) == "committed", "it is committed")
+    sizes = [stored.part.content.size for node in nodes for stored in node.tier.parts()]
+    outcome = first.queue.outcome(op_id(1))
+    assert outcome.seconds > 1.4, "from the first byte that was sent"
+    assert outcome.bytes == sum(sizes)
+    (event,) = (each for each in read_events(first.root) if each["event"] == "upload")
+    assert (event["size_bytes"], 0.4 < event["seconds"] < 1.0) == (sizes[0], True), "of its part, without the wait"
+    assert first.queue.progress().rate == pytest.approx(sizes[0] / event["seconds"], rel=0.01)
+    (line,) = (each for each in caplog.messages if "is durable" in each)
+    assert size_text(sum(sizes)) in line
 
 
 def test_a_save_that_became_whole_meanwhile_goes_before_a_later_one(nodes, store):

@@ -11,7 +11,7 @@ failed     something failed: ``name``, ``step``, ``error``, ``action``; of a rel
 skipped    a save was left out, or stays in memory: ``name``, ``step``, ``error``
 upload     the drain ended an operation: ``action``, ``name``, ``step``, ``state``, ``size_bytes``, ``seconds``,
            ``created`` (when the checkpoint was captured), ``copied_bytes`` (of an earlier one, in place of being
-           sent), ``error``
+           sent), ``error``; of a part, bytes and seconds are its own, without the wait for others
 restore    a checkpoint was loaded: ``name``, ``step``, ``tier``, ``seconds``, ``created``
 totals     what earlier events, which were removed, add up to
 =========  =========================================================================================================

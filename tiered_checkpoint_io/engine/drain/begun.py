@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.clock import Clock
@@ -33,7 +33,9 @@ class Begun:
         failures: How often it has failed.
         permanent: Whether it will fail again unless something is mended.
         arrivals: The parts that have come; None where it does not wait for any.
-        since: When it began to wait for them.
+        began: Of a part of several, when it was begun first.
+        sent_s: For how long this drain has sent it, seconds, without the wait for others.
+        size: Bytes of the whole checkpoint; 0 until all parts have come.
         moved: When the last one came.
         shown: When other drains were shown last that it waits.
         is_late: Whether that is so long ago that it was reported as a failure.
@@ -46,7 +48,9 @@ class Begun:
     failures: int = 0
     permanent: bool = False
     arrivals: Arrivals | None = None
-    since: float | None = None
+    began: float | None = None
+    sent_s: float = 0.0
+    size: int = 0
     moved: float = 0.0
     shown: float = 0.0
     is_late: bool = False
@@ -112,11 +116,22 @@ class Unfinished(dict[str, Begun]):
         for begun in self._refused:
             begun.due = now
 
+    @contextlib.contextmanager
+    def sending(self, op_id: str, clock: Clock) -> Iterator[None]:
+        """Measures, in the block, how long a part of several is sent."""
+        began = clock.monotonic()
+        yield
+        mine = self.setdefault(op_id, Begun())
+        mine.began = began if mine.began is None else mine.began
+        mine.sent_s += clock.monotonic() - began
+
     def waits(self, part: Part, clock: Clock) -> Begun:
         """The save of a coordinator's part that is sent, as one that waits for the parts of others."""
         mine, now = self.setdefault(part.save_id, Begun()), clock.monotonic()
-        if mine.arrivals is None or mine.since is None:
-            mine.arrivals, mine.since, mine.moved, mine.is_late = Arrivals(part), now, now, False
+        # An earlier drain may have sent it.
+        mine.began = now if mine.began is None else mine.began
+        if mine.arrivals is None:
+            mine.arrivals, mine.moved, mine.is_late = Arrivals(part), now, False
             mine.shown = now
             mine.pause = clock.timing.gather_first_s
         return mine
@@ -160,6 +175,7 @@ class Unfinished(dict[str, Begun]):
             return None
         # Whatever becomes of it now, it has not to wait for others.
         rows, mine.arrivals, mine.is_late = mine.arrivals.rows, None, False
+        mine.size = sum(size for row in rows.values() for _, size in row.files)
         return rows
 
     def lost(self, part: Part) -> set[str]:

@@ -87,7 +87,7 @@ class Executor:
     def execute(self, operation: Request, operations: list[Request]) -> None:
         """Does what can be done now for one of the operations in the queue, and notes its outcome."""
         begun, stored = self.begun.get(operation.op_id), operation.stored
-        started = self.clock.monotonic() if begun is None or begun.since is None else begun.since
+        started = self.clock.monotonic() if begun is None or begun.began is None else begun.began
         fate: commit.Fate | Literal["waits"] = "committed"
         state: OutcomeState = "committed"
         said = ""
@@ -128,8 +128,7 @@ class Executor:
             return
         if begun is not None and begun.permanent:
             self.begun.allow(self.clock.monotonic())
-        seconds = self.clock.monotonic() - started
-        self.report.succeeded(stored.part.content.size if stored is not None else 0, seconds)
+        seconds, size = self.clock.monotonic() - started, self.begun.get(operation.op_id, Begun()).size
         copied = self.deltas.copied(operation.op_id)
         self._finish(operation, state, said, seconds=seconds, copied=copied)
         if stored is not None:
@@ -141,10 +140,12 @@ class Executor:
             # After the outcome: a drain that dies in between finds it committed, and reports it again.
             self._mark_drained(stored)
             what = "is durable" if part.commits else f"has its part of rank {part.rank} on the durable tier"
-            took = rate(part.content.size, seconds)
+            took = rate(size or part.content.size, seconds)
             if copied:
                 took += f", of which {size_text(copied)} were copied there in place of being sent"
             self.log.info("Step %d: %s %s: %s", part.content.step, part.name, what, took)
+        if not any(each.failures for each in self.begun.values()):
+            self.report.now.last_error = ""
         if stored is None or stored.part.commits:
             # One drain looks for what those of all nodes have left: the coordinator's, which has most other requests.
             self.stores.abort_abandoned(operation.place)
@@ -152,7 +153,7 @@ class Executor:
     def _save(self, operation: Request, stored: StoredPart) -> commit.Fate | Literal["waits"]:
         """Does what can be done now for a part in memory: sends it, waits for those of other nodes, commits."""
         part, rows = stored.part, None
-        is_alone, timeout_s = part.content.parts == 1, self.stores.config.wait_timeout_s
+        is_alone, timeout_s, clock = part.content.parts == 1, self.stores.config.wait_timeout_s, self.clock
         store, journal = self.stores.get(part.place), self.queue.journal(stored.op_id)
         with (
             self.report.uploading(part.name, part.content.size),
@@ -161,21 +162,22 @@ class Executor:
         ):
             files = self.deltas.contents(part, views) if self.stores.config.delta_upload else views
             if not is_alone:
-                fate = commit.put_part(store, part, files, journal=journal, progress=self._progress, clock=self.clock)
+                with contextlib.nullcontext() if commit.is_sent(journal) else self.begun.sending(stored.op_id, clock):
+                    fate = commit.put_part(store, part, files, journal=journal, progress=self._progress, clock=clock)
                 if fate == "replaced" or not part.commits:
                     return fate
-                if fate == "sent" and (rows := self.begun.gather(store, part, timeout_s, self.clock)) is None:
+                if fate == "sent" and (rows := self.begun.gather(store, part, timeout_s, clock)) is None:
                     return "waits"
             left = self._later(part, f"{part.name} is durable; what it replaced", part.save_id)
             fate = commit.commit(
-                store, part, files, rows, journal=journal, progress=self._progress, remove_later=left, clock=self.clock
+                store, part, files, rows, journal=journal, progress=self._progress, remove_later=left, clock=clock
             )
         if fate != "replaced" and not is_alone:
             queued = self.queue.look(self.tier)
             given_up = superseded(queued, self.begun.lost(part), operation)
             left_alone = [each for each in queued if each.action in SAVES and each not in given_up]
             busy = {each.name for each in left_alone if ids.save_id_of_op(each.op_id) != part.save_id}
-            survey, clock = self._survey(part.place), self.clock
+            survey = self._survey(part.place)
             clear_up(store, part, patience_s=timeout_s, busy=busy, log=self.log, survey=survey, clock=clock)
         return fate
 
@@ -347,6 +349,10 @@ class Executor:
         begun = self.begun.get(operation.op_id, Begun())
         if final:
             self.begun.pop(operation.op_id, None)
+        sent_s, mine = (seconds if begun.began is None else begun.sent_s), 0
+        if state == "committed":  # Of what an earlier drain has sent, the rate is not known.
+            mine = content.size if content is not None else 0
+            self.report.succeeded(mine if sent_s else 0, sent_s)
         outcome = Outcome(
             operation.op_id,
             operation.action,
@@ -355,7 +361,7 @@ class Executor:
             state,
             str(error),
             type(error).__name__ if isinstance(error, Exception) else "",
-            content.size if content is not None and state == "committed" else 0,
+            begun.size or mine if state == "committed" else 0,
             seconds,
             self.clock.wall(),
             begun.failures + (final and state != "skipped"),
@@ -371,8 +377,8 @@ class Executor:
             name=outcome.name,
             step=outcome.step,
             state=state,
-            size_bytes=outcome.bytes,
-            seconds=round(seconds, 3),
+            size_bytes=mine,
+            seconds=round(sent_s, 3),
             copied_bytes=copied,
             created=content.created if content is not None else 0.0,
             error=outcome.error,

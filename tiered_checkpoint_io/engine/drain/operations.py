@@ -76,8 +76,8 @@ class Outcome(AtPlace):
             ``failed`` (an error; it may be tried again) or ``skipped`` (given up on purpose).
         error: What went wrong, as text.
         error_type: The class of that error.
-        bytes: Bytes of the checkpoint, or of this node's part of it.
-        seconds: From its start to its end.
+        bytes: Bytes of the checkpoint; of a ``part``, of that alone.
+        seconds: From its start to its end, with the wait for parts of other nodes.
         finished: Seconds since the epoch.
         attempts: How often it was tried.
         dirpath: The durable tier.

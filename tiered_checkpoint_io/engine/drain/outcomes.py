@@ -15,7 +15,7 @@ class NewOutcomes:
     def __init__(self, queue: Queue) -> None:
         """Takes what is written by the drain."""
         self._queue = queue
-        self._seen = {(outcome.op_id, outcome.state) for outcome in queue.outcomes()}
+        self._seen = set(map(_key, queue.outcomes()))
         self._last: tuple[bytes | None, str] = None, ""
 
     def take(self) -> tuple[list[Outcome], str]:
@@ -24,14 +24,19 @@ class NewOutcomes:
         if version == self._last[0]:
             return [], self._last[1]
         outcomes = self._queue.outcomes()
-        fresh = [outcome for outcome in outcomes if (outcome.op_id, outcome.state) not in self._seen]
+        fresh = [outcome for outcome in outcomes if _key(outcome) not in self._seen]
         self._last = version, self._queue.progress().trouble
-        self._seen.update((outcome.op_id, outcome.state) for outcome in fresh)
+        self._seen.update(map(_key, fresh))
         if len(self._seen) > _SEEN:
             # Those that the log has forgotten do not come again.
-            self._seen.intersection_update([(outcome.op_id, outcome.state) for outcome in outcomes])
+            self._seen.intersection_update(map(_key, outcomes))
         return fresh, self._last[1]
 
     def skip(self, outcome: Outcome) -> None:
         """Leaves one out, because a caller has waited for it."""
-        self._seen.add((outcome.op_id, outcome.state))
+        self._seen.add(_key(outcome))
+
+
+def _key(outcome: Outcome) -> tuple[str, str, str]:
+    """What makes an outcome a new one: an operation that is tried again may fail for another reason."""
+    return outcome.op_id, outcome.state, outcome.error_type

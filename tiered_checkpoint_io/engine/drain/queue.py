@@ -58,7 +58,7 @@ class DrainProgress:
         bytes_total: Bytes of it.
         rate: Bytes a second of the current, or else of the last, upload.
         counters: Store counters (requests, bytes, retries) and ``committed``, ``failed``, ``skipped``.
-        last_error: The newest failure, as text.
+        last_error: The newest failure, as text; empty once nothing of what failed is left to be tried again.
         trouble: Why it has not been able to look at its queue for a while; mostly "".
     """
 
