@@ -37,6 +37,7 @@ from tiered_checkpoint_io.engine.staging.turn import Turn
 from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.memory import forks
+from tiered_checkpoint_io.memory.budget import note_budget
 from tiered_checkpoint_io.memory.node import node_budget
 from tiered_checkpoint_io.memory.spill import spill_dir_of
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -137,6 +138,7 @@ class Session:
             budget = node_budget(percentage, folder) if os.path.isdir(folder) else None
             here, unmap, say = namespace_here(config), self._pins.unpin, functools.partial(self.warn, None)
             tier = MemoryTier.open(folder, here, budget_bytes=budget, unmap=unmap, clock=self.clock, say=say)
+            note_budget(tier)
             tier.use_spill(config.spill_dir)
             tier.place = self.place
             tier.on_commit = lambda stored: self._peering.committed(stored, self.log)
@@ -146,6 +148,7 @@ class Session:
             drain = DrainHandle(tier, found, self.log, clock=self.clock)
             drain.leave_by, self._opened = self._leave_by, Opened(tier, Capturer(tier, self._pins, self.clock), drain)
         elif self._opened.tier.mend():
+            note_budget(self._opened.tier)
             self.log.warning("%s was removed, with all that it held; it is made anew", self._opened.tier.root)
         return self._opened
 

@@ -10,6 +10,7 @@
       replicas/<save_id>/...     the same, of other nodes' parts: never uploaded from here
       slots/  trash/  quarantine/  status/
       operations.log  drain.json  *.lock              what trainers and the drain tell each other
+      budget                     bytes that the trainer's checkpoints may take, for metrics
       id                         a link to nowhere that names this memory, for its spill
 
 What does not fit goes to the *spill*, a root of the same kind on the node's disk, of this memory alone (see
@@ -85,7 +86,7 @@ class MemoryTier:
         self.root = root
         self._parts = root / folder
         self._index = PartIndex(self._parts)
-        self._budget = budget_bytes
+        self.budget = budget_bytes
         self._left = left
         self._clock, self._say = clock, say
         self._replicas: MemoryTier | None = None
@@ -144,7 +145,7 @@ class MemoryTier:
         """The copies of other nodes' parts that this node keeps, with slots of their own."""
         if self._replicas is None:
             self._replicas = MemoryTier(
-                self.root, budget_bytes=self._budget, folder=REPLICAS, left=self._left, clock=self._clock
+                self.root, budget_bytes=self.budget, folder=REPLICAS, left=self._left, clock=self._clock
             )
         self._replicas.place = self.place
         return self._replicas
@@ -166,7 +167,7 @@ class MemoryTier:
     def _spill_at(self, root: Path) -> MemoryTier:
         spill = MemoryTier(root, unmap=self._pool.unmap, clock=self._clock)
         spill._pool.bounded_by_disk()
-        spill._left = lambda: disk_left(root, spill.usage(), is_shared=self._spill.is_shared)
+        spill._left = lambda: disk_left(root, spill.usage(), is_shared=self._spill.is_shared, left=self._left)
         return spill
 
     def _home(self, path: Path | str) -> MemoryTier:
@@ -219,8 +220,8 @@ class MemoryTier:
         """Bytes that the budget, the file system, and what others leave of the node's memory still allow."""
         file_system = os.statvfs(self.root)
         bounds = [file_system.f_bavail * file_system.f_frsize]
-        if self._budget is not None:
-            bounds.append(self._budget - self.usage())
+        if self.budget is not None:
+            bounds.append(self.budget - self.usage())
         if self._left is not None:
             bounds.append(self._left())
         return min(bounds)

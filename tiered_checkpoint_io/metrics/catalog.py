@@ -107,8 +107,10 @@ DRAIN_AGE = _metric("drain_heartbeat_age_seconds", "gauge", "seconds", "Time sin
 PENDING = _metric("pending", "gauge", "", "Saves, copies and deletes that wait for the durable tier.")
 PENDING_BYTES = _metric("pending_bytes", "gauge", "bytes", "Bytes of the parts among them.")
 QUARANTINED = _metric("quarantined", "gauge", "", "Damaged parts in this node's quarantine.")
-USED = _metric("used_bytes", "gauge", "bytes", "Bytes of node memory, and of the spill, in use.", "tier")
-FREE = _metric("free_bytes", "gauge", "bytes", "Bytes that checkpoints may still take there.", "tier")
+USED = _metric(
+    "used_bytes", "gauge", "bytes", "Bytes of node memory, and of the spill, in use; idle slots are not.", "tier"
+)
+FREE = _metric("free_bytes", "gauge", "bytes", "Bytes that checkpoints may still take there, with idle slots.", "tier")
 RESTORES = _metric("restores_total", "counter", "", "Checkpoints that this node loaded.")
 REPEATED = _metric("repeated_steps_total", "counter", "steps", "Steps that were trained again after restarts.")
 LOST = _metric(

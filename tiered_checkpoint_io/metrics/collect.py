@@ -15,7 +15,7 @@ from tiered_checkpoint_io.engine.drain.events import RunningTotals
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.errors import TieredCheckpointError
-from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, node_budget
+from tiered_checkpoint_io.memory.budget import noted_budget, space_of
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -43,11 +43,8 @@ class Collector:
         Raises:
             OSError: The memory tier can't be read: it was deleted, or no descriptor is left.
         """
-        config, tier = last_config(self.root), MemoryTier(self.root)
-        if config is not None:
-            left = memory_left if is_tmpfs(config.memory_dir) else None
-            budget = node_budget(config.memory_allocation_percentage, config.memory_dir)
-            tier = MemoryTier(self.root, budget_bytes=budget, left=left)
+        # No limit of this process: it may be in another container than the trainer.
+        config, tier = last_config(self.root), MemoryTier(self.root, budget_bytes=noted_budget(self.root))
         tier.use_spill(config.spill_dir if config is not None else AUTO)
         parts, totals, progress = tier.parts(), self._totals.look(), self._queue.progress()
         found: list[tuple[Metric, float | None, dict[str, str]]] = []
@@ -60,8 +57,9 @@ class Collector:
         add(catalog.QUARANTINED, len(tier.quarantined()))
         for name, each in (("memory", tier), ("spill", tier.spill)):
             if each is not None:
-                add(catalog.USED, each.usage(), tier=name)
-                add(catalog.FREE, max(0, each.room()), tier=name)
+                space = space_of(each)
+                add(catalog.USED, space.used, tier=name)
+                add(catalog.FREE, space.free, tier=name)
         now = self._clock.wall()
         found += _of_drain(progress, now) + _of_events(totals, now) + _of_steps(parts, totals)
         found.sort(key=lambda each: catalog.CATALOG.index(each[0]))
