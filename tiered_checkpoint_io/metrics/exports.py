@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tiered_checkpoint_io.clock import SYSTEM
+from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.metrics import cloudwatch
@@ -24,6 +25,13 @@ ENVIRONMENT = "TIERED_CHECKPOINT_METRICS"
 _EVERY_S = {"textfile": 15.0, "cloudwatch": 60.0}
 #: How long the end of an exporter is waited for; it may be in the middle of a request.
 _CLOSE_S = 2.0
+#: How long a trainer tries to get what others hold: after a quick restart, those are processes of the one before it.
+_PATIENCE_S = 60.0
+_AGAIN_S = 1.0
+
+
+class NotYetError(ConfigError):
+    """A target can't be used just now: another process has the port, or exports to the file."""
 
 
 class Export(Protocol):
@@ -74,7 +82,8 @@ def start(target: MetricsTarget, source: Source, log: Logger) -> Export:
     """Starts to export to one target, in the background.
 
     Raises:
-        ConfigError: It can't be used: the port is taken, for one.
+        NotYetError: It can't be used now: the port is taken, for one.
+        ConfigError: It can't be used at all.
     """
     try:
         return _start(target, source, log)
@@ -92,7 +101,7 @@ def _start(target: MetricsTarget, source: Source, log: Logger) -> Export:
         try:
             server = Server(source, target.host, target.port)
         except OSError as error:
-            raise ConfigError(
+            raise NotYetError(
                 f"metrics can't be served on {target.host}:{target.port}: {error.strerror or error}",
                 hint="name a free port of this machine",
             ) from error
@@ -102,8 +111,11 @@ def _start(target: MetricsTarget, source: Source, log: Logger) -> Export:
         from tiered_checkpoint_io.metrics.otel import Instruments
 
         return Instruments(source)
-    repeated = _Repeated(lambda: write(target, source()), _EVERY_S[target.kind], f"metrics to {target.path}", log)
-    return _Textfile(repeated, Path(target.path)) if target.kind == "textfile" else repeated
+
+    def begin() -> _Repeated:
+        return _Repeated(lambda: write(target, source()), _EVERY_S[target.kind], f"metrics to {target.path}", log)
+
+    return _Textfile(begin, Path(target.path)) if target.kind == "textfile" else begin()
 
 
 def write(target: MetricsTarget, samples: Iterable[Sample]) -> None:
@@ -133,6 +145,17 @@ class Exports:
             ConfigError: As :func:`start`; those that were started before go on.
         """
         self._running.append(start(target, source, log))
+
+    def start_patiently(self, target: MetricsTarget, source: Source, log: Logger) -> None:
+        """As :meth:`start`, for a trainer: tried for a while, and what fails is logged once and left out."""
+        try:
+            self.start(target, source, log)
+        except ConfigError as error:
+            if not isinstance(error, NotYetError):
+                _say_without(error, log)
+                return
+            # Its end must not be waited for here: training begins.
+            self._running.append(_Awaited(lambda: start(target, source, log), error, log))
 
     def close(self) -> None:
         """Ends them. CloudWatch gets its last values; a textfile is removed, because it would say them for ever."""
@@ -169,16 +192,66 @@ class _Repeated:
         SYSTEM.join(self._thread, _CLOSE_S)
 
 
-class _Textfile:
-    """A file of metrics that is there while it is written."""
+class _Awaited:
+    """An exporter that begins once it can, or not at all, in a thread of its own."""
 
-    def __init__(self, writer: _Repeated, path: Path) -> None:
-        self._writer, self._path = writer, path
+    def __init__(self, begin: Callable[[], Export], error: ConfigError, log: Logger) -> None:
+        self._begin, self._error, self._log = begin, error, log
+        self._ended = threading.Event()
+        self._thread = SYSTEM.start(self._run, "tiered-metrics")
+
+    def _run(self) -> None:
+        deadline = SYSTEM.monotonic() + _PATIENCE_S
+        while not SYSTEM.wait(self._ended, _AGAIN_S) and SYSTEM.monotonic() < deadline:
+            try:
+                export = self._begin()
+            except NotYetError as error:
+                self._error = error
+            except ConfigError as error:
+                self._error = error
+                break
+            else:
+                self._ended.wait()
+                export.close()
+                return
+        _say_without(self._error, self._log)
+
+    def close(self) -> None:
+        self._ended.set()
+        SYSTEM.join(self._thread, 2 * _CLOSE_S)
+
+
+def _say_without(error: ConfigError, log: Logger) -> None:
+    log.error("%s; training continues without", error)
+
+
+class _Textfile:
+    """A file of metrics that is there while it is written, by one process at a time."""
+
+    def __init__(self, begin: Callable[[], _Repeated], path: Path) -> None:
+        """Begins to write it; raises NotYetError where another process does."""
+        try:
+            # Beside it, because each write puts a new file in its place.
+            lock = try_lock(path.with_name(f".{path.name}.lock"))
+        except OSError as error:
+            why = error.__cause__ or error
+            text = f"metrics can't be written to {path}: {getattr(why, 'strerror', None) or why}"
+            raise NotYetError(text, hint="name a file in a folder that this user may write to") from error
+        if lock is None:
+            text = f"metrics can't be written to {path}: another process exports to it"
+            raise NotYetError(text, hint="name a file for each job of a node")
+        self._lock, self._path = lock, path
+        try:
+            self._writer = begin()
+        except OSError:
+            release(lock)
+            raise
 
     def close(self) -> None:
         self._writer.close()
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
+        release(self._lock)
 
 
 def targets_of_trainer(configured: str | None) -> list[MetricsTarget]:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, start_http_server, write_to_tex
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.metrics.catalog import Sample
 from tiered_checkpoint_io.metrics.collect import Source
 
@@ -37,6 +38,11 @@ class Server:
     def __init__(self, source: Source, host: str, port: int) -> None:
         """Begins to listen; raises OSError where the port is taken, or the host is not this machine's."""
         self._server, self._thread = start_http_server(port, addr=host, registry=_registry(source))
+        forks.register(self)
+
+    def forked(self) -> None:
+        """See :class:`forks.Owner`: a worker of a loader that outlives its trainer would keep the port."""
+        self._server.socket.close()
 
     @property
     def port(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.engine.drain.events import note
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
+from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.metrics.collect import Source
 from tiered_checkpoint_io.metrics.exports import ENVIRONMENT, Exports
 from tiered_checkpoint_io.model.metrics_export import MetricsTarget
@@ -27,7 +27,7 @@ class Recording:
         self._noted = 0.0
 
     def begin(self, local_rank: int, step: int, session: Session, targets: Iterable[MetricsTarget]) -> None:
-        """Notes that training starts, and begins to export; each target where that fails is logged, and left out.
+        """Notes that training starts, and begins to export; a target where that fails for long is left out.
 
         Args:
             local_rank: Of this process on its node.
@@ -48,11 +48,7 @@ class Recording:
         note(root, "start", clock=session.clock, step=step)
         source = Source(lambda: [root], session.clock)
         for target in targets:
-            try:
-                self._exports.start(target, source, session.log)
-            except ConfigError as error:
-                # The port may still be held by an earlier process, whose end must not be waited for.
-                session.log.error("%s; training continues without", error)
+            self._exports.start_patiently(target, source, session.log)
 
     def reach(self, step: int, session: Session) -> None:
         """Notes the step that training has reached, every few seconds; the same one while it is validated."""
