@@ -27,7 +27,7 @@ from tiered_checkpoint_io.errors import (
     StoreNotFoundError,
     TieredCheckpointError,
 )
-from tiered_checkpoint_io.export.files import new_file
+from tiered_checkpoint_io.export.files import new_files
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.inventory.durable import find, read_unchanged
 from tiered_checkpoint_io.memory.node import node_budget
@@ -35,7 +35,7 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest, Part
 from tiered_checkpoint_io.stores import Store, place_of
-from tiered_checkpoint_io.stores.silence import moving
+from tiered_checkpoint_io.stores.silence import local_work, moving
 
 
 def fetch(
@@ -167,7 +167,8 @@ def _slots(tier: MemoryTier, parts: Sequence[Part]) -> Iterator[_Views]:
         with contextlib.ExitStack() as held:
             views: dict[str, memoryview] = {}
             for part, destination in zip(parts, destinations, strict=True):
-                opened = held.enter_context(destination.open())
+                with local_work():
+                    opened = held.enter_context(destination.open())
                 views |= {entry.path: opened[entry.basename] for entry in part.content.files}
             yield views
         for part, destination in zip(parts, destinations, strict=True):
@@ -192,15 +193,15 @@ def _slots(tier: MemoryTier, parts: Sequence[Part]) -> Iterator[_Views]:
 def _files(folder: Path, parts: Sequence[Part]) -> Iterator[_Views]:
     """Files below a folder, which get their names if the block does not raise; the switch gets its name last."""
     entries = [(entry, part.content.switch) for part in parts for entry in part.content.files]
-    with contextlib.ExitStack() as held:
-        views: dict[str, memoryview] = {}
-        # They are closed in the opposite order.
-        for entry, _ in sorted(entries, key=lambda each: each[0].basename != each[1]):
-            target = folder / entry.path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            mapping = held.enter_context(new_file(target, entry.size))
-            views[entry.path] = held.enter_context(memoryview(mapping))
-        yield views
+    entries.sort(key=lambda each: each[0].basename == each[1])
+    targets = [(folder / entry.path, entry.size) for entry, _ in entries]
+    for target, _ in targets:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with new_files(targets) as mappings, contextlib.ExitStack() as held:
+        yield {
+            entry.path: held.enter_context(memoryview(mapping))
+            for (entry, _), mapping in zip(entries, mappings, strict=True)
+        }
 
 
 def _fetch(store: Store, views: _Views, entry: FileEntry, index: int, count: Callable[[int], None]) -> None:

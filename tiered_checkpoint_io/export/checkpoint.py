@@ -73,7 +73,7 @@ def export_checkpoint(
                 to_torch_file(found.folder, target, weights_only=weights_only)
             elif format == "safetensors":
                 with _scratch(target) as folder:
-                    copy_file(store, found, folder / "checkpoint", operation="export")
+                    copy_file(store, found, folder / "checkpoint", operation="export", synced=False)
                     where = ids.join_url(store.url, found.name)
                     state = MappedState(folder / "checkpoint", where, weights_only=weights_only)
                     # It is mapped: a kill leaves no copy of the checkpoint behind.

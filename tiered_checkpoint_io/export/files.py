@@ -9,7 +9,7 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tiered_checkpoint_io.export.folder import Folder
 from tiered_checkpoint_io.export.items import Items, Tensors
 from tiered_checkpoint_io.formats.image import plan
 from tiered_checkpoint_io.formats.shard_image import untouched
+from tiered_checkpoint_io.stores.silence import local_work
 
 #: The names of element types in safetensors.
 _SAFETENSORS = {
@@ -57,6 +58,7 @@ def to_torch_file(
     weights_only: bool = True,
     beside: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] = lambda _: None,
+    synced: bool = True,
 ) -> None:
     """Writes the whole state as ``torch.save`` would have; see :func:`export_checkpoint`.
 
@@ -66,6 +68,7 @@ def to_torch_file(
         weights_only: See :func:`export_checkpoint`.
         beside: Further entries of the state.
         progress: Called with bytes that are done, from any thread; what it raises ends the work.
+        synced: See :func:`new_files`.
     """
     items = Items(folder)
     tensors = {name: _placeholder(items, name) for name in items.tensors}
@@ -85,7 +88,7 @@ def to_torch_file(
                 tensor.copy_(torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape))
         image = plan(state)
     names = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
-    with new_file(Path(target), image.size) as mapping:
+    with new_file(Path(target), image.size, synced=synced) as mapping:
         for segment in image.segments:
             mapping[segment.offset : segment.offset + len(segment.data)] = segment.data
         targets: dict[str, list[TargetBlock]] = {}
@@ -229,33 +232,93 @@ def _header(shard: Mapping[str, str], items: Tensors) -> tuple[bytes, dict[str, 
 
 # ----------------------------------------------------------------------------------------- common
 @contextlib.contextmanager
-def new_file(target: Path, size: int) -> Iterator[mmap.mmap]:
-    """A mapped file that has its name only once it is complete, and on disk; until then a kill leaves nothing of it."""
+def new_file(target: Path, size: int, *, synced: bool = True) -> Iterator[mmap.mmap]:
+    """One file, as :func:`new_files` gives it."""
+    with new_files([(target, size)], synced=synced) as (mapping,):
+        yield mapping
+
+
+@contextlib.contextmanager
+def new_files(targets: Sequence[tuple[Path, int]], *, synced: bool = True) -> Iterator[list[mmap.mmap]]:
+    """Mapped files that get their names, in this order, once all are complete; a kill before leaves nothing of them.
+
+    Args:
+        targets: Paths and sizes.
+        synced: Whether they are on disk before they have names; not for what is removed right after.
+
+    Raises:
+        ExportError: One exists, or can't be written; then none gets its name.
+    """
+    with contextlib.ExitStack() as held:
+        with local_work():
+            files = [held.enter_context(contextlib.closing(_NewFile(*each))) for each in targets]
+        with _writing(targets[0][0]) if targets else contextlib.nullcontext():
+            yield [each.mapped() for each in files]
+        with local_work():
+            for each in files:
+                each.complete(synced=synced)
+            named: list[Path] = []
+            try:
+                for each in files:
+                    each.name()
+                    named.append(each.target)
+            except BaseException:
+                for path in named:
+                    path.unlink(missing_ok=True)
+                raise
+
+
+@contextlib.contextmanager
+def _writing(target: Path) -> Iterator[None]:
     try:
-        if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, "it exists already")
-        descriptor, begun = _begin(target)
-        try:
-            # A mapped page without space would end the process when it is touched.
-            os.posix_fallocate(descriptor, 0, max(size, 1))
-            yield mmap.mmap(descriptor, max(size, 1))
-            if not size:
-                # Nothing can be mapped of an empty file.
-                os.ftruncate(descriptor, 0)
-            os.fsync(descriptor)
-            if begun is not None:
-                begun.rename(target)
-            else:
-                # With a folder's descriptor, which an absolute path does not need, Python has the link followed.
-                os.link(f"/proc/self/fd/{descriptor}", target, src_dir_fd=descriptor, follow_symlinks=True)
-        finally:
-            os.close(descriptor)
-            if begun is not None:
-                begun.unlink(missing_ok=True)
+        yield
     except OSError as error:
         if isinstance(error, TieredCheckpointError):
             raise
         raise not_written(target, error) from error
+
+
+class _NewFile:
+    """A file that has no name yet; each method raises ExportError."""
+
+    def __init__(self, target: Path, size: int) -> None:
+        self.target, self._size = target, size
+        with _writing(target):
+            if os.path.lexists(target):
+                raise FileExistsError(errno.EEXIST, "it exists already")
+            self._descriptor, self._begun = _begin(target)
+            try:
+                # A mapped page without space would end the process when it is touched.
+                os.posix_fallocate(self._descriptor, 0, max(size, 1))
+            except BaseException:
+                self.close()
+                raise
+
+    def mapped(self) -> mmap.mmap:
+        with _writing(self.target):
+            return mmap.mmap(self._descriptor, max(self._size, 1))
+
+    def complete(self, *, synced: bool) -> None:
+        with _writing(self.target):
+            if not self._size:
+                # Nothing can be mapped of an empty file.
+                os.ftruncate(self._descriptor, 0)
+            if synced:
+                os.fsync(self._descriptor)
+
+    def name(self) -> None:
+        with _writing(self.target):
+            if self._begun is not None:
+                self._begun.rename(self.target)
+            else:
+                # With a folder's descriptor, which an absolute path does not need, Python has the link followed.
+                source = f"/proc/self/fd/{self._descriptor}"
+                os.link(source, self.target, src_dir_fd=self._descriptor, follow_symlinks=True)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+        if self._begun is not None:
+            self._begun.unlink(missing_ok=True)
 
 
 def _begin(target: Path) -> tuple[int, Path | None]:

@@ -92,8 +92,10 @@ def read_found(
     return durable.read_unchanged(store, look, work, operation=operation, tries=tries)
 
 
-def copy_file(store: Store, found: SourceCheckpoint, target: Path, *, operation: str) -> Content | None:
-    """Copies the file of a full checkpoint: the first whose bytes match.
+def copy_file(
+    store: Store, found: SourceCheckpoint, target: Path, *, operation: str, synced: bool = True
+) -> Content | None:
+    """Copies the file of a full checkpoint: the first whose bytes match; ``synced`` see :func:`new_files`.
 
     Returns:
         The facts of the save that made these.
@@ -106,7 +108,7 @@ def copy_file(store: Store, found: SourceCheckpoint, target: Path, *, operation:
     errors: list[TieredCheckpointError] = []
     for content, (entry, *_) in found.copies:
         try:
-            with new_file(target, entry.size) as mapping:
+            with new_file(target, entry.size, synced=synced) as mapping:
                 size = store.size(entry.path)
                 if size != entry.size:
                     text = f"{size} bytes in place of {entry.size}"

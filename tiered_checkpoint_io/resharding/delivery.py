@@ -24,6 +24,7 @@ from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.resharding.parts import Planned
 from tiered_checkpoint_io.stores import Store
 from tiered_checkpoint_io.stores.base import UploadContent
+from tiered_checkpoint_io.stores.silence import local_work
 
 #: Of the room of the scratch folder, what may be taken.
 _ROOM = 0.95
@@ -147,7 +148,7 @@ class Delivery:
 def _new_file(folder: Path, planned: Planned) -> mmap.mmap:
     """A mapped file without a name that has all of a part's file but the elements of tensors."""
     image = planned.image
-    with tempfile.TemporaryFile(dir=folder) as file:
+    with local_work(), tempfile.TemporaryFile(dir=folder) as file:
         # A mapped page without space would end the process when it is touched.
         os.posix_fallocate(file.fileno(), 0, image.size)
         for segment in image.segments:

@@ -196,7 +196,8 @@ class _Work:
         self._begin(2 * total)
         rest = self._rest(items, folder)
         file = self._folder / "full"
-        to_torch_file(folder, file, weights_only=self._weights_only, beside=rest, progress=self._progress)
+        weights_only = self._weights_only
+        to_torch_file(folder, file, weights_only=weights_only, beside=rest, progress=self._progress, synced=False)
         content = self._found.copies[0][0] if self._found.copies else None
         facts = self._facts(content, "full", 1, resumable=rest is None)
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
@@ -242,7 +243,7 @@ class _Work:
             resumable = True
         else:
             file = self._folder / "full"
-            content = copy_file(self._store, found, file, operation="reshard")
+            content = copy_file(self._store, found, file, operation="reshard", synced=False)
             where = ids.join_url(self._store.url, found.name)
             tensors = MappedState(file, where, weights_only=self._weights_only)
             file.unlink()

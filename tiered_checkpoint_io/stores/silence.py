@@ -6,10 +6,11 @@ by itself. A caller that can do without the answer asks on a thread of its own, 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
@@ -29,6 +30,8 @@ class Question(Generic[_T]):
         """Begins; ``ask`` must do no more than ask stores, because it may still run when its caller has left."""
         self._clock = clock
         self._answered_at = clock.monotonic()
+        #: How many of its threads work on this machine, see :func:`local_work`.
+        self._local, self._lock = 0, threading.Lock()
         self._trouble = ("", "")
         self._ended = threading.Event()
         self._answer: Future[_T] = Future()
@@ -50,6 +53,21 @@ class Question(Generic[_T]):
         """Takes note that the store has answered a request."""
         self._answered_at, self._trouble = self._clock.monotonic(), ("", "")
 
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """See :func:`local_work`."""
+        with self._lock:
+            self._local += 1
+        try:
+            yield
+        finally:
+            self.answered()
+            with self._lock:
+                self._local -= 1
+
+    def _silent_s(self) -> float:
+        return 0.0 if self._local else self._clock.monotonic() - self._answered_at
+
     def failed(self, message: str, hint: str | None) -> None:
         """Takes note of an error for which a request is repeated: a server that is busy says so, again and again."""
         # Not the error: its frames hold mapped files.
@@ -59,13 +77,13 @@ class Question(Generic[_T]):
         """Whether all is answered before the store has been silent for ``seconds``."""
         every = self._clock.timing.silence_line_s
         while not self._ended.is_set():
-            silent = self._clock.monotonic() - self._answered_at
+            silent = self._silent_s()
             if silent >= seconds:
                 return False
             line = every * (silent // every + 1)
             if self._clock.wait(self._ended, min(line, seconds) - silent):
                 break
-            if count_down is not None and line < seconds and self._clock.monotonic() - self._answered_at >= line:
+            if count_down is not None and line < seconds and self._silent_s() >= line:
                 count_down(line, seconds - line)
         return True
 
@@ -101,6 +119,14 @@ def moving() -> Callable[[], None]:
     """What this thread calls where work gets on between two answers: the store then does not count as silent."""
     question = current_question()
     return question.answered if question is not None else lambda: None
+
+
+@contextlib.contextmanager
+def local_work() -> Iterator[None]:
+    """A block that may take long and asks no store, such as one that waits for a disk: no store is silent meanwhile."""
+    question = current_question()
+    with question.at_work() if question is not None else contextlib.nullcontext():
+        yield
 
 
 def answer_within(

@@ -1,0 +1,100 @@
+"""A local disk that is slow to sync beside a durable tier that answers: no store is silent meanwhile."""
+
+import errno
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from support.clocks import quick
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.errors import ExportError, StoreUnavailableError
+from tiered_checkpoint_io.export import export_checkpoint
+from tiered_checkpoint_io.export.files import new_files
+from tiered_checkpoint_io.resharding import reshard_checkpoint
+from tiered_checkpoint_io.stores.silence import answer_within, local_work
+
+#: Names that no file gets.
+FAILING = set()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What is done to files from now on: the paths that are synced, and links."""
+    found, sync, link = [], os.fsync, os.link
+
+    def slow(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        found.append(path)
+        time.sleep(1.5 if "/here/" in path else 0)
+        sync(descriptor)
+
+    def noted(source, target, **options):
+        found.append("link")
+        if Path(target).name in FAILING:
+            raise FileExistsError(errno.EEXIST, "it exists already")
+        link(source, target, **options)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    monkeypatch.setattr(os, "link", noted)
+    return found
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with a sharded checkpoint of two files."""
+    state = {"w": torch.arange(64.0), "v": torch.ones(8)}
+    torch_dcp.save(state, checkpoint_id=tmp_path / "run" / "step_1", no_dist=True)
+    return str(tmp_path / "run")
+
+
+def test_a_pull_to_a_slow_disk_syncs_all_files_and_then_names_them(run, tmp_path, calls):
+    reshard_checkpoint(run, "step_1", "two", parts=2)
+    calls.clear()
+    done = CliRunner().invoke(app, ["pull", run, "two", "--to", str(tmp_path / "here"), "--timeout", "1"])
+    assert (done.exit_code, "has not answered" in done.output) == (0, False), done.exception
+    there = {path.name for path in (tmp_path / "here").rglob("*") if path.is_file()}
+    assert len(there) == 3
+    assert [each == "link" for each in calls] == [False] * 3 + [True] * 3
+
+
+def test_scratch_files_are_not_synced(run, calls):
+    for source, name, parts in (("step_1", "full", None), ("full", "again", 2)):
+        reshard_checkpoint(run, source, name, parts=parts)
+    export_checkpoint(run, "full", f"{run}-tensors", format="safetensors")
+    assert calls
+    synced = [each for each in calls if "reshard-" in each or ".export-" in each]
+    assert not synced
+
+
+def test_where_one_file_gets_no_name_none_has(tmp_path, calls, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.FAILING", {"c"})
+    with pytest.raises(ExportError, match="c can't be written"), new_files([(tmp_path / each, 8) for each in "abc"]):
+        pass
+    assert calls.count("link") == 3
+    assert not list(tmp_path.iterdir())
+
+
+def test_local_work_is_no_silence():
+    clock = quick(silence_line_s=0.1)
+
+    def work():
+        with local_work():
+            time.sleep(1)
+        return "done"
+
+    said = []
+    assert answer_within(0.3, work, clock=clock, count_down=lambda *figures: said.append(figures)) == "done"
+    assert not said
+
+    def then_silent():
+        with local_work():
+            pass
+        time.sleep(1)
+
+    with pytest.raises(StoreUnavailableError):
+        answer_within(0.3, then_silent, clock=clock)
