@@ -8,8 +8,10 @@ from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.memory import node, tier
+from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
+from tiered_checkpoint_io.memory import node, spill, tier
 from tiered_checkpoint_io.memory.budget import BUDGET_FILE
+from tiered_checkpoint_io.metrics.catalog import FREE, USED
 from tiered_checkpoint_io.metrics.collect import Collector
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
@@ -19,8 +21,8 @@ MIB = 1 << 20
 @pytest.fixture
 def job(tmp_path):
     """Two checkpoints of 8 MiB in a tmpfs for three."""
-    with mounted_tmpfs(tmp_path / "small", 26 * MIB) as small:
-        options = {"dirpath": str(tmp_path / "durable"), "memory_dir": str(small), "spill_dir": None}
+    with mounted_tmpfs(tmp_path / "small", 26 * MIB) as small, mounted_tmpfs(tmp_path / "spill", 10 * MIB) as spilled:
+        options = {"dirpath": str(tmp_path / "durable"), "memory_dir": str(small), "spill_dir": str(spilled)}
         engine = Checkpointer(TieredCheckpointConfig(**options, memory_keep_last=2, memory_allocation_percentage=95))
         yield engine
         engine.session.release()
@@ -33,15 +35,15 @@ def train(engine):
     return engine.session.open().tier
 
 
-def space(root):
-    found = {each.metric.name.rpartition("checkpoint_")[2]: each.value for each in Collector(root).collect()}
-    return found["used_bytes"] / MIB, found["free_bytes"] / MIB
+def space(root, of="memory"):
+    found = [each for each in Collector(root).collect() if each.labels.get("tier") == of]
+    return tuple(each.value / MIB for each in found if each.metric in (USED, FREE))
 
 
 def of_another_container(monkeypatch):
     """A sidecar's limits: less than what the trainer has in memory."""
     monkeypatch.setattr(node, "memory_limit", lambda *_: 2 * MIB)
-    for module in (node, tier):
+    for module in (node, spill, tier):
         monkeypatch.setattr(module, "memory_left", lambda *_: -MIB)
 
 
@@ -55,10 +57,13 @@ def test_a_slot_that_waits_for_the_next_save_is_free(job):
 
 
 def test_limits_of_the_exporter_do_not_count(job, monkeypatch):
-    root = train(job).root
-    expected = space(root)
+    memory = train(job)
+    memory.open_spill()
+    (memory.root / CONFIG_FILE).write_text(job.session.config.to_json())
+    expected = space(memory.root), space(memory.root, "spill")
+    assert expected[1][1] > 9
     of_another_container(monkeypatch)
-    assert space(root) == expected
+    assert (space(memory.root), space(memory.root, "spill")) == expected
 
 
 def test_the_trainers_budget_counts_or_else_the_file_system(job, monkeypatch):

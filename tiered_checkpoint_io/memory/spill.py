@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.memory.clearing import clear_dead
-from tiered_checkpoint_io.memory.node import is_local_disk, is_tmpfs
+from tiered_checkpoint_io.memory.node import is_local_disk, is_tmpfs, memory_left
 from tiered_checkpoint_io.memory.ownership import claim, is_unclaimed, siblings
 from tiered_checkpoint_io.memory.private import make_folders, private_folder
 from tiered_checkpoint_io.memory.space import is_scarcity
@@ -42,20 +42,20 @@ def spill_root(spill_dir: str, root: Path) -> Path:
     return Path(spill_dir) / f"tiered-{os.getuid()}" / f"{root.name}-{mark}"
 
 
-def disk_left(root: Path, used: int, *, is_shared: bool, left: Callable[[], int] | None = None) -> int:
+def disk_left(root: Path, used: int, *, is_shared: bool, is_bound: bool = True) -> int:
     """Bytes that a spill may still take.
 
     Args:
         root: The spill.
         used: What it takes already.
         is_shared: Whether the user did not name the disk for it, so that half of what is free without it stays free.
-        left: Gives the bytes of memory that the node has left, where this process is bound by them.
+        is_bound: Whether the memory that this process may take bounds a spill on a tmpfs; not for one that only looks.
     """
     facts = os.statvfs(root)
     free = facts.f_bavail * facts.f_frsize
     if is_shared:
         free = (free - used) // 2
-    return min(free, left()) if left is not None and is_tmpfs(str(root)) else free
+    return min(free, memory_left()) if is_bound and is_tmpfs(str(root)) else free
 
 
 class Spill:

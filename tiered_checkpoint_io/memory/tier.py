@@ -167,7 +167,8 @@ class MemoryTier:
     def _spill_at(self, root: Path) -> MemoryTier:
         spill = MemoryTier(root, unmap=self._pool.unmap, clock=self._clock)
         spill._pool.bounded_by_disk()
-        spill._left = lambda: disk_left(root, spill.usage(), is_shared=self._spill.is_shared, left=self._left)
+        bound = self._left is not None
+        spill._left = lambda: disk_left(root, spill.usage(), is_shared=self._spill.is_shared, is_bound=bound)
         return spill
 
     def _home(self, path: Path | str) -> MemoryTier:
