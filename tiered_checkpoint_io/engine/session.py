@@ -133,16 +133,14 @@ class Session:
         """
         self.background.wait()
         if self._opened is None:
-            config = self.config
-            percentage, folder = config.memory_allocation_percentage, config.memory_dir
-            budget = node_budget(percentage, folder) if os.path.isdir(folder) else None
+            config, folder = self.config, self.config.memory_dir
+            budget = node_budget(config.memory_allocation_percentage, folder) if os.path.isdir(folder) else None
             here, unmap, say = namespace_here(config), self._pins.unpin, functools.partial(self.warn, None)
             tier = MemoryTier.open(folder, here, budget_bytes=budget, unmap=unmap, clock=self.clock, say=say)
             note_budget(tier)
             tier.use_spill(config.spill_dir)
-            tier.place = self.place
+            tier.place, tier.awaited = self.place, self._peering.awaited
             tier.on_commit = lambda stored: self._peering.committed(stored, self.log)
-            tier.awaited = self._peering.awaited
             # Its process may have another temporary directory.
             found = replace(config, spill_dir=spill_dir_of(config.spill_dir))
             drain = DrainHandle(tier, found, self.log, clock=self.clock)
@@ -371,8 +369,7 @@ class Session:
         """
         if looks:
             self.look()
-        failure = self._announcer.first_failure()
-        if failure is not None and self._raises:
+        if (failure := self._announcer.first_failure()) is not None and self._raises:
             raise failure
 
     def warn(self, what: str | None, text: str) -> None:
