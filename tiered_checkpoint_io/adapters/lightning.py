@@ -335,7 +335,7 @@ class TieredCheckpointIO(CheckpointIO):
     def _is_elsewhere(self, path: str | os.PathLike[str]) -> bool:
         """Whether a path is an absolute local one outside dirpath, or any there of what the tuner keeps."""
         text = os.fspath(path)
-        if not is_of_tuner(text) and (not os.path.isabs(text) or ".." in text.split("/")):
+        if not (is_of_tuner(text) and "/" in text) and (not os.path.isabs(text) or ".." in text.split("/")):
             # A name says where it lies: the engine refuses what leaves its folder again.
             return False
         # dirpath itself is no place for a file: the engine refuses it as a name.
