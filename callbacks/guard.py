@@ -166,7 +166,10 @@ class StrategyGuard(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes that the averages of callbacks which have such take the place of the weights, from here on."""
-        if of_classes(trainer, "WeightAveraging", "StochasticWeightAveraging"):
+        if of_classes(trainer, "WeightAveraging") or any(
+            each._average_model is not None and (each._max_epochs == -1 or trainer.current_epoch > each.swa_end)
+            for each in of_classes(trainer, "StochasticWeightAveraging")
+        ):
             self._held.load(pl_module)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: object) -> None:

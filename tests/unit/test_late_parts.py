@@ -75,7 +75,8 @@ def test_to_wait_is_no_failure_while_parts_come_and_one_failure_where_none_does(
 def test_a_save_that_waits_shows_so_to_those_who_remove_what_rests(store):
     clock, begun = Hours(), Unfinished()
     part, data = make_part("a.ckpt", 1, 0, world_size=2)
-    put_part(store, part, views_of(data))
+    with begun.sending(part.save_id, clock):
+        put_part(store, part, views_of(data))
     key = ids.description_key(part.save_id, 0)
     file, content = Path(store.url, key), store.get(key)
     for _ in range(9):
@@ -86,6 +87,9 @@ def test_a_save_that_waits_shows_so_to_those_who_remove_what_rests(store):
         assert shown == (clock.now > 0), "no request before it is of use"
         clock.now += PATIENCE_S / 4
     assert store.get(key) == content
+    os.utime(file, (0, 0))
+    assert Unfinished().gather(store, part, PATIENCE_S, clock) is None
+    assert file.stat().st_mtime > 0, "an earlier drain has sent it, nobody knows when"
 
 
 def test_a_damaged_description_of_an_older_save_that_waits_holds_up_no_later_one(store):

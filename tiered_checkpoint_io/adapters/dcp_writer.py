@@ -209,8 +209,9 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             raise
         show_failures()
         self.session.surface()
-        durable = self.settings.is_durable(self.located.step, self.save_to_s3)
-        voted = vote(self.session, durable=durable and not self._coordinates)
+        with self._counting("beginning"):
+            durable = self.settings.is_durable(self.located.step, self.save_to_s3)
+            voted = vote(self.session, durable=durable and not self._coordinates)
         return plan if voted is None else dataclasses.replace(plan, storage_data=voted)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

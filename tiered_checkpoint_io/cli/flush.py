@@ -31,7 +31,7 @@ from tiered_checkpoint_io.errors import (
     StoreNotFoundError,
     TieredCheckpointError,
 )
-from tiered_checkpoint_io.inventory.flushing import HeldSave, to_flush
+from tiered_checkpoint_io.inventory.flushing import HeldSave, by_payload, to_flush
 from tiered_checkpoint_io.inventory.node import held_part
 from tiered_checkpoint_io.inventory.roots import existing, has_trainer, owned, tier_at
 from tiered_checkpoint_io.logs import get_logger, size_text
@@ -95,7 +95,7 @@ def flush(
         for place in sorted({save.place for save in saves}, key=str):
             if _is_another_jobs(config, place, root.name):
                 held.enter_context(claimed(config_at(config, place), threading.Event(), place.dirpath))
-        rows: list[FlushedSave] = []
+        rows, tried = list[FlushedSave](), list[HeldSave]()
         error: DrainError | None = None
         is_damaged, began = False, SYSTEM.monotonic()
         known: set[str] = set()
@@ -104,6 +104,7 @@ def flush(
             _mark(config, tier, queue, saves)
             error = _upload(tier, config, max(1.0, timeout - (SYSTEM.monotonic() - began)), silent=json)
             rows += [_row(config, tier, queue, save) for save in saves]
+            tried += saves
             damaged = {save.content.save_id for save in saves if _is_damaged(queue, save)}
             is_damaged = is_damaged or bool(damaged)
             # What was found damaged is in quarantine now: another one is the newest.
@@ -112,7 +113,13 @@ def flush(
             lost |= {save.unit for save in saves if save.content.save_id in damaged}
             left = to_flush(tier.parts(), without=lost) if is_next else []
             saves = [save for save in left if save.content.save_id not in known]
-    good = error is None and not is_damaged and any(row.state in ("durable", "uploaded") for row in rows)
+    pairs = zip(tried, rows, strict=True)
+    there = {save.content.save_id for save, row in pairs if row.state in ("durable", "uploaded")}
+    good = (
+        error is None
+        and not is_damaged
+        and all(any(save.content.save_id in there for save in group) for group in by_payload(tried) or [tried])
+    )
     if json:
         write_json("flush", Flushed(root.name, good, rows))
     else:

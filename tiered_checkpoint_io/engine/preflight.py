@@ -282,7 +282,8 @@ def _room(session: Session) -> Room:
     spill_dir, spill = spill_dir_of(config.spill_dir), 0
     is_named, is_refused = config.spill_dir not in (AUTO, None), False
     if spill_dir is not None:
-        folder = next(each for each in (Path(spill_dir), *Path(spill_dir).parents) if each.exists())
+        # Of a folder that may not be entered, Path.exists raises.
+        folder = next(each for each in (Path(spill_dir), *Path(spill_dir).parents) if os.path.exists(each))
         is_refused = is_named and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK))
         facts = os.statvfs(folder)
         spill = facts.f_blocks * facts.f_frsize // (2 if config.spill_dir == AUTO else 1)

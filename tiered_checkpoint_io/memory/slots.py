@@ -36,6 +36,10 @@ _MADV_POPULATE_WRITE = 23
 _MAX_FREE = 2
 
 
+class BusyError(MemoryFullError):
+    """Another process takes room, and has not ended; there may be enough."""
+
+
 class SlotPool:
     """Makes, lends and takes back the slots of this process, in one folder."""
 
@@ -289,7 +293,7 @@ class SlotPool:
                     break
                 except BlockingIOError:
                     if self._clock.monotonic() > deadline:
-                        raise MemoryFullError(
+                        raise BusyError(
                             f"another process has been reserving memory for more than {bound:.0f} s",
                             operation="stage",
                             tier="memory",

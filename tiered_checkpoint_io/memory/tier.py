@@ -31,7 +31,7 @@ from pathlib import Path
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
 from tiered_checkpoint_io.memory.clearing import clear_dead
-from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left
+from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, unbounded
 from tiered_checkpoint_io.memory.parts import (
     DRAINED,
     NEW,
@@ -122,10 +122,10 @@ class MemoryTier:
                 text = "memory_dir does not exist"
                 raise MemoryTierError(text, operation="open", tier="memory", key=memory_dir, hint="make it")
             make_folders(root, FOLDERS, say)
-            left = memory_left if is_tmpfs(memory_dir) else None
+            left = memory_left if is_tmpfs(memory_dir) else unbounded
             tier = cls(root, budget_bytes=budget_bytes, unmap=unmap, left=left, clock=clock, say=say)
             clear_dead(root, clock)
-        if left is None:
+        if left is unbounded:
             say(f"memory_dir {memory_dir!r} is not on tmpfs: the memory tier will be as fast as that disk")
         return tier
 

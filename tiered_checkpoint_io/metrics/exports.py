@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tiered_checkpoint_io.clock import SYSTEM
-from tiered_checkpoint_io.engine.drain.locks import release, try_lock
+from tiered_checkpoint_io.engine.drain.locks import is_lost, release, try_lock
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.metrics import cloudwatch
@@ -214,7 +214,10 @@ class _Awaited:
                 self._ended.wait()
                 export.close()
                 return
-        _say_without(self._error, self._log)
+        if self._ended.is_set():
+            self._log.error("%s; nothing was exported", self._error)
+        else:
+            _say_without(self._error, self._log)
 
     def close(self) -> None:
         self._ended.set()
@@ -236,21 +239,28 @@ class _Textfile:
         except OSError as error:
             why = error.__cause__ or error
             text = f"metrics can't be written to {path}: {getattr(why, 'strerror', None) or why}"
-            raise NotYetError(text, hint="name a file in a folder that this user may write to") from error
+            hint = f"name a file in a folder that this user may write to; a .{path.name}.lock that was left may go"
+            raise NotYetError(text, hint=hint) from error
+        if lock is not None and is_lost(lock):
+            # Who had it has just ended.
+            release(lock)
+            lock = None
         if lock is None:
             text = f"metrics can't be written to {path}: another process exports to it"
             raise NotYetError(text, hint="name a file for each job of a node")
         self._lock, self._path = lock, path
         try:
             self._writer = begin()
-        except OSError:
+        except BaseException:
             release(lock)
             raise
 
     def close(self) -> None:
         self._writer.close()
-        with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
+        # The lock's file as well: another user could not open it.
+        for path in (self._path, self._path.with_name(f".{self._path.name}.lock")):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         release(self._lock)
 
 

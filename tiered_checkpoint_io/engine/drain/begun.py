@@ -120,19 +120,23 @@ class Unfinished(dict[str, Begun]):
     def sending(self, op_id: str, clock: Clock) -> Iterator[None]:
         """Measures, in the block, how long a part of several is sent."""
         began = clock.monotonic()
-        yield
-        mine = self.setdefault(op_id, Begun())
-        mine.began = began if mine.began is None else mine.began
-        mine.sent_s += clock.monotonic() - began
+        try:
+            yield
+        finally:
+            # Of one that fails, what it has sent is not sent again.
+            mine = self.setdefault(op_id, Begun())
+            mine.began = began if mine.began is None else mine.began
+            mine.sent_s += clock.monotonic() - began
 
     def waits(self, part: Part, clock: Clock) -> Begun:
         """The save of a coordinator's part that is sent, as one that waits for the parts of others."""
         mine, now = self.setdefault(part.save_id, Begun()), clock.monotonic()
-        # An earlier drain may have sent it.
+        # What an earlier drain has sent may have rested since.
+        is_sent_now = mine.began is not None
         mine.began = now if mine.began is None else mine.began
         if mine.arrivals is None:
             mine.arrivals, mine.moved, mine.is_late = Arrivals(part), now, False
-            mine.shown = now
+            mine.shown = now if is_sent_now else -math.inf
             mine.pause = clock.timing.gather_first_s
         return mine
 

@@ -27,7 +27,12 @@ def try_lock(path: Path, *, shared: bool = False, patience_s: float = 0.0, clock
     """
     with needs_space("no space for a lock file", operation="lock", key=str(path)):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    if not flock(descriptor, patience_s, clock.timing.lock_poll_s, clock, shared=shared):
+    try:
+        has_it = flock(descriptor, patience_s, clock.timing.lock_poll_s, clock, shared=shared)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    if not has_it:
         os.close(descriptor)
         return None
     with _guard:

@@ -219,11 +219,13 @@ class Drain:
 
     def _is_over(self) -> bool:
         left = {operation.op_id for operation in self._queue.doable(self._tier)}
-        overdue = self._clock.monotonic() - self._report.last_success > self._clock.timing.drain_give_up_s
+        now = self._clock.monotonic()
+        overdue = now - self._report.last_success > self._clock.timing.drain_give_up_s
         # Permanent failures are no reason to stay: the next start may have other credentials than ours.
         begun = [begun for op_id, begun in self._executor.begun.items() if op_id in left]
-        # Of a save whose parts keep coming, each is a success; and once none has come for long, that is a failure.
-        waits = any(each.arrivals is not None and not each.is_late for each in begun)
+        # Each part that comes is a success.
+        patience_s = self._stores.config.wait_timeout_s
+        waits = any(each.arrivals is not None and now - each.moved < patience_s for each in begun)
         if left and (waits or not overdue) and not (begun and all(each.permanent for each in begun)):
             return False
         if operations := self._queue.look(self._tier):

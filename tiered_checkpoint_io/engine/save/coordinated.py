@@ -22,7 +22,7 @@ from typing import NoReturn
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, may_be_taken
 from tiered_checkpoint_io.engine.save.overlap import FOUND_CHANGED, OF_PARTS, Overlap, Overlapped, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
-from tiered_checkpoint_io.engine.save.room import admit, arrived_votes
+from tiered_checkpoint_io.engine.save.room import admit, arrived_votes, check_left_out
 from tiered_checkpoint_io.engine.save.sameness import Stretches
 from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session
@@ -217,6 +217,7 @@ class CoordinatedSaver:
         if not (in_memory or facts.durable):
             # The rank that has no room for it has said so.
             part.give_back()
+            check_left_out(self._session, facts)
             return
         beside = {facts.name_beside(extra[0]): extra[1]} if extra is not None else {}
         captured.small = functools.cache(lambda: {METADATA: metadata(), **beside})

@@ -202,7 +202,7 @@ class FullSaver:
                 self.overlap, self._why_eager = None, FOUND_CHANGED
             try:
                 try:
-                    self._failed(facts.name, facts.step, error, durable=facts.durable)
+                    self._failed(facts.name, facts.step, error, durable=owes_durable(self._session, facts))
                 finally:
                     part.give_back()
             except Exception as shown:

@@ -17,7 +17,7 @@ from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.save.small import warn_streamed
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.errors import MemoryFullError
+from tiered_checkpoint_io.errors import MemoryFullError, SaveError
 from tiered_checkpoint_io.memory.parts import StoredPart
 
 #: Where the votes that this thread has unpickled are kept; as :func:`facts.arrived` tells, plans may be replaced.
@@ -109,6 +109,18 @@ def why_left_out(session: Session, facts: SaveFacts) -> str | None:
 def owes_durable(session: Session, facts: SaveFacts) -> bool:
     """Whether a save for which there is no room has failed; else it is one of memory alone, and skipped."""
     return facts.durable or why_left_out(session, facts) is not None
+
+
+def check_left_out(session: Session, facts: SaveFacts) -> None:
+    """Raises SaveError for a save that is in no tier, where leaving it out of the durable one is an error."""
+    if (why := why_left_out(session, facts)) is not None:
+        raise SaveError(
+            f"{facts.name} is in no tier: {why}, and node memory has no room",
+            operation="save",
+            key=facts.name,
+            step=facts.step,
+            hint="save again once the durable tier has the earlier ones",
+        )
 
 
 @contextlib.contextmanager

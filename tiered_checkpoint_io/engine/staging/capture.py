@@ -21,6 +21,7 @@ from tiered_checkpoint_io.formats.writing import Untouched
 from tiered_checkpoint_io.memory.pages import are_slow
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.slot import Slot
+from tiered_checkpoint_io.memory.slots import BusyError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
 #: Slots are rounded up to this many bytes.
@@ -211,6 +212,8 @@ def acquire_for(tier: MemoryTier, size: int, going_for: Callable[[int], list[Sto
     """
     try:
         return tier.acquire(size)
+    except BusyError:
+        raise
     except MemoryFullError:
         # The pool has just given up its free slots, so what is missing is known exactly.
         missing = size + _ROUND - tier.room()
@@ -218,6 +221,7 @@ def acquire_for(tier: MemoryTier, size: int, going_for: Callable[[int], list[Sto
             # They were enough, or others have given back what was missing.
             with contextlib.suppress(MemoryFullError):
                 return tier.acquire(size)
+            missing = size + _ROUND - tier.room()
         going = going_for(max(1, missing))
         if not going:
             raise
