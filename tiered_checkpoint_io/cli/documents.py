@@ -150,7 +150,7 @@ class DrainState:
     done_bytes: Annotated[int, "Bytes of it that are on the durable tier."]
     total_bytes: Annotated[int, "Bytes of it."]
     rate_bytes_per_s: Annotated[float, "Of the current, or else of the last, upload."]
-    last_error: Annotated[str | None, "The newest failure."]
+    last_error: Annotated[str | None, "The newest failure; null once nothing that failed is left."]
 
 
 @dataclass(frozen=True, slots=True)
