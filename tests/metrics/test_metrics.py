@@ -262,7 +262,8 @@ def test_a_training_goes_on_with_the_exports_that_start(runs, tmp_path, monkeypa
     assert f"{PREFIX}step" in told.read_text()
     assert f"metrics can't be served on 127.0.0.1:{port}: Address already in use" in caplog.text
     assert "metrics can't go to otel: ValueError: " in caplog.text
-    assert caplog.text.count("; training continues without") == 2
+    # Training has ended before the port is given up.
+    assert caplog.text.count("; training continues without") == caplog.text.count("; nothing was exported") == 1
     failed = command("metrics", "--export", "otel")
     assert "metrics can't go to otel: ValueError: " in str(failed.exception)
 

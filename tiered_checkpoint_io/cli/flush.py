@@ -31,7 +31,7 @@ from tiered_checkpoint_io.errors import (
     StoreNotFoundError,
     TieredCheckpointError,
 )
-from tiered_checkpoint_io.inventory.flushing import HeldSave, by_payload, to_flush
+from tiered_checkpoint_io.inventory.flushing import HeldSave, Unit, by_payload, to_flush
 from tiered_checkpoint_io.inventory.node import held_part
 from tiered_checkpoint_io.inventory.roots import existing, has_trainer, owned, tier_at
 from tiered_checkpoint_io.logs import get_logger, size_text
@@ -43,7 +43,6 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.model.place import Place
-from tiered_checkpoint_io.model.retention import UnitKey
 from tiered_checkpoint_io.stores import Store, config_at
 
 #: Between two looks at the drain's progress, seconds.
@@ -67,8 +66,8 @@ def flush(
     """Uploads what is in this node's memory alone: before the node goes, whether the trainer lives or not.
 
     By default the newest checkpoint that training can resume from, of each payload, and all that is queued; where that
-    is damaged in memory, the one before it as well, and the status is 1. With a checkpoint goes all of its step that is
-    here: averages, and what other process groups saved. The drain uploads it like
+    is damaged in memory, the one before it as well, and the status is 1. With a checkpoint goes what
+    lies beside it under its name: averages, and what other process groups saved. The drain uploads it like
     any other: the one that runs, or a new one, which goes on where this command is interrupted. Of a checkpoint whose
     parts are on several nodes, run this on each of them: it is committed once all parts are there. Refused while a run
     of another job writes to the same dirpath.
@@ -99,7 +98,7 @@ def flush(
         error: DrainError | None = None
         is_damaged, began = False, SYSTEM.monotonic()
         known: set[str] = set()
-        lost: set[tuple[Place, UnitKey]] = set()
+        lost: set[Unit] = set()
         while saves and error is None:
             _mark(config, tier, queue, saves)
             error = _upload(tier, config, max(1.0, timeout - (SYSTEM.monotonic() - began)), silent=json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tiered_checkpoint_io.errors import InvalidNameError
 from tiered_checkpoint_io.memory.parts import StoredPart
@@ -11,6 +12,9 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content, Kind
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.model.retention import UnitKey, unit_of
+
+#: Durable tier, step, and the name without its folder.
+Unit: TypeAlias = tuple[Place, UnitKey, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +39,13 @@ class HeldSave:
         return self.parts[0].part.content
 
     @property
-    def unit(self) -> tuple[Place, UnitKey]:
-        """What a restart may need together: averages beside weights, and the parts of process groups."""
-        return self.place, unit_of(self.name, self.content.step)
+    def unit(self) -> Unit:
+        """What a restart may need together: averages beside weights, and the parts of process groups.
+
+        Other checkpoints of the same step have names of their own, in whatever folder.
+        """
+        name = ids.without_companion(self.name, ids.EMA).rpartition("/")[2]
+        return self.place, unit_of(self.name, self.content.step), name
 
     @property
     def missing(self) -> list[int]:
@@ -66,7 +74,7 @@ def to_flush(
     *,
     name: str | None = None,
     everything: bool = False,
-    without: Collection[tuple[Place, UnitKey]] = (),
+    without: Collection[Unit] = (),
 ) -> list[HeldSave]:
     """The saves that have to be on the durable tier, the newest first; they may be there already.
 
