@@ -201,6 +201,7 @@ def test_an_on_exception_checkpoint_that_can_not_be_saved_is_an_error_before_tra
     with pytest.raises(InvalidNameError, match="has an empty, '.' or '..' component"):
         trainer.fit(Model())
     assert trainer.global_step == 0
+    trainer.io.teardown()
 
 
 def test_loggers_see_a_last_that_is_there(runs):
