@@ -93,14 +93,11 @@ class EndOfTraining(Callback):
         for each in _durable_ends(trainer):
             each._is_amid_validation = False
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
-        """Leaves: no teardown follows, and that of a later evaluation is no end of this training."""
-        trainer.callbacks = _others(trainer)  # type: ignore[attr-defined]
-
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Lightning's tuner ends its trials by this hook, and tears the strategy down after it. NeMo's time limit ends a
         # training so, amid a batch and without on_train_end.
         self._let_go(trainer)
+        # No teardown follows an exception; that of a later evaluation is no end of the training.
         is_running = stage == "fit" and trainer.state.status == TrainerStatus.RUNNING
         if self._has_trained and not self._has_ended and is_running:
             self._has_ended = True

@@ -301,8 +301,8 @@ def _warn_of_unread(trainer: Trainer, io: TieredCheckpointIO) -> None:
     every = io.config.memory_every_n_train_steps if "memory_every_n_train_steps" in io._given else None
     if every and not any(getattr(each, "memory_every_n_train_steps", None) for each in trainer.checkpoint_callbacks):
         io.checkpointer.session.log.warning(
-            "TieredCheckpointIO has memory_every_n_train_steps=%d, but no callback saves memory steps: the intervals of"
-            " the configuration are read by TieredModelCheckpoint.from_config(...) alone; null in it says that none is"
+            "TieredCheckpointIO has memory_every_n_train_steps=%d, but no callback saves memory steps: give it to"
+            " TieredModelCheckpoint, or make that by from_config(...); None in TieredCheckpointIO says that none are"
             " wanted",
             every,
         )

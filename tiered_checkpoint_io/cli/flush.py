@@ -68,7 +68,7 @@ def flush(
     By default the newest checkpoint that training can resume from, of each payload, and all that is queued; where that
     is damaged in memory, the one before it as well, and the status is 1. With a checkpoint goes what
     lies beside it under its name: averages, and what other process groups saved. The drain uploads it like
-    any other: the one that runs, or a new one, which goes on where this command is interrupted. Of a checkpoint whose
+    any other: the one that runs, or a new one, which continues where this command is interrupted. Of a checkpoint whose
     parts are on several nodes, run this on each of them: it is committed once all parts are there. Refused while a run
     of another job writes to the same dirpath.
     """

@@ -52,8 +52,8 @@ class Copies:
         rows = np.repeat(np.arange(len(offsets)), cuts)
         pieces = np.arange(len(rows)) - np.repeat(np.cumsum(cuts) - cuts - first, cuts)
         lows, highs = np.maximum(offsets[rows], pieces * piece), np.minimum(ends[rows], (pieces + 1) * piece)
-        self._places, self._lengths = ctypes.addressof(target) + lows, highs - lows
-        self._sources = np.stack((addresses[rows] + (lows - offsets[rows]), self._lengths), axis=1)
+        self._places = ctypes.addressof(target) + lows
+        self._sources = np.stack((addresses[rows] + (lows - offsets[rows]), highs - lows), axis=1)
         # A batch of rows begins with a piece, or where there would be too many.
         begins = (np.arange(len(rows)) - np.searchsorted(pieces, pieces)) % _AT_ONCE == 0
         batches = np.append(np.flatnonzero(begins), len(rows))
@@ -62,7 +62,7 @@ class Copies:
         self._pieces = np.searchsorted(pieces[batches[:-1]], np.arange(-(-len(target) // piece) + 1)).tolist()
         # A run of a batch's rows follows without a gap in the buffer.
         runs = np.flatnonzero(begins | np.append(True, lows[1:] != highs[:-1])[: len(rows)])
-        totals = np.append(0, np.cumsum(self._lengths))[np.append(runs, len(rows))]
+        totals = np.append(0, np.cumsum(highs - lows))[np.append(runs, len(rows))]
         self._targets = np.stack((self._places[runs], np.diff(totals)), axis=1)
         self._runs = np.searchsorted(runs, batches).tolist()
         self._gather = gathering()
@@ -88,7 +88,7 @@ class Copies:
         return self._gather is not None and self._gather(np.add(targets, (away, 0)), sources)
 
     def _columns(self, rows: Any) -> tuple[list[int], list[int], list[int]]:
-        return self._places[rows].tolist(), self._sources[rows, 0].tolist(), self._lengths[rows].tolist()
+        return self._places[rows].tolist(), self._sources[rows, 0].tolist(), self._sources[rows, 1].tolist()
 
 
 def _copy_each(targets: list[int], sources: list[int], lengths: list[int], *, away: int) -> None:
