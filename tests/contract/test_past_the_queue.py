@@ -219,7 +219,7 @@ def test_what_the_queue_has_no_room_for_is_skipped_where_memory_has_none_either(
         for step, tiers in ((1, ["memory", "durable"]), (2, ["memory"]), (3, ["memory", "durable"])):
             io.save_checkpoint(state(step, 1 << 20), f"{step}.ckpt", storage_options={"tiers": tiers})
         session = io.checkpointer.session
-        assert (session.counts["failed"], session.last_save.name) == (0, "2.ckpt")
+        assert (session.counts["failed"], session.counts["skipped"], session.last_save.name) == (0, 1, "2.ckpt")
         proxy.plan = where(late(0), calls={0})
         io.teardown()
     assert elsewhere(options, memory_dir, "1.ckpt") == 1

@@ -234,7 +234,7 @@ class CoordinatedSaver:
         try:
             self._seal(captured)
         except MemoryFullError as error:
-            skip(self._session, facts.name, facts.step, error)
+            skip(self._session, facts, error)
             return
         if in_memory and not part.streams:
             # Otherwise memory does not have all of it, and no older one may go for it.
@@ -311,7 +311,7 @@ class CoordinatedSaver:
                 self._seal(captured)
                 self._report(captured)
         except MemoryFullError as error:
-            skip(self._session, facts.name, facts.step, error)
+            skip(self._session, facts, error)
             with self._lock:
                 self._captured = _Captured(part, False, None) if rank == facts.coordinator else None
             return False

@@ -10,7 +10,7 @@ from typing import Any
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.world import current_rank
-from tiered_checkpoint_io.engine.save.facts import alone, position
+from tiered_checkpoint_io.engine.save.facts import SaveFacts, alone, position
 from tiered_checkpoint_io.engine.save.overlap import FOUND_CHANGED, ChangedError, Overlap, Overlapped, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.save.room import admit, owes_durable
@@ -59,7 +59,7 @@ class FullSaver:
                 self.show()
             except DrainError as error:
                 # What the background has not ended in time, this save can't wait for any longer.
-                self._failed(name, position(state, name)[0], error, durable=durable)
+                self._failed(name, position(state, name)[0], error)
                 return None
             # Who leaves the rest of a save to the background looks there, if it comes so far: see :meth:`_complete`.
             looks, self._has_looked = self.overlap is None or not self._has_looked, False
@@ -96,8 +96,7 @@ class FullSaver:
         except (InvalidNameError, ConfigError, UsageError):
             raise
         except Exception as error:
-            is_owed = durable if facts is None else owes_durable(session, facts)
-            self._failed(name, position(state, name)[0], error, durable=is_owed)
+            self._failed(name, position(state, name)[0], error, facts)
             return None
         with session.turn.taken(name):
             return part.report(waited=waited)
@@ -123,10 +122,10 @@ class FullSaver:
         evidence = all_complete(held, part.facts.scope(part.rank, self._session.place))
         part.retain(held, self._session.config.memory_keep_last, evidence)
 
-    def _failed(self, name: str, step: int, error: Exception, *, durable: bool) -> None:
+    def _failed(self, name: str, step: int, error: Exception, facts: SaveFacts | None = None) -> None:
         session = self._session
-        if isinstance(error, MemoryFullError) and not durable and session.is_open:
-            skip(session, name, step, error)
+        if isinstance(error, MemoryFullError) and facts is not None and not owes_durable(session, facts):
+            skip(session, facts, error)
         else:
             session.failed(name, step, error)
 
@@ -202,7 +201,7 @@ class FullSaver:
                 self.overlap, self._why_eager = None, FOUND_CHANGED
             try:
                 try:
-                    self._failed(facts.name, facts.step, error, durable=owes_durable(self._session, facts))
+                    self._failed(facts.name, facts.step, error, facts)
                 finally:
                     part.give_back()
             except Exception as shown:

@@ -5,6 +5,7 @@ It is said again where there was room meanwhile: a training of weeks may run sho
 
 from __future__ import annotations
 
+from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.spill import AUTO
@@ -38,11 +39,13 @@ def warn_spilled(session: Session, size: int) -> None:
         session.log.info("%s", text)
 
 
-def skip(session: Session, name: str, step: int, reason: Exception) -> None:
+def skip(session: Session, facts: SaveFacts, reason: Exception) -> None:
     """Counts a save of memory alone for which there is no room, with one warning."""
-    session.counts["skipped"] += 1
-    session.note("skipped", name=name, step=step, error=str(reason))
-    session.log.at_step(step).debug("%s is skipped: %s", name, reason)
+    if not facts.left_out:
+        # Otherwise it was counted when it was left out of the durable tier.
+        session.counts["skipped"] += 1
+        session.note("skipped", name=facts.name, step=facts.step, error=str(reason))
+    session.log.at_step(facts.step).debug("%s is skipped: %s", facts.name, reason)
     text = f"the memory tier can't hold this checkpoint, so steps of memory alone are skipped: {reason}"
     if session.config.spill_dir in (AUTO, None):
         text += "; a named spill_dir would hold them"

@@ -125,7 +125,7 @@ def save_local(
     except Exception as error:
         run.report_missing("memory")
         if isinstance(error, MemoryFullError) and not owes_durable(session, facts):
-            skip(session, name, step, error)
+            skip(session, facts, error)
             return None
         if durable:
             run.report_missing("durable")
