@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import tiered_checkpoint_io
@@ -23,9 +22,7 @@ _LAST_RANK_S = 60.0
 
 def compile_ours() -> None:
     """Compiles the package, as installers do with its peers: else each new process may do so again."""
-    package = Path(tiered_checkpoint_io.__path__[0])
-    for folder in (package, (package / "callbacks").resolve()):
-        compileall.compile_dir(folder, quiet=1)
+    compileall.compile_dir(tiered_checkpoint_io.__path__[0], quiet=1)
 
 
 def shm_folder() -> tempfile.TemporaryDirectory[str]:
