@@ -1,6 +1,6 @@
 """Any order of saves, aliases, removals, drains, failures, losses, damage and deaths, against a dictionary.
 
-``make soak`` runs the same for long, and with new choices each time.
+``make test-soak`` runs the same for long, and with new choices each time.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """The first hour with this package: each story's output is in ``expected/``, and is read by people.
 
-``TIERED_UPDATE_EXPECTED=1 make test-first-hour`` records the texts anew.
+``TIERED_UPDATE_EXPECTED=1 make test AREA=first_hour`` records the texts anew.
 """
 
 import os

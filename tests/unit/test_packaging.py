@@ -125,28 +125,3 @@ def test_hydra_composes_every_option():
         config = TieredCheckpointConfig.from_any(block)
         assert (config.s3_every_n_train_steps is None) == (option == "memory_only")
         assert (config.memory_every_n_train_steps is None) == (option == "s3_only")
-
-
-def test_each_test_is_run_once_by_the_whole_check():
-    """``.ci/run`` calls test-cli and test-examples, and what these run ``make test`` and ``make test-all`` leave out."""
-
-    # Without what a make that runs this test hands on.
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "ONCE"}
-
-    def files(target, *options):
-        made = subprocess.run(
-            ["make", "-n", target, *options], cwd=ROOT, capture_output=True, text=True, check=True, env=clean
-        )
-        (line,) = (line for line in made.stdout.splitlines() if "-m pytest" in line)
-        return [word.removeprefix("--ignore=") for word in line.split() if word.endswith(".py")]
-
-    apart = [*files("test-cli", "ONCE=1"), *files("test-examples", "ONCE=1")]
-    assert len(apart) == len(set(apart)) > 20
-    assert sorted(apart) == files("test", "ONCE=1") == files("test-all", "ONCE=1")[: len(apart)]
-    assert set(apart) == {*files("test-cli"), *files("test-examples")}
-    assert files("test") == []
-    steps = [
-        line.split()[2:] for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("step make test")
-    ]
-    for target in ("test", "test-all", "test-cli", "test-examples"):
-        assert ["ONCE=1" in step for step in steps if target in step] == [True]
