@@ -1,34 +1,24 @@
 """One training by Lightning's ModelCheckpoint and by TieredModelCheckpoint, and what each of them leaves.
 
-A story is a function of a side: it trains, and returns what it saw. A topic is a list of such stories, each named
-like its row of docs/lightning.md.
+A story is a function of a side: it trains, and returns what it saw.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning
-import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from support.training import durable
 from torch.utils.data import DataLoader
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "lightning.md"
 INSTALLED = tuple(int(part) for part in lightning.__version__.split(".")[:2])
-#: Why a story needs a release of Lightning that is newer than the oldest one supported.
-NEWER = {
-    (2, 6): "save_on_exception, the last checkpoint at the end of training, the wait for a validation, and the rule"
-    " for manual optimization came with Lightning 2.6; before, a batch counts as done only after it was saved",
-}
 
 
 class Trouble(Exception):
@@ -209,70 +199,25 @@ class Ours(Side):
             io.teardown()
 
 
-Story = Callable[[Side], Any]
+class Failing(Callback):
+    """Raises in one hook, once this many steps are done."""
+
+    def __init__(self, hook: str, error: BaseException, steps: int) -> None:
+        def fail(trainer, *_, **__):
+            if trainer.global_step >= steps and not trainer.sanity_checking:
+                raise error
+
+        setattr(self, hook, fail)
 
 
-class Seen(NamedTuple):
-    """What the two sides left, or what they are expected to leave."""
-
-    lightning: Any
-    here: Any
+def newest(side: Side, **more: Any) -> Any:
+    """A callback that saves each step and keeps the last two."""
+    return side.callback(**{"monitor": "step", "mode": "max", "save_top_k": 2, "every_n_train_steps": 1, **more})
 
 
-class Case(NamedTuple):
-    row: str
-    story: Story
-    since: tuple[int, int]
-    #: None where both sides are to leave the same.
-    differs: Seen | None
-
-    def __str__(self) -> str:
-        return self.row
-
-    def run(self, tmp_path: Path, memory_dir: str) -> tuple[Seen, Seen]:
-        """What both sides left, and what is expected of them."""
-        if self.since > INSTALLED:
-            pytest.skip(NEWER[self.since])
-        seen = Seen(
-            self.story(Side(tmp_path / "lightning", memory_dir)), self.story(Ours(tmp_path / "ours", memory_dir))
-        )
-        return seen, self.differs or Seen(seen.lightning, seen.lightning)
-
-
-class Topic:
-    """A section of the document."""
-
-    def __init__(self, title: str) -> None:
-        self.title = title
-        self.cases: list[Case] = []
-
-    def same(self, row: str, *, since: tuple[int, int] = (2, 4)) -> Callable[[Story], Story]:
-        return self._add(row, since, None)
-
-    def different(
-        self, row: str, *, lightning: Any, here: Any, since: tuple[int, int] = (2, 4)
-    ) -> Callable[[Story], Story]:
-        return self._add(row, since, Seen(lightning, here))
-
-    def _add(self, row: str, since: tuple[int, int], differs: Seen | None) -> Callable[[Story], Story]:
-        def add(story: Story) -> Story:
-            self.cases.append(Case(row, story, since, differs))
-            return story
-
-        return add
-
-    def tested(self) -> list[tuple[str, str]]:
-        return sorted((case.row, "different" if case.differs else "same") for case in self.cases)
-
-    def documented(self) -> list[tuple[str, str]]:
-        return sorted(sections()[self.title])
-
-
-def sections() -> dict[str, list[tuple[str, str]]]:
-    """The rows of each section of the document that has any: what is compared, and ``same`` or ``different``."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for section in DOCUMENT.read_text().split("\n## ")[1:]:
-        rows = re.findall(r"^\| (.+?) \| (same|different) \|", section, re.MULTILINE)
-        if rows:
-            found[section.partition("\n")[0]] = rows
-    return found
+def resume(side: Side, first: Any, second: Any, ckpt_path: Any, *, to: int = 5, **fit: Any) -> tuple[int, Any]:
+    """Three steps by one callback, and up to five by another that resumes."""
+    side.fit(first, max_steps=3, max_epochs=-1, limit_train_batches=4)
+    fit = {"max_steps": to, "max_epochs": -1, "limit_train_batches": 4, **fit}
+    trainer = side.fit(second, ckpt_path=ckpt_path(side, first), **fit)
+    return trainer.global_step, side.seen(second)
