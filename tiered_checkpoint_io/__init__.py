@@ -9,8 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tiered_checkpoint_io.version import __version__
-
 if TYPE_CHECKING:
     from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
     from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
     from tiered_checkpoint_io.model.config import TieredCheckpointConfig
     from tiered_checkpoint_io.model.ids import build_s3_url, is_s3_url, parse_s3_url
     from tiered_checkpoint_io.retention import add_metrics
+    from tiered_checkpoint_io.version import __version__
 
 __all__ = [
     "AsyncCheckpointIO",
@@ -62,6 +61,7 @@ _HOMES = {
     "is_s3_url": "tiered_checkpoint_io.model.ids",
     "parse_s3_url": "tiered_checkpoint_io.model.ids",
     "train_here": "tiered_checkpoint_io.engine.ranks.coordination",
+    "__version__": "tiered_checkpoint_io.version",
 }
 
 

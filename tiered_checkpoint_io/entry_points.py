@@ -1,6 +1,6 @@
 """What Lightning asks this package for, by the entry points in pyproject.toml.
 
-Every trainer in the environment asks, also one that has nothing of ours: it must not fail for it.
+Every trainer in the environment asks. One that has nothing of ours gets nothing, and imports nothing of ours but this.
 """
 
 from __future__ import annotations
@@ -8,19 +8,22 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+#: A checkpoint IO of ours is made before its trainer is, and so are our callbacks: then this is imported.
+_IO = "tiered_checkpoint_io.adapters.lightning"
+
 
 def for_lightning() -> list[Any]:
-    """The callbacks that each Trainer of lightning.pytorch gets; none where this package does not work."""
-    if sys.platform != "linux":
+    """Returns the callback that looks after a Trainer of lightning.pytorch, if the trainer may have our IO."""
+    if _IO not in sys.modules:
         return []
-    from tiered_checkpoint_io.callbacks.guard import guard
+    from tiered_checkpoint_io.callbacks.guard import StrategyGuard
 
-    return list(guard())
+    return [StrategyGuard()]
 
 
 def for_pytorch_lightning() -> list[Any]:
-    """The callback that each Trainer of pytorch_lightning gets: it refuses what is ours there."""
-    if sys.platform != "linux":
+    """Returns the callback that refuses what is ours in a Trainer of pytorch_lightning, if there may be any."""
+    if _IO not in sys.modules:
         return []
     from tiered_checkpoint_io.other_trainer import OtherTrainerGuard
 

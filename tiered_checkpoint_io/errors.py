@@ -80,10 +80,6 @@ class ConfigError(TieredCheckpointError, ValueError):
     """A configuration key or value is not allowed. Nothing was done."""
 
 
-class NewerConfigError(ConfigError):
-    """A configuration that a trainer of a newer release has stored sets a key that this release does not know."""
-
-
 class InvalidNameError(TieredCheckpointError, ValueError):
     """A checkpoint name, key or URL is malformed, or would leave its folder. Nothing was done."""
 
@@ -109,7 +105,7 @@ class ManifestError(TieredCheckpointError):
 
 
 class FormatVersionError(ManifestError):
-    """A manifest written by a newer release of this package than the one that reads it."""
+    """A document of another format version than the one that this version of the package reads."""
 
 
 class MemoryTierError(TieredCheckpointError, OSError):

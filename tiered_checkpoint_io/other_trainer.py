@@ -6,15 +6,14 @@ from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 
+from tiered_checkpoint_io.adapters.io_of import of_other_package
+
 #: So many callbacks, and IOs around one another, are looked at.
 _MOST = 100
 
 
 class OtherTrainerGuard(Callback):
-    """Refuses a trainer of pytorch_lightning that has our checkpoint IO, or a callback of ours.
-
-    Nothing of ours is imported before: most of these trainers have nothing to do with us.
-    """
+    """Refuses a trainer of pytorch_lightning that has our checkpoint IO, or a callback of ours."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
         """Looks before anything is loaded or trained.
@@ -30,6 +29,4 @@ class OtherTrainerGuard(Callback):
             io = getattr(io, "checkpoint_io", None)
         for each in found:
             if any(kind.__module__.startswith("tiered_checkpoint_io.") for kind in type(each).__mro__):
-                from tiered_checkpoint_io.adapters.io_of import of_other_package
-
                 raise of_other_package(type(each).__name__)

@@ -15,9 +15,8 @@ from support.fault_proxy import refuse
 from support.training import Runs
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.engine.drain import environment
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
-from tiered_checkpoint_io.engine.drain.environment import announcement, differs, elsewhere
+from tiered_checkpoint_io.engine.drain.process import elsewhere
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.errors import (
     DrainError,
@@ -283,48 +282,38 @@ def test_threads_whose_requests_are_refused_at_once_change_over_together(keys_of
         keys.write()
 
 
-# --------------------------------------------------------------------------- another environment
-def test_a_restart_with_another_environment_gets_a_drain_of_its_own(s3_server, node, start, monkeypatch):
+# ------------------------------------------------------------------------------ another trainer
+def test_a_restart_gets_a_drain_of_its_own_by_its_own_credentials(s3_server, node, start, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     save = node.save("a.ckpt", b"A")
     before = start()
     assert before.wait(save, PATIENCE_S).state == "failed"
-    old = before.progress().pid
+    old, child = before.progress().pid, before.runner._child
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.secret_key)
-    # The trainer before it still counts as alive, so its drain stays by itself.
+    another_rank = start()
+    assert another_rank.runner._child is None, "it takes the drain that there is"
+    another_rank.close(timeout_s=0)
+    before.close(timeout_s=0)
     restarted = start()
     restarted.flush(PATIENCE_S)
     assert node.queue.outcome(save).state == "committed"
     assert restarted.progress().pid != old
-    assert before.runner._child.wait(PATIENCE_S) == 0
-    another_rank = start()
-    assert another_rank.runner._child is None, "it takes the drain that there is"
+    assert child.wait(PATIENCE_S) == 0
     assert s3_server.secret_key.encode() not in (node.root / "operations.log").read_bytes()
 
 
-def test_which_environments_differ(monkeypatch):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "one")
-    said = announcement("salt")
-    assert not differs(said, {**os.environ, "SLURM_JOB_ID": "2"})
-    assert not differs({}, os.environ), "a drain that has said nothing serves any trainer"
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "https_proxy", "REQUESTS_CA_BUNDLE"):
-        assert differs(said, {**os.environ, name: "two"})
-    monkeypatch.setattr(environment, "_CODE", "another")
-    assert differs(said, os.environ)
-
-
 def test_a_drain_that_a_person_starts_serves_any_trainer(node):
-    node.queue.announce(announcement("of a trainer's drain before"))
+    node.queue.announce("a trainer's drain before")
     Drain(node.root).run(once=True)
-    assert node.queue.announced() == {}
+    assert node.queue.announced() == ""
 
 
-def test_a_drain_that_was_asked_to_leave_and_hangs_is_not_waited_for_for_ever(node, monkeypatch):
-    node.queue.announce(announcement("of a drain that hangs"))
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another")
+def test_a_drain_that_was_asked_to_leave_and_hangs_is_not_waited_for_for_ever(node):
+    node.queue.announce("a drain that hangs")
     worker = Drain(node.root, for_trainer=True, clock=quick(drain_handover_s=0.5))
+    assert not worker.follows(), "nobody has asked it to leave"
+    node.queue.ask_to_leave("a drain that hangs")
     assert worker.follows(), "at first, it is waited for"
-    assert node.queue.is_asked_to_leave(node.queue.announced())
     end = time.monotonic() + PATIENCE_S
     with pytest.raises(
         DrainError, match=r"was asked to leave, and has moved nothing .*checkpoints stay in node memory"

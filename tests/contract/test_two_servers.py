@@ -9,7 +9,6 @@ import boto3
 import pytest
 from support.draining import where_of
 from support.launch import scripts
-from support.restoring import into_memory
 
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
@@ -156,19 +155,6 @@ def refuse_and_take(first, second, job, s3_bucket, capsys, monkeypatch):
     app(["drain", "--once", *where_of(job.root)], standalone_mode=False)
     assert names_on(first, s3_bucket) == {"y.ckpt"}
     assert names_on(second, s3_bucket) == {"x.ckpt"}
-
-
-def test_a_part_of_a_release_that_noted_no_server_goes_by_the_configuration(servers, job, s3_bucket):
-    first, _ = servers
-    tier = MemoryTier(job.root)
-    into_memory(tier, job.url, "old.ckpt", b"x" * 100, 1)
-    (stored,) = tier.parts()
-    assert b"server" not in stored.part.to_json()
-    config = TieredCheckpointConfig(dirpath=job.url, endpoint_url=first.endpoint_url)
-    tier.place = place_of(config)
-    (stored,) = tier.parts()
-    assert stored.part.place == place_of(config)
-    assert b"server" not in stored.part.to_json()
 
 
 @pytest.mark.matrix

@@ -1,7 +1,9 @@
-"""Trainers that are not ours to serve: those of pytorch_lightning, and any on another system than Linux."""
+"""Trainers that are not ours to serve: those of pytorch_lightning, and any that have nothing of ours."""
 
+import os
 import pickle
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
-from tiered_checkpoint_io.callbacks.guard import StrategyGuard
+from tiered_checkpoint_io.callbacks.guard import StrategyGuard, ensure_guard
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.other_trainer import OtherTrainerGuard
 
@@ -77,8 +79,26 @@ def test_a_trainer_of_pytorch_lightning_without_ours_trains(tmp_path):
     assert isinstance(pickle.loads(pickle.dumps(guard)), OtherTrainerGuard)
 
 
-@pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_every_trainer_gets_the_guard_where_this_package_works(monkeypatch, platform):
-    monkeypatch.setattr(sys, "platform", platform)
+def test_a_trainer_with_our_io_gets_the_guard():
     trainer = lightning.pytorch.Trainer(accelerator="cpu", **QUIET)
-    assert any(isinstance(each, StrategyGuard) for each in trainer.callbacks) == (platform == "linux")
+    assert [type(each) for each in trainer.callbacks].count(StrategyGuard) == 1
+    # As NeMo's exp_manager does, which may give its IO to a trainer that was made before.
+    trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, StrategyGuard)]
+    for _ in range(2):
+        ensure_guard(trainer)
+    assert [type(each) for each in trainer.callbacks].count(StrategyGuard) == 1
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_trainer_without_ours_imports_none_of_our_code_and_no_line_is_logged(package, tmp_path):
+    code = f"""
+import sys
+from {package} import Trainer
+Trainer(accelerator="cpu", logger=False)
+print(*sorted(name for name in sys.modules if name.startswith("tiered_checkpoint_io")))
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "tiered_checkpoint_io tiered_checkpoint_io.entry_points"
+    assert "GPU available" in done.stdout + done.stderr, "what Lightning says is seen here"
+    assert "entry point" not in done.stdout + done.stderr

@@ -20,7 +20,7 @@ def part_of(name, data, number, dirpath):
     chunk_size = chunk_size_for(len(data))
     hashes = tuple(hash_bytes(data[start : start + size]) for start, size in chunk_ranges(len(data), chunk_size))
     entry = FileEntry(name, len(data), chunk_size, hashes)
-    content = Content(op_id(number), number, 0, "full", 1.0, 1, {}, (entry,))
+    content = Content(op_id(number), number, 0, "full", 1.0, 1, {}, (entry,), switch=entry.basename)
     return Part(name, 0, content, dirpath, durable=True)
 
 

@@ -10,7 +10,7 @@ RUN = ids.new_run_id()
 
 def part_of(data, number, *, durable=False):
     entry = FileEntry(f"step={number}.ckpt", len(data), 16 << 20, (hash_bytes(data),))
-    content = Content(ids.save_id(RUN, number), number, 0, "full", 1.0, 1, {}, (entry,))
+    content = Content(ids.save_id(RUN, number), number, 0, "full", 1.0, 1, {}, (entry,), switch=entry.basename)
     return Part(entry.path, 0, content, "d", durable)
 
 

@@ -11,7 +11,7 @@ from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
-from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
+from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Part
 
 RUN = ids.new_run_id(now=1_700_000_000.0)
 CHUNK = 1 << 16
@@ -26,7 +26,8 @@ def save_id(number):
 def make_content(name, data, number, *, chunk=CHUNK, kind="full"):
     hashes = tuple(hash_bytes(data[start : start + length]) for start, length in chunk_ranges(len(data), chunk))
     entry = FileEntry(name, len(data), chunk, hashes)
-    return Content(save_id(number), number, 0, kind, 1.0, 1, {}, (entry,))
+    switch = {"full": entry.basename, "sharded": METADATA, "local": None}[kind]
+    return Content(save_id(number), number, 0, kind, 1.0, 1, {}, (entry,), switch=switch)
 
 
 def into_memory(tier, dirpath, name, data, number, *, chunk=CHUNK):
@@ -45,7 +46,7 @@ def into_durable(store, name, data, number, *, chunk=CHUNK):
 
 
 def of_a_newer_release(document, version=3):
-    """A stored manifest or part, as a release would write it whose format is newer than ours."""
+    """A stored manifest or part, as a later version of the package would write it, in another format."""
     raw = json.loads(document)
     del raw["digest"]
     return dump({**raw, "version": version})

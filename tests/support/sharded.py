@@ -44,17 +44,15 @@ def make_part(
     size=1500,
     series="",
 ):
-    """A rank's part, and its files: two of data of about ``size`` bytes, and ``.metadata`` on the coordinator.
-
-    With ``series=None``, it is of a release that did not note it.
-    """
+    """A rank's part, and its files: two of data of about ``size`` bytes, and ``.metadata`` on the coordinator."""
     basenames = [f"__{rank}_0{suffix}.distcp", f"__{rank}_1{suffix}.distcp"]
     if kind == "sharded" and rank == coordinator:
         basenames.append(METADATA)
     files = {basename: bytes_of(number, rank, basename, size) for basename in basenames}
     entries = tuple(entry_of(f"{name}/{basename}", data) for basename, data in files.items())
     save_id = ids.save_id(run, number) if run else op_id(number)
-    content = Content(save_id, number, 0, kind, 1.0, world_size, {}, entries, coordinator=coordinator)
+    facts = {"parts": world_size, "coordinator": coordinator, "switch": METADATA if kind == "sharded" else None}
+    content = Content(save_id, number, 0, kind, 1.0, world_size, {}, entries, **facts)
     return Part(name, rank, content, dirpath, durable=True, series=series), files
 
 
@@ -73,7 +71,8 @@ class Journals:
 
 def full_part(name, number):
     data = bytes_of(number, 0, "full")
-    content = Content(op_id(number), number, 0, "full", 1.0, 1, {}, (entry_of(name, data),))
+    entry = entry_of(name, data)
+    content = Content(op_id(number), number, 0, "full", 1.0, 1, {}, (entry,), switch=entry.basename)
     return Part(name, 0, content, "d", True), {name.rpartition("/")[2]: data}
 
 

@@ -299,7 +299,7 @@ def test_training_goes_on_where_memory_is_removed_beside_it(drain, how, memory_d
     if how != "files alone":
         assert f"{root} was removed, with all that it held; it is made anew" in caplog.text
     # What guards this memory does so again.
-    assert [try_lock(root / name) for name in ("drain.lock", "trainers2.lock", "job.lock")] == [None] * 3
+    assert [try_lock(root / name) for name in ("drain.lock", "trainers.lock", "job.lock")] == [None] * 3
     assert io.load_checkpoint("tiered:latest")["global_step"] == 6
     io.teardown()
     assert kept.io(namespace="another-node").load_checkpoint("tiered:latest")["global_step"] == 5

@@ -63,7 +63,7 @@ def test_one_damaged_manifest_hides_no_other_checkpoint(node):
 
 
 def test_what_a_newer_release_wrote_may_be_the_latest(node):
-    DirectoryStore(node.dirpath).put(manifest_key("z.ckpt"), dump({"name": "z.ckpt"}, version=99))
+    DirectoryStore(node.dirpath).put(manifest_key("z.ckpt"), dump({"name": "z.ckpt", "version": 99}))
     rows = listed(command("ls", node.dirpath))
     assert rows["z.ckpt"][-2] == "of a newer release"
     assert "latest" not in [row[-1] for row in rows.values()]

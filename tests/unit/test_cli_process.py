@@ -99,7 +99,8 @@ def test_a_pipe_that_nothing_reads_is_silent(dirpath, memory_dir):
     for command in ("ls", "verify", "pull"):
         reader, writer = os.pipe()
         os.close(reader)
-        process = start(command, dirpath, "--memory-dir", memory_dir, stdout=writer)
+        where = ("--namespace", "default") if command == "pull" else ()
+        process = start(command, dirpath, "--memory-dir", memory_dir, *where, stdout=writer)
         os.close(writer)
         assert end(process) == (141, None, "")
 

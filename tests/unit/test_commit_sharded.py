@@ -1,11 +1,9 @@
 """Parts of a checkpoint on the durable tier: what is refused, what is not sent twice, and what is cleared up."""
 
 import contextlib
-import json
 import os
 
 import pytest
-from support.format_v1 import part_key
 from support.sharded import FlatStore, entry_of, make_part, named, objects, readable, views_of
 
 from tiered_checkpoint_io.engine.durable import aliases, commit
@@ -59,7 +57,7 @@ def delete(store, name):
 def test_a_directory_says_that_it_cannot_hold_a_file_and_a_folder_of_one_name(tmp_path):
     store = DirectoryStore(str(tmp_path))
     entry = entry_of("a", b"full")
-    content = Content(ids.save_id(RUN, 1), 1, 0, "full", 1.0, 1, {}, (entry,))
+    content = Content(ids.save_id(RUN, 1), 1, 0, "full", 1.0, 1, {}, (entry,), switch="a")
     commit.commit(store, Part("a", 0, content, "d", True), {"a": memoryview(b"full")})
     with pytest.raises(StoreError, match="cannot have the same name"):
         save(store, "a", 2, suffix="-2")
@@ -200,28 +198,6 @@ def test_what_was_seen_is_not_asked_for_again(tmp_path):
     assert store.metrics.snapshot() == before
 
 
-def test_parts_that_the_drain_of_an_earlier_release_sent_are_found(tmp_path):
-    """It put their descriptions elsewhere, and in bytes of its own."""
-    store = DirectoryStore(str(tmp_path))
-    part_only(store, "a", 1, 1)
-    key = ids.description_key(ids.save_id(RUN, 1), 1)
-    raw = json.loads(store.get(key))
-    new = {"parts", "coordinator", "switch", "resumable", "namespace", "digest"}
-    store.put(
-        part_key("a", ids.save_id(RUN, 1), 1), json.dumps({k: v for k, v in raw.items() if k not in new}).encode()
-    )
-    store.delete(key)
-    part, data = make_part("a", 1, 0)
-    commit.put_part(store, part, views_of(data))
-    arrivals = Arrivals(part)
-    for _ in range(4):
-        # It looks there now and then.
-        arrivals.look(store)
-    commit.commit(store, part, views_of(data), arrivals.rows)
-    assert readable(store, "a") == 1
-    assert objects(store) == named(store)
-
-
 def test_garbage_of_other_runs_is_left_alone_until_nothing_of_it_moves(tmp_path):
     store = DirectoryStore(str(tmp_path))
     part_only(store, "a", 1, 1)
@@ -312,7 +288,7 @@ def test_nothing_is_collected_while_a_manifest_cannot_be_read(tmp_path):
 def test_how_much_it_asks(tmp_path):
     store = DirectoryStore(str(tmp_path))
     save(store, "a", 1)
-    survey = Survey(settled={ids.save_id(RUN, 1)}, old_prefix=False)
+    survey = Survey(settled={ids.save_id(RUN, 1)})
     before = store.metrics.snapshot()
     part_only(store, "b", 2, 1)
     part, data = make_part("b", 2, 0)

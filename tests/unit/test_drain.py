@@ -7,7 +7,6 @@ import time
 
 import pytest
 from support.draining import Node, names, objects, readable
-from support.story import op_id
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain import log, queue, report
@@ -229,7 +228,7 @@ def test_what_failed_is_forgotten_once_it_is_replaced(node, store, monkeypatch):
     assert len(node.queue.outcomes()) <= 5
 
 
-@pytest.mark.parametrize("spare", [8, 1 << 30], ids=["", "of-an-earlier-release"])
+@pytest.mark.parametrize("spare", [8, 1 << 30], ids=["", "without-a-reserve"])
 def test_a_log_that_is_full_of_requests_empties_again(spare, node, store, monkeypatch):
     """An outcome is larger than its request: where it found no room, the same request was carried out for ever."""
     monkeypatch.setattr(log, "_HALF", 1 << 14)
@@ -250,16 +249,6 @@ def test_a_log_that_is_full_of_requests_empties_again(spare, node, store, monkey
         thread.join()
     assert names(store) == ["a.ckpt"]
     assert {outcome.state for outcome in node.queue.outcomes()} == {"committed"}
-
-
-def test_a_request_of_another_release_fails_and_is_out_of_the_way(node, store):
-    torn = op_id(0)
-    (node.root / "requests").mkdir()
-    (node.root / "requests" / f"{torn}.json").write_bytes(b'{"op_id":')
-    first = node.save("a.ckpt", b"A")
-    drain(node).run(once=True)
-    assert node.states() == {torn: "failed", first: "committed"}
-    assert not list((node.root / "requests").iterdir())
 
 
 @pytest.mark.parametrize("n", range(1, 14))

@@ -2,7 +2,6 @@
 
 # ruff: noqa: F811 - a fixture of another module is an argument here
 
-import os
 import shutil
 import subprocess
 import sys
@@ -27,12 +26,6 @@ sys.path.insert(0, os.path.abspath("first"))
 from tiered_checkpoint_io.engine.drain.process import start_process
 os.chdir("/")
 sys.exit(start_process(pathlib.Path(sys.argv[2]), logging.getLogger()).wait(60))
-"""
-FINGERPRINT = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from tiered_checkpoint_io.engine.drain.environment import announcement
-print(announcement("salt")["fingerprint"])
 """
 
 
@@ -75,15 +68,6 @@ def test_the_drain_runs_the_code_of_its_trainer_and_of_no_other_installation(cop
     python(TRAINER, place.name, node.root, cwd=tmp_path)
     standalone = place / PACKAGE.name / "engine/drain/standalone.py"
     assert (node.root / "status/drain.log").read_text() == f"this is {standalone} {node.root}\n"
-
-
-def test_another_installation_and_changed_code_have_other_fingerprints(copy, tmp_path):
-    one, other = copy("one"), copy("other")
-    first = python(FINGERPRINT, one, cwd=tmp_path)
-    assert python(FINGERPRINT, one, cwd=tmp_path) == first, "compiled files are no change"
-    assert python(FINGERPRINT, other, cwd=tmp_path) != first
-    os.utime(one / PACKAGE.name / "callbacks/guard.py", (1, 1))
-    assert python(FINGERPRINT, one, cwd=tmp_path) != first
 
 
 def test_a_drain_that_cannot_import_its_code_is_said_at_once(memory_dir, tmp_path, handle_of, monkeypatch):

@@ -2,13 +2,11 @@
 
 # ruff: noqa: F811 - a fixture of another module is an argument here
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from tiered_checkpoint_io.engine.drain import outcomes, queue
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.process import FOR_TRAINER
-from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, LOCK_FILE, TRAINERS_FILE
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.errors import DrainError
 
 from .test_drain import drain, handle_of, node, store, until  # noqa: F401 - fixtures
@@ -86,25 +84,6 @@ def test_each_outcome_is_told_once_and_none_is_remembered_for_ever(node, handle_
 def next_request(node, action, name):
     node.number += 1
     return Request(op_id(node.number), action, name, node.dirpath)
-
-
-def test_a_drain_of_a_release_without_a_log_ends_its_work_and_is_followed(node, handle_of):
-    """It is alive at an upgrade: it cannot read the log, but uploads parts, and says so in a file."""
-    earlier = try_lock(node.root / LOCK_FILE)
-    op, last = node.save("a.ckpt", b"A"), node.delete("none.ckpt")
-    handle = handle_of(node)
-    handle.start()
-    its_leave = try_lock(node.root / EARLIER_TRAINERS_FILE)
-    assert its_leave is not None, "no trainer of ours keeps it"
-    outcome = Outcome(op, "save", "a.ckpt", 1, "committed")
-    (node.root / "status" / f"{op}.json").write_text(json.dumps(asdict(outcome)))
-    (stored,) = node.tier.parts()
-    node.tier.mark_drained(stored)
-    assert handle.wait(op, 30) == outcome
-    release(its_leave)
-    release(earlier)
-    handle.flush(60)
-    assert node.states() == {op: "committed", last: "committed"}
 
 
 def test_a_killed_drain_is_started_again(node, store, handle_of):

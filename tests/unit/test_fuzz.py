@@ -74,7 +74,6 @@ def test_urls_and_keys_of_any_kind_are_taken_apart_or_refused(text, other, step)
     ids.parse_best_url(text)
     ids.step_in_name(text)
     ids.series_of(text)
-    ids.parse_part_key(text)
     ids.name_from_manifest_key(text)
     for call in (
         lambda: ids.parse_s3_url(text),

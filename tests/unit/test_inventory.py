@@ -165,7 +165,7 @@ def test_wrong_use_is_an_error_at_once(node):
     for wrong in ({"region": "eu-west-1"}, {"no_such_option": 1}):
         with pytest.raises(ConfigError):
             new_checkpoints(node.dirpath, **wrong)
-    DirectoryStore(node.dirpath).put(manifest_key("z.ckpt"), dump({"name": "z.ckpt"}, version=99))
+    DirectoryStore(node.dirpath).put(manifest_key("z.ckpt"), dump({"name": "z.ckpt", "version": 99}))
     with pytest.raises(FormatVersionError):
         find_latest(node.dirpath)
 

@@ -227,7 +227,7 @@ def test_a_child_without_the_variables_of_the_scheduler_hands_its_job_on(owner_i
     assert not are_one(first, other)
 
 
-def test_a_process_of_an_earlier_release_hands_its_owner_on_without_a_job(owner_in):
+def test_a_process_that_got_an_owner_without_a_job_hands_it_on(owner_in):
     owner, environment = owner_in({"TIERED_CHECKPOINT_OWNER": "early", "SLURM_JOB_ID": "2"})
     assert are_one("early", owner)
     assert not are_one(owner, owner_in(environment | {"SLURM_JOB_ID": "3"})[0])

@@ -236,6 +236,7 @@ def test_a_process_may_have_several_and_its_children_belong_to_it(runs, tmp_path
         b"\xff",
         b"null",
         b'{"format_version": 1, "owner": 3}',
+        replace(Lease.of_this_process("o", "t"), held=True).to_json().replace(b": 1,", b": 2,", 1),
         b'{"format_version":1}' * 2,
         b"[" * 60_000,
     ],

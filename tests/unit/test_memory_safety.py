@@ -134,7 +134,7 @@ def test_killed_at_any_moment_the_newest_committed_part_is_whole(memory_dir):
         def save(tier, number):
             data = bytes([number]) * (100_000 + number)
             entry = FileEntry("x.ckpt", len(data), 16 << 20, (hash_bytes(data),))
-            content = Content(ids.save_id(RUN, number), number, 0, "full", 1.0, 1, {{}}, (entry,))
+            content = Content(ids.save_id(RUN, number), number, 0, "full", 1.0, 1, {{}}, (entry,), switch="x.ckpt")
             slot = tier.acquire(len(data))
             with slot.view as view:
                 view[: len(data)] = data

@@ -1,4 +1,4 @@
-"""A job that names no namespace has one of its own, made from dirpath; what earlier releases left is found."""
+"""A job that names no namespace has one of its own, made from dirpath."""
 
 import contextlib
 import logging
@@ -82,29 +82,6 @@ def test_it_follows_dirpath_and_a_name_stays():
     assert TieredCheckpointConfig.from_any(named, dirpath="s3://bucket/b").namespace == "default"
 
 
-def test_what_an_earlier_release_left_is_found_by_its_job_alone(job, memory_dir, tmp_path, caplog):
-    earlier = job(tmp_path / "one", namespace="default")
-    earlier.save({"global_step": 7}, "a.ckpt", tiers={"memory"})
-    earlier.close()
-    other = job(tmp_path / "two")
-    assert found(other) is None
-    other.save({"global_step": 1}, "a.ckpt", tiers={"memory"})
-    restarted = job(tmp_path / "one")
-    assert found(restarted) == 7
-    # It goes on there, so that there are not two places to look in.
-    restarted.save({"global_step": 8}, "b.ckpt", tiers={"memory"})
-    restarted.close()
-    assert found(job(tmp_path / "one")) == 8
-    (two,) = [name for name in namespaces(memory_dir) if name != "default"]
-    assert "-two-" in two
-    # Once that was cleaned away, it is like any other.
-    CliRunner().invoke(app, ["clean", "--memory-dir", memory_dir, "--namespace", "default", "--force"])
-    again = job(tmp_path / "one")
-    assert found(again) is None
-    assert len(namespaces(memory_dir)) == 2
-    assert "default" not in namespaces(memory_dir)
-
-
 def test_the_log_says_it_once(job, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="tiered_checkpoint_io"):
         made = job(tmp_path / "run")
@@ -134,13 +111,11 @@ def test_jobs_of_memory_alone_are_told_apart_by_their_folders(memory_dir, tmp_pa
 
 
 def test_a_resume_from_a_checkpoint_of_another_namespace_says_so(job, tmp_path, caplog):
-    for name in ("default", "theirs"):
+    for name in ("theirs",):
         theirs = job(tmp_path / name, namespace=name)
         theirs.save({"global_step": 1}, "a.ckpt")
         theirs.close()
     with caplog.at_level(logging.INFO, logger="tiered_checkpoint_io"):
-        # What earlier releases saved for a job that named none is its own.
-        assert found(job(tmp_path / "default")) == 1
         assert found(job(tmp_path / "theirs", namespace="theirs")) == 1
         assert found(job(tmp_path / "theirs", namespace="mine")) == 1
     said = [record.getMessage() for record in caplog.records if "this checkpoint was saved" in record.getMessage()]
@@ -168,7 +143,7 @@ def test_commands_find_the_only_namespace_and_list_several(memory_dir, tmp_path)
 
 
 def test_of_several_namespaces_none_is_taken_for_its_name(memory_dir, tmp_path):
-    """ "default" is that of jobs of earlier releases which named none; a command for another job must not meet it."""
+    """A command for another job must not meet "default"."""
     nodes = [Node(memory_dir, str(tmp_path / name), namespace=name) for name in ("default", "x")]
     for node in nodes:
         node.save("a.ckpt", b"A")

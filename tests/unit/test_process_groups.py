@@ -41,26 +41,25 @@ def node(memory_dir, store):
     return make
 
 
-def stage(node, which, number, rank, run=RUN, *, noted=True, **options):
-    """A rank's part of a stage's save, as a release that notes its series has it, or one that does not."""
-    series = f"stage{which}/step_#" if noted else None
+def stage(node, which, number, rank, run=RUN, **options):
+    """A rank's part of a stage's save."""
+    series = f"stage{which}/step_#"
     return node.part(f"stage{which}/step_{number}", number, rank, run=run, series=series, **options)
 
 
-@pytest.mark.parametrize("noted", [True, False])
 @pytest.mark.parametrize("runs", RUNS)
-def test_the_save_of_one_group_waits_for_its_parts_whatever_another_one_has_committed(node, store, runs, noted):
+def test_the_save_of_one_group_waits_for_its_parts_whatever_another_one_has_committed(node, store, runs):
     first, second, third = node("first"), node("second"), node("third")
     for which in (0, 1):
-        stage(first, which, which + 1, 0, runs[which], world_size=3, noted=noted)
-        stage(second, which, which + 1, 1, runs[which], world_size=3, noted=noted)
+        stage(first, which, which + 1, 0, runs[which], world_size=3)
+        stage(second, which, which + 1, 1, runs[which], world_size=3)
     assert drain(second).run(once=True)
-    stage(third, 1, 2, 2, runs[1], world_size=3, noted=noted)
+    stage(third, 1, 2, 2, runs[1], world_size=3)
     assert drain(third).run(once=True)
     assert drain(first).run(once=True)
     assert names(store) == ["stage1/step_2"]
     assert pending(first) == [ids.save_id(runs[0], 1)]
-    stage(third, 0, 1, 2, runs[0], world_size=3, noted=noted)
+    stage(third, 0, 1, 2, runs[0], world_size=3)
     assert drain(third).run(once=True)
     assert drain(first).run(once=True)
     assert [readable(store, f"stage{which}/step_{which + 1}") for which in (0, 1)] == [1, 2]
@@ -175,23 +174,6 @@ def test_what_failed_in_ever_new_series_does_not_fill_the_log(node, monkeypatch)
         lost = Outcome(op_id(number), "save", f"final{number}", -1, "skipped", series=f"final{number}")
         here.queue.finish(lost)
     assert len(here.queue.outcomes()) < 8 + 64 + 2
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_an_earlier_release_has_queued_of_a_job_is_superseded_by_its_next_save(node, store, rank):
-    """That release noted no series, and of a part that does not commit no coordinator."""
-    here, other = node("here"), node("other")
-    old = here.part("epoch=0-step=1.ckpt", 1, rank, coordinator=-rank, series=None)
-    worker = drain(here, Refusing(store, "epoch=0-step=1") if rank else store)
-    assert worker.run(once=True)
-    for number in (2, 3):
-        other.part(f"{number}.ckpt", number, 1 - rank, series="")
-        assert drain(other).run(once=True)
-        here.part(f"{number}.ckpt", number, rank, series="")
-        assert worker.run(once=True)
-    assert here.states()[old] == "skipped"
-    assert here.queue.outcome(old).series is None, "any later save lets deletes go"
-    assert pending(here) == []
 
 
 def test_each_group_s_upload_leaves_out_what_its_own_last_one_has_sent(node):

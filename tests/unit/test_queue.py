@@ -1,7 +1,6 @@
 """The order of the work, against a model, and what trainer and drain tell each other by the log."""
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -262,46 +261,6 @@ def test_requests_come_back_in_order_and_leave_with_their_outcome(queue):
     assert queue.requests() == [second]
     assert queue.outcome(first.op_id).state == "committed"
     assert queue.outcome(second.op_id) is None
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b'{"op_id": "2026',
-        b"[1]",
-        b"\xff\xfe",
-        json.dumps({"op_id": op_id(1), "action": "delete", "name": "../up", "dirpath": "d"}).encode(),
-        json.dumps({"op_id": op_id(1), "action": "delete", "name": 5, "dirpath": "d"}).encode(),
-        json.dumps({"op_id": op_id(1), "action": "burn", "name": "a", "dirpath": "d"}).encode(),
-        json.dumps({"op_id": op_id(2), "action": "delete", "name": "a", "dirpath": "d"}).encode(),
-        json.dumps({"op_id": op_id(1), "action": "delete", "name": "a", "dirpath": "d", "new": 1}).encode(),
-    ],
-)
-def test_what_is_no_request_of_this_release_is_told_apart(queue, tmp_path, content):
-    """Here from the files of a release without a log, which are taken over once."""
-    (tmp_path / "requests").mkdir()
-    (tmp_path / "requests" / f"{op_id(1)}.json").write_bytes(content)
-    queue.take_over()
-    assert not list((tmp_path / "requests").iterdir())
-    queue.submit(delete(3, "a.ckpt"))
-    assert [(request.op_id, request.action) for request in queue.requests()] == [
-        (op_id(1), "unknown"),
-        (op_id(3), "delete"),
-    ]
-
-
-def test_what_a_release_without_a_log_left_is_taken_over(queue, tmp_path):
-    (tmp_path / "requests").mkdir()
-    (tmp_path / "status").mkdir()
-    held, lost = delete(2, "a.ckpt"), ended(1, "failed")
-    (tmp_path / "requests" / f"{held.op_id}.json").write_text(json.dumps(asdict(held)))
-    (tmp_path / "status" / f"{lost.op_id}.json").write_text(json.dumps(asdict(lost)))
-    assert queue.outcome_in_file(lost.op_id) == lost
-    queue.take_over()
-    queue.take_over()
-    assert (queue.requests(), queue.outcomes()) == ([held], [lost])
-    assert not list(tmp_path.glob("*/*"))
 
 
 def test_outcomes_are_seen_as_they_change_and_only_the_newest_are_kept(queue, tmp_path, monkeypatch):

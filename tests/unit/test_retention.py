@@ -36,7 +36,7 @@ def part(
 ):
     name = name or f"step_{number}"
     files = (FileEntry(f"{name}/x", size, 10, ()),)
-    content = Content(save_id(number, run), number, -1, payload, 1.0, 2, {}, files, **more)
+    content = Content(save_id(number, run), number, -1, payload, 1.0, 2, {}, files, parts=2, **more)
     return StoredPart(Part(name, rank, content, dirpath, pending), Path(f"/saves/{number}/{rank}"), False, replicated)
 
 

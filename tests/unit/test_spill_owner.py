@@ -10,13 +10,11 @@ import sys
 import textwrap
 
 import pytest
-from support.restoring import into_memory
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import MemoryTierError
 from tiered_checkpoint_io.memory import node, ownership
 from tiered_checkpoint_io.memory.ownership import claim
-from tiered_checkpoint_io.memory.tier import MemoryTier
 
 
 @contextlib.contextmanager
@@ -146,28 +144,6 @@ def test_on_a_full_disk_what_is_spilled_stays_in_sight(memories, full_disk):
     ownership._drop_in_child()
     with full_disk():
         assert claim(base, b, SYSTEM, make=False) == base, "that of a dead one"
-
-
-@pytest.mark.filterwarnings("ignore:memory_dir")
-def test_also_one_that_an_earlier_release_has_made(tmp_path, full_disk):
-    def opened():
-        ownership._drop_in_child()
-        tier = MemoryTier.open(str(tmp_path), "job")
-        tier.use_spill(str(tmp_path / "disk"))
-        return tier
-
-    spill = opened().open_spill()
-    into_memory(spill, "s3://b/run", "a.ckpt", b"A", 1)
-    (spill.root / ownership.OWNER_FILE).unlink()
-    with full_disk():
-        tier = opened()
-        with pytest.warns(UserWarning, match="nothing is spilled to .*No space"):
-            assert [each.part.name for each in tier.parts()] == ["a.ckpt"]
-        with pytest.warns(UserWarning, match="nothing is spilled to .*No space"):
-            assert tier.open_spill() is None
-    assert tier.open_spill().root == spill.root
-    assert (spill.root / ownership.OWNER_FILE).read_text()
-    ownership._drop_in_child()
 
 
 def test_a_worker_that_outlives_its_trainer_does_not_keep_it(memories):

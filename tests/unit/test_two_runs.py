@@ -179,7 +179,7 @@ def test_what_an_alias_has_by_now_stays_where_the_removal_was_cut_off(who, tmp_p
             assert not pruning.finish(store, pruning.unfinished(store))
 
     # A newer release's may be an alias, too.
-    store.put(ids.manifest_key("z"), dump({"name": "z"}, version=99))
+    store.put(ids.manifest_key("z"), dump({"name": "z", "version": 99}))
     if who == "retention":
         with pytest.raises(FormatVersionError):
             go_on()

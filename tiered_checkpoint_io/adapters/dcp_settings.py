@@ -129,7 +129,8 @@ def _settings_of(config: object, given: Mapping[str, Any]) -> Settings:
                 )
             # Jobs share a base path, and are kept apart by their namespaces: that library's layout.
             try:
-                folder = raw["namespace"] if is_named else ids.UNNAMED
+                # That library's word for a job without a name.
+                folder = raw["namespace"] if is_named else "default"
                 raw["dirpath"] = ids.join_url(ids.normalize_dirpath(base), folder)
             except InvalidNameError as error:
                 raise ConfigError(f"{key} is {base!r}: {error.message}", hint=error.hint) from error

@@ -370,7 +370,6 @@ def _note(tensor: DTensor | ShardedTensor, tensors: dict[str, DTensor]) -> dict[
 
 
 def _like(note: Mapping[str, Any], meshes: Sequence[DeviceMesh], model: Mapping[str, Any]) -> torch.Tensor:
-    # Earlier releases noted no tensor of the model.
     twin, dtype = model.get(note.get("as") or ""), getattr(torch, note["dtype"])
     if isinstance(twin, torch.Tensor) and list(twin.shape) == note["shape"]:
         return torch.zeros_like(twin.detach(), dtype=dtype)
@@ -384,9 +383,7 @@ def _like(note: Mapping[str, Any], meshes: Sequence[DeviceMesh], model: Mapping[
                 operation="load",
             )
         part = whole[names]
-    # Earlier releases noted no cuts.
-    cuts = note.get("cut") or [None] * len(names)
-    placements = [_placement(dim, cut) for dim, cut in zip(note["dims"], cuts, strict=True)]
+    placements = [_placement(dim, cut) for dim, cut in zip(note["dims"], note["cut"], strict=True)]
     shape = torch.Size(note["shape"])
     made: DTensor = torch.distributed.tensor.zeros(shape, dtype=dtype, device_mesh=part, placements=placements)
     return made

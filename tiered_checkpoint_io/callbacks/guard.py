@@ -37,7 +37,7 @@ class StrategyGuard(Callback):
 
     A stock sharded strategy never asks its checkpoint IO, and would write to a local folder ``./s3:/``
     without a word: it is refused. Lightning's default ModelCheckpoint would save outside dirpath, which the IO can't:
-    it is given its place. Lightning adds this callback to every trainer, by the entry point of this package.
+    it is given its place. Lightning adds this callback by the entry point of this package: see ``entry_points``.
     What saves will need is tried before the first batch: see :func:`preflight`.
     Where parts have copies in the memory of peers, it also is where the ranks meet. Under Slurm's automatic requeue,
     the last checkpoint goes to the tiers, and the next start resumes from there: see :mod:`requeue`.
@@ -249,9 +249,11 @@ def note_other_weights(trainer: Trainer) -> None:
             each._held.load(trainer.lightning_module)
 
 
-def guard() -> list[Callback]:
-    """What each Trainer of lightning.pytorch gets: see :mod:`tiered_checkpoint_io.entry_points`."""
-    return [StrategyGuard()]
+def ensure_guard(trainer: Trainer) -> None:
+    """Adds the guard to a trainer that was made before anything of ours was imported."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if not any(isinstance(each, StrategyGuard) for each in callbacks):
+        callbacks.insert(0, StrategyGuard())
 
 
 def _place(callback: ModelCheckpoint, trainer: Trainer, io: TieredCheckpointIO) -> None:

@@ -27,7 +27,6 @@ from tiered_checkpoint_io.errors import (
     ConfigError,
     CorruptCheckpointError,
     DrainError,
-    NewerConfigError,
     StoreNotFoundError,
     TieredCheckpointError,
 )
@@ -133,13 +132,10 @@ def _config(root: Path, place: Place) -> TieredCheckpointConfig:
     """The last trainer's configuration; of one that uploaded nothing yet, what its checkpoints say, noted for a drain.
 
     Raises:
-        NewerConfigError: A newer release wrote it, and may use it now: it stays as it is.
         MemoryFullError: There is no space to note it.
     """
     try:
         config = TieredCheckpointConfig.from_json((root / CONFIG_FILE).read_text())
-    except NewerConfigError:
-        raise
     except (OSError, ConfigError, ValueError):
         made = TieredCheckpointConfig.from_any(
             dirpath=place.dirpath, memory_dir=str(root.parent.parent), namespace=root.name
@@ -161,10 +157,7 @@ def _is_another_jobs(config: TieredCheckpointConfig, place: Place, namespace: st
     except TieredCheckpointError:
         # The upload meets the same, and says so for each checkpoint.
         return False
-    # A job that named no namespace has its lease where all such jobs have theirs.
-    is_unnamed = namespace == ids.namespace_of(place.dirpath)
-    ours = tuple(map(ids.lease_prefix, [namespace, ids.UNNAMED] if is_unnamed else [namespace]))
-    return bool(leases) and not any(key.startswith(ours) for key in leases)
+    return bool(leases) and not any(key.startswith(ids.lease_prefix(namespace)) for key in leases)
 
 
 def _mark(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, saves: Sequence[HeldSave]) -> None:

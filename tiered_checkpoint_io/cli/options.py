@@ -127,7 +127,7 @@ class Node:
         if len(roots) > 1:
             names = ", ".join(each.name for each in roots)
             raise ConfigError(f"there are {len(roots)} namespaces: {names}", hint="name one by --namespace")
-        return roots[0] if roots else namespace_root(self.memory_dir, ids.UNNAMED)
+        return roots[0] if roots else namespace_root(self.memory_dir, "default")
 
 
 @dataclass(frozen=True)

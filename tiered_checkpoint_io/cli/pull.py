@@ -14,7 +14,6 @@ from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.documents import Pulled
 from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server, name_of, path_of, wrong_use
 from tiered_checkpoint_io.cli.output import printable, say, write_json
-from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.inventory.roots import roots_of
 from tiered_checkpoint_io.logs import size_text
@@ -65,9 +64,9 @@ def pull(
 
     parts, fetched = ask(config, fetch, stop=stop)
     content, size = parts[0].content, sum(part.content.size for part in fetched)
-    where = str(to) if to is not None else f"node memory, namespace {namespace_here(config)}"
+    where = str(to) if to is not None else f"node memory, namespace {config.namespace}"
     if json:
-        namespace = namespace_here(config) if to is None else None
+        namespace = config.namespace if to is None else None
         ranks, step = [part.rank for part in parts], ids.known(content.step)
         write_json("pull", Pulled(parts[0].name, config.dirpath, step, namespace, to, ranks, size))
     elif fetched:
@@ -78,7 +77,7 @@ def pull(
 
 def _say_where_the_job_is(config: TieredCheckpointConfig) -> None:
     """Says so where a job of this dirpath has named a namespace here: a restart of it looks nowhere else."""
-    ours = namespace_here(config)
+    ours = config.namespace
     with contextlib.suppress(ConfigError):
         theirs = [root.name for root in roots_of(config.memory_dir, place_of(config))]
         if theirs and ours not in theirs:

@@ -14,7 +14,6 @@ from tiered_checkpoint_io.cli.answers import counter
 from tiered_checkpoint_io.cli.checking import check_part
 from tiered_checkpoint_io.cli.progress import Meter, progress
 from tiered_checkpoint_io.engine.chunks import fetch_chunk
-from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.engine.durable.damage import contents_there
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.ranks.transfer import SlotDestination
@@ -130,6 +129,7 @@ def _parts(
             config.dirpath,
             durable=True,
             server=place.server,
+            series=content.series_at(name),
         )
         for rank in there
         if content.parts == 1 or not ranks or rank in ranks
@@ -138,7 +138,7 @@ def _parts(
 
 def _open(config: TieredCheckpointConfig) -> MemoryTier:
     budget = node_budget(config.memory_allocation_percentage, config.memory_dir)
-    tier = MemoryTier.open(config.memory_dir, namespace_here(config), budget_bytes=budget)
+    tier = MemoryTier.open(config.memory_dir, config.namespace, budget_bytes=budget)
     tier.place = place_of(config)
     return tier
 

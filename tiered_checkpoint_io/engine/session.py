@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.announcer import Announcer, looking
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
-from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.engine.drain.events import note
 from tiered_checkpoint_io.engine.drain.messages import Standing, not_done, not_uploaded, standing_of
 from tiered_checkpoint_io.engine.drain.operations import NAMING, SAVES, Outcome, Request
@@ -135,7 +134,7 @@ class Session:
         if self._opened is None:
             config, folder = self.config, self.config.memory_dir
             budget = node_budget(config.memory_allocation_percentage, folder) if os.path.isdir(folder) else None
-            here, unmap, say = namespace_here(config), self._pins.unpin, functools.partial(self.warn, None)
+            here, unmap, say = config.namespace, self._pins.unpin, functools.partial(self.warn, None)
             tier = MemoryTier.open(folder, here, budget_bytes=budget, unmap=unmap, clock=self.clock, say=say)
             note_budget(tier)
             tier.use_spill(config.spill_dir)

@@ -68,7 +68,7 @@ class BrokenPart:
         why: What is wrong with it.
         part: What it was; None where that can't be read.
         place: The durable tier that it belongs to, or, where its description can't be read, that of its namespace.
-        is_newer: Whether a newer release wrote it: then it is not damaged.
+        is_newer: Whether it has another format version: then it is not damaged.
     """
 
     folder: Path
@@ -143,7 +143,7 @@ def look_at_node(memory_dir: str) -> NodeMemory:
 
 def held_part(tier: MemoryTier, stored: StoredPart, outcomes: Iterable[Outcome]) -> HeldPart:
     """A part of a tier, or of its replicas, with what became of it."""
-    return HeldPart(stored, tier_of(tier, stored.folder), tier.root.name, _outcome(stored, outcomes, tier.place))
+    return HeldPart(stored, tier_of(tier, stored.folder), tier.root.name, _outcome(stored, outcomes))
 
 
 def tier_of(tier: MemoryTier, folder: Path) -> Tier:
@@ -153,13 +153,13 @@ def tier_of(tier: MemoryTier, folder: Path) -> Tier:
     return "spill" if tier.is_spilled(folder) else "memory"
 
 
-def _outcome(stored: StoredPart, outcomes: Iterable[Outcome], here: Place | None) -> Outcome | None:
+def _outcome(stored: StoredPart, outcomes: Iterable[Outcome]) -> Outcome | None:
     """What became of a part on the durable tier last."""
     part, last = stored.part, None
     for each in outcomes:
         # One that was skipped, as for a pin, has deleted nothing.
         is_delete = (each.action, each.state, each.name) == ("delete", "committed", part.name)
-        is_gone = is_delete and each.op_id > part.save_id and each.place.known(here) == part.place
+        is_gone = is_delete and each.op_id > part.save_id and each.place == part.place
         if each.op_id == stored.op_id or is_gone:
             last = each
     return last
@@ -174,5 +174,5 @@ def _broken(tier: MemoryTier) -> Iterator[BrokenPart]:
             why = (folder / "reason.txt").read_text() or why
         path = folder / PART_FILE
         with contextlib.suppress(OSError, ManifestError):
-            part = Part.from_json(path.read_bytes(), where=str(path)).known(tier.place)
+            part = Part.from_json(path.read_bytes(), where=str(path))
         yield BrokenPart(folder, f"in quarantine: {why}", part, part.place if part is not None else tier.place)

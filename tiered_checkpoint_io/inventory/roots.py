@@ -8,7 +8,7 @@ from pathlib import Path
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, last_config
-from tiered_checkpoint_io.engine.drain.worker import EARLIER_TRAINERS_FILE, TRAINERS_FILE
+from tiered_checkpoint_io.engine.drain.worker import TRAINERS_FILE
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory.spill import AUTO
@@ -16,8 +16,8 @@ from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier, namespace_root
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import place_of
 
-#: What a process that may add to the memory holds: a trainer, of this release or an earlier one, and a job.
-TRAINERS = (TRAINERS_FILE, EARLIER_TRAINERS_FILE, JOB_FILE)
+#: What a process that may add to the memory holds: a trainer, and a job.
+TRAINERS = (TRAINERS_FILE, JOB_FILE)
 
 
 def all_roots(memory_dir: str) -> list[Path]:

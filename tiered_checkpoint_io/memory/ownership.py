@@ -116,14 +116,6 @@ def _id_of(memory: Path) -> str:
         return ""
 
 
-def is_unclaimed(folder: Path) -> bool:
-    """Whether there is a spill that does not say whose it is; told without a descriptor."""
-    try:
-        return not (folder / OWNER_FILE).lstat().st_size
-    except FileNotFoundError:
-        return folder.is_dir()
-
-
 def _owner_of(folder: Path) -> str:
     try:
         return (folder / OWNER_FILE).read_text("utf-8", "replace")

@@ -27,7 +27,6 @@ from tiered_checkpoint_io.memory.private import sync_folder, write_atomic, write
 from tiered_checkpoint_io.memory.space import is_scarcity
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
-from tiered_checkpoint_io.model.place import Place
 
 SAVES = "saves"
 REPLICAS = "replicas"
@@ -59,11 +58,6 @@ class StoredPart:
     folder: Path
     drained: bool
     replicated: bool = False
-
-    def known(self, here: Place | None) -> StoredPart:
-        """See :meth:`Part.known`."""
-        part = self.part.known(here)
-        return self if part is self.part else replace(self, part=part)
 
     @property
     def save_id(self) -> str:
@@ -157,13 +151,12 @@ def mark(folder: Path, name: str, *, synced: bool = False) -> None:
 
     Raises:
         FileNotFoundError: The part is gone.
-        MemoryFullError: It was made by a release that prepared no markers, and there is no space for one.
     """
     try:
         os.rename(folder / f".{name}", folder / name)
     except FileNotFoundError:
         if not (folder / name).exists():
-            write_private(folder / name, b"")
+            raise
     if synced:
         try:
             sync_folder(folder)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.memory.clearing import clear_dead
 from tiered_checkpoint_io.memory.node import is_local_disk, is_tmpfs, memory_left
-from tiered_checkpoint_io.memory.ownership import claim, is_unclaimed, siblings
+from tiered_checkpoint_io.memory.ownership import claim, siblings
 from tiered_checkpoint_io.memory.private import make_folders, private_folder
 from tiered_checkpoint_io.memory.space import is_scarcity
 from tiered_checkpoint_io.model.hashing import hash_bytes
@@ -121,9 +121,5 @@ class Spill:
             # What others may give back is asked for again by the next request, and what lies there stays known.
             if not is_scarcity(error):
                 self._base = self.tier = None
-            elif not make and is_unclaimed(base):
-                # An earlier release's, on a disk too full to name the owner of what lies there.
-                self.tier = self._tier_at(base)
-                return self.tier
             return None
         return self.tier

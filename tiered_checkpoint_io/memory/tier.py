@@ -97,7 +97,7 @@ class MemoryTier:
         self.awaited: Callable[[bool], Collection[str]] = lambda _: ()
         #: Rung when there is something new for the drain.
         self.bell: Callable[[], None] = lambda: None
-        #: The job's durable tier: what earlier releases left, without a server, is of this one's.
+        #: The job's durable tier.
         self.place: Place | None = None
         self._spill = Spill(root, FOLDERS, self._spill_at, clock, say)
 
@@ -194,7 +194,7 @@ class MemoryTier:
 
     def parts(self) -> list[StoredPart]:
         """All committed parts that can be read, in the order of their saves."""
-        found = [entry.known(self.place) for entry in self._entries() if isinstance(entry, StoredPart)]
+        found = [entry for entry in self._entries() if isinstance(entry, StoredPart)]
         return sorted(found, key=lambda stored: (stored.save_id, stored.folder.name))
 
     def damaged(self) -> list[tuple[Path, Exception]]:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.engine.drain.events import note
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import TieredCheckpointError
@@ -80,6 +79,6 @@ def say_not_exported(session: Session, what: str) -> None:
             "%s exports no metrics, because nothing tells it when training begins and ends; run beside it:"
             " tiered-ckpt metrics --namespace %s --export %s",
             what,
-            namespace_here(session.config),
+            session.config.namespace,
             wanted,
         )

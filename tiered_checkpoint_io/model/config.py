@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
-from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, NewerConfigError
+from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.metrics_export import ALLOWED, targets_in
 from tiered_checkpoint_io.model.retention import Policies, policies_from
@@ -55,8 +55,6 @@ _RANGES: dict[str, tuple[int, int]] = {
     "durable_timeout_s": (1, 24 * 3600),
     "pending_timeout_s": (1, 24 * 3600),
 }
-#: In a stored configuration, the keys that have their defaults.
-_UNSET = "unset"
 _OPTIONAL = {"memory_every_n_train_steps", "s3_every_n_train_steps"}
 _S3_ONLY = (
     "endpoint_url",
@@ -308,30 +306,18 @@ class TieredCheckpointConfig:
         return cls(**raw)
 
     def to_json(self) -> str:
-        """The configuration as JSON; it holds no secret. It tells which keys have their defaults."""
-        plain = type(self)(dirpath=self.dirpath)
-        unset = [each.name for each in fields(self) if getattr(self, each.name) == getattr(plain, each.name)]
-        return json.dumps({**asdict(self), _UNSET: unset}, indent=1)
+        """Returns the configuration as JSON; it holds no secret."""
+        return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> TieredCheckpointConfig:
-        """The inverse of :meth:`to_json`, also of a newer release; raises ConfigError where it is not valid.
-
-        A key that this release does not know is left out where it has its default: without it, all is as it was.
-        """
+        """Reverses :meth:`to_json`; raises ConfigError if the text is not valid."""
         try:
-            block = json.loads(text)
-            unset = set(block.pop(_UNSET, ()))
-            unknown = block.keys() - {each.name for each in fields(cls)}
-        except (ValueError, AttributeError, TypeError) as error:
+            block = dict(json.loads(text))
+        except (ValueError, TypeError) as error:
             hint = "start a trainer, which writes it again"
             raise ConfigError(f"the stored configuration is damaged: {error}", hint=hint) from error
-        if newer := sorted(unknown - unset):
-            raise NewerConfigError(
-                f"the trainer's configuration sets {', '.join(newer)}, which this release does not know",
-                hint="upgrade tiered-checkpoint-io where the drain runs",
-            )
-        return cls.from_any({key: value for key, value in block.items() if key not in unknown})
+        return cls.from_any(block)
 
     def write_concurrency(self, writers: int = 1) -> int:
         """Parts in flight for each of ``writers`` nodes that write at once."""

@@ -1,6 +1,6 @@
 """Versioned JSON documents that end with a digest of all that stands before it, and the values in them. Pure.
 
-A reader of this version reads every older version, and refuses a newer one by :class:`FormatVersionError`.
+A reader reads one version, and refuses every other one by :class:`FormatVersionError`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ from typing import Any, TypeVar
 
 from tiered_checkpoint_io.errors import FormatVersionError, InvalidNameError, ManifestError
 from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.version import __version__
 
 FORMAT = "tiered-checkpoint"
-#: The newest version that this release reads.
-FORMAT_VERSION = 2
-#: Of documents that every release reads: parts, and manifests that list their files themselves.
-INLINE_VERSION = 1
-#: Of a manifest that names an index of its files, and of the index.
-INDEXED_VERSION = 2
+#: Of all documents: manifests, indexes, descriptions of parts.
+FORMAT_VERSION = 1
 #: Hexadecimal digits of a digest.
 DIGEST_LENGTH = 32
 
@@ -39,7 +36,7 @@ _IN_JSON: dict[type, str] = {
     dict: "an object",
 }
 
-#: How a document of any version ends, around the digest of what stands before.
+#: The end of a document, around the digest of all before it.
 _DIGEST = "digest"
 _SEAL = f',\n "{_DIGEST}": "'.encode()
 _END = b'"\n}'
@@ -61,13 +58,9 @@ def fields_of(value: Any) -> dict[str, Any]:
     return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
-def dump(body: dict[str, Any], *, version: int = INLINE_VERSION, compact: bool = False) -> bytes:
-    """A document as it is stored.
-
-    ``version`` is the oldest one whose readers understand it; ``compact`` leaves out what makes it pleasant for
-    people to read, which large ones can't afford.
-    """
-    document = {"format": FORMAT, "version": version, **body}
+def dump(body: dict[str, Any], *, compact: bool = False) -> bytes:
+    """Returns a document as it is stored; ``compact``: without what makes it pleasant to read, for large ones."""
+    document = {"format": FORMAT, "version": FORMAT_VERSION, **body}
     layout: dict[str, Any] = {"separators": (",", ":")} if compact else {"indent": 1}
     text = json.dumps(document, ensure_ascii=False, default=fields_of, **layout).encode("utf-8")
     text = text.removesuffix(b"}").removesuffix(b"\n")
@@ -75,10 +68,10 @@ def dump(body: dict[str, Any], *, version: int = INLINE_VERSION, compact: bool =
 
 
 def load(data: bytes, where: str) -> Mapping[str, Any]:
-    """What a stored document says; ``where`` is its key or path, for errors.
+    """Returns the fields of a stored document; ``where`` is its key or path, for errors.
 
     Raises:
-        FormatVersionError: A newer release wrote it.
+        FormatVersionError: It has another version than this package reads.
         ManifestError: It is none, or differs from its digest.
     """
     try:
@@ -87,22 +80,28 @@ def load(data: bytes, where: str) -> Mapping[str, Any]:
         raise ManifestError("not JSON, or cut short", operation="parse", key=where) from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ManifestError(f"not a {FORMAT} document", operation="parse", key=where)
-    if _DIGEST in raw:
-        # Documents of earlier releases have none. Byte by byte: what JSON makes of a damaged one may look well.
+    version = raw.get("version")
+    # Another version may end in another way. Byte by byte: what JSON makes of a damaged one may look well.
+    if version == FORMAT_VERSION or _DIGEST in raw:
         text, seal, end = data.rpartition(_SEAL)
         if not seal or end != hash_bytes(text).encode() + _END:
             raise ManifestError("it differs from its digest", operation="parse", key=where)
-    version = raw.get("version")
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+    if type(version) is not int or version < 1:
         raise ManifestError(f"version is {version!r}", operation="parse", key=where)
-    if version > FORMAT_VERSION:
-        raise FormatVersionError(
-            f"format version {version} is newer than {FORMAT_VERSION}, the newest that this release reads",
-            operation="parse",
-            key=where,
-            hint="upgrade tiered-checkpoint-io",
-        )
+    if version != FORMAT_VERSION:
+        raise _of_another_version(version, raw, where)
     return raw
+
+
+def _of_another_version(version: int, raw: Mapping[str, Any], where: str) -> FormatVersionError:
+    writer = raw.get("writer")
+    wrote = writer.get("tiered_checkpoint_io") if isinstance(writer, dict) else None
+    return FormatVersionError(
+        f"format version {version} is not {FORMAT_VERSION}, which tiered-checkpoint-io {__version__} reads",
+        operation="parse",
+        key=where,
+        hint=f"upgrade tiered-checkpoint-io to {wrote or 'the version that wrote it'}",
+    )
 
 
 def value_of(raw: Mapping[str, Any], key: str, kind: type[_T], default: _T | None = None) -> _T:

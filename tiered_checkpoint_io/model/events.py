@@ -7,7 +7,7 @@ start      training began: ``step``
 end        training ended at ``step``: ``error``, the class of what ended it, or ""
 step       training reached ``step``
 save       a save returned: ``name``, ``step``, ``size_bytes``, ``stall_s``, ``capture_s``, ``durable``, ``queued``
-failed     something failed: ``name``, ``step``, ``error``, ``action``; of a release before, always a save
+failed     something failed: ``name``, ``step``, ``error``, ``action``
 skipped    a save was left out, or stays in memory: ``name``, ``step``, ``error``
 upload     the drain ended an operation: ``action``, ``name``, ``step``, ``state``, ``size_bytes``, ``seconds``,
            ``created`` (when the checkpoint was captured), ``copied_bytes`` (of an earlier one, in place of being
@@ -20,7 +20,7 @@ totals     what earlier events, which were removed, add up to
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 Event = Mapping[str, Any]
@@ -95,22 +95,14 @@ class Totals:
     repeated_s: float = 0.0
 
     def add(self, event: Event) -> None:
-        """Adds an event; of another release's, what is not understood is left out."""
-        try:
-            self._add(event)
-        except (KeyError, TypeError, ValueError):
-            return
-
-    def _add(self, event: Event) -> None:
+        """Adds an event."""
         kind, t = event["event"], float(event["t"])
         self.began = min(self.began, t) if self.began else t
         # Nothing was captured after now: a clock that was ahead must not make all that comes look older.
         self.durable_at = min(self.durable_at, t)
         if kind == "totals":
-            known = {each.name for each in fields(self)}
             for name, value in event["totals"].items():
-                if name in known:
-                    setattr(self, name, value)
+                setattr(self, name, value)
         elif kind in ("start", "step"):
             self.running = self.has_start = True
             if kind == "start":
@@ -134,7 +126,7 @@ class Totals:
             if event["durable"] and not event["queued"]:
                 self._is_durable(int(event["step"]), t, t)
         elif kind == "failed":
-            self._add_failure(event.get("action", "save"))
+            self._add_failure(event["action"])
         elif kind == "skipped":
             self.skipped += 1
         elif kind == "upload":

@@ -15,7 +15,6 @@ from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import (
     DIGEST_LENGTH,
-    INDEXED_VERSION,
     MAX_SIZE,
     digest_of,
     dump,
@@ -88,7 +87,7 @@ class Index:
             for rank, row in sorted(self.rows.items())
         ]
         body = {"name": self.name, "save_id": self.save_id, "rows": rows}
-        data = dump(body, version=INDEXED_VERSION, compact=True)
+        data = dump(body, compact=True)
         return data, IndexRef(len(data), hash_bytes(data), sum(size for _, size in self.paths))
 
     @classmethod

@@ -14,8 +14,6 @@ from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import (
     DIGEST_LENGTH,
-    INDEXED_VERSION,
-    INLINE_VERSION,
     dump,
     fields_of,
     int_of,
@@ -26,7 +24,7 @@ from tiered_checkpoint_io.model.documents import (
 )
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
 from tiered_checkpoint_io.model.index import IndexRef
-from tiered_checkpoint_io.model.place import AtPlace, Place, SeriesKey, Server, server_in
+from tiered_checkpoint_io.model.place import AtPlace, SeriesKey, Server, server_in
 from tiered_checkpoint_io.model.s3_limits import MAX_OBJECT
 
 #: The file of a ``sharded`` checkpoint that says where its tensors lie; torch gives it this name.
@@ -126,9 +124,8 @@ class Content:
     files: tuple[FileEntry, ...]
     #: What ModelCheckpoint monitored, where it did.
     metric: Metric | None = None
-    #: How many parts the checkpoint has; 0 has this and the next two follow from ``kind``, as in documents of
-    #: releases that did not write them.
-    parts: int = 0
+    #: How many parts the checkpoint has.
+    parts: int = 1
     #: The rank whose drain commits the save; -1 where this rank does not know.
     coordinator: int = -1
     #: The basename of the file whose change turns the old content of a name into the new one; None where the manifest
@@ -143,16 +140,9 @@ class Content:
     #: In a manifest: the object that lists the files in place of it; see ``engine/durable/files.py``.
     index: IndexRef | None = None
 
-    def __post_init__(self) -> None:
-        if self.parts:
-            return
-        object.__setattr__(self, "parts", 1 if self.kind == "full" else self.world_size)
-        if self.kind == "full" and self.files:
-            object.__setattr__(self, "switch", self.files[0].basename)
-        elif self.kind == "sharded":
-            object.__setattr__(self, "switch", METADATA)
-        elif self.kind == "local":
-            object.__setattr__(self, "coordinator", 0)
+    def series_at(self, name: str) -> str:
+        """Returns the series of a checkpoint of this name that was found on the durable tier."""
+        return "" if self.kind == "full" else ids.series_of(name, self.step)
 
     def switch_path(self, name: str) -> str | None:
         """The key of the switch of a checkpoint of this name; None where it has none."""
@@ -203,14 +193,14 @@ class Content:
             kind=kind,
             created=value_of(raw, "created", float),
             world_size=int_of(raw, "world_size", 1, 1 << 31),
-            writer={key: str(value) for key, value in value_of(raw, "writer", dict, {}).items()},
+            writer={key: str(value) for key, value in value_of(raw, "writer", dict).items()},
             files=tuple(FileEntry.from_json(entry) for entry in files),
             metric=Metric.from_json(value_of(raw, "metric", dict)) if has_metric else None,
-            parts=int_of(raw, "parts", 1, 1 << 31, 0),
-            coordinator=int_of(raw, "coordinator", -1, 1 << 31, -1),
+            parts=int_of(raw, "parts", 1, 1 << 31),
+            coordinator=int_of(raw, "coordinator", -1, 1 << 31),
             switch=value_of(raw, "switch", str) if has_switch else None,
-            resumable=value_of(raw, "resumable", bool, True),
-            namespace=value_of(raw, "namespace", str, ""),
+            resumable=value_of(raw, "resumable", bool),
+            namespace=value_of(raw, "namespace", str),
             copy_of=ids.validate_save_id(value_of(raw, "copy_of", str)) if raw.get("copy_of") else "",
             index=IndexRef.from_json(value_of(raw, "index", dict)) if is_indexed else None,
         )
@@ -253,8 +243,7 @@ class Manifest:
                 "aliases": list(self.aliases),
                 "alias_of": self.alias_of,
                 **({"reserved": self.reserved} if self.reserved else {}),
-            },
-            version=INDEXED_VERSION if any(each.index for each in (self.content, *self.previous)) else INLINE_VERSION,
+            }
         )
 
     @classmethod
@@ -262,7 +251,7 @@ class Manifest:
         """Reads a manifest; ``where`` is its key or path, for errors.
 
         Raises:
-            FormatVersionError: A newer release wrote it.
+            FormatVersionError: It has another format version.
             ManifestError: It is not a manifest.
         """
         raw = load(data, where)
@@ -271,8 +260,8 @@ class Manifest:
             return cls(
                 name=ids.validate_name(value_of(raw, "name", str)),
                 content=Content.from_json(raw),
-                previous=tuple(Content.from_json(entry) for entry in list_of(raw, "previous", dict, [])),
-                aliases=tuple(ids.validate_name(alias) for alias in list_of(raw, "aliases", str, [])),
+                previous=tuple(Content.from_json(entry) for entry in list_of(raw, "previous", dict)),
+                aliases=tuple(ids.validate_name(alias) for alias in list_of(raw, "aliases", str)),
                 alias_of=ids.validate_name(value_of(raw, "alias_of", str)) if is_alias else None,
                 reserved=value_of(raw, "reserved", str, ""),
             )
@@ -312,10 +301,10 @@ class Part(AtPlace):
     dirpath: str
     #: Whether it is to be drained to that. A committed part with this set *is* the request to upload it.
     durable: bool
-    #: Of an S3 one, the server; None where the release that saved it did not note that.
+    #: Of an S3 one, the server.
     server: Server | None = None
-    #: What those that the same ranks save before and after it have in common; None where the release did not note it.
-    series: str | None = None
+    #: What those that the same ranks save before and after it have in common; "" for all saves of one job.
+    series: str = ""
     _raw: bytes = field(default=b"", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -330,30 +319,17 @@ class Part(AtPlace):
     @property
     def series_key(self) -> SeriesKey:
         """Which saves its own is one of. Only those are in order: process groups may save side by side."""
-        series = self.series
-        if series is None:
-            # Releases that did not note it. Names of shards may be those of process groups.
-            series = "" if self.content.kind == "full" else ids.series_of(self.name, self.content.step)
-        return SeriesKey(self.place, series, self.content.coordinator)
+        return SeriesKey(self.place, self.series, self.content.coordinator)
 
     @property
     def commits(self) -> bool:
         """Whether the drain that holds this part commits the save: that of the coordinator does."""
         return self.rank == self.content.coordinator
 
-    def known(self, here: Place | None) -> Part:
-        """The same, stored in the same bytes, with the server that :meth:`Place.known` tells."""
-        server = self.place.known(here).server
-        if server is self.server:
-            return self
-        made = replace(self, server=server)
-        object.__setattr__(made, "_raw", self._raw)
-        return made
-
     def to_json(self) -> bytes:
-        """The part as it is stored (``part.json``); of one that was read, the bytes that were.
+        """Returns the part as it is stored (``part.json``); of one that was read, the bytes that were read.
 
-        An index names a part by the digest of its description, which may be from another release.
+        An index names a part by the digest of its description.
         """
         return self._raw or dump(
             {
@@ -363,7 +339,7 @@ class Part(AtPlace):
                 "dirpath": self.dirpath,
                 "durable": self.durable,
                 **({"server": self.server.to_json()} if self.server is not None else {}),
-                **({"series": self.series} if self.series is not None else {}),
+                "series": self.series,
             }
         )
 
@@ -379,7 +355,7 @@ class Part(AtPlace):
                 dirpath=value_of(raw, "dirpath", str),
                 durable=value_of(raw, "durable", bool),
                 server=server_in(raw),
-                series=value_of(raw, "series", str) if "series" in raw else None,
+                series=value_of(raw, "series", str),
             )
         if part.content.index is not None:
             raise ManifestError("a part lists its files itself", operation="parse", key=where)

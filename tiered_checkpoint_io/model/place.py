@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from tiered_checkpoint_io.errors import ManifestError
-from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import value_of
 
 
@@ -36,7 +35,7 @@ class Server:
 
 
 def server_in(raw: Mapping[str, Any]) -> Server | None:
-    """What a document says of a server; None where it is of a release that did not note it.
+    """Returns the server that a document names; None if its durable tier is no S3 one.
 
     Raises:
         ManifestError: It can't be understood.
@@ -59,21 +58,15 @@ class Place(NamedTuple):
 
     Attributes:
         dirpath: Its URL or directory.
-        server: Its S3 server; None for any other kind, and where it is not known.
+        server: Its S3 server; None for any other kind.
     """
 
     dirpath: str
     server: Server | None = None
 
-    def known(self, here: Place | None) -> Place:
-        """The same, on the server of ``here`` where an earlier release did not note one."""
-        if self.server is not None or here is None or not ids.is_s3_url(self.dirpath):
-            return self
-        return self._replace(server=here.server)
-
     @property
     def endpoint(self) -> str:
-        """The URL of its server; "" for AWS's own, and where there is none or it is not known."""
+        """The URL of its server; "" for AWS's own, and where there is none."""
         return self.server.endpoint_url if self.server is not None else ""
 
     def __str__(self) -> str:

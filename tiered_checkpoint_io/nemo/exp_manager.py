@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.callbacks.guard import ensure_guard
 from tiered_checkpoint_io.errors import ConfigError, UsageError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping
@@ -63,6 +64,7 @@ def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
         UsageError: The trainer has a checkpoint IO that is neither stock nor ours.
     """
     take_over()
+    ensure_guard(trainer)
     # One of OmegaConf's is a mapping, too, and not resolved yet.
     cfg = cfg if isinstance(cfg, Mapping) else as_mapping(cfg, "the configuration")
     block, manager = as_mapping(_part(cfg, "s3_checkpointing")), as_mapping(_part(cfg, "exp_manager"), "exp_manager")

@@ -56,7 +56,7 @@ class Condition:
 class Upload:
     """An upload in progress, as its journal has it: parts of ``part_size`` bytes, the last one maybe smaller.
 
-    The object that it makes bears its ``mark``; "" where an earlier release began it. Of a copy, ``origin`` is the
+    The object that it makes bears its ``mark``. Of a copy, ``origin`` is the
     source's ETag; of a delta upload the digest of its parts, the ``pieces``, which a journal does not hold.
     """
 
@@ -65,7 +65,7 @@ class Upload:
     upload_id: str
     size: int
     part_size: int
-    mark: str = ""
+    mark: str
     origin: str = ""
     pieces: tuple[Piece, ...] = ()
 
@@ -74,12 +74,16 @@ class Upload:
         """The upload of ``key`` that a journal tells of; None where it tells of none, or is another store's."""
         state = (journal.read() if journal is not None else None) or {}
         match state:
-            case {"url": u, "key": k, "upload_id": str(upload_id), "size": int(size), "part_size": int(part_size)} if (
-                (u, k) == (url, key) and size >= 0 and part_size >= 1
-            ):
-                return cls(
-                    url, key, upload_id, size, part_size, str(state.get("mark", "")), str(state.get("origin", ""))
-                )
+            case {
+                "url": u,
+                "key": k,
+                "upload_id": str(upload_id),
+                "size": int(size),
+                "part_size": int(part_size),
+                "mark": str(mark),
+                "origin": str(origin),
+            } if (u, k) == (url, key) and size >= 0 and part_size >= 1:
+                return cls(url, key, upload_id, size, part_size, mark, origin)
         return None
 
     def to_journal(self) -> dict[str, object]:

@@ -375,7 +375,7 @@ class MultipartUploads:
             found = self._client.ask("head_object", upload.key)
         except StoreNotFoundError:
             return False
-        is_marked = upload.mark and mark_of(found) == upload.mark
+        is_marked = mark_of(found) == upload.mark
         return bool(is_marked and size_of(found, upload.key) == upload.size)
 
     def _abort(self, key: str, upload_id: str, cancelled: threading.Event | None = None) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.drain.operations import follows
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.files import put_description
 from tiered_checkpoint_io.errors import TieredCheckpointError
@@ -169,7 +168,7 @@ class Unfinished(dict[str, Begun]):
         is_first = True
         for begun in self.values():
             arrivals = begun.arrivals
-            if arrivals and arrivals.part.save_id < part.save_id and follows(part, arrivals.part):
+            if arrivals and arrivals.part.save_id < part.save_id and part.series_key == arrivals.part.series_key:
                 # Its own turn says what is wrong with it.
                 with contextlib.suppress(TieredCheckpointError):
                     arrivals.look(store)

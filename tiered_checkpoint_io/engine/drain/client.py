@@ -193,12 +193,11 @@ class DrainHandle:
             # The outcome is written first; what waits for it may then look at the memory tier.
             if outcome is None and not is_pending:
                 error = "the operation log was lost, so how it ended is not known: see the durable tier"
-                lost = Outcome(
+                outcome = Outcome(
                     *(op_id, "save", "?", -1, "failed", error, "DrainError"),
                     finished=self._clock.wall(),
                     dirpath=self._config.dirpath,
                 )
-                outcome = self.queue.outcome_in_file(op_id) or lost
             if outcome is not None and not (outcome.state == "committed" and is_pending):
                 self._news.skip(outcome)
                 return outcome

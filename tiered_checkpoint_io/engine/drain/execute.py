@@ -39,7 +39,6 @@ from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    ManifestError,
     MemoryFullError,
     PinnedError,
     TieredCheckpointError,
@@ -96,9 +95,6 @@ class Executor:
                 fate = self._save(operation, stored)
             elif operation.action == "cancel":
                 self._cancel(operation, operations)
-            elif operation.action == "unknown":
-                text = "the request can't be understood"
-                raise ManifestError(text, operation="drain", tier="memory", key=operation.op_id)
             else:
                 store, journal = self.stores.get(operation.place), self.queue.journal(operation.op_id)
                 if operation.action == "copy":
@@ -321,9 +317,6 @@ class Executor:
             # old alias still names what is good. Or a delete of what is pinned, which is not waited for.
             self.log.warning("%s", error)
             self._finish(operation, "skipped", error)
-        elif operation.action == "unknown":
-            self.log.error("%s", error)
-            self._finish(operation, "failed", error)
         else:
             begun = self.begun.setdefault(operation.op_id, Begun(tidies=operation.action in TIDYING))
             begun.failed(error, self.clock, self.begun.last_refused)
@@ -386,7 +379,7 @@ class Executor:
         try:
             self.queue.finish(outcome, final=final)
         except MemoryFullError as full:
-            # No log could be made: memory was full already when this release started. To go on frees it.
+            # No log could be made: memory was full already when this drain started. To go on frees it.
             self.log.error("could not note the outcome of %s: %s", operation.name, full)
 
     def _mark_drained(self, stored: StoredPart) -> None:
@@ -394,7 +387,6 @@ class Executor:
         try:
             self.tier.mark_drained(stored)
         except OSError as error:
-            # A part that an earlier release made may have no space for the mark.
             self.log.error("could not mark %s as uploaded, so node memory keeps it: %s", stored.part.name, error)
             self.begun.setdefault(stored.op_id, Begun()).failed(error, self.clock)
         self.queue.ring()

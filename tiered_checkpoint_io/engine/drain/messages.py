@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tiered_checkpoint_io.engine.drain.earlier import namespace_here
 from tiered_checkpoint_io.engine.drain.operations import NAMING, SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import SaveReport, tier_label
 from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
@@ -146,8 +145,6 @@ def failure_of(outcome: Outcome, config: TieredCheckpointConfig) -> SaveError:
     # Of all else it is the durable tier that has something damaged, and nothing in memory was touched.
     if outcome.error_type == "CorruptCheckpointError" and outcome.action in SAVES:
         hint = "its copy in node memory was moved to quarantine/, and it is not tried again"
-    elif outcome.action == "unknown":
-        hint = "it is not tried again"
     elif outcome.action in SAVES:
         hint = f"it stays in node memory and {again}"
     else:
@@ -185,4 +182,4 @@ def not_uploaded(pending: Sequence[Saved], config: TieredCheckpointConfig, error
 def drain_command(config: TieredCheckpointConfig) -> str:
     """What to type to have the queue of a job worked on."""
     place = "" if config.memory_dir == _SHM else f" --memory-dir {config.memory_dir}"
-    return f"tiered-ckpt drain --namespace {namespace_here(config)}{place}"
+    return f"tiered-ckpt drain --namespace {config.namespace}{place}"

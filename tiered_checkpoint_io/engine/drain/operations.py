@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from tiered_checkpoint_io.model import ids
@@ -11,9 +11,8 @@ from tiered_checkpoint_io.model.place import AtPlace, Place, Server
 
 if TYPE_CHECKING:
     from tiered_checkpoint_io.memory.parts import StoredPart
-    from tiered_checkpoint_io.model.manifest import Part
 
-Action = Literal["save", "part", "alias", "copy", "delete", "retain", "cancel", "unknown"]
+Action = Literal["save", "part", "alias", "copy", "delete", "retain", "cancel"]
 #: ``save``: the part that commits a save, which mostly is all of it; ``part``: one of another rank.
 SAVES: tuple[Action, ...] = ("save", "part")
 #: What gives the content of one name to another: the same object, or one of its own.
@@ -23,8 +22,8 @@ TIDYING: tuple[Action, ...] = ("delete", "retain")
 #: Begins the name of a request to apply retention; the rest of it is the owner of the launch that asks.
 RETENTION = "retention/"
 OutcomeState = Literal["committed", "failed", "skipped"]
-#: What names have in common, whoever saves them: "" for those of one job, None where that is not known.
-_Form = tuple[Place, str | None]
+#: What names have in common, whoever saves them: "" for those of one job.
+_Form = tuple[Place, str]
 #: So many forms keep the first failure that no later save has replaced.
 _FORMS = 64
 
@@ -53,14 +52,9 @@ class Request(AtPlace):
     server: Server | None = None
 
     @property
-    def series(self) -> str | None:
+    def series(self) -> str:
         """Of a save, as it was noted; see :attr:`Outcome.series`."""
-        return self.stored.part.series if self.stored is not None else None
-
-    def known(self, here: Place | None) -> Request:
-        """The same, with the server that :meth:`Place.known` tells."""
-        server = self.place.known(here).server
-        return self if server is self.server else replace(self, server=server)
+        return self.stored.part.series if self.stored is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +76,7 @@ class Outcome(AtPlace):
         attempts: How often it was tried.
         dirpath: The durable tier.
         server: Its server, see :class:`Place`.
-        series: Of a save, see :attr:`Part.series`; None where an earlier release noted the part, or the outcome.
+        series: Of a save, see :attr:`Part.series`.
     """
 
     op_id: str
@@ -98,7 +92,7 @@ class Outcome(AtPlace):
     attempts: int = 1
     dirpath: str = ""
     server: Server | None = None
-    series: str | None = None
+    series: str = ""
 
     @property
     def form(self) -> _Form:
@@ -180,9 +174,8 @@ def unreplaced(outcomes: Iterable[Outcome]) -> list[Outcome]:
     for save in saves:
         if save.state == "committed":
             for action in SAVES if save.action == "save" else ("part",):
-                # Where the series of what failed is not known, any does.
-                for of in (_form_of(save.place, None), save.form):
-                    newest[of, action] = max(newest.get((of, action), ""), ids.save_id_of_op(save.op_id))
+                of = save.form, action
+                newest[of] = max(newest.get(of, ""), ids.save_id_of_op(save.op_id))
     return [
         save
         for save in saves
@@ -220,13 +213,13 @@ def held_back(operations: Iterable[Request], unreplaced: Iterable[Outcome]) -> l
     ]
 
 
-def _form_of(place: Place, series: str | None) -> _Form:
-    return place, ids.loose_form_of(series) if series else series
+def _form_of(place: Place, series: str) -> _Form:
+    return place, ids.loose_form_of(series) if series else ""
 
 
 def _waits_for(delete: Request) -> list[_Form]:
     """The forms of the saves that may replace what a delete is about, where that is not known."""
-    return [_form_of(delete.place, series) for series in (None, "", delete.name)]
+    return [_form_of(delete.place, series) for series in ("", delete.name)]
 
 
 def blocked_by_failures(operations: Iterable[Request], failed: Collection[str]) -> set[str]:
@@ -265,19 +258,8 @@ def superseded(operations: Sequence[Request], failed: Collection[str], committed
         and ids.save_id_of_op(operation.op_id) not in wanted
         and ids.save_id_of_op(operation.op_id) < ids.save_id_of_op(committed.op_id)
         and operation.place == committed.place
-        and (new is None or operation.stored is None or follows(new.part, operation.stored.part))
+        and (new is None or operation.stored is None or new.part.series_key == operation.stored.part.series_key)
     ]
-
-
-def follows(new: Part, old: Part) -> bool:
-    """Whether the save of a part is of the same series as that of an earlier one.
-
-    What an earlier release queued does not say its series, which may be that of all saves of a job, nor, but for the
-    part that commits, its coordinator.
-    """
-    one, other = new.series_key, old.series_key
-    may_be = old.series is None and one.series in ("", other.series) and other.coordinator in (-1, one.coordinator)
-    return one == other or (may_be and one.place == other.place)
 
 
 def is_committed(save_id: str, outcomes: Iterable[Outcome]) -> bool:

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.log import OperationLog
 from tiered_checkpoint_io.engine.drain.operations import (
-    NAMING,
     Action,
     Outcome,
     Request,
@@ -26,14 +25,13 @@ from tiered_checkpoint_io.engine.drain.operations import (
     in_order,
     unreplaced,
 )
-from tiered_checkpoint_io.errors import InvalidNameError, ManifestError, MemoryFullError
+from tiered_checkpoint_io.errors import MemoryFullError
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.place import server_in
 
 LOG_FILE = "operations.log"
-_ACTIONS = (*NAMING, "delete", "retain", "cancel")
 _REQUEST, _OUTCOME, _NOTE = "request/", "outcome/", "note/"
 _DRAIN, _LEAVE = "drain", "leave"
 #: Outcomes that are kept, of the newest saves: they take a third of the log at most. And how many where it is full.
@@ -89,7 +87,7 @@ class Queue:
         #: The same, for those to whom what the drain says of itself is new too.
         self.poll_with_heartbeat = self._log.poll_with_heartbeat
         self._outcomes: tuple[bytes, list[Outcome]] = b"", []
-        self._understood: dict[str, tuple[Any, Outcome | None]] = {}
+        self._understood: dict[str, tuple[Any, Outcome]] = {}
         self._requests: dict[str, tuple[Any, Request]] = {}
         self._notes: dict[str, Note] = {}
         self._said, self._last = b"", DrainProgress()
@@ -114,11 +112,11 @@ class Queue:
         self._log.write({_REQUEST + request.op_id: _facts(request)}, leaves_room=request.action != "cancel")
 
     def requests(self) -> list[Request]:
-        """What is queued, in order; what this release does not understand has the action ``unknown``."""
+        """Returns what is queued, in order."""
         # While the durable tier is away, some thousand may be, and each save and each look at progress reads them.
         known, entries = self._requests, sorted(self._log.entries(_REQUEST).items())
         self._requests = understood = {
-            op_id: last if (last := known.get(op_id)) and last[0] == raw else (raw, _request(op_id, raw))
+            op_id: last if (last := known.get(op_id)) and last[0] == raw else (raw, _parsed(Request, raw))
             for op_id, raw in entries
         }
         return [each for _, each in understood.values()]
@@ -131,7 +129,7 @@ class Queue:
         parts = [stored for stored in tier.parts() if stored.pending]
         newest = max((stored.op_id for stored in parts), default="")
         requests = [each for each in self.requests() if each.op_id in seen or each.op_id < newest]
-        return operations_of(parts, [each.known(tier.place) for each in requests])
+        return operations_of(parts, requests)
 
     def doable(self, tier: MemoryTier) -> list[Request]:
         """All that waits for the drain, in order, but for what only a save that is still to come sets free."""
@@ -141,24 +139,23 @@ class Queue:
         return [operation for operation in operations if operation.op_id not in held]
 
     # ------------------------------------------------------------------------------------ drains
-    def announced(self) -> dict[str, str]:
-        """What the drain that began last has said of its environment; empty for one that serves any trainer."""
-        said = self._log.get(_DRAIN)
-        return said if isinstance(said, dict) else {}
+    def announced(self) -> str:
+        """Returns the token of the drain that began last; empty for one that no trainer started."""
+        return str(self._log.get(_DRAIN) or "")
 
-    def announce(self, said: dict[str, str] | None) -> None:
-        """Says it, or takes back what was said."""
-        if (said or {}) != self.announced():
-            self._log.write({_DRAIN: said})
+    def announce(self, token: str) -> None:
+        """Notes the token of a drain that begins."""
+        if token != self.announced():
+            self._log.write({_DRAIN: token or None})
 
-    def ask_to_leave(self, said: dict[str, str]) -> None:
-        """Asks the drain that has said this to leave, for another one to follow it."""
-        if not self.is_asked_to_leave(said):
-            self._log.write({_LEAVE: said})
+    def ask_to_leave(self, token: str) -> None:
+        """Asks the drain with this token to leave."""
+        if not self.is_asked_to_leave(token):
+            self._log.write({_LEAVE: token})
 
-    def is_asked_to_leave(self, said: dict[str, str]) -> bool:
-        """Whether the drain that has said this, with a salt of its own, was asked to leave."""
-        return bool(said) and self._log.get(_LEAVE) == said
+    def is_asked_to_leave(self, token: str) -> bool:
+        """Returns whether the drain with this token was asked to leave."""
+        return bool(token) and self._log.get(_LEAVE) == token
 
     # ---------------------------------------------------------------------------------- outcomes
     def finish(self, outcome: Outcome, *, final: bool = True) -> None:
@@ -178,7 +175,7 @@ class Queue:
             except MemoryFullError:
                 self._log.write({**self._forgotten(outcome, _LEAST), **said, **done})
         except MemoryFullError:
-            # An earlier release has left nothing free in it: what stayed would be done again and again.
+            # Else it would be done again and again.
             self._log.write(done)
             raise
 
@@ -196,7 +193,8 @@ class Queue:
 
     def outcome(self, op_id: str) -> Outcome | None:
         """What became of an operation; None where it is still to be done, or too long ago."""
-        return _parsed(Outcome, self._log.get(_OUTCOME + ids.validate_op_id(op_id)))
+        raw = self._log.get(_OUTCOME + ids.validate_op_id(op_id))
+        return _parsed(Outcome, raw) if raw is not None else None
 
     def outcomes(self) -> list[Outcome]:
         """All outcomes that are still kept, in order."""
@@ -208,28 +206,13 @@ class Queue:
                 op_id: last if (last := known.get(op_id)) and last[0] == raw else (raw, _parsed(Outcome, raw))
                 for op_id, raw in entries
             }
-            self._outcomes = version, [each for _, each in self._understood.values() if each is not None]
+            self._outcomes = version, [each for _, each in self._understood.values()]
         return self._outcomes[1]
 
     # ------------------------------------------------------------------------------------- notes
     def journal(self, op_id: str) -> Note:
         """Where the drain notes what of an operation is done."""
         return self._notes.setdefault(op_id, Note(self._log, _NOTE + op_id))
-
-    # ----------------------------------------------------------------------------- earlier files
-    def take_over(self) -> None:
-        """Takes over the requests and outcomes that a release without this log left in small files."""
-        files = {path: _OUTCOME + path.stem for path in (self._root / "status").glob("[0-9]*.json")}
-        files |= {path: _REQUEST + path.stem for path in (self._root / "requests").glob("[0-9]*.json")}
-        if files:
-            self._log.write({key: _from_file(path) for path, key in files.items()})
-        for path in files:
-            path.unlink()
-
-    def outcome_in_file(self, op_id: str) -> Outcome | None:
-        """What a drain of such a release, which still lives, says of an operation."""
-        path = self._root / "status" / f"{ids.validate_op_id(op_id)}.json"
-        return _parsed(Outcome, _from_file(path)) if path.exists() else None
 
     # ---------------------------------------------------------------------------------- progress
     def write_progress(self, progress: DrainProgress) -> None:
@@ -244,7 +227,7 @@ class Queue:
             self._said = said
             with contextlib.suppress(ValueError, TypeError):
                 # Nothing is said where a drain is just writing it.
-                self._last = DrainProgress(**_known(DrainProgress, json.loads(said)))
+                self._last = DrainProgress(**json.loads(said))
         return self._last
 
 
@@ -287,38 +270,10 @@ def operations_of(parts: Iterable[StoredPart], requests: Iterable[Request]) -> l
     return in_order([*saves, *requests])
 
 
-def _from_file(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except ValueError:
-        # Torn: refused as what this release does not understand.
-        return {}
-
-
 def _facts(about: Request | Outcome) -> dict[str, Any]:
     facts = {each.name: getattr(about, each.name) for each in fields(about) if each.name != "stored"}
     return {**facts, "server": about.server.to_json() if about.server is not None else None}
 
 
-def _request(op_id: str, raw: Any) -> Request:
-    request = _parsed(Request, raw)
-    is_known = request is not None and request.op_id == op_id and request.action in _ACTIONS
-    return request if request is not None and is_known else Request(op_id, "unknown", op_id, "")
-
-
-def _known(kind: type[DrainProgress | Outcome], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What this release has words for of what the drain of a newer one says."""
-    return {each.name: raw[each.name] for each in fields(kind) if each.name in raw}
-
-
-def _parsed(kind: type[_T], raw: Any) -> _T | None:
-    try:
-        # Of an outcome all that matters is known; what a request has besides may change what is to be done.
-        known = _known(kind, raw) if issubclass(kind, Outcome) else raw
-        made = kind(**{**known, "server": server_in(raw)})
-        ids.validate_op_id(made.op_id)
-        ids.validate_name(made.name)
-    except (InvalidNameError, ManifestError, TypeError, ValueError, AttributeError):
-        # Written by another release: no caller waits for it.
-        return None
-    return made
+def _parsed(kind: type[_T], raw: Mapping[str, Any]) -> _T:
+    return kind(**{**raw, "server": server_in(raw)})

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.drain.environment import differs, elsewhere
-from tiered_checkpoint_io.engine.drain.locks import is_locked, is_lost, release, try_lock
+from tiered_checkpoint_io.engine.drain.locks import is_locked, is_lost, release, share, try_lock
 from tiered_checkpoint_io.engine.drain.process import CANNOT_IMPORT, reap, start_process
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.report import LOG
@@ -57,15 +56,37 @@ class DrainRunner:
         if self._trainer_lock is None:
             self._queue.open()
             self._write_config()
-            path, patience_s = self._root / TRAINERS_FILE, self._clock.timing.trainers_lock_s
-            self._trainer_lock = try_lock(path, shared=True, patience_s=patience_s, clock=self._clock)
-            if self._trainer_lock is None:
-                text = "a drain that should have ended still holds the trainers' lock"
-                raise DrainError(text, operation="start", tier="memory", key=str(path))
-            if self._config.drain == "process" and differs(self._queue.announced(), elsewhere()):
-                # What may still live is the drain of a trainer before us: ours waits for its end, and asks for it.
-                self._spawn()
+            if self._join() and self._config.drain == "process":
+                self._follow(self._queue.announced())
         self.ensure()
+
+    def _join(self) -> bool:
+        """Takes the trainers' lock; returns whether no other trainer of this node has it.
+
+        Raises:
+            DrainError: A drain holds it that should have ended.
+        """
+        path, timing = self._root / TRAINERS_FILE, self._clock.timing
+        # A drain that looks whether a trainer lives has it for a moment.
+        lock = try_lock(path, patience_s=timing.drain_lock_s, clock=self._clock)
+        is_first = lock is not None
+        if lock is None:
+            lock = try_lock(path, shared=True, patience_s=timing.trainers_lock_s, clock=self._clock)
+        else:
+            share(lock)
+        if lock is None:
+            text = "a drain that should have ended still holds the trainers' lock"
+            raise DrainError(text, operation="start", tier="memory", key=str(path))
+        self._trainer_lock = lock
+        return is_first
+
+    def _follow(self, token: str) -> None:
+        """Asks the drain of an earlier trainer, which may still work, to leave, and starts ours, which waits for it."""
+        if token:
+            # If there is no space to ask, that drain goes on.
+            with contextlib.suppress(MemoryFullError):
+                self._queue.ask_to_leave(token)
+            self._spawn()
 
     def _write_config(self) -> None:
         path, text = self._root / CONFIG_FILE, self._config.to_json().encode()

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.drain.environment import announcement, differs
 from tiered_checkpoint_io.engine.drain.execute import Executor
 from tiered_checkpoint_io.engine.drain.locks import is_lost, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import next_operation, unreplaced
@@ -31,9 +29,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store
 
 LOCK_FILE = "drain.lock"
-#: Not the one of releases without an operation log, whose drain must not stay for trainers that it cannot hear.
-TRAINERS_FILE = "trainers2.lock"
-EARLIER_TRAINERS_FILE = "trainers.lock"
+TRAINERS_FILE = "trainers.lock"
 
 
 class Drain:
@@ -57,7 +53,7 @@ class Drain:
             logger: Where to log.
             stop: Set from elsewhere to end the drain after the part in flight.
             stay: Whether to wait for further work when no trainer lives.
-            for_trainer: Whether to leave to a drain of a trainer with another environment than ours.
+            for_trainer: Whether a trainer has started it: it leaves when a later trainer asks it to.
             open_store: Makes the store for a dirpath.
             clock: Of all that it does.
         """
@@ -69,7 +65,7 @@ class Drain:
         self._stop = stop or threading.Event()
         self._stay = stay
         self._for_trainer = for_trainer
-        self._said: dict[str, str] = {}
+        self._token = clock.token(16) if for_trainer else ""
         self._stores = Stores(root, open_store, self._log, clock)
         self._report = Reporter(self._queue, self._stores, clock)
         self._executor = Executor(self._tier, self._queue, self._stores, self._report, self._log, self._stop, clock)
@@ -104,15 +100,13 @@ class Drain:
         return True
 
     def follows(self) -> bool:
-        """Whether to wait for the drain that holds the lock: its environment is not ours. It is asked to leave.
+        """Returns whether to wait for the drain that holds the lock: a trainer has asked it to leave.
 
         Raises:
-            DrainError: It was, and moves nothing for ``drain_handover_s``.
+            DrainError: It was asked, and has moved nothing for ``drain_handover_s``.
         """
-        said = self._queue.announced()
-        is_other = self._for_trainer and differs(said, os.environ)
-        if is_other:
-            self._queue.ask_to_leave(said)
+        is_leaving = self._for_trainer and self._queue.is_asked_to_leave(self._queue.announced())
+        if is_leaving:
             seconds = self._clock.timing.drain_handover_s
             self._waits = self._waits or Standstill(self._queue.progress, self._clock)
             if self._waits.lasts(seconds):
@@ -124,7 +118,7 @@ class Drain:
                     key=str(self._root),
                     hint="checkpoints stay in node memory, queued; end that process, and the next drain uploads them",
                 )
-        return is_other
+        return is_leaving
 
     @property
     def trouble(self) -> str:
@@ -157,15 +151,12 @@ class Drain:
                 clock.wait(self._stop, clock.timing.drain_rest_s)
 
     def _prepare(self) -> None:
-        """Makes folders and log where they are missing, and takes over what an earlier release left."""
+        """Makes folders and log where they are missing, and says that this drain begins."""
         # Of a root on a disk, a power loss may have left some.
         make_folders(self._root, FOLDERS, self._log.warning)
         try:
             self._queue.open()
-            self._queue.take_over()
-            if self._for_trainer and not self._said:
-                self._said = announcement(self._clock.token(16))
-            self._queue.announce(self._said or None)
+            self._queue.announce(self._token)
         except MemoryFullError as full:
             # Going on without it frees memory.
             self._log.error("outcomes are not noted: %s", full)
@@ -173,8 +164,8 @@ class Drain:
     def _turn(self, *, once: bool) -> bool:
         """Does what can be done next; whether there is nothing more to stay for."""
         version = self._queue.version()
-        if self._queue.is_asked_to_leave(self._said):
-            self._log.info("leaving to the drain of a trainer with another environment")
+        if self._queue.is_asked_to_leave(self._token):
+            self._log.info("leaving to the drain of a later trainer")
             return True
         with contextlib.suppress(OSError, ConfigError):
             self._tier.use_spill(self._stores.config.spill_dir)

@@ -39,7 +39,7 @@ def put_alias(
 
     Raises:
         CheckpointNotFoundError: ``target`` does not exist. The old alias is as it was.
-        FormatVersionError: A newer release owns one of the names.
+        FormatVersionError: One of the names has another format version.
     """
     note, manifests = Section(journal, REMOVAL), Manifests(store, before or alias)
     manifest = target_of(manifests, target, alias)
@@ -116,7 +116,7 @@ def delete(
 
     Raises:
         PinnedError: It is pinned. Nothing was removed.
-        FormatVersionError: A newer release owns this name. Nothing was removed.
+        FormatVersionError: This name has another format version. Nothing was removed.
         StoreError: Repeat the call to finish.
     """
     note = Section(journal, REMOVAL)

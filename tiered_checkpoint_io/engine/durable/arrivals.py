@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from tiered_checkpoint_io.engine.durable.files import read_description
-from tiered_checkpoint_io.engine.durable.manifests import exists
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import IndexRow
 from tiered_checkpoint_io.model.manifest import Part
-from tiered_checkpoint_io.stores.base import ObjectInfo, Store
+from tiered_checkpoint_io.stores.base import Store
 
-#: Every so many looks also go to where earlier releases put descriptions: a drain of theirs may still be at work on
-#: another node.
-_OLD_EVERY = 4
 #: So many ranks are named in an error.
 _NAMED = 16
 
@@ -32,7 +26,6 @@ class Arrivals:
         """Begins after :func:`commit.put_part`."""
         self.part = part
         self.rows = {part.rank: IndexRow.of(part)}
-        self._looks = 0
 
     @property
     def missing(self) -> list[int]:
@@ -65,9 +58,6 @@ class Arrivals:
             StoreError: The tier could not be asked.
         """
         part, missing = self.part, self.missing
-        self._looks += 1
-        if missing and self._looks % _OLD_EVERY == 0:
-            move_old(store, store.list(f"{ids.PART_PREFIX}{part.name}/{part.save_id}/"))
         prefixes = ids.description_prefixes(part.save_id, missing)
         there = {ids.rank_of_description(entry.key) for prefix in prefixes for entry in store.list(prefix)}
         new = [rank for rank in missing if rank in there]
@@ -77,15 +67,3 @@ class Arrivals:
 
         self.rows.update(zip(new, in_parallel(read, new), strict=True))
         return bool(new)
-
-
-def move_old(store: Store, entries: Iterable[ObjectInfo]) -> None:
-    """Moves descriptions from where earlier releases put them to where they are looked for."""
-    for entry in list(entries):
-        old = ids.parse_part_key(entry.key)
-        if old is not None:
-            key = ids.description_key(old.save_id, old.rank)
-            # An index may have the digest of one that is there.
-            if not exists(store, key):
-                store.put(key, store.get(entry.key))
-            store.delete(entry.key)

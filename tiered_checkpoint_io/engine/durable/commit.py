@@ -84,7 +84,7 @@ def put_part(
         CorruptCheckpointError: A file differs from its hashes. Nothing was written.
         ManifestError: It names files outside of its checkpoint. Nothing was written.
         UsageError: It would write to files of the checkpoint that it replaces. Nothing was written.
-        FormatVersionError: A newer release owns this name. Nothing was written.
+        FormatVersionError: This name has another format version. Nothing was written.
         StoreError: Repeat the call to finish.
     """
     old = current(store, part.name)
@@ -159,7 +159,7 @@ def commit(
         CorruptCheckpointError: A file differs from its hashes. Nothing was written.
         ManifestError: The parts do not make one checkpoint. Nothing was written.
         UsageError: As :func:`put_part`.
-        FormatVersionError: A newer release owns this name. Nothing was written.
+        FormatVersionError: This name has another format version. Nothing was written.
         StoreError: A file is not there as its part says. Or else: repeat the call to finish.
         CopyRefusedError: The store can't copy a file. What the name was is as it was; call again with the bytes.
     """
@@ -195,7 +195,7 @@ def commit(
         followers = old.aliases if old is not None and is_own else tuple(heir.name for heir in before)
         new = Manifest(part.name, replace(part.content, coordinator=part.rank), aliases=followers)
         if described or len(new.to_json()) > _MAX_INLINE:
-            new = replace(new, content=_put_index(store, part, index, old))
+            new = replace(new, content=_put_index(store, part, index))
         if switch is not None:
             if tag is not None:
                 Section(journal, _HELD).write({})
@@ -245,12 +245,9 @@ def _index_of(part: Part, rows: Mapping[int, IndexRow]) -> Index:
     return index
 
 
-def _put_index(store: Store, part: Part, index: Index, old: Manifest | None) -> Content:
+def _put_index(store: Store, part: Part, index: Index) -> Content:
     """Writes the index (W3), before it the description of a part that is alone; the content that names it."""
     content = replace(part.content, coordinator=part.rank, files=())
-    if old is not None and old.content.save_id == part.save_id and old.content.index is not None:
-        # A manifest that an earlier try wrote names it: other bytes, of another release, would break that.
-        return replace(content, index=old.content.index)
     if part.content.parts == 1:
         store.put(ids.description_key(part.save_id, part.rank), part.to_json())
     data, reference = index.to_json()

@@ -62,7 +62,7 @@ def put_copy(
 
     Raises:
         CheckpointNotFoundError: ``target`` does not exist. What ``name`` was is as it was.
-        FormatVersionError: A newer release owns one of the names.
+        FormatVersionError: One of the names has another format version.
         StoreError: Repeat the call to finish.
     """
     manifest = target_of(Manifests(store, save_id), target, name)

@@ -7,7 +7,6 @@ here, and only their descriptions are fetched.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
@@ -18,12 +17,9 @@ from tiered_checkpoint_io.model.index import Index, check_digest
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
 from tiered_checkpoint_io.stores.base import Store
 
-#: How the files of sharded and of local checkpoints tell their rank.
-_RANK = re.compile(r"(?:__|rank-)(?P<rank>\d+)[_.-]")
-
 
 class Files:
-    """The files of one save, of any format; descriptions are read when they are asked for. For many threads."""
+    """The files of one save; descriptions are read when they are asked for. For many threads."""
 
     def __init__(self, store: Store, content: Content, index: Index | None) -> None:
         """Takes what :func:`files_of` has read: the content lists the files where there is no index."""
@@ -47,7 +43,7 @@ class Files:
             StoreError: The tier could not be asked.
         """
         if self._index is None:
-            return self._content.files if self._content.parts == 1 else tuple(self._inline(rank))
+            return self._content.files
         if len(self._index.rows) == 1:
             (rank,) = self._index.rows
         if rank not in self._read and rank in self._index.rows:
@@ -55,15 +51,6 @@ class Files:
             with _as_committed(f"{self._store.url}/{ids.description_key(save_id, rank)}"):
                 self._read[rank] = read_description(self._store, name, save_id, rank, digest).content.files
         return self._read.get(rank, ())
-
-    def _inline(self, rank: int) -> Iterator[FileEntry]:
-        # Parts are listed one after the other: a file whose name tells no rank is of the part of the one before.
-        owner = 0
-        for entry in self._content.files:
-            match = _RANK.match(entry.basename)
-            owner = int(match["rank"]) if match else owner
-            if owner == rank:
-                yield entry
 
     def entry(self, basename: str) -> FileEntry | None:
         """One file; None where there is none of this basename. Raises as :meth:`of_rank`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.durable.arrivals import move_old
 from tiered_checkpoint_io.engine.durable.files import paths_in
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, if_intact
 from tiered_checkpoint_io.engine.durable.removal import remove_save, remove_unnamed
@@ -59,8 +58,6 @@ def _collect(
     """What :func:`collect` gives, and what the server refuses."""
     gone: list[tuple[str, str]] = []
     refused = Refusals()
-    if survey.old_prefix:
-        survey.old_prefix = _move_old(store, committed, patience_s)
     # First these, then the manifests: a save that is committed in between is among those that they name.
     saves = sorted(save_id for save_id in folders_of(store, ids.SAVES_PREFIX) if ids.is_save_id(save_id))
     # Of what is gone from there, nothing need be known.
@@ -165,16 +162,6 @@ def _part_at(store: Store, key: str) -> Part:
 
 
 def _part_in(store: Store, objects: list[ObjectInfo]) -> Part | None:
-    """A part of a save; None where no description is intact, FormatVersionError where a newer release made one."""
+    """Returns a part of a save; None if no description is intact. Raises FormatVersionError as :class:`Part` does."""
     parts = (if_intact(_part_at, store, entry.key) for entry in objects)
     return next((part for part in parts if part is not None), None)
-
-
-def _move_old(store: Store, committed: Part, patience_s: float) -> bool:
-    """Moves stale descriptions from where earlier releases put them; whether any was there."""
-    entries = list(store.list(ids.PART_PREFIX))
-    before = _time_of(store, committed) - patience_s if entries else 0.0
-    saves = {entry: key.save_id for entry in entries if (key := ids.parse_part_key(entry.key)) is not None}
-    old = [entry for entry, save_id in saves.items() if save_id < committed.save_id]
-    move_old(store, [entry for entry in old if _rests([entry], before)])
-    return bool(saves)

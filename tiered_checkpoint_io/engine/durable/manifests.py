@@ -78,7 +78,7 @@ class Manifests:
         """The manifest of a checkpoint; a damaged one, or a reservation, describes no checkpoint.
 
         Raises:
-            FormatVersionError: A newer release wrote it.
+            FormatVersionError: It has another format version.
             StoreError: The tier could not be asked.
         """
         key = ids.manifest_key(name)
@@ -160,7 +160,7 @@ def if_intact(read: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T
     """What ``read`` gives of its arguments; None where that document is missing or damaged.
 
     Raises:
-        FormatVersionError: A newer release wrote it.
+        FormatVersionError: It has another format version.
         StoreError: The tier could not be asked.
     """
     try:

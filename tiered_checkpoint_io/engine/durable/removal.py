@@ -120,7 +120,6 @@ class Removal:
     def noted(cls, owner: str, note: Section) -> Removal:
         """What an earlier try noted; nothing where it did not get so far."""
         state: Any = note.read() or {}
-        # One that an earlier release noted has no tags, and tells no save.
         objects, saves, tags = (state.get(key, ()) for key in ("objects", "saves", "tags"))
         owner, replaced = state.get("owner", owner), str(state.get("replaced", ""))
         return cls(owner, tuple(objects), tuple(saves), dict(tags), replaced)
@@ -240,7 +239,7 @@ def remove_save(
     Of files with ``tags``, those that have them.
 
     Raises:
-        FormatVersionError: A newer release described it. Nothing was removed.
+        FormatVersionError: Its description has another format version. Nothing was removed.
         StoreError: Repeat the call to finish.
     """
     key = ids.index_key(save_id)

@@ -59,7 +59,6 @@ class Survey:
     Attributes:
         settled: Saves that some manifest names, those of which nothing is left, and those that the server refuses to
             remove: the search for garbage asks once for each.
-        old_prefix: Whether there may be parts that an earlier release described.
         told: Why the last search for garbage did nothing, as it was logged.
         unread: After :meth:`look`, the names whose manifests can't be understood: they stay.
         saves: After it, the saves that manifests name.
@@ -67,7 +66,6 @@ class Survey:
     """
 
     settled: set[str] = field(default_factory=set)
-    old_prefix: bool = True
     told: str = ""
     unread: dict[str, ManifestError] = field(default_factory=dict)
     saves: set[str] = field(default_factory=set)

@@ -14,7 +14,6 @@ from tiered_checkpoint_io.engine.leasing.namespace_lock import NamespaceLock
 from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_size
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store
 
@@ -84,9 +83,7 @@ class Claims:
             if current_world_size() == 1 and launch_rank() > 0:
                 return
             owner = owner_of_process(self._clock)
-            # A job of an earlier release without a namespace looks there.
-            namespace = self._config.namespace if self._config.is_named else ids.UNNAMED
-            lease = LeaseKeeper(self._store, namespace, self._log, owner=owner, clock=self._clock)
+            lease = LeaseKeeper(self._store, self._config.namespace, self._log, owner=owner, clock=self._clock)
             try:
                 lease.start()
             except OSError as error:

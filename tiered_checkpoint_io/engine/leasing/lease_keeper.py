@@ -53,7 +53,6 @@ def owner_of_process(clock: Clock) -> str:
         UsageError: That store does not answer.
     """
     pid = os.getpid()
-    # Earlier releases recorded no job.
     job, recorded = job_of(os.environ), os.environ.get(_JOB_VARIABLE)
     is_submitted = recorded is not None and is_another_job(job, recorded)
     if pid not in _owners:
@@ -85,7 +84,7 @@ class _Watched(NamedTuple):
 class LeaseKeeper:
     """The lease of one process on one dirpath; claimed from the start on.
 
-    Runs of any namespace are seen; the namespace tells below which prefix those of earlier releases look for ours.
+    Runs of any namespace are seen; the namespace is part of the key, and tells people and ``flush`` whose it is.
     """
 
     def __init__(self, store: Callable[[], Store], namespace: str, log: Logger, *, owner: str, clock: Clock) -> None:

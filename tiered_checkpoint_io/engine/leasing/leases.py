@@ -54,7 +54,8 @@ class Lease:
         """The lease; None where it can't be understood: then only its beats show that its process is alive."""
         try:
             raw = json.loads(data)
-            raw.pop("format_version")
+            if raw.pop("format_version") != _VERSION:
+                return None
             lease = cls(**raw)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             return None

@@ -79,9 +79,7 @@ class Tiers(AtPlace):
 
     def say_whose(self, content: Content) -> None:
         """Logs that a checkpoint was saved under another namespace, where it tells so: perhaps by another job."""
-        # What a release before namespaces were made from dirpath saved for a job that named none.
-        known = ("", self.config.namespace, *(() if self.config.is_named else (ids.UNNAMED,)))
-        if content.namespace not in known:
+        if content.namespace not in ("", self.config.namespace):
             text = "this checkpoint was saved under namespace %s; this job's is %s"
             self.log.info(text, content.namespace, self.config.namespace)
 
@@ -304,7 +302,7 @@ def _foreign(store: Store, name: str, accepts: Kind | None) -> Content | None:
     except StoreNotFoundError:
         return None
     step = ids.step_in_name(name)
-    return Content("", -1 if step is None else step, -1, accepts, 0.0, 1, {}, (entry,))
+    return Content("", -1 if step is None else step, -1, accepts, 0.0, 1, {}, (entry,), switch=entry.basename)
 
 
 # ------------------------------------------------------------------------------------ node memory
@@ -361,7 +359,7 @@ def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
         # Under the lock, so that no other process moves the same folder; listed again there.
         with tiers.lock():
             for folder, error in tier.unreadable():
-                # What a newer release wrote is not damaged.
+                # What has another format version is not damaged.
                 if not isinstance(error, FormatVersionError):
                     tier.quarantine(folder, str(error))
     for note in here.damaged:
@@ -371,9 +369,8 @@ def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
     for request in Queue(tier.root).requests():
         if request.action not in NAMING:
             continue
-        where = request.place.known(tier.place)
-        here.elsewhere = here.elsewhere or elsewhere.get((where, request.name))
-        if where == place:
+        here.elsewhere = here.elsewhere or elsewhere.get((request.place, request.name))
+        if request.place == place:
             here.aliases[request.name] = request.op_id, request.target
     return here
 
@@ -382,6 +379,6 @@ def _may_belong(folder: Path, place: Place) -> bool:
     """Whether a quarantined part is, or may be, one of this durable tier."""
     path = folder / PART_FILE
     try:
-        return Part.from_json(path.read_bytes(), where=str(path)).known(place).place == place
+        return Part.from_json(path.read_bytes(), where=str(path)).place == place
     except (OSError, ManifestError):
         return True

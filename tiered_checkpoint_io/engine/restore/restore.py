@@ -169,7 +169,13 @@ class NodeFetcher:
         (entry,) = files
         content = replace(candidate.durable, files=files, index=None)
         part = Part(
-            candidate.name, self._rank or 0, content, self.tiers.dirpath, durable=True, server=self.tiers.place.server
+            candidate.name,
+            self._rank or 0,
+            content,
+            self.tiers.dirpath,
+            durable=True,
+            server=self.tiers.place.server,
+            series=content.series_at(candidate.name),
         )
         if candidate.is_foreign and ids.url_scheme(self.tiers.dirpath) is None:
             # A local file needs no copy: nothing of it is kept mapped.
@@ -283,7 +289,7 @@ class SlotOrFile:
 
     def _acquire(self, size: int) -> Slot:
         if self._tiers.memory.is_taken(self._part.save_id, self._part.rank):
-            # A newer release's, for one: not ours to remove.
+            # One of another format version, for one: not ours to remove.
             raise MemoryTierError("memory holds something of this save that can't be used", key=self._part.save_id)
         return slot_for(self._tiers.memory, self._part, size)
 

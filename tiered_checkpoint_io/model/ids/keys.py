@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 from urllib.parse import quote
 
-from tiered_checkpoint_io.model.ids.order import is_save_id, rank_folder, rank_of
+from tiered_checkpoint_io.model.ids.order import rank_folder, rank_of
 
 #: Everything that is ours on the durable tier, besides the checkpoints themselves, lies below this.
 META_PREFIX = ".tiered/"
 MANIFEST_PREFIX = META_PREFIX + "manifests/"
-#: Where releases that wrote format 1 put the descriptions of parts until their save was committed.
-PART_PREFIX = META_PREFIX + "parts/"
 SAVES_PREFIX = META_PREFIX + "saves/"
 LEASE_PREFIX = META_PREFIX + "leases/"
 PINS_PREFIX = META_PREFIX + "pins/"
 #: Values that were added to checkpoints after their commit.
 METRICS_PREFIX = META_PREFIX + "metrics/"
-#: What a prune is about to remove, so that the next one can go on where it was cut off. It begins ``prune.json``, too,
-#: by which earlier releases noted one at a time.
-PRUNE_PREFIX = META_PREFIX + "prune"
+#: What a prune is about to remove, so that the next one can go on where it was cut off.
+PRUNE_PREFIX = META_PREFIX + "prune/"
 #: Small objects that are written, read and deleted to see whether that is possible.
 PREFLIGHT_PREFIX = META_PREFIX + "preflight/"
 #: The objects by which ``tiered-ckpt doctor`` tries each right.
@@ -98,7 +94,7 @@ def metric_key(save_id: str, metric: str) -> str:
 
 def prune_key(name: str) -> str:
     """``.tiered/prune/<name>.json``: what of a checkpoint is still to be removed."""
-    return f"{PRUNE_PREFIX}/{name}.json"
+    return f"{PRUNE_PREFIX}{name}.json"
 
 
 def preflight_key(token: str) -> str:
@@ -109,21 +105,3 @@ def preflight_key(token: str) -> str:
 def doctor_prefix(token: str) -> str:
     """``.tiered/doctor/<token>/``: what one visit makes."""
     return f"{DOCTOR_PREFIX}{token}/"
-
-
-class PartKey(NamedTuple):
-    """What the key tells that a part's description had in format 1."""
-
-    name: str
-    save_id: str
-    rank: int
-
-
-def parse_part_key(key: str) -> PartKey | None:
-    """What ``.tiered/parts/<name>/<save_id>/rank-00003.json`` tells; None for another key."""
-    if not (key.startswith(PART_PREFIX) and key.endswith(_PART_SUFFIX)):
-        return None
-    name, _, rest = key[len(PART_PREFIX) : -len(_PART_SUFFIX)].rpartition("/")
-    name, _, save = name.rpartition("/")
-    rank = rank_of(rest)
-    return PartKey(name, save, rank) if name and rank is not None and is_save_id(save) else None

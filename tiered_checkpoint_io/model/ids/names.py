@@ -50,8 +50,8 @@ _MAX_COMPONENT_BYTES = 255 - len(MANIFEST_SUFFIX)
 #: S3 allows 1,024 bytes for a key; the rest is room for the prefix and our own folders.
 _MAX_NAME_BYTES = 700
 _MAX_NAMESPACE = 128
-#: What a namespace is called that is to be made from dirpath, and the one of all such jobs of earlier releases.
-AUTO_NAMESPACE, UNNAMED = "auto", "default"
+#: Asks for a namespace that is made from dirpath.
+AUTO_NAMESPACE = "auto"
 #: Characters of dirpath in such a namespace.
 _SLUG = 40
 #: No manifest can hold more.

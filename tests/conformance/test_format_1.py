@@ -1,0 +1,27 @@
+"""Checkpoints of version 0.1.0, in format 1, load for ever; ``support/format_1.py`` made them."""
+
+import shutil
+
+import torch
+from support.format_1 import DATA, state_of
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io import TieredCheckpointIO, dcp
+from tiered_checkpoint_io.cli import app
+
+
+def test_a_checkpoint_of_each_kind_is_verified_and_loads(tmp_path, memory_dir):
+    dirpath = str(tmp_path / "run")
+    shutil.copytree(DATA, dirpath)
+    verified = CliRunner().invoke(app, ["verify", dirpath])
+    assert (verified.exit_code, verified.stdout.count("intact"), len(verified.stdout.splitlines())) == (0, 3, 3)
+    options = {"dirpath": dirpath, "memory_dir": memory_dir, "drain": "thread"}
+    io = TieredCheckpointIO(**options)
+    loaded = {1: io.load_checkpoint("step_1.ckpt")}
+    io.teardown()
+    for step, kind in ((2, "sharded"), (3, "local")):
+        loaded[step] = {"w": torch.zeros(4), "global_step": 0}
+        dcp.load(loaded[step], checkpoint_id=f"step_{step}", kind=kind, **options).close()
+    for step, state in loaded.items():
+        assert torch.equal(state["w"], state_of(step)["w"])
+        assert state["global_step"] == step
