@@ -1,6 +1,7 @@
 """A state of a structure that was saved before is not planned again, and what is loaded is what was saved."""
 
 import copy
+import random
 from collections import OrderedDict
 
 import pytest
@@ -148,12 +149,37 @@ def test_what_changes_a_structure_is_noticed(saves, change):
     assert saves(state(5), state(6)) >= 1
 
 
-def test_the_metadata_has_the_types_of_its_own_save(saves, memory_dir, tmp_path):
-    for dtype in (torch.float32, torch.float64, torch.float64, torch.float64, torch.float16):
-        saved = {"a": torch.ones(3, dtype=dtype)}
-        saves(saved)
-        reader = dcp.load(blank(saved), memory_dir=memory_dir, dirpath=str(tmp_path / "s3"))
-        assert reader._metadata.state_dict_metadata["a"].properties.dtype == dtype
+def of_the_same_names():
+    """States that DCP gives the same flat names, with other nesting, types or values."""
+    x, y = torch.arange(4.0), torch.arange(6.0)
+    return [
+        {"a.b": x, "a.0": y},
+        {"a": {"b": x, "0": y}},
+        {"a": {"b": x}, "a.0": y},
+        {"a.b": x, "a": [y]},
+        {"a.b": x.double(), "a.0": y},
+        {"a": {"b": torch.nn.Parameter(x), "0": y}},
+        {"a": {"b": x[:3], "0": y}},
+        {"a": {"b": x, "0": 5}},
+        {"a": {"0": y, "b": x}},
+    ]
+
+
+def test_the_metadata_of_each_save_is_what_torch_plans_for_its_state(memory_dir, tmp_path):
+    writer = TieredStorageWriter(memory_dir=memory_dir, dirpath=str(tmp_path / "s3"), save_to_s3=False)
+    states, order = of_the_same_names(), random.Random(7)
+    for number in range(60):
+        chosen = order.randrange(len(states))
+        # The third save of a structure is not planned.
+        for repeat in range(order.choice([1, 1, 2, 4])):
+            found = dcp.save(states[chosen], checkpoint_id=f"step_{number}", storage_writer=writer)
+            stock = DefaultSavePlanner()
+            stock.set_up_planner(states[chosen], is_coordinator=True)
+            _, wanted = stock.create_global_plan([stock.create_local_plan()])
+            what = number, chosen, repeat
+            assert (found.planner_data, what) == (wanted.planner_data, what)
+            assert (found.state_dict_metadata, what) == (wanted.state_dict_metadata, what)
+    writer.close()
 
 
 def test_tensors_may_move_between_saves_and_share_storages(saves):

@@ -106,6 +106,14 @@ def test_a_save_that_the_coordinator_refuses_does_no_harm_to_later_ones(ranks, b
         assert (loaded["name"], loaded["same"]) == (f"step_{newest}", True)
 
 
+def test_a_rank_that_nests_its_state_in_another_way_is_saved_so(ranks):
+    """Under the names that its tensors had before."""
+    nesting = [[], [], [1], [1], [1], [0], []]
+    wanted = [[[f"rank{r}", "t"] if r in nests else [f"rank{r}.t"] for r in range(2)] for nests in nesting]
+    for answer in ranks(2, *(["save_nested", number, nests] for number, nests in enumerate(nesting))):
+        assert [sorted(step["got"], key="".join) for step in answer] == wanted
+
+
 @pytest.mark.parametrize("refuses", [pytest.param(0, marks=pytest.mark.matrix), 1])
 def test_an_object_that_refuses_its_state_on_a_rank_fails_the_save_on_all(ranks, memory_dir, tmp_path, refuses):
     """The others do not wait for a rank that never comes to save."""

@@ -21,7 +21,18 @@ import torch.distributed.checkpoint as dcp
 import worker_states
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from worker_states import ROWS, Refusing, blank, fsdp_job, grown_state, matches, of_shards_alone, sharded, totals
+from worker_states import (  # noqa: F401
+    ROWS,
+    Refusing,
+    blank,
+    fsdp_job,
+    grown_state,
+    matches,
+    of_shards_alone,
+    save_nested,
+    sharded,
+    totals,
+)
 
 from tiered_checkpoint_io.errors import DrainError, MemoryFullError
 

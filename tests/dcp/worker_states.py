@@ -122,3 +122,12 @@ def gathered():
 def grown_state(seed, grown):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return {f"{n}": distribute_tensor(torch.arange(20.0) + seed + n, mesh, [Shard(0)]) for n in range(1 + grown)}
+
+
+def save_nested(job, number, nests):
+    """Our ``save`` of a tensor of each rank, which some ranks nest; how the metadata says that they lie."""
+    from tiered_checkpoint_io import dcp
+
+    rank, tensor = dist.get_rank(), torch.full((3,), float(number))
+    state = {f"rank{rank}": {"t": tensor}} if rank in nests else {f"rank{rank}.t": tensor}
+    return list(dcp.save(state, checkpoint_id=f"step_{number}", **job["options"]).planner_data.values())

@@ -121,31 +121,6 @@ class AsyncSave(Future[Any]):
         return None
 
 
-class SaveThread:
-    """The thread on which a writer makes its latest save.
-
-    The ``async_save`` of torch makes each save on a thread of its own. Where the one before has not ended, what the
-    writer knows of it is overwritten: its state would be saved under the later one's name.
-    """
-
-    def __init__(self) -> None:
-        """No save has begun."""
-        self._ident: int | None = None
-
-    def begin(self) -> None:
-        """A save begins, on this thread."""
-        self._ident = threading.get_ident()
-
-    def check(self) -> None:
-        """Raises SaveError where another thread has begun a later save."""
-        if self._ident not in (None, threading.get_ident()):
-            raise SaveError(
-                "a later save began with the same writer before this one was finished",
-                operation="save",
-                hint="wait for the future of one async_save before the next",
-            )
-
-
 _lock = threading.Lock()
 _saves: list[AsyncSave] = []
 

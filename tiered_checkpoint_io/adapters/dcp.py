@@ -235,8 +235,9 @@ def load(
 
     Args:
         state_dict: The state to load into. Where an error is raised, it may hold anything.
-        checkpoint_id: Its name, path or URL; by default, and as ``tiered:latest``, the newest that is whole, of
-            names in no folder, else of the only folder. ``stage1/tiered:latest`` is the newest of that folder.
+        checkpoint_id: Its name, path or URL; as ``tiered:latest``, the newest that is whole, of names in no folder,
+            else of the only folder. ``stage1/tiered:latest`` is the newest of that folder. By default what the reader
+            was given last, else the newest.
         storage_reader: The reader; by default one made from ``options``.
         planner: As DCP takes it; for ``sharded`` alone.
         process_group: As :func:`save` takes it.

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tiered_checkpoint_io.adapters.dcp_reading import PlanReader
-from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, close_shared, settings_of
+from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Shared, close_shared, settings_of, shared_of
 from tiered_checkpoint_io.adapters.groups import dcp_arguments
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks import coordination
@@ -69,7 +69,7 @@ class TieredStorageReader(OverTiers, StorageReader):
             step: The training step; the newest checkpoint where neither it nor a path is given. Both as ``load`` has
                 it: of names in no folder, else of the only folder; of another with a path such as
                 ``stage1/tiered:latest``.
-            path: In place of the ``checkpoint_id`` that ``load`` is given.
+            path: Instead of a ``checkpoint_id``. A later ``checkpoint_id`` replaces it, as in ``FileSystemReader``.
             no_dist: Whether this process loads alone; by default as DCP's ``load`` has it.
             process_group: The ranks that load together; by default the group that DCP's ``load``
                 was given.
@@ -113,7 +113,9 @@ class TieredStorageReader(OverTiers, StorageReader):
     # ------------------------------------------------------------------------------------ DCP's
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a load; see ``StorageReader.reset``."""
-        path = checkpoint_id if checkpoint_id is not None else self._path
+        if checkpoint_id is not None:
+            self._path = checkpoint_id
+        path = self._path
         self._began = SYSTEM.monotonic()
         self.settings = self._base
         text = os.fspath(path) if path is not None else ""
@@ -247,6 +249,10 @@ class TieredStorageReader(OverTiers, StorageReader):
             self.release()
 
     # ----------------------------------------------------------------------------------- inside
+    @property
+    def _shared(self) -> Shared:
+        return shared_of(self.settings)
+
     def _warn_of_empty(self, state: Any, name: str) -> None:
         """Warns of what is not loaded because there is nothing to load it into: DCP itself says nothing."""
         assert self._metadata is not None

@@ -181,11 +181,9 @@ class Shared:
 class OverTiers:
     """What writers and readers have in common: the session of their configuration in this process."""
 
-    settings: Settings
-
     @property
     def _shared(self) -> Shared:
-        return shared_of(self.settings)
+        raise NotImplementedError
 
     @property
     def session(self) -> Session:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import pickle
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
-from tiered_checkpoint_io.adapters.async_saves import SaveThread, show_failures, was_shown
-from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Shared, close_shared, settings_of
+from tiered_checkpoint_io.adapters.async_saves import show_failures, was_shown
+from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Settings, Shared, close_shared, settings_of, shared_of
 from tiered_checkpoint_io.adapters.dcp_writing import file_of, transforms_of
 from tiered_checkpoint_io.adapters.given import check_positive
 from tiered_checkpoint_io.adapters.groups import DcpArguments, dcp_arguments
@@ -33,6 +34,29 @@ from tiered_checkpoint_io.errors import InvalidNameError, SaveError, TieredCheck
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.numbers import seconds
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Save:
+    """One save of a writer: all that the writer knows of it.
+
+    Attributes:
+        settings: The settings that hold for it.
+        located: The checkpoint; None before the first save is named.
+        by_dcp: The arguments of DCP's function that saves; None if one of ours does.
+        has_begun: Whether DCP has begun it.
+        rank: This rank.
+        coordinates: Whether this rank coordinates.
+        facts: What the coordinator has issued; None on other ranks.
+    """
+
+    settings: Settings
+    located: ids.Located | None = None
+    by_dcp: DcpArguments | None = None
+    has_begun: bool = False
+    rank: int = 0
+    coordinates: bool = True
+    facts: SaveFacts | None = None
 
 
 class TieredStorageWriter(OverTiers, StorageWriter):
@@ -71,9 +95,10 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             config: A :class:`TieredCheckpointConfig`, a mapping, dirpath as text, or an object with
                 the attributes of ``SageMakerCheckpointConfig``. Beside the keys of
                 TieredCheckpointConfig it may hold ``s3_tier_base_path`` (dirpath is then the folder of the
-                namespace below it), ``world_size``, ``save_to_s3``, ``s3_every_n_steps`` and ``logger``.
+                namespace below it), ``world_size``, ``save_to_s3``, ``s3_every_n_steps`` and ``logger``. The first
+                save uses what an object says when the writer is made; each later save reads it again.
             step: The training step; wins over one that a path tells.
-            path: In place of the ``checkpoint_id`` that ``save`` is given.
+            path: Instead of a ``checkpoint_id``. A later ``checkpoint_id`` replaces it, as in ``FileSystemWriter``.
             save_to_s3: Whether these saves go to the durable tier.
             s3_every_n_steps: Where ``save_to_s3`` is not given: every so many steps they do; every save by default.
             world_size: How many ranks save together; checked when they do.
@@ -97,7 +122,8 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         self._given = config if config is not None else checkpoint_config
         extra = {"s3_every_n_steps": s3_every_n_steps, "world_size": world_size, "logger": logger}
         self._options = {**options, **extra}
-        self.settings = settings_of(self._given, self._options)
+        #: The newest save, and that of each thread: DCP's ``async_save`` makes each on a thread of its own.
+        self._save, self._of_thread = Save(settings_of(self._given, self._options)), threading.local()
         self.step = step
         self.save_to_s3 = save_to_s3
         #: Further facts of a save: epoch, metric, resumable; see :meth:`CoordinatedSaver.issue`.
@@ -118,10 +144,6 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         self._require_step = require_step
         check_positive("thread_count", thread_count)
         self._transforms = transforms_of(_extensions)
-        self._located: ids.Located | None = None
-        self._rank, self._coordinates, self._thread = 0, True, SaveThread()
-        self._by_dcp: DcpArguments | None = None
-        self._issued: SaveFacts | None = None
         self._newest_seen: str | None = None
         if step is not None:
             ids.locate(self.settings.config.dirpath, path, step)
@@ -130,27 +152,27 @@ class TieredStorageWriter(OverTiers, StorageWriter):
 
     # ------------------------------------------------------------------------------------ DCP's
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begins a save; see ``StorageWriter.reset``.
+        """Names the checkpoint that this thread saves next; see ``StorageWriter.reset``.
 
         Raises:
             InvalidNameError: Neither a step nor a path that tells one; or a name that is not allowed.
         """
-        # The object that a user gave may say something else of each save.
-        self._thread.begin()
-        self.settings = settings_of(self._given, self._options)
-        path = checkpoint_id if checkpoint_id is not None else self._path
-        located = ids.locate(self.settings.config.dirpath, path, self.step)
+        if checkpoint_id is not None:
+            self._path = checkpoint_id
+        # The object that a user gave may say something else of each later save.
+        is_first = self._save.located is None
+        settings = self._save.settings if is_first else settings_of(self._given, self._options)
+        located = ids.locate(settings.config.dirpath, self._path, self.step)
         if located.step < 0 and self._require_step:
             raise InvalidNameError(
                 f"Invalid step value: {located.name!r} tells none",
                 hint="give step=, or a checkpoint_id that holds step_N, such as 'step_42'",
             )
         ids.validate_new_name(located.name)
-        self._located = located
-        self.settings = self.settings.at(located.dirpath)
-        self._by_dcp = dcp_arguments("save", "async_save")
-        if self._by_dcp is not None and not self._by_dcp.alone:
-            self.meet_peers(self._by_dcp.process_group)
+        by_dcp = dcp_arguments("save", "async_save")
+        self._save = self._of_thread.save = Save(settings.at(located.dirpath), located, by_dcp)
+        if by_dcp is not None and not by_dcp.alone:
+            self.meet_peers(by_dcp.process_group)
 
     def meet_peers(self, process_group: Any) -> None:
         """Has ranks meet that keep each other's parts; all pass here on the threads that train, or it is left out."""
@@ -159,11 +181,15 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             self.session.meet_peers(process_group, ids.series_of(located.name, located.step))
 
     def storage_meta(self) -> StorageMeta:
-        """What the planner gets of the checkpoint; the first call of a save in which an error reaches all ranks.
+        """Begins a save: DCP calls this first, on all ranks, and ``reset`` only if it was given a ``checkpoint_id``.
 
         Raises:
             Exception: :attr:`failed`.
         """
+        save = getattr(self._of_thread, "save", None)
+        if save is None or save.has_begun:
+            self.reset()
+        self._of_thread.save.has_begun = True
         failed, self.failed = self.failed, None
         if failed is not None:
             with self._counting("preparing"):
@@ -172,11 +198,11 @@ class TieredStorageWriter(OverTiers, StorageWriter):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """The checkpoint's path on the durable tier; None before it is known."""
-        if self._located is None and self.step is None and self._path is None:
-            # async_save asks for its log, before it resets the writer.
-            return None
-        return ids.join_url(self.located.dirpath, self.located.name)
+        """The path of the newest save, or of the first one to come; None if no step or path tells it."""
+        located = self._save.located
+        with contextlib.suppress(InvalidNameError):
+            located = located or ids.locate(self.settings.config.dirpath, self._path, self.step)
+        return ids.join_url(located.dirpath, located.name) if located is not None else None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Takes this rank's role.
@@ -190,8 +216,8 @@ class TieredStorageWriter(OverTiers, StorageWriter):
                 operation="save",
                 hint="ranks of a sharded checkpoint have to agree on it; leave use_collectives as it is",
             )
-        rank = kwargs.get("rank")
-        self._rank, self._coordinates = current_rank() if rank is None else int(rank), is_coordinator
+        rank, save = kwargs.get("rank"), self._of_thread.save
+        save.rank, save.coordinates = current_rank() if rank is None else int(rank), is_coordinator
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Shows failures of earlier saves, which DCP then carries to all ranks.
@@ -201,7 +227,6 @@ class TieredStorageWriter(OverTiers, StorageWriter):
                 and ``on_save_error`` is ``raise``.
         """
         expect_facts()
-        self._issued = None
         try:
             self.saver.begin()
         except SaveError as error:
@@ -209,43 +234,39 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             raise
         show_failures()
         self.session.surface()
-        with self._counting("beginning"):
-            durable = self.settings.is_durable(self.located.step, self.save_to_s3)
-            voted = vote(self.session, durable=durable and not self._coordinates)
+        with self._counting("beginning") as save:
+            durable = save.settings.is_durable(self.located.step, self.save_to_s3)
+            voted = vote(self.session, durable=durable and not save.coordinates)
         return plan if voted is None else dataclasses.replace(plan, storage_data=voted)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Gives each rank's plan the facts of this save; called on the coordinator."""
-        located = self.located
-        self.settings.check_world_size(len(plans), self.checkpoint_id)
-        durable = self.settings.is_durable(located.step, self.save_to_s3)
-        with self._counting("beginning"):
-            self._thread.check()
-            facts = self.saver.issue(
+        with self._counting("beginning") as save:
+            located, settings = self.located, save.settings
+            settings.check_world_size(len(plans), self.checkpoint_id)
+            save.facts = self.saver.issue(
                 located.name,
                 step=located.step,
                 world_size=len(plans),
-                durable=durable,
-                rank=self._rank,
-                dirpath=self.settings.durable_dirpath,
+                durable=settings.is_durable(located.step, self.save_to_s3),
+                rank=save.rank,
+                dirpath=settings.durable_dirpath,
                 **self.facts,
             )
-        self._issued = facts
-        return [dataclasses.replace(plan, storage_data=facts) for plan in plans]
+        return [dataclasses.replace(plan, storage_data=save.facts) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Puts this rank's items into memory."""
-        with self._counting("saving"):
-            results = self._write(plan, planner)
+        with self._counting("saving") as save:
+            results = self._write(save, plan, planner)
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits the checkpoint, once all ranks have written; called on the coordinator."""
-        with self._counting("committing"):
-            facts = self._issued
-            self._thread.check()
+        with self._counting("committing") as save:
+            facts = save.facts
         assert facts is not None
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         # By each rank's results: where it wrote an item in its file, and whether that is in memory.
@@ -264,16 +285,22 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         except TieredCheckpointError:
             # Raised from DCP's own save it would end the training; node memory has the checkpoint, queued.
             is_queued = ids.save_id_of_op(self.saver.op_id or "") == facts.save_id
-            if self._by_dcp is None or not is_queued or self.settings.config.on_save_error == "raise":
+            if save.by_dcp is None or not is_queued or save.settings.config.on_save_error == "raise":
                 raise
 
     # ------------------------------------------------------------------------------------- ours
+    @property
+    def settings(self) -> Settings:
+        """The settings of the newest save, or those that the writer was made with."""
+        return self._save.settings
+
     @property
     def waits(self) -> bool:
         """Whether a durable save returns only when it is committed there."""
         if self.wait_option is not None:
             return self.wait_option
-        return not (self.seals_in_background or (self._by_dcp is not None and self._by_dcp.in_background))
+        by_dcp = self._save.by_dcp
+        return not (self.seals_in_background or (by_dcp is not None and by_dcp.in_background))
 
     @property
     def last_save(self) -> SaveReport | None:
@@ -282,11 +309,10 @@ class TieredStorageWriter(OverTiers, StorageWriter):
 
     @property
     def located(self) -> ids.Located:
-        """Which checkpoint is saved."""
-        if self._located is None:
-            self.reset()
-        assert self._located is not None
-        return self._located
+        """The checkpoint of the newest save; :meth:`reset` names it."""
+        located = self._save.located
+        assert located is not None
+        return located
 
     @property
     def saver(self) -> CoordinatedSaver:
@@ -312,36 +338,46 @@ class TieredStorageWriter(OverTiers, StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # For async_save in a process of its own, whose session is its own.
-        newest = self.session.save_ids.newest if self._located is not None else self._newest_seen
-        return {**self.__dict__, "_newest_seen": newest, "_issued": None, "_by_dcp": None}
+        save = dataclasses.replace(self._save, by_dcp=None, has_begun=False, facts=None)
+        return {**self.__dict__, "_newest_seen": self.session.save_ids.newest, "_save": save, "_of_thread": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _of_thread=threading.local())
 
     # ----------------------------------------------------------------------------------- inside
     @contextlib.contextmanager
-    def _counting(self, what: str) -> Iterator[None]:
-        """Counts, notes and logs a failure, which DCP then carries to all ranks."""
+    def _counting(self, what: str) -> Iterator[Save]:
+        """Gives this thread's save; counts, notes and logs a failure, which DCP then carries to all ranks."""
+        save: Save = self._of_thread.save
         try:
-            yield
+            if save is not self._save:
+                # Finished now, it would be the newest checkpoint, with an older state than the later one.
+                raise SaveError(
+                    "a later save began with the same writer before this one was finished",
+                    operation="save",
+                    hint="wait for the future of one async_save before the next",
+                )
+            yield save
         except Exception as error:
-            located = self.located
-            self.session.count_failure(located.name, located.step, error)
-            self.session.log.error("Step %d: %s %s failed: %s", located.step, what, located.name, error)
+            assert save.located is not None
+            name, step = save.located.name, save.located.step
+            self.session.count_failure(name, step, error)
+            self.session.log.error("Step %d: %s %s failed: %s", step, what, name, error)
             raise
 
     @property
     def _shared(self) -> Shared:
-        shared = super()._shared
+        shared = shared_of(self.settings)
         shared.session.save_ids.follow(self._newest_seen)
         return shared
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        self._thread.check()
-        facts = agreed(
-            self._issued or arrived() or plan.storage_data, self.located, self.settings.durable_dirpath, self._rank
-        )
-        file = file_of(plan, planner, self._transforms, self.settings.config, self._warn_of_objects)
+    def _write(self, save: Save, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        settings, rank = save.settings, save.rank
+        facts = agreed(save.facts or arrived() or plan.storage_data, self.located, settings.durable_dirpath, rank)
+        file = file_of(plan, planner, self._transforms, settings.config, self._warn_of_objects)
         in_memory = self.saver.capture(
             facts,
-            self._rank,
+            rank,
             file.image if plan.items else None,
             stretches=file.stretches,
             threads=self.threads,
@@ -349,7 +385,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             overlapped=self.overlapped,
         )
         # One text for all of them, which is pickled once.
-        name = facts.file_name(self._rank)
+        name = facts.file_name(rank)
         return [
             # Earlier releases of torch have no field for the names.
             WriteResult(index, length, (filesystem._StorageInfo(name, offset, length, *names), in_memory))

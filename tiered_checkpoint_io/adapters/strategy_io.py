@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared
-from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
+from tiered_checkpoint_io.adapters.dcp_writer import Save, TieredStorageWriter
 from tiered_checkpoint_io.adapters.rest import Rest
 from tiered_checkpoint_io.adapters.state import SHARDED, as_save_error, make_again
 from tiered_checkpoint_io.engine.restore.choice import Selector
@@ -63,7 +63,7 @@ class StrategyWriter(_OfStrategy, TieredStorageWriter):
         """Takes what goes beside the shards, on rank 0, as ``rest``; for the others see what they are called there."""
         super().__init__(shared.session.config, save_to_s3=durable, wait=wait, require_step=False)
         self._of_strategy = shared
-        self._located = located
+        self._save = self._of_thread.save = Save(self.settings, located)
         self._rest = rest
         self.facts, self.failed = facts, failed
         self.seals_in_background, self.overlapped = seals_in_background, overlapped

@@ -96,8 +96,8 @@ class CheckingSavePlanner(DefaultSavePlanner):
         if planned.usable:
             return planned
         kept = SavePlanner._cached_save_plan[self._cached_plans_key]
-        if _types_in(self.plan) != _types_in(kept):
-            # Upstream does not compare them, and would write down those of before.
+        if self.plan != kept:
+            # Upstream compares names and shapes alone, and would write dtypes and nesting of before to `.metadata`.
             self._pending_local_plan = self.plan
             return self.plan
         # What is not understood is not kept.
@@ -134,10 +134,6 @@ class CheckingSavePlanner(DefaultSavePlanner):
                     _plan_alone(name, value)
             raise
         return planned
-
-
-def _types_in(plan: SavePlan) -> list[torch.dtype | None]:
-    return [item.tensor_data.properties.dtype if item.tensor_data is not None else None for item in plan.items]
 
 
 def _plan_alone(name: str, tensor: torch.Tensor) -> None:
