@@ -69,7 +69,7 @@ BAD = [
     ("max_pending", 0, "whole number from 1", {}),
     ("max_pending", True, "whole number from 1", {}),
     ("on_pending", "drop", "wait, skip", {}),
-    ("staging", "lazy", "eager, overlapped, auto", {}),
+    ("staging", "lazy", "eager, overlapped", {}),
     ("on_save_error", "ignore", "warn, raise", {}),
     ("on_save_error", None, "warn, raise", {}),
     ("on_unrestored_loader", "ignore", "warn, raise", {}),

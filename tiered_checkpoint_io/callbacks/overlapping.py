@@ -9,8 +9,6 @@ does not know of is seen by torch's own hook.
 from __future__ import annotations
 
 import functools
-import statistics
-from collections import deque
 from operator import attrgetter
 from typing import Any
 
@@ -22,17 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.adapters.sizes import WHOLE, tensors_of_optimizers
-from tiered_checkpoint_io.callbacks.staging_choice import StagingChoice
 from tiered_checkpoint_io.callbacks.trainer import nemo_averages
-from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.full import FullSaver
-from tiered_checkpoint_io.engine.save.overlap import Overlap, Overlapped, local, say_eager
+from tiered_checkpoint_io.engine.save.overlap import Overlap, local, say_eager
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.formats.filling import cores_of_rank
-
-#: Steps without a capture beside them, to compare the others with.
-_STEPS = 33
 
 
 class OverlappedCapture(Callback):
@@ -43,15 +35,9 @@ class OverlappedCapture(Callback):
         self._saver = saver
         self._session = io.checkpointer.session
         self._overlap = Overlap(self._session, self._tensors)
-        self._choice = StagingChoice() if io.config.staging == "auto" else None
         self._between_batches = False
         self._handle: Any = None
         self._validation: Any = trainer.fit_loop.epoch_loop.val_loop
-        self._began = 0.0
-        self._plain: deque[float] = deque(maxlen=_STEPS)
-        self._report: SaveReport | None = self._session.last_save
-        self._begun: Overlapped | None = None
-        self._cost: float | None = None
 
     @classmethod
     def join(cls, trainer: Trainer, io: TieredCheckpointIO) -> OverlappedCapture | None:
@@ -66,9 +52,6 @@ class OverlappedCapture(Callback):
             return None
         if nemo_averages(trainer) is not None:
             say_eager(session, "NeMo's EMA puts its averages in the place of the weights for a save")
-            return None
-        if io.config.staging == "auto" and not _has_idle_cores(strategy.root_device):
-            say_eager(session, "training fills all cores")
             return None
         callback = cls(trainer, io, sharded or io.checkpointer.saver)
         # Not in place: Lightning goes through this list just now.
@@ -135,14 +118,9 @@ class OverlappedCapture(Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         """From here on saves are eager: the module's own code runs, and its optimizers."""
         self._between_batches = False
-        self._began = self._session.clock.monotonic()
-        if self._choice is not None:
-            self._note_save()
 
     def on_train_batch_end(self, *_: Any) -> None:
         """From here on a save may overlap what follows."""
-        if self._choice is not None:
-            self._note_step(self._session.clock.monotonic() - self._began)
         self._between_batches = True
 
     # ------------------------------------------------------------------------------- the tensors
@@ -157,8 +135,6 @@ class OverlappedCapture(Callback):
         if not (self._between_batches and is_training):
             say_eager(self._session, "it is not saved between two batches")
             return []
-        if self._choice is not None and not self._choice.overlaps:
-            return []
         held = tensors_of_optimizers(trainer.optimizers)
         if any(map(attrgetter("_post_accumulate_grad_hooks"), held)):
             say_eager(self._session, "a parameter's optimizer steps during the backward pass")
@@ -167,33 +143,6 @@ class OverlappedCapture(Callback):
         # Whatever shares memory with these may change in the forward pass.
         buffers = {local(each).untyped_storage()._cdata for each in _changed_by_forward(trainer.lightning_module)}
         return [each for each in tensors if each.untyped_storage()._cdata not in buffers] if buffers else tensors
-
-    # -------------------------------------------------------------------------------- the choice
-    def _note_save(self) -> None:
-        """Takes note of what was saved since the last batch."""
-        assert self._choice is not None
-        begun, report = self._overlap.newest, self._session.last_save
-        if begun is not None and begun is not self._begun:
-            self._cost = begun.stall_s
-        elif report is not None and report is not self._report and not report.overlapped and not report.is_durable:
-            # Of one that is durable already, most was the wait for that.
-            self._choice.note_eager(report.stall_s)
-        self._begun, self._report = begun, report
-
-    def _note_step(self, took_s: float) -> None:
-        assert self._choice is not None
-        if self._cost is None:
-            self._plain.append(took_s)
-            return
-        if self._plain:
-            self._cost += took_s - statistics.median(self._plain)
-        if self._session.background.is_busy:
-            return
-        cost, self._cost = self._cost, None
-        if self._choice.note_overlapped(cost):
-            self._session.log.info(
-                "staging is auto, and overlapped captures have cost training more than eager ones: saves are eager"
-            )
 
 
 def _changed_by_forward(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -204,8 +153,3 @@ def _changed_by_forward(module: torch.nn.Module) -> list[torch.Tensor]:
     buffers = [buffer for each in modules for buffer in each._buffers.values() if buffer is not None]
     normed = [each for each in modules if each.__dict__.get("max_norm") is not None]
     return buffers + [weight for each in normed for weight in each._parameters.values() if weight is not None]
-
-
-def _has_idle_cores(device: torch.device) -> bool:
-    """Whether training leaves a core: on those that it fills, an overlapped capture costs more than an eager one."""
-    return device.type != "cpu" or torch.get_num_threads() < cores_of_rank()

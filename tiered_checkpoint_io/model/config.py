@@ -101,8 +101,7 @@ class TieredCheckpointConfig:
         enable_async_checkpointing: Whether ``from_config`` gives an ``AsyncCheckpointIO``, whose saves return once the
             checkpoint is in node memory. ``TieredCheckpointIO`` itself does not read it.
         staging: When a save copies the state: ``eager``, before it returns; ``overlapped``, what only the optimizers
-            change while the next forward and backward run; ``auto``, whichever costs training less. See
-            docs/staging.md.
+            change while the next forward and backward run. See docs/staging.md.
         max_pending: Checkpoints that may wait for the durable tier at once.
         on_pending: ``wait`` for room, or ``skip`` the durable part of the save.
         on_save_error: ``warn`` and train on, or ``raise``.
@@ -158,7 +157,7 @@ class TieredCheckpointConfig:
     max_write_concurrency: Concurrency = "auto"
     max_read_concurrency: Concurrency = "auto"
     enable_async_checkpointing: bool = True
-    staging: Literal["eager", "overlapped", "auto"] = "eager"
+    staging: Literal["eager", "overlapped"] = "eager"
     max_pending: int = 2
     on_pending: Literal["wait", "skip"] = "wait"
     on_save_error: Literal["warn", "raise"] = "warn"

@@ -183,11 +183,7 @@ class Overlapped:
 
 
 class Overlap:
-    """Overlapped captures of one process; where the save is to be eager, it says why, once for each reason.
-
-    Attributes:
-        newest: The last capture that began.
-    """
+    """Overlapped captures of one process; where the save is to be eager, it says why, once for each reason."""
 
     def __init__(self, session: Session, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
         """Takes the tiers.
@@ -201,7 +197,6 @@ class Overlap:
         self._tensors = tensors
         self._is_checked = bool(os.environ.get(CHECK))
         self._current: Overlapped | None = None
-        self.newest: Overlapped | None = None
 
     def begin(self, storages: Sequence[torch.UntypedStorage]) -> Overlapped | None:
         """Copies what others than the optimizers may change, of all storages of a state that is planned.
@@ -212,7 +207,7 @@ class Overlap:
         begun = self._copy_others(storages)
         if begun is None:
             return None
-        self._current = self.newest = begun[0]
+        self._current = begun[0]
         return begun[0]
 
     def begin_taken(self, taken: Skeleton) -> tuple[Skeleton, Overlapped] | None:
@@ -231,7 +226,7 @@ class Overlap:
             except Exception as error:
                 say_eager(self._session, _UNCOMMON.format(error))
                 return None
-        self._current = self.newest = overlapped
+        self._current = overlapped
         return taken, overlapped
 
     def _copy_others(self, found: Sequence[_Found]) -> tuple[Overlapped, list[_Found]] | None:
@@ -278,14 +273,14 @@ class Overlap:
             say_eager(self._session, _NO_ROOM)
             return None
         overlapped.size = snapshot.size
-        self._current = self.newest = overlapped
+        self._current = overlapped
         return snapshot.state, overlapped
 
     def forgo(self) -> None:
         """Leaves the capture that has begun, as the save is to be eager."""
         if self._current is not None:
             self._current.copied.set()
-        self._current = self.newest = None
+        self._current = None
 
     def _left_for_later(self) -> Overlapped | None:
         try:
