@@ -343,7 +343,6 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             facts,
             self._rank,
             file.image if plan.items else None,
-            stretches=file.stretches,
             threads=self.threads,
             background=self.seals_in_background and not self.waits,
             overlapped=self.overlapped,
