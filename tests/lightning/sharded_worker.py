@@ -84,7 +84,7 @@ class Toy(LightningModule):
             layers = (self.net[2].parameters(), [], self.net[0].parameters())
             groups = [{"params": list(each)[::-1], "lr": 1e-2 / (i + 1)} for i, each in enumerate(layers)]
             return getattr(torch.optim, told["optimizer"])(groups)
-        return torch.optim.AdamW(self.parameters(), lr=told.get("lr", 1e-2))
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     def train_dataloader(self):
         return torch.utils.data.DataLoader(torch.zeros(100, 1))

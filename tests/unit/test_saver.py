@@ -12,7 +12,6 @@ from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.engine.drain.running import DrainRunner
-from tiered_checkpoint_io.engine.save import sameness
 from tiered_checkpoint_io.engine.staging.background import BackgroundTask
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.formats.image import plan
@@ -176,53 +175,6 @@ def test_the_description_tells_the_files_name_size_and_hashes(opened):
     (entry,) = stored.part.content.files
     assert (entry.path, len(entry.hashes)) == ("step=3.ckpt", 3)
     load(tier, stored)
-
-
-@pytest.mark.parametrize("mib", [1, 40], ids=["a chunk holds all", "several chunks"])
-def test_weights_and_optimizers_that_nothing_changes_are_warned_of_once(opened, caplog, mib):
-    _, engine = opened()
-    weights = [torch.zeros(mib * MIB // 4), torch.zeros(7)]
-    moments = [torch.zeros(mib * MIB // 4 + 5), torch.zeros(3)]
-
-    def said(step, *, trains=()):
-        for changed in trains:
-            changed[-1] += 1
-        caplog.clear()
-        state = {"state_dict": dict(enumerate(weights)), "loops": {"at": step}, "global_step": step}
-        engine.save({**state, "optimizer_states": [{"state": moments}]}, f"step={step}.ckpt", tiers={"memory"})
-        return [record.getMessage() for record in caplog.records if "not changed by a bit" in record.getMessage()]
-
-    assert said(10) == []
-    assert [said(20, trains=[weights[1], each]) for each in moments] == [[], []]
-    assert [said(10, trains=[moments[1]]), said(10)] == [[], []], "the same step, again"
-    assert said(30, trains=[weights[0], moments[0]]) == []
-    (line,) = said(40, trains=[weights[1]])
-    assert "the optimizer's state has not changed by a bit since step 30" in line
-    (line,) = said(50, trains=[moments[0]])
-    assert "the model's state has not changed by a bit since step 40: is the learning rate 0" in line
-    assert [said(60), said(70)] == [[], []], "once"
-
-
-def test_what_trains_is_not_hashed_again_to_see_whether_it_does(opened, caplog, monkeypatch):
-    _, engine = opened()
-    weight = torch.zeros(64 * MIB // 4)
-    hashed = []
-    of_ends = sameness._digest_of_ends
-    monkeypatch.setattr(sameness, "_digest_of_ends", lambda *args: hashed.append(step) or of_ends(*args))
-    warned = []
-    for step in (1, *range(1, 9)):
-        if 2 <= step <= 4:
-            weight += 1
-        elif step <= 6:
-            # A change at the very end, of no whole chunk.
-            weight[-1] += 1
-        caplog.clear()
-        engine.save({"state_dict": {"w": weight}, "global_step": step}, f"step={step}.ckpt", tiers={"memory"})
-        warned += [step for record in caplog.records if "not changed by a bit since step" in record.getMessage()]
-    assert hashed == [1, 5, 6, 7], (
-        "without an earlier save, of no step twice, and where all whole chunks are as they were"
-    )
-    assert warned == [7], "once"
 
 
 def test_another_thread_may_wait_at_the_moment_that_the_end_of_a_save_begins(monkeypatch):

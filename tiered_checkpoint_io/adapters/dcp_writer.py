@@ -379,7 +379,6 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             facts,
             rank,
             file.image if plan.items else None,
-            stretches=file.stretches,
             threads=self.threads,
             background=self.seals_in_background and not self.waits,
             overlapped=self.overlapped,

@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from tiered_checkpoint_io.adapters.structure import local_of
-from tiered_checkpoint_io.engine.save.sameness import Stretches, kind_of, stretches_of
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.shard_image import Item, Placed, TensorRow, plan_shard
 
@@ -24,20 +23,18 @@ class PlannedFile(NamedTuple):
         indexes: What its items are to DCP, in their order.
         placed: Where each lies.
         names: Of each, as ``_StorageInfo`` takes them: what its bytes went through.
-        stretches: Where the model's tensors lie, and the optimizer's.
     """
 
     image: Image
     indexes: Sequence[MetadataIndex]
     placed: Sequence[Placed]
     names: Sequence[list[list[str]]]
-    stretches: Stretches
 
 
 def planned_file(ordered: Sequence[WriteItem], data: Sequence[Item], names: Sequence[list[list[str]]]) -> PlannedFile:
     """Plans the file of items, in their order."""
     image, placed = plan_shard(data)
-    return PlannedFile(image, [item.index for item in ordered], placed, names, _stretches(ordered, placed))
+    return PlannedFile(image, [item.index for item in ordered], placed, names)
 
 
 class FileLayout:
@@ -55,7 +52,6 @@ class FileLayout:
         self._keys = [item.index.fqn for item in tensors]
         self._indexes = [item.index for item in ordered]
         self._row = TensorRow([each for each in data[count:] if isinstance(each, torch.Tensor)])
-        self._stretches = _stretches(tensors, self._row.placed)
 
     def file(self, objects: Sequence[bytes], state: Mapping[str, Any]) -> PlannedFile:
         """The file of the same items with other contents.
@@ -65,20 +61,4 @@ class FileLayout:
             state: A flattened state, of the structure that the plan was made for.
         """
         image, placed = self._row.plan(objects, [local_of(state[key]) for key in self._keys])
-        base = placed[len(objects)].offset if self._keys else 0
-        stretches = {
-            what: [(start + base, end + base) for start, end in each] for what, each in self._stretches.items()
-        }
-        return PlannedFile(image, self._indexes, placed, list(repeat([], len(placed))), stretches)
-
-
-def _stretches(items: Sequence[WriteItem], placed: Sequence[Placed]) -> Stretches:
-    return stretches_of(
-        (_kind_of(item), offset, offset + length) for item, (offset, length) in zip(items, placed, strict=True)
-    )
-
-
-def _kind_of(item: WriteItem) -> str | None:
-    if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
-        return None
-    return kind_of(item.index.fqn.split("."), item.tensor_data.properties.dtype, len(item.tensor_data.size))
+        return PlannedFile(image, self._indexes, placed, list(repeat([], len(placed))))

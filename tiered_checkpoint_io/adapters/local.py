@@ -16,7 +16,6 @@ from tiered_checkpoint_io.engine.restore.local_restore import LocalRestorer
 from tiered_checkpoint_io.engine.restore.restore import note_restore
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
 from tiered_checkpoint_io.engine.save.facts import check_attempt, count_save
-from tiered_checkpoint_io.engine.save.sameness import Stretches, stretches_of_state
 from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, ShardRole, save_local
 from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, UsageError
@@ -65,13 +64,12 @@ def save_local_state(
         return None
     settings.check_world_size(role.degree, writer.checkpoint_id)
 
-    def planned() -> tuple[Image, Stretches]:
-        state = local_part(state_dict)
-        image = plan(state)
+    def planned() -> Image:
+        image = plan(local_part(state_dict))
         if role.shard == 0:
             # The others hold the same beside their tensors.
             warn_at_first_save(session, settings.config, session.log, located.name, image)
-        return image, stretches_of_state(lambda: state, image)
+        return image
 
     try:
         return save_local(

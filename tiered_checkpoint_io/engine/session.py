@@ -30,7 +30,6 @@ from tiered_checkpoint_io.engine.staging.background import BackgroundTask
 from tiered_checkpoint_io.engine.staging.capture import Capturer
 from tiered_checkpoint_io.engine.staging.durable_names import DurableNameCache
 from tiered_checkpoint_io.engine.staging.host_pins import HostPins
-from tiered_checkpoint_io.engine.staging.last_tensors import LastTensors
 from tiered_checkpoint_io.engine.staging.save_ids import SaveIds
 from tiered_checkpoint_io.engine.staging.turn import Turn
 from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError
@@ -66,7 +65,7 @@ class Session:
         save_ids: Gives out the ids of its operations.
         known, survey: Which names the durable tier has, and what looks for garbage there have found.
         background: The end of a save that runs while training goes on.
-        turn, last_tensors: Which thread saves, and what its last saves held.
+        turn: Which thread saves.
         claims: That no other run writes to the same place.
         place: Where the durable tier is, by the environment when it is first asked for.
         is_last: Whether no save follows: the durable tier takes it, however many wait for it.
@@ -100,7 +99,7 @@ class Session:
         self._peering, self._opening = Peering(config, self.counts, clock), threading.Lock()
         self._asked: Counter[str] = Counter()
         self._announcer = Announcer(config, self.log, self.counts)
-        self._standing, self.last_tensors = Standing(), LastTensors()
+        self._standing = Standing()
         self.claims = Claims(
             config,
             self.log,

@@ -65,9 +65,6 @@ class Image:
     #: Whether tensors' bytes are copied straight from their storages; False where ``torch.save`` had to write the whole
     #: file beforehand.
     planned: bool = True
-    #: The same object for files with tensors of the same sizes in the same order, which all lie as many bytes further
-    #: back; None where that is not known.
-    layout: object = None
 
     @cached_property
     def segments(self) -> Sequence[Segment]:

@@ -153,7 +153,7 @@ class Layouts:
         self._repeats, self._misses = True, 0
         self._paths, self.size = skeleton.paths, records.size + move
         self.reused += 1
-        return Image(self.size, functools.partial(records.around, pickled), regions, layout=records)
+        return Image(self.size, functools.partial(records.around, pickled), regions)
 
     def _learn(self, state: object, image: Image) -> None:
         """Keeps what makes a file from its structure, where that has turned out to be what ``torch.save`` makes.

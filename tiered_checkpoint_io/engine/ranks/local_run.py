@@ -79,7 +79,6 @@ class Run:
         self._run_id: str | None = None
         self._saved: dict[tuple[str, str], tuple[int, int]] = {}
         self._loads: Counter[str] = Counter()
-        self._counted: dict[str, str] = {}
         #: Saves of which this rank has told the end.
         self._ends: deque[str] = deque()
 
@@ -152,25 +151,6 @@ class Run:
         finally:
             if client is not None:
                 client.close()
-
-    def completes(self, what: str, save_id: str, count: int, clock: Clock) -> bool:
-        """Counts this rank for something of a save; whether that makes all ``count`` that save.
-
-        May be called from any thread. What was counted of an earlier save is forgotten: a store holds two such keys.
-
-        Raises:
-            PeerError: The store does not answer within a bound.
-        """
-        if self.store is None or count == 1:
-            return count == 1
-        client = StoreClient(self.store, _PREFIX, timeout_s=clock.timing.store_answer_s)
-        try:
-            last, self._counted[what] = self._counted.get(what, save_id), save_id
-            if last != save_id:
-                client.forget(f"{what}/{last}")
-            return client.add(f"{what}/{save_id}") == count
-        finally:
-            client.close()
 
     def report_end(self, save_id: str, end: str) -> None:
         """Tells the other ranks how the wait for a save's commit has ended: see :meth:`end_of`."""

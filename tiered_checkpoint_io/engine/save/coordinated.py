@@ -23,7 +23,6 @@ from tiered_checkpoint_io.engine.save.facts import SaveFacts, may_be_taken
 from tiered_checkpoint_io.engine.save.overlap import FOUND_CHANGED, OF_PARTS, Overlap, Overlapped, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.save.room import admit, arrived_votes, check_left_out
-from tiered_checkpoint_io.engine.save.sameness import Stretches
 from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Evidence
@@ -258,7 +257,6 @@ class CoordinatedSaver:
         rank: int,
         image: Image | None,
         *,
-        stretches: Stretches | None = None,
         threads: int | None = None,
         background: bool = False,
         overlapped: Overlapped | None = None,
@@ -272,7 +270,6 @@ class CoordinatedSaver:
             facts: From the coordinator.
             rank: This rank, in the group that saves.
             image: The file that it contributes, planned; None where there is nothing.
-            stretches: Where that holds the model's tensors, and the optimizer's.
             threads: How many threads copy.
             background: Whether the part is hashed and sealed by :meth:`seal_in_background`.
             overlapped: Where this is on a background task, beside training: how.
@@ -288,7 +285,6 @@ class CoordinatedSaver:
             # The save's caller takes it for queued, and so may delete others for it, or save no other.
             self._session.background.lost.add(facts.name)
         part = PartSave(self._session, facts, rank, image, threads, overlapped=overlapped)
-        part.stretches = stretches or {}
         keep = max(1, self._session.config.memory_keep_last - 1)
         # This save makes it one more; memory keeps two at least, because it may fail.
         size = image.size if image is not None else 0

@@ -14,14 +14,13 @@ from tiered_checkpoint_io.engine.save.facts import SaveFacts, alone, position
 from tiered_checkpoint_io.engine.save.overlap import FOUND_CHANGED, ChangedError, Overlap, Overlapped, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.save.room import admit, owes_durable
-from tiered_checkpoint_io.engine.save.sameness import stretches_of_state
 from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import all_complete
 from tiered_checkpoint_io.engine.trust import warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, DrainError, InvalidNameError, MemoryFullError, UsageError
 from tiered_checkpoint_io.formats.layouts import Layouts
-from tiered_checkpoint_io.formats.skeleton import Skeleton, rebuilt
+from tiered_checkpoint_io.formats.skeleton import Skeleton
 from tiered_checkpoint_io.model.manifest import Metric
 
 
@@ -133,7 +132,6 @@ class FullSaver:
         """Plans the file, of the state or of what was taken of it, and sees that its slot is large enough."""
         try:
             image = self._layouts.plan(state) if taken is None else self._layouts.plan_taken(taken)
-            part.stretches = stretches_of_state(lambda: state if taken is None else rebuilt(taken), image)
         except BaseException:
             part.give_back()
             raise

@@ -236,7 +236,7 @@ class Overlap:
             return None
         try:
             others = _others(found, overlapped.tensors, overlapped.addresses)
-        except RuntimeError as error:
+        except Exception as error:
             say_eager(self._session, _UNCOMMON.format(error))
             return None
         storages = {storage._cdata: storage for storage in map(_storage_of, others)}
@@ -286,7 +286,8 @@ class Overlap:
         try:
             tensors = self._tensors()
             addresses = _addresses(tensors)
-        except RuntimeError as error:
+        except Exception as error:
+            # A layer that no batch has used yet has no tensors, for one.
             say_eager(self._session, _UNCOMMON.format(error))
             return None
         if not all(addresses):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.chunks import hashed
 from tiered_checkpoint_io.engine.drain.operations import RETENTION
@@ -18,7 +18,6 @@ from tiered_checkpoint_io.engine.drain.standstill import StandstillError
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
 from tiered_checkpoint_io.engine.save.room import why_left_out
-from tiered_checkpoint_io.engine.save.sameness import Stretches, warn_of_sameness
 from tiered_checkpoint_io.engine.save.small import had_room, warn_spilled, warn_streamed
 from tiered_checkpoint_io.engine.save.stream import Stream, Watching, nothing_missing
 from tiered_checkpoint_io.engine.session import Session
@@ -45,7 +44,6 @@ class PartSave:
         image: Its file, planned; None where the rank has none.
         threads: How many copy and hash.
         started: When the save began, by the monotonic clock; now by default.
-        stretches: Where the file holds the model's tensors, and the optimizer's.
         slot: Where the file lies, until the part exists.
         hashes: Of its chunks; empty where they are still to be made.
         streams: Whether :meth:`seal` sends it from the live state, because this node has no room for it.
@@ -60,7 +58,6 @@ class PartSave:
     image: Image | None
     threads: int | None = None
     started: float = 0.0
-    stretches: Stretches = field(default_factory=dict)
     slot: Slot | None = None
     hashes: tuple[str, ...] = ()
     streams: bool = False
@@ -223,26 +220,10 @@ class PartSave:
                 self.hashes = self.image.hashes(self.slot.view, threads=self.threads)
             entry = FileEntry(self.facts.path(self.rank), self.image.size, self.image.chunk_size, self.hashes)
             files.insert(0, entry)
-        self._warn_of_sameness()
         config = self.session.config
         return self.facts.describe(
             self.rank, self.session.place, tuple(files), created=self.session.clock.wall(), namespace=config.namespace
         )
-
-    def _warn_of_sameness(self) -> None:
-        if self.image is None or self.slot is None or not self.stretches:
-            return
-        with self.slot.view as content:
-            warn_of_sameness(
-                self.session,
-                save_id=self.facts.save_id,
-                step=self.facts.step,
-                parts=1 if self.facts.payload == "full" else self.facts.world_size,
-                stretches=self.stretches,
-                image=self.image,
-                hashes=self.hashes,
-                content=content,
-            )
 
     def send(self, small: Mapping[str, bytes], watching: Watching = nothing_missing, *, commits: bool = True) -> None:
         """Seals what streams; without ``commits`` all that needs the state, and the next call does the rest."""

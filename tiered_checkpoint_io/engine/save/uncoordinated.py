@@ -18,7 +18,6 @@ from tiered_checkpoint_io.engine.save.facts import SaveFacts, uncoordinated
 from tiered_checkpoint_io.engine.save.overlap import OF_PARTS, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.save.room import admit, owes_durable
-from tiered_checkpoint_io.engine.save.sameness import Stretches
 from tiered_checkpoint_io.engine.save.small import skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import complete_here
@@ -60,7 +59,7 @@ class LocalSave:
 def save_local(
     session: Session,
     surface: Callable[[], None],
-    planned: Callable[[], tuple[Image, Stretches]],
+    planned: Callable[[], Image],
     role: ShardRole,
     *,
     name: str,
@@ -80,7 +79,7 @@ def save_local(
         session: Both tiers.
         surface: Raises failures of earlier saves, which stop this one. It is called here, as ``planned`` is, so that
             the other ranks hear of a failure: they then remove nothing for this save.
-        planned: Plans the state's file; gives it, and where it holds the model's tensors, and the optimizer's.
+        planned: Plans the state's file.
         role: Which shard it is.
         name: The checkpoint's name.
         step: The training step; -1 where it is not known.
@@ -115,8 +114,7 @@ def save_local(
         facts = admit(session, facts, held)
         if durable and not facts.durable:
             run.report_missing("durable")
-        image, stretches = planned()
-        part = PartSave(session, facts, role.shard, image, threads, started, stretches)
+        part = PartSave(session, facts, role.shard, planned(), threads, started)
         part.capture(retained=_make_room(part, held, run))
         if part.streams:
             # Before the others come to the next save, and remove older ones for this one.
