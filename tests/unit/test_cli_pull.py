@@ -263,7 +263,6 @@ def test_parts_of_some_ranks(memory_dir, tmp_path):
         "pull {run} --to {empty}",
         "export {run} x {empty}",
         "export {run} x {empty} --format safetensors",
-        "reshard {run} x --name y --full --scratch {empty}",
         "report {run} -o {empty}",
         "prune {run} --config {empty}",
         "drain --once --memory-dir {empty}",

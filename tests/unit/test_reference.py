@@ -22,7 +22,6 @@ PACKAGES = [
             "torch_checkpointing",
             "retention",
             "export",
-            "resharding",
             "nemo",
             "errors",
         )

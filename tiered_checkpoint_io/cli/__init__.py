@@ -26,7 +26,6 @@ from tiered_checkpoint_io.cli import (
     prune,
     pull,
     report,
-    reshard,
     schema,
     showing,
     verify,
@@ -63,7 +62,6 @@ app.command("clean")(spread(clean.clean))
 app.command("flush")(spread(flush.flush))
 app.command("pull")(spread(pull.pull))
 app.command("import")(spread(importing.import_))
-app.command("reshard")(spread(reshard.reshard))
 app.command("doctor")(spread(doctor.doctor))
 app.command("prune")(spread(prune.prune))
 app.command("pin")(spread(pins.pin))

@@ -234,20 +234,6 @@ class ImportedAll:
 
 
 @dataclass(frozen=True, slots=True)
-class Resharded:
-    """A checkpoint that was written anew."""
-
-    dirpath: Annotated[str, "The durable tier."]
-    source: Annotated[str, "The checkpoint that was read; of an alias, its target."]
-    name: Annotated[str, "The new one."]
-    kind: Annotated[str, "``full`` or ``sharded``."]
-    parts: Annotated[int, "How many parts it has."]
-    step: Annotated[int | None, "The training step; None where it is not known."]
-    resumable: Annotated[bool, "Whether training can resume from it."]
-    size_bytes: Annotated[int, "Bytes of its files."]
-
-
-@dataclass(frozen=True, slots=True)
 class Pin:
     """What keeps a checkpoint from being deleted."""
 
@@ -391,7 +377,6 @@ DOCUMENTS: Mapping[str, tuple[type, ...]] = {
     "prune": (Pruned,),
     "pull": (Pulled,),
     "report": (Reported,),
-    "reshard": (Resharded,),
     "show": (Shown,),
     "status": (Status,),
     "unpin": (Unpinned,),
