@@ -2,7 +2,6 @@
 
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from support.draining import Node
@@ -58,25 +57,6 @@ def test_ctrl_c_amid_a_pull_leaves_nothing_in_memory(server, memory_dir):
 
 
 @pytest.mark.matrix
-def test_ctrl_c_amid_an_import_leaves_nothing_on_s3(server, tmp_path):
-    import torch
-
-    torch.save({"global_step": 1, "weights": torch.ones(5 << 20)}, tmp_path / "large.ckpt")
-    server.is_slow = True
-    status, out, err = interrupted(
-        # Its lease is written first, and again when it is held.
-        *(server, "put", "import", str(tmp_path / "large.ckpt"), server.url),
-        behind=2,
-    )
-    assert (status, out, err) == (130, "", ["interrupted"])
-    server.is_slow = False
-    store = open_store(Node.config_of(str(tmp_path), server.url))
-    assert list(store.list("")) == []
-    assert store.abort_stale_uploads() in (None, 0)
-    store.close()
-
-
-@pytest.mark.matrix
 def test_ctrl_c_amid_a_flush_leaves_the_upload_to_the_drain(server, memory_dir):
     node = Node(memory_dir, server.url)
     node.save("large.ckpt", LARGE, durable=False)
@@ -93,13 +73,9 @@ def test_ctrl_c_amid_a_flush_leaves_the_upload_to_the_drain(server, memory_dir):
 def test_a_bucket_that_is_not_there_is_one_line(s3_server, memory_dir, tmp_path):
     node = Node(memory_dir, "s3://no-such-bucket/run")
     node.save("a.ckpt", b"A", durable=False)
-    (tmp_path / "step_1").mkdir()
-    for name in (".metadata", "__0_0.distcp"):
-        Path(tmp_path / "step_1" / name).write_text("?")
     for arguments in (
         ("verify", node.dirpath, "--tier", "durable"),
         ("pull", node.dirpath, "--memory-dir", memory_dir),
-        ("import", str(tmp_path / "step_1"), node.dirpath),
         ("flush", *node.where),
     ):
         status, _, err = end(start(*arguments))

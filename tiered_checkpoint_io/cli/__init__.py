@@ -18,7 +18,6 @@ from tiered_checkpoint_io.cli import (
     doctor,
     exporting,
     flush,
-    importing,
     listing,
     memory,
     metrics,
@@ -61,7 +60,6 @@ app.command("drain")(spread(memory.drain))
 app.command("clean")(spread(clean.clean))
 app.command("flush")(spread(flush.flush))
 app.command("pull")(spread(pull.pull))
-app.command("import")(spread(importing.import_))
 app.command("doctor")(spread(doctor.doctor))
 app.command("prune")(spread(prune.prune))
 app.command("pin")(spread(pins.pin))

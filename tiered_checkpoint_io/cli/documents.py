@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 from tiered_checkpoint_io.cli.checking import Checked
 from tiered_checkpoint_io.cli.doctor.facts import Check, Setting
 from tiered_checkpoint_io.engine.drain import operations
-from tiered_checkpoint_io.imports.layouts import Imported
 from tiered_checkpoint_io.inventory.details import File, PartHere, Save
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, Tier, time_of
 from tiered_checkpoint_io.metrics import catalog
@@ -224,16 +223,6 @@ class Pulled:
 
 
 @dataclass(frozen=True, slots=True)
-class ImportedAll:
-    """What became of checkpoints of others."""
-
-    source: Annotated[str, "As given."]
-    dirpath: Annotated[str, "The durable tier."]
-    imported: Annotated[bool, "Whether all were."]
-    checkpoints: Annotated[Sequence[Imported], "The checkpoints."]
-
-
-@dataclass(frozen=True, slots=True)
 class Pin:
     """What keeps a checkpoint from being deleted."""
 
@@ -369,7 +358,6 @@ DOCUMENTS: Mapping[str, tuple[type, ...]] = {
     "drain": (Drained,),
     "export": (Exported,),
     "flush": (Flushed,),
-    "import": (ImportedAll,),
     "ls": (Listed,),
     "metric": (MetricsAdded,),
     "metrics": (Metrics,),
