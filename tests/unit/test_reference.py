@@ -19,7 +19,6 @@ PACKAGES = [
             "dcp",
             "fabric",
             "huggingface",
-            "torch_checkpointing",
             "retention",
             "export",
             "nemo",
