@@ -25,7 +25,6 @@ from tiered_checkpoint_io.cli import (
     prune,
     pull,
     report,
-    schema,
     showing,
     verify,
     watch,
@@ -68,7 +67,6 @@ app.command("metric")(spread(pins.metric))
 app.command("metrics")(spread(metrics.metrics))
 app.command("report")(spread(report.report))
 app.command("watch")(spread(watch.watch))
-app.command("schema")(schema.schema)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What commands print with ``--json``; :mod:`schema` makes their schemas of these dataclasses."""
+"""Dataclasses that commands print with ``--json``: a field is a key, and its text says what the key means."""
 
 from __future__ import annotations
 
@@ -349,25 +349,3 @@ class Reported:
     path: Annotated[Path, "Where it is."]
     events: Annotated[int, "How many events are in it."]
     checkpoints: Annotated[int | None, "How many checkpoints; None where the durable tier was not asked."]
-
-
-#: By command; of ``watch`` each line is one of the two.
-DOCUMENTS: Mapping[str, tuple[type, ...]] = {
-    "clean": (Cleaned,),
-    "doctor": (Examined,),
-    "drain": (Drained,),
-    "export": (Exported,),
-    "flush": (Flushed,),
-    "ls": (Listed,),
-    "metric": (MetricsAdded,),
-    "metrics": (Metrics,),
-    "pin": (Pinned,),
-    "prune": (Pruned,),
-    "pull": (Pulled,),
-    "report": (Reported,),
-    "show": (Shown,),
-    "status": (Status,),
-    "unpin": (Unpinned,),
-    "verify": (Verified,),
-    "watch": (Change, Ran),
-}
