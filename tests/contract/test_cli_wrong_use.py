@@ -60,7 +60,6 @@ USES = {
     "unpin": Use("{url} c2"),
     "metric": Use("{url} c3 loss=1", "{url} no loss=1"),
     "watch": Use("{url} --idle-timeout 0 --exec true --after= --memory-dir {memory}"),
-    "report": Use("{url} -o {tmp}/report.html --memory-dir {memory}", files=("report.html",)),
 }
 #: Each right costs a run of its own; the other commands are further cases.
 QUICK = ("pull", "flush")

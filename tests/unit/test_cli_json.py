@@ -77,8 +77,6 @@ def test_so_do_commands_about_single_checkpoints_and_about_all_of_a_run(node, me
     done = told("prune", node.dirpath, "--keep-latest", "1", "--yes")
     assert (done["removed"], done["checkpoints"][1]["kept"], done["refused"]) == (["1.ckpt"], False, [])
     assert "tiered_checkpoint_durable_step" in {each["name"] for each in told("metrics", *where)["metrics"]}
-    page = tmp_path / "page.html"
-    assert told("report", *where, "--output", str(page))["path"] == str(page)
 
 
 def test_a_damaged_replica_is_told_apart(node, memory_dir):

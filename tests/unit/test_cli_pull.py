@@ -246,7 +246,6 @@ def test_parts_of_some_ranks(memory_dir, tmp_path):
         "pull {run} --to {empty}",
         "export {run} x {empty}",
         "export {run} x {empty} --format safetensors",
-        "report {run} -o {empty}",
         "prune {run} --config {empty}",
         "drain --once --memory-dir {empty}",
     ],

@@ -24,7 +24,6 @@ from tiered_checkpoint_io.cli import (
     pins,
     prune,
     pull,
-    report,
     showing,
     verify,
     watch,
@@ -65,7 +64,6 @@ app.command("pin")(spread(pins.pin))
 app.command("unpin")(spread(pins.unpin))
 app.command("metric")(spread(pins.metric))
 app.command("metrics")(spread(metrics.metrics))
-app.command("report")(spread(report.report))
 app.command("watch")(spread(watch.watch))
 
 

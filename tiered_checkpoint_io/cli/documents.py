@@ -340,12 +340,3 @@ class Examined:
     checks: Annotated[Sequence[Check], "What was found, in order."]
     missing_policy: Annotated[Mapping[str, object] | None, "An IAM policy of the missing statements; None for none."]
     recommended: Annotated[Sequence[Setting], "Settings that should differ from the defaults."]
-
-
-@dataclass(frozen=True, slots=True)
-class Reported:
-    """The page that was written."""
-
-    path: Annotated[Path, "Where it is."]
-    events: Annotated[int, "How many events are in it."]
-    checkpoints: Annotated[int | None, "How many checkpoints; None where the durable tier was not asked."]
