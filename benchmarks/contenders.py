@@ -13,7 +13,6 @@ from installed import (
     OursDelta,
     OursOverlapped,
     OursToS3,
-    TorchCheckpointing,
     TorchSave,
 )
 from libraries import DLRover, NeMo, NvidiaResiliency, S3Connector, S3ConnectorDCP, SageMaker
@@ -30,7 +29,6 @@ CONTENDERS: dict[str, type[Contender]] = {
     "DCP, sync": DCP,
     "DCP, async, thread": DCPThread,
     "DCP, async, process, shared memory": DCPProcess,
-    "torch_checkpointing, async": TorchCheckpointing,
     "s3torchconnector, Lightning": S3Connector,
     "s3torchconnector, DCP, async": S3ConnectorDCP,
     "nvidia-resiliency-ext": NvidiaResiliency,

@@ -226,26 +226,6 @@ class DCPProcess(DCPThread):
         self.dcp.load(state, checkpoint_id=self.path(number))
 
 
-class TorchCheckpointing(Contender):
-    """Meta's torch_checkpointing, saved by a process of its own."""
-
-    def __init__(self, folder: str, url: str) -> None:
-        super().__init__(folder, url)
-        from torch_checkpointing import AsyncCheckpointSaverConfig, CheckpointManager
-
-        self.manager = CheckpointManager(CheckpointManager.Config(save=AsyncCheckpointSaverConfig()))
-        self.pending: Any = None
-
-    def save(self, state: Any, number: int) -> None:
-        self.pending = self.manager.save(self.path(number), state)
-
-    def finish(self) -> None:
-        self.pending.result(PATIENCE_S)
-
-    def close(self) -> None:
-        self.manager.close()
-
-
 def alone() -> None:
     """What torch.distributed wants to know, for a job of one rank."""
     os.environ |= job_env(0, 1, free_port())

@@ -308,9 +308,8 @@ on the same machine, and uses the same cores. A GPU has [a page of its own](benc
 
 States of {found["mebibytes"]} MiB (the GPT is smaller, what is uploaded by its changes four times as large), medians of
 {found["rounds"]} rounds, each beside a copy into warm tensors by one thread in the same process. The load is into
-tensors that exist, once. Peak memory is anonymous memory of the training process. Two have not copied the tensors when
-they return: ours, overlapped, which has taken all else by then; and torch_checkpointing, which has taken nothing: no
-part of the state may change until it has.
+tensors that exist, once. Peak memory is anonymous memory of the training process. Ours, overlapped,
+has not copied the tensors when it returns; it has taken all else by then.
 
 ![Stall beside a copy](benchmarks.svg)
 

@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent / ".venv-peers"
 #: NeMo pins much of what the others share: it has the environment that ``make test-nemo`` makes.
 NEMO = HERE.parent / ".venv-nemo"
-#: Contenders that need more than torch, Lightning and torch_checkpointing, by the name of their constraints.
+#: Contenders that need more than torch and Lightning, by the name of their constraints.
 ENVIRONMENTS = {
     "s3torchconnector, Lightning": "s3torchconnector",
     "s3torchconnector, DCP, async": "s3torchconnector",

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from tiered_checkpoint_io.errors import ExportError
 from tiered_checkpoint_io.formats import image, shard_image
 from tiered_checkpoint_io.formats.image import plan
-from tiered_checkpoint_io.formats.shard_image import ALIGNMENT, Blank, TensorRow, plan_shard, skeleton_of
+from tiered_checkpoint_io.formats.shard_image import ALIGNMENT, TensorRow, plan_shard, skeleton_of
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -151,7 +151,7 @@ def test_a_stand_in_takes_no_memory_where_algorithms_are_deterministic(monkeypat
 
 
 def test_a_stand_in_may_be_larger_than_the_machine(monkeypatch):
-    """Such a tensor lies in a checkpoint of many ranks, and is exported and resharded on one node."""
+    """Such a tensor lies in a checkpoint of many ranks, and is exported on one node."""
     if Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "0":
         pytest.skip("the kernel allows any size, or none")
     info = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -178,8 +178,6 @@ def test_where_torch_lays_out_its_file_otherwise_the_elements_are_there_all_the_
         assert same(torch.load(io.BytesIO(data[each.offset : each.offset + each.length])), item)
     with pytest.raises(ValueError, match="not copied"):
         TensorRow(items)
-    with pytest.raises(ExportError, match="lays out"):
-        plan_shard([Blank(torch.float32, (5,))])
     assert skeleton_of(torch.float32, (5,)).length == 0, "no item is taken for one of this layout"
 
 

@@ -13,7 +13,6 @@ BLOCKS = {
     ("huggingface.md", "Trainer"): "transformers",
     ("huggingface.md", "Accelerate"): "accelerate",
     ("ray.md", "Ray Train"): "torch",
-    ("torch-checkpointing.md", "torch_checkpointing"): "torch_checkpointing",
 }
 FOUND = {
     (page, heading): text
@@ -28,7 +27,7 @@ def test_every_block_is_run():
 
 
 #: Blocks whose promise another test covers in `make test`.
-FURTHER = {"Accelerate", "Ray Train", "torch_checkpointing"}
+FURTHER = {"Accelerate", "Ray Train"}
 
 
 @pytest.mark.parametrize(

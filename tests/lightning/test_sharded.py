@@ -17,7 +17,6 @@ from support.training import Model, wipe
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import UsageError
-from tiered_checkpoint_io.resharding import reshard_checkpoint
 from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy
 
 WORKER = Path(__file__).with_name("sharded_worker.py")
@@ -362,27 +361,3 @@ def test_a_full_checkpoint_that_would_run_code_is_refused(fit, tmp_path, strateg
     for answer in answers:
         assert "refused evil.ckpt" in answer["error"]
         assert "os.mkdir" in answer["error"] or "posix.mkdir" in answer["error"]
-
-
-@pytest.mark.matrix
-def test_a_training_goes_on_from_resharded_parts_and_their_one_file_is_lightnings_own(fit, tmp_path, memory_dir):
-    (whole, _) = fit(8, dirpath=tmp_path / "whole")
-    fit(4)
-    run = tmp_path / "durable"
-    reshard_checkpoint(run, "step=4.ckpt", "three/step=4.ckpt", parts=3)
-    consolidated = reshard_checkpoint(run, "step=4.ckpt", "one.ckpt", parts=None, weights_only=False)
-    assert not consolidated.resumable
-    expected, ours = _load_distributed_checkpoint(run / "step=4.ckpt"), torch.load(run / "one.ckpt")
-    assert expected.keys() == ours.keys()
-    assert ours["global_step"] == 4
-    torch.set_printoptions(profile="full", precision=17)
-    try:
-        assert str(ours) == str(expected)
-    finally:
-        torch.set_printoptions(profile="default")
-    wipe(memory_dir)
-    answers = fit(8, ranks=3, ckpt_path=f"{run}/three/step=4.ckpt")
-    assert answers[0]["from"] == ["three/step=4.ckpt", 4, "durable"]
-    for index, loss in answers[0]["losses"].items():
-        assert loss == pytest.approx(whole["losses"][index], rel=1e-5)
-    assert min(answers[0]["losses"]) == 4

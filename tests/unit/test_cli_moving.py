@@ -2,7 +2,6 @@
 
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from support.draining import Node
@@ -58,43 +57,6 @@ def test_ctrl_c_amid_a_pull_leaves_nothing_in_memory(server, memory_dir):
 
 
 @pytest.mark.matrix
-def test_ctrl_c_amid_an_import_leaves_nothing_on_s3(server, tmp_path):
-    import torch
-
-    torch.save({"global_step": 1, "weights": torch.ones(5 << 20)}, tmp_path / "large.ckpt")
-    server.is_slow = True
-    status, out, err = interrupted(
-        # Its lease is written first, and again when it is held.
-        *(server, "put", "import", str(tmp_path / "large.ckpt"), server.url),
-        behind=2,
-    )
-    assert (status, out, err) == (130, "", ["interrupted"])
-    server.is_slow = False
-    store = open_store(Node.config_of(str(tmp_path), server.url))
-    assert list(store.list("")) == []
-    assert store.abort_stale_uploads() in (None, 0)
-    store.close()
-
-
-@pytest.mark.matrix
-def test_ctrl_c_amid_a_reshard_leaves_nothing_on_s3(server, tmp_path):
-    import torch
-
-    torch.save({"global_step": 1, "weights": torch.ones(5 << 20)}, tmp_path / "large.ckpt")
-    assert CliRunner().invoke(app, ["import", str(tmp_path / "large.ckpt"), server.url]).exit_code == 0
-    store = open_store(Node.config_of(str(tmp_path), server.url))
-    before = sorted(entry.key for entry in store.list(""))
-    reshard = ("reshard", server.url, "large.ckpt", "--ranks", "2", "--name")
-    server.is_slow = True
-    assert interrupted(server, "get", *reshard, "parts") == (130, "", ["interrupted"])
-    server.is_slow = False
-    assert sorted(entry.key for entry in store.list("")) == before
-    assert store.abort_stale_uploads() in (None, 0)
-    assert CliRunner().invoke(app, [*reshard, "parts"]).exit_code == 0
-    store.close()
-
-
-@pytest.mark.matrix
 def test_ctrl_c_amid_a_flush_leaves_the_upload_to_the_drain(server, memory_dir):
     node = Node(memory_dir, server.url)
     node.save("large.ckpt", LARGE, durable=False)
@@ -111,13 +73,9 @@ def test_ctrl_c_amid_a_flush_leaves_the_upload_to_the_drain(server, memory_dir):
 def test_a_bucket_that_is_not_there_is_one_line(s3_server, memory_dir, tmp_path):
     node = Node(memory_dir, "s3://no-such-bucket/run")
     node.save("a.ckpt", b"A", durable=False)
-    (tmp_path / "step_1").mkdir()
-    for name in (".metadata", "__0_0.distcp"):
-        Path(tmp_path / "step_1" / name).write_text("?")
     for arguments in (
         ("verify", node.dirpath, "--tier", "durable"),
         ("pull", node.dirpath, "--memory-dir", memory_dir),
-        ("import", str(tmp_path / "step_1"), node.dirpath),
         ("flush", *node.where),
     ):
         status, _, err = end(start(*arguments))
@@ -125,26 +83,3 @@ def test_a_bucket_that_is_not_there_is_one_line(s3_server, memory_dir, tmp_path)
         assert status == 1
         assert "no-such-bucket" in line
     assert [each.pending for each in node.tier.parts()] == [True]
-
-
-@pytest.mark.parametrize("by", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.matrix)])
-def test_a_reshard_that_is_ended_leaves_nothing_and_is_run_again(server, tmp_path, by):
-    import torch
-
-    torch.save({f"t{index}": torch.full((1 << 20,), float(index)) for index in range(3)}, tmp_path / "made")
-    store = open_store(Node.config_of(str(tmp_path), server.url))
-    store.put("large.ckpt", (tmp_path / "made").read_bytes())
-    reshard = ("reshard", server.url, "large.ckpt", "--name", "of-large.ckpt", "--ranks", "3")
-    server.is_slow = True
-    # A part and its description are there by then.
-    status, out, err = interrupted(server, "put", *reshard, behind=2, by=by)
-    assert (status, out, err[-1]) == (130, "", "interrupted")
-    server.is_slow = False
-    assert [entry.key for entry in store.list("")] == ["large.ckpt"]
-    left = "of-large.ckpt/__0_0-0123abcd.distcp"
-    store.put(left, b"of one that was killed")
-    refused = CliRunner().invoke(app, reshard)
-    assert refused.exit_code == 1
-    assert f"is no checkpoint, but has files, such as {left}" in str(refused.exception)
-    store.delete(left)
-    assert CliRunner().invoke(app, reshard).exit_code == 0

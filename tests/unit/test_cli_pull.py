@@ -2,12 +2,10 @@
 
 import json
 import os
-import warnings
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from support import committing
 from support.documented import document_of
 from support.draining import Node
@@ -227,21 +225,6 @@ def test_to_a_folder_and_what_goes_wrong(run, memory_dir, tmp_path):
     assert [*MemoryTier(root).parts(), *os.listdir(root / "slots")] == []
 
 
-def test_empty_files_of_others_come_along(memory_dir, tmp_path):
-    """Plain DCP writes one for each rank that has nothing to save."""
-    source, run = tmp_path / "step_5", str(tmp_path / "run")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.save({"weights": torch.arange(1000.0)}, checkpoint_id=source)
-    (source / "__1_0.distcp").touch()
-    assert command("import", str(source), run).exit_code == 0
-    for where in (("--memory-dir", memory_dir), ("--to", str(tmp_path / "here"))):
-        done = command("pull", run, *where)
-        assert done.exit_code == 0, done.exception
-    for path in source.iterdir():
-        assert (tmp_path / "here" / "step_5" / path.name).read_bytes() == path.read_bytes()
-
-
 @pytest.mark.matrix
 def test_parts_of_some_ranks(memory_dir, tmp_path):
     node = Node(memory_dir, str(tmp_path / "run"))
@@ -263,8 +246,6 @@ def test_parts_of_some_ranks(memory_dir, tmp_path):
         "pull {run} --to {empty}",
         "export {run} x {empty}",
         "export {run} x {empty} --format safetensors",
-        "reshard {run} x --name y --full --scratch {empty}",
-        "report {run} -o {empty}",
         "prune {run} --config {empty}",
         "drain --once --memory-dir {empty}",
     ],

@@ -258,13 +258,3 @@ def test_errors_travel_between_processes():
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), type(copy)) == (str(error), FormatVersionError)
     assert hash_bytes(b"") != hash_bytes(b"\0")
-
-
-def test_what_is_made_of_the_saves_of_a_run_is_older_than_it_and_sorts_as_they_do():
-    earlier = ids.save_id(ids.new_run_id(now=1_800_000_000.0), 7)
-    run = ids.new_run_id(now=1_800_000_000.1)
-    saves = [ids.save_id(run, number) for number in (1, 2, 9, 10, 255, 4_096, 99_999_999)]
-    made = [ids.id_before_run_of(save) for save in saves]
-    assert sorted([*saves, *reversed(made), earlier]) == [earlier, *made, *saves]
-    assert all(map(ids.is_save_id, made))
-    assert len({ids.id_before_run_of(saves[0]) for _ in range(100)}) == 100

@@ -19,10 +19,8 @@ PACKAGES = [
             "dcp",
             "fabric",
             "huggingface",
-            "torch_checkpointing",
             "retention",
             "export",
-            "resharding",
             "nemo",
             "errors",
         )

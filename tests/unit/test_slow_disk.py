@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as torch_dcp
 from support.clocks import quick
+from support.draining import Node
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.errors import ExportError, StoreUnavailableError
 from tiered_checkpoint_io.export import export_checkpoint
 from tiered_checkpoint_io.export.files import new_files
-from tiered_checkpoint_io.resharding import reshard_checkpoint
 from tiered_checkpoint_io.stores.silence import answer_within, local_work
 
 #: Names that no file gets.
@@ -44,31 +43,27 @@ def calls(monkeypatch):
     return found
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A run with a sharded checkpoint of two files."""
-    state = {"w": torch.arange(64.0), "v": torch.ones(8)}
-    torch_dcp.save(state, checkpoint_id=tmp_path / "run" / "step_1", no_dist=True)
-    return str(tmp_path / "run")
-
-
-def test_a_pull_to_a_slow_disk_syncs_all_files_and_then_names_them(run, tmp_path, calls):
-    reshard_checkpoint(run, "step_1", "two", parts=2)
+def test_a_pull_to_a_slow_disk_syncs_all_files_and_then_names_them(memory_dir, tmp_path, calls):
+    node = Node(memory_dir, str(tmp_path / "run"))
+    for rank in (0, 1):
+        node.part("step_1", 1, rank)
+    assert CliRunner().invoke(app, ["drain", *node.where, "--once"]).exit_code == 0
     calls.clear()
-    done = CliRunner().invoke(app, ["pull", run, "two", "--to", str(tmp_path / "here"), "--timeout", "1"])
+    line = ["pull", node.dirpath, "step_1", "--to", str(tmp_path / "here"), "--timeout", "1"]
+    done = CliRunner().invoke(app, line)
     assert (done.exit_code, "has not answered" in done.output) == (0, False), done.exception
     there = {path.name for path in (tmp_path / "here").rglob("*") if path.is_file()}
-    assert len(there) == 3
-    assert [each == "link" for each in calls] == [False] * 3 + [True] * 3
+    assert len(there) == 5
+    assert [each == "link" for each in calls] == [False] * 5 + [True] * 5
 
 
-def test_scratch_files_are_not_synced(run, calls):
-    for source, name, parts in (("step_1", "full", None), ("full", "again", 2)):
-        reshard_checkpoint(run, source, name, parts=parts)
+def test_scratch_files_are_not_synced(tmp_path, calls):
+    run = tmp_path / "run"
+    run.mkdir()
+    torch.save({"w": torch.arange(64.0), "v": torch.ones(8)}, run / "full")
     export_checkpoint(run, "full", f"{run}-tensors", format="safetensors")
     assert calls
-    synced = [each for each in calls if "reshard-" in each or ".export-" in each]
-    assert not synced
+    assert not [each for each in calls if ".export-" in each]
 
 
 def test_where_one_file_gets_no_name_none_has(tmp_path, calls, monkeypatch):

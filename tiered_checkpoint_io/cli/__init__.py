@@ -18,16 +18,12 @@ from tiered_checkpoint_io.cli import (
     doctor,
     exporting,
     flush,
-    importing,
     listing,
     memory,
     metrics,
     pins,
     prune,
     pull,
-    report,
-    reshard,
-    schema,
     showing,
     verify,
     watch,
@@ -62,17 +58,13 @@ app.command("drain")(spread(memory.drain))
 app.command("clean")(spread(clean.clean))
 app.command("flush")(spread(flush.flush))
 app.command("pull")(spread(pull.pull))
-app.command("import")(spread(importing.import_))
-app.command("reshard")(spread(reshard.reshard))
 app.command("doctor")(spread(doctor.doctor))
 app.command("prune")(spread(prune.prune))
 app.command("pin")(spread(pins.pin))
 app.command("unpin")(spread(pins.unpin))
 app.command("metric")(spread(pins.metric))
 app.command("metrics")(spread(metrics.metrics))
-app.command("report")(spread(report.report))
 app.command("watch")(spread(watch.watch))
-app.command("schema")(schema.schema)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What commands print with ``--json``; :mod:`schema` makes their schemas of these dataclasses."""
+"""Dataclasses that commands print with ``--json``: a field is a key, and its text says what the key means."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 from tiered_checkpoint_io.cli.checking import Checked
 from tiered_checkpoint_io.cli.doctor.facts import Check, Setting
 from tiered_checkpoint_io.engine.drain import operations
-from tiered_checkpoint_io.imports.layouts import Imported
 from tiered_checkpoint_io.inventory.details import File, PartHere, Save
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, Tier, time_of
 from tiered_checkpoint_io.metrics import catalog
@@ -224,30 +223,6 @@ class Pulled:
 
 
 @dataclass(frozen=True, slots=True)
-class ImportedAll:
-    """What became of checkpoints of others."""
-
-    source: Annotated[str, "As given."]
-    dirpath: Annotated[str, "The durable tier."]
-    imported: Annotated[bool, "Whether all were."]
-    checkpoints: Annotated[Sequence[Imported], "The checkpoints."]
-
-
-@dataclass(frozen=True, slots=True)
-class Resharded:
-    """A checkpoint that was written anew."""
-
-    dirpath: Annotated[str, "The durable tier."]
-    source: Annotated[str, "The checkpoint that was read; of an alias, its target."]
-    name: Annotated[str, "The new one."]
-    kind: Annotated[str, "``full`` or ``sharded``."]
-    parts: Annotated[int, "How many parts it has."]
-    step: Annotated[int | None, "The training step; None where it is not known."]
-    resumable: Annotated[bool, "Whether training can resume from it."]
-    size_bytes: Annotated[int, "Bytes of its files."]
-
-
-@dataclass(frozen=True, slots=True)
 class Pin:
     """What keeps a checkpoint from being deleted."""
 
@@ -365,36 +340,3 @@ class Examined:
     checks: Annotated[Sequence[Check], "What was found, in order."]
     missing_policy: Annotated[Mapping[str, object] | None, "An IAM policy of the missing statements; None for none."]
     recommended: Annotated[Sequence[Setting], "Settings that should differ from the defaults."]
-
-
-@dataclass(frozen=True, slots=True)
-class Reported:
-    """The page that was written."""
-
-    path: Annotated[Path, "Where it is."]
-    events: Annotated[int, "How many events are in it."]
-    checkpoints: Annotated[int | None, "How many checkpoints; None where the durable tier was not asked."]
-
-
-#: By command; of ``watch`` each line is one of the two.
-DOCUMENTS: Mapping[str, tuple[type, ...]] = {
-    "clean": (Cleaned,),
-    "doctor": (Examined,),
-    "drain": (Drained,),
-    "export": (Exported,),
-    "flush": (Flushed,),
-    "import": (ImportedAll,),
-    "ls": (Listed,),
-    "metric": (MetricsAdded,),
-    "metrics": (Metrics,),
-    "pin": (Pinned,),
-    "prune": (Pruned,),
-    "pull": (Pulled,),
-    "report": (Reported,),
-    "reshard": (Resharded,),
-    "show": (Shown,),
-    "status": (Status,),
-    "unpin": (Unpinned,),
-    "verify": (Verified,),
-    "watch": (Change, Ran),
-}

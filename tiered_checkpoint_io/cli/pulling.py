@@ -106,7 +106,7 @@ def _find(store: Store, wanted: str) -> Manifest:
     found = find(store, wanted, operation="pull")
     if found is None:
         text = f"no such checkpoint: {wanted}"
-        hint = "list what is there: tiered-ckpt ls; take over checkpoints of other libraries: tiered-ckpt import"
+        hint = "list what is there: tiered-ckpt ls; a checkpoint of another library is loaded by its path"
         raise CheckpointNotFoundError(text, operation="pull", tier="durable", key=store.url, hint=hint)
     return found
 

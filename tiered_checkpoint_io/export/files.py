@@ -9,7 +9,7 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,6 @@ def to_torch_file(
     target: str | os.PathLike[str],
     *,
     weights_only: bool = True,
-    beside: Mapping[str, Any] | None = None,
-    progress: Callable[[int], None] = lambda _: None,
-    synced: bool = True,
 ) -> None:
     """Writes the whole state as ``torch.save`` would have; see :func:`export_checkpoint`.
 
@@ -66,9 +63,6 @@ def to_torch_file(
         folder: The checkpoint.
         target: The file; it must not exist.
         weights_only: See :func:`export_checkpoint`.
-        beside: Further entries of the state.
-        progress: Called with bytes that are done, from any thread; what it raises ends the work.
-        synced: See :func:`new_files`.
     """
     items = Items(folder)
     tensors = {name: _placeholder(items, name) for name in items.tensors}
@@ -77,7 +71,6 @@ def to_torch_file(
         for name in items.entries
     }
     state = flat if items.paths is None else unflatten_state_dict(flat, items.paths)
-    state.update(beside or {})
     image = plan(state)
     if not image.planned:
         # Then torch.save has written their elements, too: once more, with those of the checkpoint.
@@ -88,7 +81,7 @@ def to_torch_file(
                 tensor.copy_(torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape))
         image = plan(state)
     names = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
-    with new_file(Path(target), image.size, synced=synced) as mapping:
+    with new_file(Path(target), image.size) as mapping:
         for segment in image.segments:
             mapping[segment.offset : segment.offset + len(segment.data)] = segment.data
         targets: dict[str, list[TargetBlock]] = {}
@@ -99,7 +92,7 @@ def to_torch_file(
             else:
                 other: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
                 mapping[region.offset : region.offset + region.nbytes] = other.set_(region.storage).numpy()
-        items.fill(targets, progress=progress)
+        items.fill(targets)
 
 
 def to_safetensors(

@@ -80,25 +80,18 @@ def find(store: Store, name: str, *, operation: str) -> SourceCheckpoint:
     return SourceCheckpoint(manifest.name, None, tuple(full), manifest)
 
 
-def read_found(
-    store: Store, name: str, work: Callable[[SourceCheckpoint], _T], *, operation: str, tries: int = 3
-) -> _T:
+def read_found(store: Store, name: str, work: Callable[[SourceCheckpoint], _T], *, operation: str) -> _T:
     """Does what reads a checkpoint, found as by :func:`find`; see :func:`durable.read_unchanged`."""
 
     def look() -> tuple[Manifest | None, SourceCheckpoint]:
         found = find(store, name, operation=operation)
         return found.manifest, found
 
-    return durable.read_unchanged(store, look, work, operation=operation, tries=tries)
+    return durable.read_unchanged(store, look, work, operation=operation)
 
 
-def copy_file(
-    store: Store, found: SourceCheckpoint, target: Path, *, operation: str, synced: bool = True
-) -> Content | None:
+def copy_file(store: Store, found: SourceCheckpoint, target: Path, *, operation: str, synced: bool = True) -> None:
     """Copies the file of a full checkpoint: the first whose bytes match; ``synced`` see :func:`new_files`.
-
-    Returns:
-        The facts of the save that made these.
 
     Raises:
         CorruptCheckpointError: None matches.
@@ -106,7 +99,7 @@ def copy_file(
         ExportError: ``target`` exists, or can't be written.
     """
     errors: list[TieredCheckpointError] = []
-    for content, (entry, *_) in found.copies:
+    for _, (entry, *_) in found.copies:
         try:
             with new_file(target, entry.size, synced=synced) as mapping:
                 size = store.size(entry.path)
@@ -118,7 +111,7 @@ def copy_file(
                         fetch_chunk(store, entry, index, chunk)
                     # Written pages count as the process's own for no longer than that.
                     mapping.madvise(mmap.MADV_DONTNEED)
-            return content
+            return
         except (CorruptCheckpointError, StoreNotFoundError) as error:
             errors.append(error)
     raise errors[0]

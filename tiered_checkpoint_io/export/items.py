@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -43,26 +43,12 @@ class Tensors(Protocol):
         """Shape and element type of each, by its name."""
         ...
 
-    @property
-    def objects(self) -> Collection[str]:
-        """The names of what are not tensors."""
-        ...
-
-    @property
-    def paths(self) -> Mapping[str, tuple[str | int, ...]] | None:
-        """The path of each name in the nested state; None where the state was flat."""
-        ...
-
     def nbytes(self, name: str) -> int:
         """See :meth:`Items.nbytes`."""
         ...
 
-    def fill(self, targets: Mapping[str, Sequence[TargetBlock]], *, progress: Callable[[int], None] = ...) -> None:
+    def fill(self, targets: Mapping[str, Sequence[TargetBlock]]) -> None:
         """See :meth:`Items.fill`."""
-        ...
-
-    def saved(self, name: str) -> bytes:
-        """See :meth:`Items.saved`."""
         ...
 
 
@@ -102,7 +88,6 @@ class Items:
         #: By name; what are not tensors are objects that torch.save wrote.
         self.entries = metadata.state_dict_metadata
         self.tensors = {name: entry for name, entry in self.entries.items() if isinstance(entry, TensorStorageMetadata)}
-        self.objects = [name for name in self.entries if name not in self.tensors]
         #: The path of each name in the nested state; None where the state was flat.
         self.paths: dict[str, tuple[str | int, ...]] | None = metadata.planner_data or None
 
@@ -112,32 +97,22 @@ class Items:
         return math.prod(entry.size) * entry.properties.dtype.itemsize
 
     def value(self, name: str, *, weights_only: bool) -> Any:
-        """An object that is no tensor; raises as :meth:`saved` and :func:`loaded`."""
-        return loaded(io.BytesIO(self.saved(name)), repr(name), self.where, weights_only=weights_only)
-
-    def saved(self, name: str) -> bytes:
-        """An object that is no tensor, as torch.save wrote it.
+        """Loads an object that is no tensor.
 
         Raises:
             CorruptCheckpointError: It is not where ``.metadata`` says.
+            RestoreError: As :func:`loaded`.
         """
-        return bytes(self._folder.read(*self._place(MetadataIndex(name))))
+        saved = io.BytesIO(self._folder.read(*self._place(MetadataIndex(name))))
+        return loaded(saved, repr(name), self.where, weights_only=weights_only)
 
-    @property
-    def files(self) -> set[str]:
-        """The files that hold items, by their basenames."""
-        return {info.relative_path for info in self._places.values()}
-
-    def fill(
-        self, targets: Mapping[str, Sequence[TargetBlock]], *, progress: Callable[[int], None] = lambda _: None
-    ) -> None:
+    def fill(self, targets: Mapping[str, Sequence[TargetBlock]]) -> None:
         """Copies blocks of tensors, by their names, into mapped files.
 
         Each file is read once, from its front to its end, whatever the order of the targets.
 
         Args:
             targets: Where the blocks belong.
-            progress: Called with the bytes of each item that is done, from any thread; what it raises ends the work.
 
         Raises:
             CorruptCheckpointError: What is stored is not what ``.metadata`` says.
@@ -155,7 +130,6 @@ class Items:
                 dtype = self.tensors[name].properties.dtype
                 read = self._elements(name, MetadataIndex(name, torch.Size(box.offsets)), box.sizes, dtype)
                 blocks.pour(box, dtype.itemsize, read, targets[name])
-                progress(box.numel * dtype.itemsize)
 
         in_parallel(one, todo, _READERS)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,9 @@ class MappedState:
             raise ExportError(
                 f"the file holds a {type(state).__name__}, no dictionary", operation="export", tier="durable", key=where
             )
-        flat, paths = flatten_state_dict(state)
+        flat, _ = flatten_state_dict(state)
         self.where = where
         self._tensors = {name: value.detach() for name, value in flat.items() if isinstance(value, torch.Tensor)}
-        self._objects = {name: value for name, value in flat.items() if name not in self._tensors}
-        self.objects = list(self._objects)
-        #: The path of each name in the nested state.
-        self.paths: dict[str, tuple[str | int, ...]] | None = paths
         self.tensors = {
             name: TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.size(), [])
             for name, tensor in self._tensors.items()
@@ -48,16 +43,8 @@ class MappedState:
         tensor = self._tensors[name]
         return tensor.numel() * tensor.dtype.itemsize
 
-    def saved(self, name: str) -> bytes:
-        """An object that is no tensor, as torch.save writes it."""
-        file = io.BytesIO()
-        torch.save(self._objects[name], file)
-        return file.getvalue()
-
-    def fill(
-        self, targets: Mapping[str, Sequence[TargetBlock]], *, progress: Callable[[int], None] = lambda _: None
-    ) -> None:
-        """Copies blocks of tensors, by their names, into mapped files; ``progress`` is called with bytes that are done.
+    def fill(self, targets: Mapping[str, Sequence[TargetBlock]]) -> None:
+        """Copies blocks of tensors, by their names, into mapped files.
 
         Raises:
             ExportError: One is sparse.
@@ -82,7 +69,6 @@ class MappedState:
                 _reader(elements),
                 wanted,
             )
-            progress(len(elements))
 
 
 def _reader(elements: memoryview) -> Read:

@@ -42,14 +42,7 @@ _MAP_NORESERVE = 0x4000
 QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
-class Blank(NamedTuple):
-    """A tensor whose elements are written to the file later: only their place is planned, see :func:`skeleton_of`."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-Item = torch.Tensor | Blank | bytes | memoryview
+Item = torch.Tensor | bytes | memoryview
 
 
 class Placed(NamedTuple):
@@ -83,7 +76,7 @@ def plan_shard(items: Iterable[Item]) -> tuple[Image, list[Placed]]:
     items must not change until the image is filled.
 
     Raises:
-        ExportError: The place of a blank's elements is not known; or as :func:`skeleton_of`.
+        ExportError: As :func:`skeleton_of`.
         Exception: Whatever ``torch.save`` raises for a tensor that it can't save.
     """
     segments: list[Segment] = []
@@ -93,14 +86,6 @@ def plan_shard(items: Iterable[Item]) -> tuple[Image, list[Placed]]:
     for item in items:
         if isinstance(item, torch.Tensor):
             skeleton = _lay_out(item.detach(), position, regions)
-        elif isinstance(item, Blank):
-            skeleton = skeleton_of(*item)
-            if not skeleton.length:
-                raise ExportError(
-                    f"torch {torch.__version__} lays out its files in a way that is not known here",
-                    operation="plan",
-                    hint="use a release of torch that `tiered-ckpt doctor` supports",
-                )
         else:
             data = memoryview(item)
             skeleton = Skeleton(len(data), _padded((Segment(0, data),), len(data)), 0, 0)

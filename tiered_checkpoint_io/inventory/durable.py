@@ -187,7 +187,6 @@ def read_unchanged(
     work: Callable[[_F], _T],
     *,
     operation: str,
-    tries: int = _TRIES,
 ) -> _T:
     """Reads a checkpoint; anew, where a run has removed or overwritten it meanwhile: then nothing is damaged.
 
@@ -197,13 +196,12 @@ def read_unchanged(
             wrote, where a change is not seen.
         work: Reads it; leaves nothing where it raises.
         operation: For the error.
-        tries: How often, at most.
 
     Raises:
         StoreChangedError: It was removed or overwritten each time.
         Exception: What ``look`` and ``work`` raise.
     """
-    for left in reversed(range(tries)):
+    for left in reversed(range(_TRIES)):
         manifest, found = look()
         try:
             return work(found)

@@ -87,12 +87,6 @@ def content_or_damage(store: Store, manifest: Manifest, progress: _Progress = la
     return damage
 
 
-def damage_of(store: Store, manifest: Manifest) -> Damage | None:
-    """As :func:`content_or_damage`; None where it is intact."""
-    found = content_or_damage(store, manifest)
-    return found if isinstance(found, Damage) else None
-
-
 def _first_damage(
     store: Store, entries: Collection[FileEntry], owners: dict[str, int], progress: _Progress
 ) -> Damage | None:

@@ -17,7 +17,6 @@ from tiered_checkpoint_io.errors import (
     StoreError,
     StoreFullError,
     StoreNotFoundError,
-    TieredCheckpointError,
 )
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
@@ -255,44 +254,6 @@ def remove_save(
     remove_files(store, paths.difference(live), tags)
     delete_all(store, described)
     store.delete(key)
-
-
-def withdraw(
-    store: Store,
-    name: str,
-    save_id: str,
-    paths: Collection[str],
-    *,
-    switch: str,
-    keep: Collection[str] = (),
-    alone: bool = False,
-) -> None:
-    """Takes back what was written of a save that failed; does nothing where a manifest names it, or the tier fails.
-
-    Args:
-        store: The durable tier.
-        name: The checkpoint's.
-        save_id: The save's.
-        paths: The files that it may have written.
-        switch: The one of them that changes over; it goes where no manifest has the name.
-        keep: Files that were there before, and that no manifest needs to name.
-        alone: Whether no one else may write there meanwhile: the switch goes without a reservation, which would stay.
-    """
-    with contextlib.suppress(TieredCheckpointError):
-        manifests = Manifests(store, save_id)
-        manifest = manifests.current(name)
-        # Only an object that was there before may be one that aliases keep.
-        named = contents_of([manifest, *(manifests.heirs(name) if switch in keep else ())])
-        live = paths_in(store, named)
-        if live is None or any(content.save_id == save_id for content in named):
-            return
-        live |= set(keep)
-        is_unnamed = manifest is None and switch not in live
-        # The files first: there may be no time for more.
-        delete_all(store, set(paths) - live - ({switch} if not (is_unnamed and alone) else set()))
-        if is_unnamed and not alone:
-            remove_unnamed(manifests, name, switch)
-        remove_save(store, name, save_id, live, {switch: None})
 
 
 def _part_at(store: Store, name: str, save_id: str, key: str) -> Part:

@@ -56,17 +56,6 @@ def before_its_run(save_id: str) -> str:
     return f"{began.strftime(_TIME_FORMAT)}-{save_id.partition('-')[2]}"
 
 
-def id_before_run_of(save_id: str) -> str:
-    """As :func:`before_its_run`, and another at each call: for what is made of a save later, and is not newer.
-
-    Those of several saves of the run sort as the saves do, those of one save by chance.
-    """
-    began, _, counter = before_its_run(save_id).split("-")
-    # The counter stands where it decides.
-    chance = int(SYSTEM.token(6), 16) % 10**_COUNTER_DIGITS
-    return f"{began}-{int(counter):08x}-{chance:0{_COUNTER_DIGITS}d}"
-
-
 def save_id_of_ranks(run_id: str, series: str, repeat: int, step: int) -> str:
     """The id of a save that ranks make without talking: all who know the same give the same id.
 

@@ -1,1 +1,0 @@
-"""Checkpoints that others wrote, as committed checkpoints of a durable tier: see :mod:`importing`."""
