@@ -1,20 +1,23 @@
 """Builds wheel and sdist from a clean clone, and tries the wheel with the sources gone; ``make dist`` calls it.
 
 On the Python that runs this: a training that resumes, the command line and the types of a script, with the pins of
-constraints.txt. On each other Python from 3.10 to 3.13 that is installed, and with the lowest
-versions that the wheel declares: all of the package compiles, and the command line verifies the checkpoints of
-tests/data/format_1. That needs no torch, of which another Python has builds for GPUs alone, of gigabytes; ``--full``
-has each Python train, and this one with constraints-min.txt, too.
+constraints.txt. On each Python from 3.10 to 3.13 that is installed: the pip that comes with it finds versions that fit
+without any constraint. On each other Python, and with the lowest versions that the wheel declares: all of the package
+compiles, and the command line verifies the checkpoints of tests/data/format_1. That needs no torch, of which another
+Python has builds for GPUs alone, of gigabytes; ``--full`` has each Python train, and this one with constraints-min.txt,
+too.
 """
 
 import argparse
 import email
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -23,17 +26,18 @@ HERE = Path(__file__).parent
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 OWN = f"{sys.version_info.major}.{sys.version_info.minor}"
 #: What only a trainer, or some kinds of configuration and URLs, import.
-HEAVY = {"torch", "lightning", "omegaconf", "s3fs"}
+HEAVY = {"torch", "lightning", "omegaconf", "s3fs", "aiobotocore"}
 TIMEOUT_S = 900
+RESOLVE_S = 300
 
 
-def run(*command, cwd="/", **options):
+def run(*command, cwd="/", timeout_s=TIMEOUT_S, **options):
     done = subprocess.run(
         [str(each) for each in command],
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
         check=False,
         **options,
     )
@@ -79,6 +83,28 @@ def venv(python, folder, *requirements):
     run(python, "-m", "venv", folder)
     run(folder / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check", *requirements)
     return folder / "bin"
+
+
+def resolves(python, version, wheel, scratch):
+    """The pip of this Python finds versions for all that the wheel needs; prints how long that takes, and some of them.
+
+    An empty wheel stands for torch, whose builds for GPUs have gigabytes: an older pip downloads all that it has found.
+    """
+    (scratch / "stub").mkdir(exist_ok=True)
+    about = "torch-2.999.dist-info"
+    with zipfile.ZipFile(scratch / "stub/torch-2.999-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.999\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+    run(python, "-m", "venv", scratch / "env")
+    report, began = scratch / "report.json", time.monotonic()
+    options = ("--dry-run", "--ignore-installed", "--find-links", scratch / "stub", "--report", report)
+    run(scratch / "env/bin/python", "-m", "pip", "install", "-q", *options, wheel, timeout_s=RESOLVE_S)
+    shutil.rmtree(scratch / "env")
+    chosen = [each["metadata"] for each in json.loads(report.read_text())["install"]]
+    found = {each["name"].lower(): each["version"] for each in chosen}
+    shown = ", ".join(f"{name} {found[name]}" for name in ("lightning", "boto3", "aiobotocore", "s3fs"))
+    print(f"python={version} without constraints: {shown}, in {time.monotonic() - began:.0f} s", flush=True)
 
 
 def looks_right(bin_folder, scratch):
@@ -149,6 +175,8 @@ def main():
             shutil.rmtree(scratch / "env")
             print(f"python={version} {what}, without torch: imports, verifies", flush=True)
 
+        for version, python in {OWN: sys.executable, **interpreters()}.items():
+            resolves(python, version, wheel, scratch)
         trained(sys.executable, OWN, "constraints.txt")
         looked_at(sys.executable, OWN, "lowest declared versions", *lowest)
         for version, python in interpreters().items():

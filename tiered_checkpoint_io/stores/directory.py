@@ -1,19 +1,24 @@
-"""DirectoryStore: a durable tier in a directory of a local or network file system."""
+"""DirectoryStore: a durable tier in a directory of a local or network file system.
+
+Symbolic links may lead to the root only. Each folder below the root is opened by its name in the folder above, and no
+link is followed there: a user who may write into dirpath could otherwise direct reads and writes to files elsewhere.
+A link is no object: no list contains it, reading it is an error, and a write or a delete replaces or removes the link.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import StoreChangedError, StoreFullError, StoreNotFoundError
+from tiered_checkpoint_io.errors import StoreChangedError, StoreError, StoreFullError, StoreNotFoundError
 from tiered_checkpoint_io.stores.base import UploadContent, UploadJournal, changed, too_short
-from tiered_checkpoint_io.stores.duplicates import duplicate
 from tiered_checkpoint_io.stores.files import FileStore, kind_of
 
 _T = TypeVar("_T")
@@ -23,6 +28,17 @@ _ATTEMPTS = 100
 #: In the scratch folder, where what no process has locked is removed.
 _LOCK = "conditional-write"
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
+#: A folder in which others are opened; needs no right to read it.
+_FOLDER = os.O_PATH | os.O_DIRECTORY
+#: The request of linux/fs.h that has two files share their blocks, until one is written to.
+_FICLONE = 0x40049409
+_SENT_AT_ONCE = 1 << 30
+#: What a hard link is called until it takes the place of the file that it stands for.
+_LINK = ".link"
+
+
+class _LinkFoundError(OSError):
+    """A symbolic link below the root is in the way; its argument is the link's name."""
 
 
 class DirectoryStore(FileStore):
@@ -37,48 +53,115 @@ class DirectoryStore(FileStore):
         path = os.path.abspath(root)
         super().__init__(path, path.rstrip("/"), clock)
 
+    # ------------------------------------------------------------------------------ files and folders
+    @contextlib.contextmanager
+    def _folder(self, path: str, *, make: bool = False) -> Iterator[int]:
+        """Opens the root or a folder below it; ``make`` makes, durably, what is missing."""
+        folder = self._open_root(make=make)
+        try:
+            for name in filter(None, path[len(self._root) :].split("/")):
+                inner = _enter(folder, name, make=make)
+                os.close(folder)
+                folder = inner
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _open_root(self, *, make: bool) -> int:
+        root, flags = self._root or "/", _FOLDER | os.O_CLOEXEC
+        try:
+            return os.open(root, flags)
+        except FileNotFoundError:
+            if not make:
+                raise
+        _make_folder(root)
+        return os.open(root, flags)
+
+    def _in(self, path: str, action: Callable[[int, str], _T]) -> _T:
+        """Returns what ``action`` does with the folder of a path, and the name in it."""
+        above, name = os.path.split(path)
+        with self._folder(above) as folder:
+            return action(folder, name)
+
+    def _into(self, path: str, action: Callable[[int, str], _T]) -> _T:
+        """Does the same, and makes the folder as often as others remove it, empty as it is."""
+        above, name = os.path.split(path)
+        for attempt in range(_ATTEMPTS):
+            try:
+                with self._folder(above, make=True) as folder:
+                    return action(folder, name)
+            except FileNotFoundError:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+        raise AssertionError
+
+    @contextlib.contextmanager
+    def _opened(self, path: str) -> Iterator[io.FileIO]:
+        """Opens a file to read; a pipe or a device is no object."""
+
+        def opened(folder: int, name: str) -> io.FileIO:
+            return io.FileIO(name, opener=lambda *_: _open_in(folder, name, os.O_RDONLY))
+
+        with self._in(path, opened) as file:
+            _check_file(os.fstat(file.fileno()), path)
+            yield file
+
+    def _unlink(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._in(path, lambda folder, name: os.unlink(name, dir_fd=folder))
+
+    def _rename(self, temporary: str, path: str) -> None:
+        def rename(scratch: int, old: str) -> None:
+            self._into(path, lambda folder, new: os.rename(old, new, src_dir_fd=scratch, dst_dir_fd=folder))
+
+        self._in(temporary, rename)
+
+    def _sync(self, path: str) -> None:
+        """Syncs the folder of a path."""
+        self._in(path, lambda folder, _: _sync_folder(".", folder))
+
+    def _translated(self, error: Exception, operation: str, key: str) -> StoreError:
+        if not isinstance(error, _LinkFoundError):
+            return super()._translated(error, operation, key)
+        text = f"{operation} failed: {str(error)!r} is a symbolic link, and no link below dirpath is followed"
+        hint = "replace the link by the file or folder itself, or remove it; only dirpath itself may be a link"
+        return StoreError(text, operation=operation, key=key, hint=hint)
+
+    # ---------------------------------------------------------------------------------------- reading
     def _files(self, folder: str) -> Iterator[tuple[str, int, float]]:
-        for base, _, names in os.walk(folder or "/", onerror=_refuse_walk):
-            for name in names:
-                path = os.path.join(base, name)
-                # Removed while we look: the list is of what is there.
-                with contextlib.suppress(FileNotFoundError):
-                    facts = os.stat(path)
-                    yield path, facts.st_size, facts.st_mtime
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._folder(folder) as top:
+            for base, _, names, opened in os.fwalk(".", onerror=_refuse_walk, dir_fd=top):
+                for name in names:
+                    # Removed while we look: the list is of what is there.
+                    with contextlib.suppress(FileNotFoundError):
+                        facts = _facts(opened, name)
+                        if stat.S_ISREG(facts.st_mode):
+                            yield f"{folder}{base[1:]}/{name}", facts.st_size, facts.st_mtime
 
     def children(self, prefix: str) -> list[str]:
         """The names right below ``prefix``; see :func:`fallbacks.children_of`."""
-        folder = f"{self._root}/{prefix}"
 
         def names() -> list[str]:
             try:
-                with os.scandir(folder) as entries:
-                    return [each.name + "/" * each.is_dir() for each in entries]
+                with self._folder(f"{self._root}/{prefix}") as folder:
+                    return [name + "/" * is_folder for name, is_folder in _entries(folder)]
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
         return self._ask("list", prefix, names)
 
     def _get(self, path: str) -> bytes:
-        with open(path, "rb") as file:
+        with self._opened(path) as file:
             return file.read()
 
     def _size(self, path: str) -> int:
-        facts = os.stat(path)
-        if not stat.S_ISREG(facts.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        facts = self._in(path, _facts)
+        _check_file(facts, path)
         return facts.st_size
 
     def _read(self, key: str, path: str, offset: int, buffer: memoryview) -> None:
-        done = 0
-        with open(path, "rb", buffering=0) as file:
-            file.seek(offset)
-            while done < len(buffer):
-                with buffer[done:] as rest:
-                    count = file.readinto(rest)
-                if not count:
-                    raise too_short(key, os.fstat(file.fileno()).st_size, offset + len(buffer))
-                done += count
+        with self._opened(path) as file:
+            _fill(file, key, offset, buffer)
 
     def read_pieces(self, key: str, offset: int, pieces: Sequence[memoryview], filled: Callable[[int], None]) -> None:
         """Fills several buffers; see :func:`stores.base.read_pieces`."""
@@ -86,10 +169,11 @@ class DirectoryStore(FileStore):
 
         def once() -> None:
             at = offset
-            for index, piece in enumerate(pieces):
-                self._read(key, path, at, piece)
-                at += len(piece)
-                filled(index)
+            with self._opened(path) as file:
+                for index, piece in enumerate(pieces):
+                    _fill(file, key, at, piece)
+                    at += len(piece)
+                    filled(index)
 
         self._ask("get", key, once)
         self.metrics.add("bytes.down", sum(len(piece) for piece in pieces))
@@ -97,11 +181,11 @@ class DirectoryStore(FileStore):
     # ------------------------------------------------------------------------- conditional writes
     def tag(self, key: str) -> str | None:
         path = self._path(key)
-        return self._ask("head", key, lambda: _tag_at(path))
+        return self._ask("head", key, lambda: self._tag_at(path))
 
     def get_tagged(self, key: str) -> tuple[bytes, str]:
         path = self._path(key)
-        data, tag = self._ask("get", key, lambda: _read_tagged(path))
+        data, tag = self._ask("get", key, lambda: self._read_tagged(path))
         self.metrics.add("bytes.down", len(data))
         return data, tag
 
@@ -152,7 +236,7 @@ class DirectoryStore(FileStore):
         path = self._path(key)
 
         def delete() -> None:
-            if _tag_at(path) is not None:
+            if self._tag_at(path) is not None:
                 with self._unchanged("delete", key, path, expected):
                     self._delete(path)
 
@@ -163,19 +247,17 @@ class DirectoryStore(FileStore):
     def _unchanged(self, operation: str, key: str, path: str, expected: str | None) -> Iterator[None]:
         """A block that no other conditional write comes between; entered where the file is as expected."""
         with self._alone(makes_room=operation == "delete"):
-            if _tag_at(path) != expected:
+            if self._tag_at(path) != expected:
                 raise changed(operation, key)
             yield
 
     @contextlib.contextmanager
     def _alone(self, *, makes_room: bool) -> Iterator[None]:
         """A block that holds the lock of conditional writes; what ``makes_room`` needs none where there is no room."""
-        lock = os.path.join(self._scratch, _LOCK)
+        lock = f"{self._scratch}/{_LOCK}"
         while True:
             try:
-                descriptor = _within(
-                    self._scratch, lambda: os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                )
+                descriptor = self._into(lock, lambda folder, name: _open_in(folder, name, os.O_WRONLY | os.O_CREAT))
             except OSError as error:
                 if not makes_room or kind_of(error) is not StoreFullError:
                     raise
@@ -189,8 +271,7 @@ class DirectoryStore(FileStore):
                     yield
                     return
                 finally:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(lock)
+                    self._unlink(lock)
             finally:
                 os.close(descriptor)
         yield
@@ -207,7 +288,6 @@ class DirectoryStore(FileStore):
         unchanged: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> str:
         """Writes a file, and puts it into its place within ``unchanged()``; its tag."""
-        folder = os.path.dirname(path)
         with self._temporary(key) as (descriptor, temporary):
             for start in range(0, len(data), _SLICE):
                 with data[start : start + _SLICE] as piece, self._guarded("put", key):
@@ -217,54 +297,51 @@ class DirectoryStore(FileStore):
             with self._guarded("put", key):
                 os.fsync(descriptor)
                 with unchanged():
-                    _within(folder, lambda: os.rename(temporary, path))
+                    self._rename(temporary, path)
                 tag = _tag_of(os.fstat(descriptor))
         with self._guarded("put", key):
-            _sync_folder(folder)
+            self._sync(path)
         return tag
 
     def _copy(self, key: str, source: str, path: str, size: int, check: Callable[[], None]) -> None:
-        with self._guarded("copy", key):
-            self._size(source)
-            origin = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-        # From here on the source is there, whatever else is missing.
-        try:
+        with contextlib.ExitStack() as held:
+            with self._guarded("copy", key):
+                origin = held.enter_context(self._opened(source)).fileno()
+            # From here on the source is there, whatever else is missing.
             with self._temporary(key) as (descriptor, temporary):
                 with self._guarded("put", key):
                     # A hard link is the same file: shared with a cleaner's lock, it is not taken for abandoned.
                     _lock(origin, fcntl.LOCK_SH)
-                    duplicate(origin, source, descriptor, temporary)
-                    found = os.stat(temporary).st_size
+                    self._in(temporary, lambda folder, name: _duplicate(origin, descriptor, folder, name))
+                    found = self._size(temporary)
                 self._check_size(key, found, size)
                 check()
                 with self._guarded("put", key):
-                    _within(os.path.dirname(path), lambda: os.rename(temporary, path))
+                    self._rename(temporary, path)
                     # Two names of one file are not renamed onto each other: the first one stays.
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(temporary)
+                    self._unlink(temporary)
             with self._guarded("put", key):
-                _sync_folder(os.path.dirname(path))
-        finally:
-            os.close(origin)
+                self._sync(path)
 
     def _delete(self, path: str) -> None:
-        folder = os.path.dirname(path)
-        os.unlink(path)
-        _sync_folder(folder)
+        def remove(folder: int, name: str) -> None:
+            os.unlink(name, dir_fd=folder)
+            _sync_folder(".", folder)
+
+        self._in(path, remove)
         # Folders exist for their files alone here; the last one gone, they go too.
         with contextlib.suppress(OSError):
-            while folder.startswith(self._root + "/"):
-                os.rmdir(folder)
-                folder = os.path.dirname(folder)
+            while (path := os.path.dirname(path)).startswith(self._root + "/"):
+                self._in(path, lambda folder, name: os.rmdir(name, dir_fd=folder))
 
     @contextlib.contextmanager
     def _temporary(self, key: str) -> Iterator[tuple[int, str]]:
         """A new file to write to, locked while we do; gone at the end unless it was renamed."""
         while True:
-            path = os.path.join(self._scratch, self._clock.token(12))
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            path = f"{self._scratch}/{self._clock.token(12)}"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             with self._guarded("put", key):
-                descriptor = _within(self._scratch, lambda: os.open(path, flags, 0o666))  # noqa: B023 - called here
+                descriptor = self._into(path, lambda folder, name: _open_in(folder, name, flags))  # noqa: B023
                 # A cleaner may hold it for a moment, no longer.
                 _lock(descriptor, fcntl.LOCK_EX)
             if os.fstat(descriptor).st_nlink:
@@ -274,29 +351,37 @@ class DirectoryStore(FileStore):
         try:
             yield descriptor, path
         except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            self._unlink(path)
             raise
         finally:
             os.close(descriptor)
 
     def _drop_abandoned(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(self._scratch):
+        with contextlib.suppress(FileNotFoundError), self._folder(self._scratch) as folder:
+            for name in [name for name, is_folder in _entries(folder) if not is_folder]:
                 # What another user left is theirs to remove, and what is locked has a writer.
                 with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):
-                    self._drop_if_abandoned(os.path.join(self._scratch, name))
+                    self._drop_if_abandoned(folder, name)
 
-    def _drop_if_abandoned(self, path: str) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    def _drop_if_abandoned(self, folder: int, name: str) -> None:
+        descriptor = _open_in(folder, name, os.O_WRONLY)
         try:
             locked = _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Where there are no locks, an abandoned file is known by its age.
             if locked or self._clock.wall() - os.fstat(descriptor).st_mtime > self._clock.timing.abandoned_s:
                 # Under the lock: a writer that waits for it will see that its file is gone.
-                os.unlink(path)
+                os.unlink(name, dir_fd=folder)
         finally:
             os.close(descriptor)
+
+    def _tag_at(self, path: str) -> str | None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return _tag_of(self._in(path, _facts))
+        return None
+
+    def _read_tagged(self, path: str) -> tuple[bytes, str]:
+        with self._opened(path) as file:
+            return file.read(), _tag_of(os.fstat(file.fileno()))
 
 
 def _tag_of(facts: os.stat_result) -> str:
@@ -304,25 +389,92 @@ def _tag_of(facts: os.stat_result) -> str:
     return f"{facts.st_ino:x}-{facts.st_mtime_ns:x}-{facts.st_size:x}"
 
 
-def _tag_at(path: str) -> str | None:
+def _facts(folder: int, name: str) -> os.stat_result:
+    return os.stat(name, dir_fd=folder, follow_symlinks=False)
+
+
+def _check_file(facts: os.stat_result, path: str) -> None:
+    if stat.S_ISLNK(facts.st_mode):
+        raise _LinkFoundError(os.path.basename(path))
+    if not stat.S_ISREG(facts.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+
+
+def _open_in(folder: int, name: str, flags: int) -> int:
+    """Opens a name in a folder; follows no link, and waits for no other end of a pipe."""
     try:
-        return _tag_of(os.stat(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=folder)
+    except OSError as error:
+        # The kernel says of a link that it is no folder, if a folder is wanted.
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and stat.S_ISLNK(_facts(folder, name).st_mode):
+            raise _LinkFoundError(name) from error
+        raise
 
 
-def _read_tagged(path: str) -> tuple[bytes, str]:
-    with open(path, "rb") as file:
-        return file.read(), _tag_of(os.fstat(file.fileno()))
+def _enter(folder: int, name: str, *, make: bool) -> int:
+    """Opens a folder in another one; ``make`` makes it, durably, if it is missing."""
+    try:
+        return _open_in(folder, name, _FOLDER)
+    except FileNotFoundError:
+        if not make:
+            raise
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, dir_fd=folder)
+        _sync_folder(".", folder)
+    return _open_in(folder, name, _FOLDER)
 
 
-def _within(folder: str, action: Callable[[], _T]) -> _T:
-    """Does what needs ``folder``, making it as often as others remove it, empty as it is."""
-    for _ in range(_ATTEMPTS):
-        with contextlib.suppress(FileNotFoundError):
-            return action()
-        _make_folder(folder)
-    return action()
+def _entries(folder: int) -> list[tuple[str, bool]]:
+    """Returns the names of the files and folders in a folder, and whether each is a folder."""
+    opened = _open_in(folder, ".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with os.scandir(opened) as entries:
+            found = [(each.name, each.is_dir(follow_symlinks=False), each) for each in entries]
+            return [(name, is_dir) for name, is_dir, each in found if is_dir or each.is_file(follow_symlinks=False)]
+    finally:
+        os.close(opened)
+
+
+def _fill(file: io.FileIO, key: str, offset: int, buffer: memoryview) -> None:
+    done = 0
+    file.seek(offset)
+    while done < len(buffer):
+        with buffer[done:] as rest:
+            count = file.readinto(rest)
+        if not count:
+            raise too_short(key, os.fstat(file.fileno()).st_size, offset + len(buffer))
+        done += count
+
+
+def _duplicate(origin: int, descriptor: int, folder: int, name: str) -> None:
+    """Gives an empty file, open for writing, the bytes of ``origin``, in the cheapest way that there is.
+
+    A reflink has an inode of its own; a hard link has not, but files are replaced here and never written to.
+    """
+    try:
+        fcntl.ioctl(descriptor, _FICLONE, origin)
+    except OSError:
+        try:
+            _link_over(origin, folder, name)
+        except OSError:
+            # By the kernel, or by the server of a network file system where it can.
+            done = 0
+            while sent := os.sendfile(descriptor, origin, done, _SENT_AT_ONCE):
+                done += sent
+        else:
+            return
+    os.fsync(descriptor)
+
+
+def _link_over(origin: int, folder: int, name: str) -> None:
+    """Replaces a file by another name of the open file ``origin``."""
+    link = name + _LINK
+    os.link(f"/proc/self/fd/{origin}", link, dst_dir_fd=folder, follow_symlinks=True)
+    try:
+        os.rename(link, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError:
+        os.unlink(link, dir_fd=folder)
+        raise
 
 
 def _make_folder(folder: str) -> None:
@@ -343,8 +495,8 @@ def _write_all(descriptor: int, data: memoryview) -> None:
             done += os.write(descriptor, rest)
 
 
-def _sync_folder(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _sync_folder(path: str, above: int | None = None) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=above)
     try:
         os.fsync(descriptor)
     finally:
