@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -21,8 +21,9 @@ from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import Acl, Concurrency, TieredCheckpointConfig
+from tiered_checkpoint_io.model.config import Concurrency, TieredCheckpointConfig
 from tiered_checkpoint_io.model.retention import Policies
+from tiered_checkpoint_io.model.s3_options import S3Options
 
 REFUSE_LIGHTNING_ASYNC = (
     "lightning's AsyncCheckpointIO around TieredCheckpointIO: it copies the whole state for each save, queues without"
@@ -83,13 +84,7 @@ class TieredCheckpointIO(CheckpointIO):
         endpoint_url: str | None = None,
         region: str | None = None,
         profile: str | None = None,
-        sse: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None,
-        sse_kms_key_id: str | None = None,
-        expected_bucket_owner: str | None = None,
-        request_payer: Literal["requester"] | None = None,
-        acl: Acl | None = None,
-        storage_class: str | None = None,
-        checksum_algorithm: Literal["CRC32", "CRC32C", "SHA1", "SHA256", "CRC64NVME"] | None = None,
+        s3_options: S3Options | Mapping[str, str] | None = None,
         **unknown: NoReturn,  # no value is of this type: type checkers, too, refuse what is misspelt
     ) -> None:
         """Validates the configuration; opens nothing.
@@ -153,14 +148,9 @@ class TieredCheckpointIO(CheckpointIO):
             endpoint_url: Of an S3 server other than AWS.
             region: AWS region.
             profile: Profile in the AWS configuration files.
-            sse: Server-side encryption: ``AES256``, ``aws:kms`` or ``aws:kms:dsse``.
-            sse_kms_key_id: The KMS key for it.
-            expected_bucket_owner: AWS account that must own the bucket.
-            request_payer: ``requester`` for a bucket where the requester pays; these requests are then on your
-                account.
-            acl: Canned ACL of written objects.
-            storage_class: Storage class of written objects.
-            checksum_algorithm: Additional checksum that S3 keeps for written objects.
+            s3_options: Options of S3 requests by boto3's own names, such as ``{ServerSideEncryption: aws:kms}``:
+                ``ServerSideEncryption``, ``SSEKMSKeyId``, ``ExpectedBucketOwner``, ``RequestPayer``, ``ACL``,
+                ``StorageClass``, ``ChecksumAlgorithm``. Passed on as they are.
             unknown: Refused, with the nearest key that is known.
 
         Raises:

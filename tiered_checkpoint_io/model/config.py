@@ -15,6 +15,7 @@ from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, NewerConf
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.metrics_export import ALLOWED, targets_in
 from tiered_checkpoint_io.model.retention import Policies, policies_from
+from tiered_checkpoint_io.model.s3_options import S3Options
 from tiered_checkpoint_io.redaction import shown, without_secrets
 
 #: What S3 serves a second and prefix, and the headroom that is left for others.
@@ -29,18 +30,6 @@ _GLOBAL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 _MAX_CONCURRENCY = 256
 
 Concurrency = int | Literal["auto"]
-Acl = Literal[
-    "private",
-    "public-read",
-    "public-read-write",
-    "authenticated-read",
-    "aws-exec-read",
-    "bucket-owner-read",
-    "bucket-owner-full-control",
-]
-
-#: Objects of these classes have to be restored before they can be read, which takes hours.
-_UNREADABLE_CLASSES = ("GLACIER", "DEEP_ARCHIVE")
 _PATHS = ("dirpath", "memory_dir", "spill_dir", "log_dir")
 _RANGES: dict[str, tuple[int, int]] = {
     "memory_every_n_train_steps": (1, 1 << 40),
@@ -58,18 +47,7 @@ _RANGES: dict[str, tuple[int, int]] = {
 #: In a stored configuration, the keys that have their defaults.
 _UNSET = "unset"
 _OPTIONAL = {"memory_every_n_train_steps", "s3_every_n_train_steps"}
-_S3_ONLY = (
-    "endpoint_url",
-    "region",
-    "profile",
-    "sse",
-    "sse_kms_key_id",
-    "expected_bucket_owner",
-    "request_payer",
-    "acl",
-    "storage_class",
-    "checksum_algorithm",
-)
+_S3_ONLY = ("endpoint_url", "region", "profile", "s3_options")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,13 +112,9 @@ class TieredCheckpointConfig:
         endpoint_url: Of an S3 server other than AWS.
         region: AWS region.
         profile: Profile in the AWS configuration files.
-        sse: Server-side encryption: ``AES256``, ``aws:kms`` or ``aws:kms:dsse``.
-        sse_kms_key_id: The KMS key for it.
-        expected_bucket_owner: AWS account that must own the bucket.
-        request_payer: ``requester`` for a bucket where the requester pays; these requests are then on your account.
-        acl: Canned ACL of written objects.
-        storage_class: Storage class of written objects.
-        checksum_algorithm: Additional checksum that S3 keeps for written objects.
+        s3_options: Options of S3 requests by boto3's own names, such as ``{ServerSideEncryption: aws:kms}``:
+            ``ServerSideEncryption``, ``SSEKMSKeyId``, ``ExpectedBucketOwner``, ``RequestPayer``, ``ACL``,
+            ``StorageClass``, ``ChecksumAlgorithm``. Passed on as they are.
 
     Raises:
         ConfigError: A value is not allowed; says the key, the value and what is allowed.
@@ -183,13 +157,7 @@ class TieredCheckpointConfig:
     endpoint_url: str | None = None
     region: str | None = None
     profile: str | None = None
-    sse: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
-    sse_kms_key_id: str | None = None
-    expected_bucket_owner: str | None = None
-    request_payer: Literal["requester"] | None = None
-    acl: Acl | None = None
-    storage_class: str | None = None
-    checksum_algorithm: Literal["CRC32", "CRC32C", "SHA1", "SHA256", "CRC64NVME"] | None = None
+    s3_options: S3Options | Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -221,7 +189,7 @@ class TieredCheckpointConfig:
             object.__setattr__(self, "preflight", "off")
         for key, allowed in _choices().items():
             value = getattr(self, key)
-            if value not in allowed and not (value is None and key in _S3_ONLY):
+            if value not in allowed:
                 _refuse(key, value, "one of " + ", ".join(allowed))
         if self.drain == "process" and ids.url_scheme(self.dirpath) == "memory":
             _refuse("dirpath", self.dirpath, "a place that the drain, a process of its own, sees too; or drain: thread")
@@ -242,20 +210,19 @@ class TieredCheckpointConfig:
         self._check_s3()
 
     def _check_s3(self) -> None:
-        for key in (*_S3_ONLY, "log_dir", "metrics_export", "replication_interface"):
+        if self.s3_options is not None:
+            object.__setattr__(self, "s3_options", S3Options.of(self.s3_options))
+        for key in ("endpoint_url", "region", "profile", "log_dir", "metrics_export", "replication_interface"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, str) or not value):
                 _refuse(key, value, "text, or null")
-            if value is not None and key in _S3_ONLY and ids.url_scheme(self.dirpath) != "s3":
-                _refuse(key, value, "null, because dirpath is not an S3 URL")
+        for key in _S3_ONLY:
+            if getattr(self, key) is not None and ids.url_scheme(self.dirpath) != "s3":
+                _refuse(key, getattr(self, key), "null, because dirpath is not an S3 URL")
         try:
             targets_in(self.metrics_export or "")
         except ConfigError:
             _refuse("metrics_export", self.metrics_export, f"{ALLOWED}, or null")
-        if self.storage_class in _UNREADABLE_CLASSES:
-            _refuse("storage_class", self.storage_class, "a class whose objects can be read at once")
-        if self.sse_kms_key_id is not None and not (self.sse or "").startswith("aws:kms"):
-            _refuse("sse_kms_key_id", self.sse_kms_key_id, "set only where sse is aws:kms or aws:kms:dsse")
         if self.endpoint_url is not None:
             parts = urlsplit(self.endpoint_url)
             if "@" in self.endpoint_url or "?" in self.endpoint_url:
