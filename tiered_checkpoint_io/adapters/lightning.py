@@ -64,14 +64,8 @@ class TieredCheckpointIO(CheckpointIO):
         enable_async_checkpointing: bool = True,
         staging: Literal["eager", "overlapped", "auto"] = "eager",
         max_pending: int = 2,
-        on_pending: Literal["wait", "skip"] = "wait",
         on_save_error: Literal["warn", "raise"] = "warn",
-        on_unrestored_loader: Literal["warn", "raise"] = "warn",
         replication_factor: int = 1,
-        replication_jump: int = 1,
-        replication_interface: str | None = None,
-        verify: bool = True,
-        weights_only: bool | None = None,
         safe_globals: tuple[str, ...] = (),
         drain: Literal["process", "thread"] = "process",
         save_on_train_end: bool = True,
@@ -119,16 +113,8 @@ class TieredCheckpointIO(CheckpointIO):
                 optimizers change while the next forward and backward run; ``auto``, whichever costs training less. See
                 docs/staging.md.
             max_pending: Checkpoints that may wait for the durable tier at once.
-            on_pending: ``wait`` for room, or ``skip`` the durable part of the save.
             on_save_error: ``warn`` and train on, or ``raise``.
-            on_unrestored_loader: ``warn``, or ``raise``, where a training resumes without the state of a data loader
-                that its checkpoint holds.
             replication_factor: On how many nodes each part is kept in memory, its own included; 1 for no copies.
-            replication_jump: Distance between the nodes that keep each other's parts, in nodes.
-            replication_interface: The network interface for replicas, such as eth0; null for the one by which this
-                node reaches the others, or that ``GLOO_SOCKET_IFNAME`` names.
-            verify: Must be true: nothing is restored unverified.
-            weights_only: For ``torch.load``, where the caller does not say; None leaves it to torch.
             safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside tensors and plain
                 data.
             drain: Upload from a ``process`` of its own, or a ``thread`` of the trainer.
@@ -265,7 +251,7 @@ class TieredCheckpointIO(CheckpointIO):
         Args:
             path: ``tiered:latest``, ``tiered:last``, a name, or a path or URL.
             map_location: As ``torch.load`` takes it.
-            weights_only: As ``torch.load`` takes it; None, as of Lightning before 2.6, for the configuration's.
+            weights_only: As ``torch.load`` takes it.
 
         Returns:
             The state. Where ``tiered:latest`` or ``tiered:last`` finds nothing, a falsy :class:`FreshStart`: a Trainer

@@ -39,7 +39,6 @@ _RANGES: dict[str, tuple[int, int]] = {
     "chunk_size_MB": (8, 5_120),
     "max_pending": (1, 1_000),
     "replication_factor": (1, 64),
-    "replication_jump": (1, 100_000),
     "wait_timeout_s": (1, 7 * 24 * 3600),
     "durable_timeout_s": (1, 24 * 3600),
     "pending_timeout_s": (1, 24 * 3600),
@@ -84,16 +83,8 @@ class TieredCheckpointConfig:
             change while the next forward and backward run; ``auto``, whichever costs training less. See
             docs/staging.md.
         max_pending: Checkpoints that may wait for the durable tier at once.
-        on_pending: ``wait`` for room, or ``skip`` the durable part of the save.
         on_save_error: ``warn`` and train on, or ``raise``.
-        on_unrestored_loader: ``warn``, or ``raise``, where a training resumes without the state of a data loader that
-            its checkpoint holds.
         replication_factor: On how many nodes each part is kept in memory, its own included; 1 for no copies.
-        replication_jump: Distance between the nodes that keep each other's parts, in nodes.
-        replication_interface: The network interface for replicas, such as eth0; null for the one by which this node
-            reaches the others, or that ``GLOO_SOCKET_IFNAME`` names.
-        verify: Must be true: nothing is restored unverified.
-        weights_only: For ``torch.load``, where the caller does not say; None leaves it to torch.
         safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside tensors and
             plain data.
         drain: Upload from a ``process`` of its own, or a ``thread`` of the trainer.
@@ -136,14 +127,8 @@ class TieredCheckpointConfig:
     enable_async_checkpointing: bool = True
     staging: Literal["eager", "overlapped", "auto"] = "eager"
     max_pending: int = 2
-    on_pending: Literal["wait", "skip"] = "wait"
     on_save_error: Literal["warn", "raise"] = "warn"
-    on_unrestored_loader: Literal["warn", "raise"] = "warn"
     replication_factor: int = 1
-    replication_jump: int = 1
-    replication_interface: str | None = None
-    verify: bool = True
-    weights_only: bool | None = None
     safe_globals: tuple[str, ...] = ()
     drain: Literal["process", "thread"] = "process"
     save_on_train_end: bool = True
@@ -196,8 +181,6 @@ class TieredCheckpointConfig:
         for key in ("delta_upload", "enable_async_checkpointing", "save_on_train_end"):
             if not isinstance(getattr(self, key), bool):
                 _refuse(key, getattr(self, key), "true or false")
-        if self.weights_only is not None and not isinstance(self.weights_only, bool):
-            _refuse("weights_only", self.weights_only, "true, false or null")
         names = self.safe_globals
         # OmegaConf's lists are sequences, too.
         listed = isinstance(names, Sequence) and not isinstance(names, str)
@@ -205,14 +188,12 @@ class TieredCheckpointConfig:
             _refuse("safe_globals", names, "a list of names such as 'package.module.Class'")
         object.__setattr__(self, "safe_globals", tuple(names))
         object.__setattr__(self, "retention", policies_from(self.retention))
-        if self.verify is not True:
-            _refuse("verify", self.verify, "true only: nothing is restored unverified")
         self._check_s3()
 
     def _check_s3(self) -> None:
         if self.s3_options is not None:
             object.__setattr__(self, "s3_options", S3Options.of(self.s3_options))
-        for key in ("endpoint_url", "region", "profile", "log_dir", "metrics_export", "replication_interface"):
+        for key in ("endpoint_url", "region", "profile", "log_dir", "metrics_export"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, str) or not value):
                 _refuse(key, value, "text, or null")
