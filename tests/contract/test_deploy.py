@@ -21,7 +21,8 @@ from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.cli.doctor import rights
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.stores.s3 import MIB, S3Store, write_options_of
+from tiered_checkpoint_io.model.s3_options import S3Options
+from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 from tiered_checkpoint_io.testing.contract import MemoryJournal
 from tiered_checkpoint_io.testing.servers import S3Server
 
@@ -32,7 +33,7 @@ OBJECT_ACTIONS = [
     *("s3:AbortMultipartUpload", "s3:DeleteObject", "s3:GetObject"),
     *("s3:ListMultipartUploadParts", "s3:PutObject"),
 ]
-SERVER = ("endpoint_url", "sse", "sse_kms_key_id")
+SERVER = ("endpoint_url", "s3_options")
 ACTIONS = ["s3:ListBucket", "s3:ListBucketMultipartUploads", *OBJECT_ACTIONS]
 
 
@@ -121,7 +122,9 @@ class Job:
         store = S3Store.from_config(replace(config, chunk_size_MB=8), self.url)
         try:
             data, journal = memoryview(bytes(20 * MIB)), MemoryJournal()
-            begun = store._client.ask("create_multipart_upload", "x", write_options_of(config))["UploadId"]
+            begun = store._client.ask("create_multipart_upload", "x", S3Options.of(config.s3_options).of_writes())[
+                "UploadId"
+            ]
             journal.write({"url": store.url, "key": "x", "upload_id": begun, "size": len(data), "part_size": 8 * MIB})
             store.upload("x", data, journal=journal)
             # In parts, as what is large: these are asked after before the copy appears.
@@ -227,7 +230,7 @@ def test_a_bucket_with_a_key(job, where, missing):
         identity = without(identity, missing)
     elif missing is not None:
         key = without(key, missing)
-    training = job(identity, key, sse="aws:kms", sse_kms_key_id=KEY_ARN)
+    training = job(identity, key, s3_options={"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": KEY_ARN})
     if missing is None:
         training.trains()
         training.tidies()

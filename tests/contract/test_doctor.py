@@ -261,7 +261,9 @@ def test_the_owner_s_settings_and_what_a_killed_doctor_left(moto, doctor, monkey
 def test_the_settings_of_a_bucket_whose_reader_pays_are_read(moto, come_as):
     url = f"s3://{BUCKET}/{secrets.token_hex(4)}"
     come_as({"s3:*"})
-    facts = probe_bucket(TieredCheckpointConfig(dirpath=url, request_payer="requester"), ids.doctor_prefix("x"))
+    facts = probe_bucket(
+        TieredCheckpointConfig(dirpath=url, s3_options={"RequestPayer": "requester"}), ids.doctor_prefix("x")
+    )
     assert facts.settings.unread == ()
     assert [each for each in facts.tries if each.failed] == []
 

@@ -29,11 +29,13 @@ def test_objects_bear_what_was_configured(moto, bucket, size):
         dirpath=f"s3://{bucket}/run",
         chunk_size_MB=8,
         endpoint_url=moto.endpoint_url,
-        sse="aws:kms",
-        sse_kms_key_id="key-1",
-        storage_class="STANDARD_IA",
-        acl="bucket-owner-full-control",
-        checksum_algorithm="SHA256",
+        s3_options={
+            "ServerSideEncryption": "aws:kms",
+            "SSEKMSKeyId": "key-1",
+            "StorageClass": "STANDARD_IA",
+            "ACL": "bucket-owner-full-control",
+            "ChecksumAlgorithm": "SHA256",
+        },
     )
     store = open_store(config)
     data = os.urandom(size)
@@ -51,8 +53,7 @@ def test_every_request_names_the_expected_owner_and_the_payer(moto, bucket):
     config = TieredCheckpointConfig(
         dirpath=f"s3://{bucket}/run",
         chunk_size_MB=8,
-        expected_bucket_owner="111122223333",
-        request_payer="requester",
+        s3_options={"ExpectedBucketOwner": "111122223333", "RequestPayer": "requester"},
     )
     store, seen = open_store(config), {}
 

@@ -78,7 +78,7 @@ def test_what_the_arguments_say_holds(tmp_path):
     mine, theirs = vars(TieredModelCheckpoint(**given)), vars(ModelCheckpoint(**given))
     for name in set(theirs) - {"best_model_path", "_fs", "kth_value"}:
         assert mine[name] == theirs[name], name
-    io = TieredCheckpointIO(tmp_path, max_pending=7, safe_globals=["a.B"], sse=None)
+    io = TieredCheckpointIO(tmp_path, max_pending=7, safe_globals=["a.B"], s3_options=None)
     assert io.config == TieredCheckpointConfig(dirpath=str(tmp_path), max_pending=7, safe_globals=("a.B",))
     assert TieredCheckpointIO(io.config, max_pending=3).config.max_pending == 3
     assert TieredCheckpointIO(io.config).config == io.config

@@ -312,8 +312,7 @@ def test_an_overlapped_save_that_failed_in_the_end_is_made_up_for(runs, monkeypa
     assert runs.io().load_checkpoint("tiered:latest")["global_step"] == 10
 
 
-@pytest.mark.parametrize("on_pending", ["skip", pytest.param("wait", marks=pytest.mark.matrix)])
-def test_the_last_steps_are_not_given_up_for_uploads_that_wait(on_pending, runs, monkeypatch):
+def test_the_last_steps_are_not_given_up_for_uploads_that_wait(runs, monkeypatch):
     """None follows that could be saved in their place, and the end of ``fit`` waits for what is queued."""
     ended, upload = threading.Event(), DirectoryStore._upload
 
@@ -326,7 +325,7 @@ def test_the_last_steps_are_not_given_up_for_uploads_that_wait(on_pending, runs,
             ended.set()
 
     monkeypatch.setattr(DirectoryStore, "_upload", waits)
-    io = runs.io(max_pending=1, on_pending=on_pending, pending_timeout_s=1)
+    io = runs.io(max_pending=1, pending_timeout_s=1)
     runs.fit(every(save_last=None, s3_every_n_train_steps=2, save_top_k=-1), Ends(), io=io, max_steps=7)
     assert runs.durable() == ["end_of_training.ckpt", "epoch=0-step=2.ckpt"]
 

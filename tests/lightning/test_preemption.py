@@ -263,10 +263,9 @@ def stalled(s3_url, s3_server, memory_dir, tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("on_pending", ["wait", further("skip")])
-def test_the_last_checkpoint_neither_waits_for_earlier_uploads_nor_gives_way_to_them(on_pending, stalled, caplog):
+def test_the_last_checkpoint_neither_waits_for_earlier_uploads_nor_gives_way_to_them(stalled, caplog):
     callback = TieredModelCheckpoint(s3_every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    pending, left = stalled(callback, on_pending=on_pending, max_pending=2)
+    pending, left = stalled(callback, max_pending=2)
     assert left > 3, "the grace time was waited away before the state was captured"
     assert pending == ["step=2.ckpt", "step=4.ckpt", "preempted.ckpt"]
     assert not [line for line in lines(caplog) if "preempted.ckpt stays in memory" in line]

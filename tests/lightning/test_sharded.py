@@ -111,7 +111,7 @@ def test_a_weight_that_changes_while_it_is_sent_from_the_live_state_fails_the_sa
 @pytest.mark.parametrize("saves_end", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_what_too_many_uploads_leave_out_beside_training_replaces_nothing(saves_end, fit, tmp_path):
     """The call of an overlapped save has told by then that it goes to the durable tier."""
-    config = {"max_pending": 1, "on_pending": "skip", "drain": "thread", "save_on_train_end": saves_end}
+    config = {"max_pending": 1, "pending_timeout_s": 1, "drain": "thread", "save_on_train_end": saves_end}
     (answer,) = fit(8, ranks=1, staging="overlapped", held=True, config=config)
     assert answer["told"] == [True] * 4
     kept = sorted(each.name for each in (tmp_path / "durable").glob("*.ckpt"))

@@ -15,7 +15,7 @@ from support.tenants import descriptors_to_spare
 from support.training import LogBook, Model, Stop
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError, SaveError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, SaveError
 
 
 def every(**more):
@@ -95,21 +95,6 @@ def test_a_data_loader_s_state_that_a_resume_leaves_out_is_said_once(runs, caplo
     assert restored or when == "at its end"
     assert len(said) == (0 if restored else 1), said
     assert restored or "does not restore the state of 1 data loader that the checkpoint holds" in said[0]
-
-
-@pytest.mark.matrix
-def test_a_resume_that_leaves_out_a_data_loader_is_refused_where_configured(runs):
-    model, loader = Model(), Loader([torch.zeros(2, 8)] * 4)
-    model.train_dataloader = lambda: loader
-    runs.fit(TieredModelCheckpoint(every_n_epochs=1), model=model, max_epochs=1, max_steps=-1, ckpt_path=None)
-    model.train_dataloader = lambda: again
-    again, first = Loader(loader.batches), f"{runs.dirpath}/{runs.durable()[0]}"
-    io = runs.io(on_unrestored_loader="raise")
-    with contextlib.suppress(RestoreError):
-        runs.fit(every(), model=model, io=io, ckpt_path=first, max_epochs=2, max_steps=-1)
-        # Releases of Lightning differ.
-        assert vars(again).get("is_restored", False)
-    io.teardown()
 
 
 def test_a_resume_that_lightnings_tuner_undoes_is_told(runs, caplog):

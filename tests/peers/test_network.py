@@ -127,7 +127,7 @@ def test_replicas_travel_over_the_route_to_the_others_or_the_interface_that_is_n
         ["sent_bytes"],
         places=two_networks,
         replication_factor=2,
-        replication_interface=used if named else None,
+        interface=used if named else None,
     )
     network = "10.213.0" if named else "10.214.0"
     assert [each for each in told[0] if f"replicas travel over {used} ({network}.1)" in each] == told[0] != []

@@ -25,12 +25,6 @@ def test_with_factor_three_each_part_is_on_three_of_four_nodes(ranks):
     assert copies(answers, 1) == [[2, 3], [0, 3], [0, 1], [1, 2]]
 
 
-@pytest.mark.matrix
-def test_cliques_far_apart(ranks):
-    (answers,) = ranks("abcd", ["save", 1], replication_factor=2, replication_jump=2)
-    assert copies(answers, 1) == [[2], [3], [0], [1]]
-
-
 def test_a_full_checkpoint_is_saved_by_one_rank_and_copied(ranks):
     (answers,) = ranks("aabb", ["save_full", 3], replication_factor=2)
     assert [answer["own"] for answer in answers] == [[[3, 0, True]]] * 2 + [[]] * 2
@@ -104,13 +98,6 @@ def test_closing_at_once_still_sends_what_was_saved(ranks):
     (answers,) = ranks("ab", ["held"])
     for answer in answers:
         assert answer["copies"][-1][0] == 2
-
-
-def test_an_interface_that_a_host_does_not_have_is_refused_on_all_ranks_at_set_up(ranks):
-    (answers,) = ranks("ab", ["meet_and_tell"], replication_factor=2, replication_interface="eth77")
-    for answer in answers:
-        assert answer["error"] == "UsageError"
-        assert "replication_interface is 'eth77'" in answer["message"] and "lo (127.0.0.1)" in answer["message"]
 
 
 # ----------------------------------------------------------------------------------------- failures

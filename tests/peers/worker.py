@@ -253,6 +253,8 @@ def marks(job, name):
 
 def meet_and_tell(job):
     """What the set-up logs of the network, or its error."""
+    if "interface" in job:
+        os.environ["GLOO_SOCKET_IFNAME"] = job["interface"]
     told = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())

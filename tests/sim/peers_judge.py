@@ -16,7 +16,7 @@ class Judge:
         self.life, self.world = life, life.world
         names = [machine.name for machine in life.machines]
         self.size = len(names)
-        self.peers = peers_of_ranks(names, factor=life.factor, jump=1)
+        self.peers = peers_of_ranks(names, factor=life.factor)
         self._files = {}
         #: By machine: which parts (of a save, a rank) lie there, own ones or replicas.
         self.held = [set() for _ in names]

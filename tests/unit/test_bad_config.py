@@ -1,5 +1,8 @@
 """Bad configuration: one clear error that names the key, its value and what is allowed; nothing is done."""
 
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import botocore.session
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -8,6 +11,7 @@ from support.bad_input import state
 from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.model.s3_options import S3Options
 
 S3 = {"dirpath": "s3://bucket/run"}
 #: A key, a value that it must not have, what the error says is allowed, and what else is configured.
@@ -68,14 +72,9 @@ BAD = [
     ("enable_async_checkpointing", "yes", "true or false", {}),
     ("max_pending", 0, "whole number from 1", {}),
     ("max_pending", True, "whole number from 1", {}),
-    ("on_pending", "drop", "wait, skip", {}),
     ("staging", "lazy", "eager, overlapped", {}),
     ("on_save_error", "ignore", "warn, raise", {}),
     ("on_save_error", None, "warn, raise", {}),
-    ("on_unrestored_loader", "ignore", "warn, raise", {}),
-    ("verify", False, "nothing is restored unverified", {}),
-    ("weights_only", "no", "true, false or null", {}),
-    ("weights_only", 0, "true, false or null", {}),
     ("safe_globals", "my.Class", "a list of names", {}),
     ("safe_globals", ["my.Class", "os.system()"], "a list of names", {}),
     ("safe_globals", ["Class"], "a list of names", {}),
@@ -98,14 +97,7 @@ BAD = [
     ("region", 7, "text, or null", S3),
     ("region", "", "text, or null", S3),
     ("profile", "", "text, or null", S3),
-    ("sse", "AES-256", "AES256, aws:kms, aws:kms:dsse", S3),
-    ("sse_kms_key_id", "key-1", "only where sse is aws:kms", {**S3, "sse": "AES256"}),
-    ("expected_bucket_owner", 111122223333, "text, or null", S3),
-    ("request_payer", "owner", "requester", S3),
-    ("acl", "open", "bucket-owner-full-control", S3),
-    ("storage_class", "", "text, or null", S3),
-    ("storage_class", "DEEP_ARCHIVE", "read at once", S3),
-    ("checksum_algorithm", "MD5", "CRC32, CRC32C, SHA1, SHA256, CRC64NVME", S3),
+    ("s3_options", "aws:kms", "a mapping of boto3's names", S3),
     # What means nothing to the durable tier that is configured.
     ("endpoint_url", "http://host", "not an S3 URL", {}),
     ("region", "eu-central-1", "not an S3 URL", {"dirpath": "gs://bucket/run"}),
@@ -113,10 +105,6 @@ BAD = [
     ("replication_factor", 65, "1 to 64", {}),
     ("replication_factor", True, "1 to 64", {}),
     ("replication_factor", 2.0, "1 to 64", {}),
-    ("replication_jump", 0, "1 to 100000", {}),
-    ("replication_jump", "auto", "1 to 100000", {}),
-    ("replication_interface", "", "text, or null", {}),
-    ("replication_interface", 0, "text, or null", {}),
     ("spill_dir", "spill", "an absolute path on node-local disk", {}),
     ("spill_dir", 7, "an absolute path on node-local disk", {}),
 ]
@@ -138,6 +126,41 @@ def test_a_bad_value(key, value, allowed, others, kept_by_all):
         assert str(error).startswith(f"{key} is {value!r}")
         assert allowed in error.hint
         assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "allowed"),
+    [
+        ({"ServerSideEncryption": "AES-256"}, "s3_options.ServerSideEncryption is 'AES-256'", "AES256, aws:kms, aws"),
+        ({"SSEKMSKeyId": "key-1"}, "s3_options.SSEKMSKeyId is 'key-1'", "only with ServerSideEncryption aws:kms"),
+        ({"SSEKMSKeyId": "k", "ServerSideEncryption": "AES256"}, "s3_options.SSEKMSKeyId is 'k'", "aws:kms"),
+        ({"ExpectedBucketOwner": 111122223333}, "s3_options.ExpectedBucketOwner is 111122223333", "in quotes"),
+        ({"RequestPayer": "owner"}, "s3_options.RequestPayer is 'owner'", "requester"),
+        ({"ACL": "open"}, "s3_options.ACL is 'open'", "bucket-owner-full-control"),
+        ({"StorageClass": ""}, "s3_options.StorageClass is ''", "text"),
+        ({"StorageClass": "DEEP_ARCHIVE"}, "s3_options.StorageClass is 'DEEP_ARCHIVE'", "read at once"),
+        ({"ChecksumAlgorithm": "MD5"}, "s3_options.ChecksumAlgorithm is 'MD5'", "CRC32, CRC32C, SHA1, SHA256"),
+        ({"acl": "private"}, "unknown name 'acl' in s3_options", "did you mean 'ACL'?"),
+        ({"server_side_encryption": "AES256"}, "unknown name", "did you mean 'ServerSideEncryption'?"),
+        ({"Metadata": "x"}, "unknown name 'Metadata'", "known names: ServerSideEncryption, SSEKMSKeyId"),
+    ],
+)
+def test_options_of_s3_are_checked_against_boto3s_names_and_values(options, said, allowed):
+    with pytest.raises(ConfigError) as caught:
+        TieredCheckpointIO.from_config({**S3, "s3_options": options})
+    assert str(caught.value).startswith(said)
+    assert allowed in caught.value.hint
+
+
+def test_options_of_s3_have_names_and_values_that_boto3_knows():
+    service = botocore.session.get_session().get_service_model("s3")
+    hints = get_type_hints(S3Options)
+    for request in ("PutObject", "CreateMultipartUpload", "CopyObject"):
+        members = service.operation_model(request).input_shape.members
+        for name, hint in hints.items():
+            values = {value for of in get_args(hint) if get_origin(of) is Literal for value in get_args(of)}
+            assert name in members
+            assert values <= set(members[name].enum), name
 
 
 def test_every_key_is_tried():

@@ -31,7 +31,7 @@ from .test_drain_sharded import LOG, Refusing, drain, nodes, part_op, pending, s
 
 
 def test_max_pending_counts_saves_and_a_cancel_takes_all_their_parts(memory_dir, tmp_path):
-    node = Node(memory_dir, str(tmp_path / "durable"), max_pending=2, on_pending="skip")
+    node = Node(memory_dir, str(tmp_path / "durable"), max_pending=2, pending_timeout_s=1)
     handle = DrainHandle(node.tier, node.config, LOG)
     lock = try_lock(node.root / LOCK_FILE)
     for rank in (3, 2, 1, 0):
@@ -139,7 +139,7 @@ def test_a_save_that_an_earlier_start_found_late_makes_room_for_the_next_one(nod
     first.part("1.ckpt", 1, 0)
     worker = drain(first, clock=Clock(Timing(gather_first_s=0.2)))
     until(lambda: worker.run(once=True) and first.states(), "it is late")
-    handle = DrainHandle(first.tier, replace(first.config, max_pending=1, on_pending="skip"), LOG)
+    handle = DrainHandle(first.tier, replace(first.config, max_pending=1), LOG)
     assert handle.has_room(op_id(90))
     assert handle.given_up == op_id(1)
     handle.close(timeout_s=10)

@@ -32,7 +32,7 @@ def moved(memory, world_size, nodes):
 def memory_of(nodes, factor, lost):
     """What is left in memory of a job with these ranks' nodes."""
     memory = {node: {} for node in nodes}
-    for rank, peers in enumerate(peers_of_ranks(nodes, factor=factor, jump=1)):
+    for rank, peers in enumerate(peers_of_ranks(nodes, factor=factor)):
         memory[nodes[rank]][rank] = True
         for peer in peers:
             memory[nodes[peer]].setdefault(rank, False)
@@ -48,7 +48,7 @@ def test_lost_nodes_get_their_parts_back_as_long_as_copies_are_left(count, each,
     assert [move.part for move in planned] == [rank for rank, node in enumerate(nodes) if node in lost]
     for move in planned:
         assert move.target == move.part
-        having = {nodes[move.part], *(nodes[peer] for peer in peers_of_ranks(nodes, factor=factor, jump=1)[move.part])}
+        having = {nodes[move.part], *(nodes[peer] for peer in peers_of_ranks(nodes, factor=factor)[move.part])}
         assert {nodes[source] for source in move.sources} == having - lost
         assert set(move.sources) == {rank for rank, node in enumerate(nodes) if node in having - lost}, "all can send"
 

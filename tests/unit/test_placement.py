@@ -13,17 +13,17 @@ from tiered_checkpoint_io.errors import UsageError
 
 @st.composite
 def clusters(draw):
-    """Nodes of ranks in any order, a factor that they allow, and any jump."""
+    """Nodes of ranks in any order, and a factor that they allow."""
     count = draw(st.integers(1, 9))
     sizes = draw(st.lists(st.integers(1, 4), min_size=count, max_size=count))
     nodes = draw(st.permutations([f"node{i}" for i, size in enumerate(sizes) for _ in range(size)]))
-    return nodes, draw(st.integers(1, count)), draw(st.integers(1, 12))
+    return nodes, draw(st.integers(1, count))
 
 
 @given(clusters())
 def test_every_copy_is_on_another_node(cluster):
-    nodes, factor, jump = cluster
-    peers = peers_of_ranks(nodes, factor=factor, jump=jump)
+    nodes, factor = cluster
+    peers = peers_of_ranks(nodes, factor=factor)
     assert len(peers) == len(nodes)
     for rank, mine in enumerate(peers):
         places = [nodes[rank], *(nodes[peer] for peer in mine)]
@@ -31,48 +31,44 @@ def test_every_copy_is_on_another_node(cluster):
         assert len(set(places)) == factor
 
 
-@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 12))
-def test_every_node_keeps_as_much_as_it_has_kept_for_it(count, factor, jump):
+@given(st.integers(1, 40), st.integers(1, 6))
+def test_every_node_keeps_as_much_as_it_has_kept_for_it(count, factor):
     if factor > count:
         return
-    load = Counter(peer for peers in node_peers(count, factor=factor, jump=jump) for peer in peers)
+    load = Counter(peer for peers in node_peers(count, factor=factor) for peer in peers)
     assert set(load.values()) <= {factor - 1}
     assert len(load) == (count if factor > 1 else 0)
 
 
-@given(st.integers(2, 12), st.integers(1, 4))
-def test_any_single_node_can_be_lost_and_with_factor_three_any_pair(count, jump):
+@given(st.integers(2, 12))
+def test_any_single_node_can_be_lost_and_with_factor_three_any_pair(count):
     for factor in (2, 3):
         if count < factor:
             continue
-        peers = node_peers(count, factor=factor, jump=jump)
+        peers = node_peers(count, factor=factor)
         for node in range(count):
             places = {node, *peers[node]}
             assert len(places) == factor, "it takes as many lost nodes to lose a part"
 
 
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
-def test_nodes_form_cliques_where_their_number_allows(blocks, factor, jump):
-    peers = node_peers(blocks * factor * jump, factor=factor, jump=jump)
+@given(st.integers(1, 5), st.integers(1, 4))
+def test_nodes_form_cliques_where_their_number_allows(blocks, factor):
+    peers = node_peers(blocks * factor, factor=factor)
     for node, mine in enumerate(peers):
         clique = {node, *mine}
         assert all({other, *peers[other]} == clique for other in clique)
         ordered = sorted(clique)
-        assert all(b - a == jump for a, b in itertools.pairwise(ordered))
+        assert all(b - a == 1 for a, b in itertools.pairwise(ordered))
 
 
 def test_three_nodes_with_two_copies_go_around():
-    assert peers_of_ranks(list("aabbcc"), factor=2, jump=1) == [(2,), (3,), (4,), (5,), (0,), (1,)]
-
-
-def test_four_nodes_with_a_jump_of_two():
-    assert peers_of_ranks(list("abcd"), factor=2, jump=2) == [(2,), (3,), (0,), (1,)]
+    assert peers_of_ranks(list("aabbcc"), factor=2) == [(2,), (3,), (4,), (5,), (0,), (1,)]
 
 
 @pytest.mark.parametrize(("nodes", "factor"), [("a", 2), ("aaaa", 2), ("aabb", 3)])
 def test_copies_on_one_machine_are_refused(nodes, factor):
     with pytest.raises(UsageError, match="same machine"):
-        peers_of_ranks(list(nodes), factor=factor, jump=1)
+        peers_of_ranks(list(nodes), factor=factor)
 
 
 @given(nodes=st.lists(st.sampled_from("abc"), min_size=1, max_size=8), part=st.integers(0, 9))

@@ -28,25 +28,20 @@ ALL = [LO, DOWN, DOCKER, SLOW, FAST, Interface("eth0", "fd00::5")]
         ([LO, DOCKER], {"host": "172.17.0.2", "source": "172.17.0.1"}, "docker0"),
         ([LO], {"host": "node0", "source": "127.0.0.1"}, "lo"),
         ([], {"host": "", "source": None}, None),
-        # What is named wins, ours over gloo's.
+        # What is named wins.
         (ALL, {"host": "10.1.0.1", "source": "10.1.0.5", "environment": "eth0"}, "eth0"),
         (ALL, {"host": "10.1.0.1", "source": "10.1.0.5", "environment": "docker0,eth0"}, "docker0"),
-        (ALL, {"host": "10.1.0.1", "source": "10.1.0.5", "environment": "eth0", "configured": "eno1"}, "eno1"),
     ],
 )
 def test_which_interface_is_taken(has, given, chosen):
-    found = choose(has, **{"configured": None, "environment": "", **given})
+    found = choose(has, **{"environment": "", **given})
     assert (found.name if found else None) == chosen
 
 
-@pytest.mark.parametrize(
-    ("key", "given"),
-    [("replication_interface", {"configured": "eth9"}), ("GLOO_SOCKET_IFNAME", {"environment": "eth9"})],
-)
-def test_a_name_that_does_not_exist_is_an_error_that_lists_those_that_do(key, given):
+def test_a_name_that_does_not_exist_is_an_error_that_lists_those_that_do():
     with pytest.raises(UsageError) as caught:
-        choose([LO, FAST], **{"configured": None, "environment": "", "host": "", "source": None, **given})
-    assert f"{key} is 'eth9'" in str(caught.value)
+        choose([LO, FAST], environment="eth9", host="", source=None)
+    assert "GLOO_SOCKET_IFNAME is 'eth9'" in str(caught.value)
     assert caught.value.hint == "use one of lo (127.0.0.1), ib0 (10.1.0.5)"
 
 

@@ -31,6 +31,8 @@ class Intruder:
         return (os.mkdir, (str(self.witness),))
 
 
+#: torch's own.
+FORCED = pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
 NAME = f"{Schedule.__module__}.Schedule"
 
 
@@ -73,13 +75,16 @@ def refusal(saved, **trust):
     return str(caught.value)
 
 
-def test_an_object_is_refused_until_it_is_allowed_by_its_name(saved):
+@FORCED
+def test_an_object_is_refused_until_it_is_allowed_by_its_name(saved, monkeypatch):
     saved.save(Schedule(100))
     said = refusal(saved)
     assert f"it holds {NAME}; to allow that, set safe_globals: [{NAME}]" in said
     assert "intact: Unsupported global" in said
     assert saved.load(safe_globals=[NAME]).warmup == 100
-    assert saved.load(weights_only=False).warmup == 100
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+        assert saved.load().warmup == 100
     assert NAME in refusal(saved, safe_globals=["collections.Counter"]), "another name does not do"
 
 
@@ -106,13 +111,15 @@ def test_what_no_manifest_verifies_is_not_called_intact(damage, tmp_path, memory
     assert "it may be cut off, or no file of torch.save" in said
 
 
-def test_what_would_run_code_runs_none(saved, tmp_path):
+@FORCED
+def test_what_would_run_code_runs_none(saved, tmp_path, monkeypatch):
     witness = tmp_path / "ran"
     saved.save(Intruder(witness))
     assert "it holds posix.mkdir, which no list can allow" in refusal(saved)
     assert "posix.mkdir" in refusal(saved, safe_globals=["posix.mkdir"])
     assert not witness.exists()
-    saved.load(weights_only=False)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    saved.load()
     assert witness.exists(), "who trusts it wholly gets what they asked for"
 
 

@@ -272,10 +272,11 @@ def test_the_first_save_names_what_could_not_be_loaded_and_the_line_to_paste(kin
     assert (loaded["a"].value, loaded["b"], loaded["c"]) == (0.5, Settings(), Mode.READ)
 
 
-def test_nothing_is_said_where_everything_is_allowed(tmp_path, memory_dir, caplog):
+def test_nothing_is_said_where_everything_is_allowed(tmp_path, memory_dir, caplog, monkeypatch):
     logger = logging.getLogger("trust.quiet")
-    for trust in ({"weights_only": False}, {"safe_globals": [f"{__name__}.Outer"]}):
-        folder = tmp_path / next(iter(trust))
+    for forced, trust in (("1", {}), ("0", {"safe_globals": [f"{__name__}.Outer"]})):
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", forced)
+        folder = tmp_path / f"forced-{forced}"
         io = TieredCheckpointIO(str(folder), memory_dir=memory_dir, logger=logger, namespace=folder.name, **trust)
         with caplog.at_level(logging.WARNING, logger.name):
             io.save_checkpoint({"held": Outer()}, "step=1.ckpt", {"tiers": ["memory"]})

@@ -37,7 +37,7 @@ assert_type(TieredCheckpointIO.from_config({"dirpath": "/runs"}), TieredCheckpoi
 assert_type(io.config, TieredCheckpointConfig)
 assert_type(io.load_checkpoint("tiered:latest"), dict[str, Any])
 io.save_checkpoint({"step": 1}, "step=1.ckpt", storage_options={"tiers": ["memory"]})
-TieredCheckpointIO("s3://bucket/run", on_pending="never")  # type: ignore[arg-type]
+TieredCheckpointIO("s3://bucket/run", on_save_error="never")  # type: ignore[arg-type]
 TieredCheckpointIO("s3://bucket/run", memry_dir="/dev/shm")  # type: ignore[arg-type]
 TieredCheckpointConfig(dirpath="s3://bucket/run", memry_dir="/dev/shm")  # type: ignore[call-arg]
 tiered_checkpoint_io.TieredChekpointIO  # type: ignore[attr-defined]

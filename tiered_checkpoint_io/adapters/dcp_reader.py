@@ -168,11 +168,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Changes nothing; called on the coordinator, which sees what all ranks load.
-
-        Raises:
-            RestoreError: A data loader's state is left out, and ``on_unrestored_loader`` is ``raise``.
-        """
+        """Changes nothing; called on the coordinator, which sees what all ranks load."""
         if self._metadata is not None and self.opened is not None:
             held = [fqn.split(".") for fqn in self._metadata.state_dict_metadata]
             wanted = [item.storage_index.fqn.split(".") for plan in plans for item in plan.items]
@@ -306,7 +302,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         return metadata
 
     def _parse(self, opened: OpenShards) -> Metadata:
-        if self.settings.config.weights_only is False:
+        if Trust.of(self.settings.config).is_full:
             # Who trusts what is stored may use planners that keep classes of their own in it.
             with contextlib.suppress(Exception):
                 trusted: Metadata = pickle.loads(opened.metadata)

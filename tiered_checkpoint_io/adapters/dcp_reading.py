@@ -204,7 +204,7 @@ class PlanReader:
 
     def _check(self, item: ReadItem, stream: io.BytesIO, planner: LoadPlanner) -> None:
         """Refuses an object that would run code: DCP's own planner unpickles whatever it is given."""
-        if self._trust.weights_only is not False and type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
+        if not self._trust.is_full and type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
             self._trust.read(stream, "an object", {"key": item.storage_index.fqn}, map_location="cpu")
             stream.seek(0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -21,8 +21,9 @@ from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import Acl, Concurrency, TieredCheckpointConfig
+from tiered_checkpoint_io.model.config import Concurrency, TieredCheckpointConfig
 from tiered_checkpoint_io.model.retention import Policies
+from tiered_checkpoint_io.model.s3_options import S3Options
 
 REFUSE_LIGHTNING_ASYNC = (
     "lightning's AsyncCheckpointIO around TieredCheckpointIO: it copies the whole state for each save, queues without"
@@ -63,14 +64,8 @@ class TieredCheckpointIO(CheckpointIO):
         enable_async_checkpointing: bool = True,
         staging: Literal["eager", "overlapped"] = "eager",
         max_pending: int = 2,
-        on_pending: Literal["wait", "skip"] = "wait",
         on_save_error: Literal["warn", "raise"] = "warn",
-        on_unrestored_loader: Literal["warn", "raise"] = "warn",
         replication_factor: int = 1,
-        replication_jump: int = 1,
-        replication_interface: str | None = None,
-        verify: bool = True,
-        weights_only: bool | None = None,
         safe_globals: tuple[str, ...] = (),
         drain: Literal["process", "thread"] = "process",
         save_on_train_end: bool = True,
@@ -83,13 +78,7 @@ class TieredCheckpointIO(CheckpointIO):
         endpoint_url: str | None = None,
         region: str | None = None,
         profile: str | None = None,
-        sse: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None,
-        sse_kms_key_id: str | None = None,
-        expected_bucket_owner: str | None = None,
-        request_payer: Literal["requester"] | None = None,
-        acl: Acl | None = None,
-        storage_class: str | None = None,
-        checksum_algorithm: Literal["CRC32", "CRC32C", "SHA1", "SHA256", "CRC64NVME"] | None = None,
+        s3_options: S3Options | Mapping[str, str] | None = None,
         **unknown: NoReturn,  # no value is of this type: type checkers, too, refuse what is misspelt
     ) -> None:
         """Validates the configuration; opens nothing.
@@ -123,16 +112,8 @@ class TieredCheckpointIO(CheckpointIO):
             staging: When a save copies the state: ``eager``, before it returns; ``overlapped``, what only the
                 optimizers change while the next forward and backward run. See docs/staging.md.
             max_pending: Checkpoints that may wait for the durable tier at once.
-            on_pending: ``wait`` for room, or ``skip`` the durable part of the save.
             on_save_error: ``warn`` and train on, or ``raise``.
-            on_unrestored_loader: ``warn``, or ``raise``, where a training resumes without the state of a data loader
-                that its checkpoint holds.
             replication_factor: On how many nodes each part is kept in memory, its own included; 1 for no copies.
-            replication_jump: Distance between the nodes that keep each other's parts, in nodes.
-            replication_interface: The network interface for replicas, such as eth0; null for the one by which this
-                node reaches the others, or that ``GLOO_SOCKET_IFNAME`` names.
-            verify: Must be true: nothing is restored unverified.
-            weights_only: For ``torch.load``, where the caller does not say; None leaves it to torch.
             safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside tensors and plain
                 data.
             drain: Upload from a ``process`` of its own, or a ``thread`` of the trainer.
@@ -152,14 +133,9 @@ class TieredCheckpointIO(CheckpointIO):
             endpoint_url: Of an S3 server other than AWS.
             region: AWS region.
             profile: Profile in the AWS configuration files.
-            sse: Server-side encryption: ``AES256``, ``aws:kms`` or ``aws:kms:dsse``.
-            sse_kms_key_id: The KMS key for it.
-            expected_bucket_owner: AWS account that must own the bucket.
-            request_payer: ``requester`` for a bucket where the requester pays; these requests are then on your
-                account.
-            acl: Canned ACL of written objects.
-            storage_class: Storage class of written objects.
-            checksum_algorithm: Additional checksum that S3 keeps for written objects.
+            s3_options: Options of S3 requests by boto3's own names, such as ``{ServerSideEncryption: aws:kms}``:
+                ``ServerSideEncryption``, ``SSEKMSKeyId``, ``ExpectedBucketOwner``, ``RequestPayer``, ``ACL``,
+                ``StorageClass``, ``ChecksumAlgorithm``. Passed on as they are.
             unknown: Refused, with the nearest key that is known.
 
         Raises:
@@ -274,7 +250,7 @@ class TieredCheckpointIO(CheckpointIO):
         Args:
             path: ``tiered:latest``, ``tiered:last``, a name, or a path or URL.
             map_location: As ``torch.load`` takes it.
-            weights_only: As ``torch.load`` takes it; None, as of Lightning before 2.6, for the configuration's.
+            weights_only: As ``torch.load`` takes it.
 
         Returns:
             The state. Where ``tiered:latest`` or ``tiered:last`` finds nothing, a falsy :class:`FreshStart`: a Trainer

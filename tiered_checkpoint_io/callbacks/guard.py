@@ -112,11 +112,7 @@ class StrategyGuard(Callback):
                 self._held.warn(io.checkpointer.session.log)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warns on rank 0: of what a resume leaves out or loses, and of checkpoints that ``fit`` did not resume from.
-
-        Raises:
-            RestoreError: It leaves out a data loader's state, and ``on_unrestored_loader`` is ``raise``; on all ranks.
-        """
+        """Warns on rank 0: of what a resume leaves out, and of checkpoints that ``fit`` did not resume from."""
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is None:
             return

@@ -225,7 +225,7 @@ class Checkpointer:
             path: ``tiered:latest``, ``tiered:last``, ``tiered://best?mode=min&monitor=loss``, a name, or a
                 path or URL, also outside dirpath.
             map_location: As ``torch.load`` takes it.
-            weights_only: As ``torch.load`` takes it; None for the configuration's.
+            weights_only: As ``torch.load`` takes it.
             companion: For sentinels: see :class:`Selector`.
             alone: Whether this rank loads what no other needs, so that they are not to be waited for.
 

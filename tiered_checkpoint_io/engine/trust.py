@@ -20,7 +20,9 @@ from tiered_checkpoint_io.formats.unpickling import Allowed, is_blocked, names_i
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
-_TRUST_ALL = "if you trust all who can write there, set weights_only to false"
+_TRUST_ALL = (
+    "if you trust all who can write there, load with weights_only=False, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"
+)
 _YES = ("1", "y", "yes", "true")
 #: What torch.load maps, it hands on to a function of its own by this argument; without it, torch maps the file itself.
 _load: Any = torch.serialization._load
@@ -44,12 +46,12 @@ class Trust:
 
     @classmethod
     def of(cls, config: TieredCheckpointConfig, weights_only: bool | None = None) -> Trust:
-        """What a configuration says; ``weights_only`` of a caller wins."""
-        return cls(config.weights_only if weights_only is None else weights_only, config.safe_globals)
+        """Returns the trust of a load: ``weights_only`` of its caller, and the names that a configuration allows."""
+        return cls(weights_only, config.safe_globals)
 
     @property
     def is_full(self) -> bool:
-        """Whether everything is allowed, by the configuration or torch's own variable in the environment."""
+        """Whether everything is allowed, by the caller or torch's own variable in the environment."""
         forced = self.weights_only is None and _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
         return (self.weights_only is False or forced) and not _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
 

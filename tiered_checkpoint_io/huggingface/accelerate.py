@@ -97,8 +97,7 @@ class AcceleratorCheckpoints:
             UsageError: The state is sharded (FSDP, DeepSpeed, tensor parallelism), or the accelerator has hooks of its
                 own saves and loads.
             CheckpointNotFoundError: There is none of that name.
-            RestoreError: None is intact, or it holds other objects than the accelerator; or it has states of data
-                loaders that can't be restored, and ``on_unrestored_loader`` is ``raise``.
+            RestoreError: None is intact, or it holds other objects than the accelerator.
             StoreError: The durable tier could not be asked.
         """
         self._check(accelerator)
@@ -149,9 +148,6 @@ class AcceleratorCheckpoints:
         Args:
             accelerator: With the data loaders.
             held: Of each rank, the states that the checkpoint has; None where it has no such entry.
-
-        Raises:
-            RestoreError: Some that it has are left out, and ``on_unrestored_loader`` is ``raise``.
         """
         loaders, says, session = _loaders(accelerator), accelerator.is_main_process, self.checkpointer.session
         if held is None:

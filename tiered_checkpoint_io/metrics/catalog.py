@@ -82,7 +82,7 @@ SKIPPED = _metric(
     "skipped_total",
     "counter",
     "",
-    "Saves of each rank that were left out for want of room, or stay in memory alone (max_pending).",
+    "Saves of each rank that were left out for want of room, or stay in memory alone.",
 )
 FAILURES = _metric("failures_total", "counter", "", "Saves and uploads that failed; each attempt of each rank counts.")
 OTHER_FAILURES = _metric(

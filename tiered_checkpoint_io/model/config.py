@@ -15,6 +15,7 @@ from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.metrics_export import ALLOWED, targets_in
 from tiered_checkpoint_io.model.retention import Policies, policies_from
+from tiered_checkpoint_io.model.s3_options import S3Options
 from tiered_checkpoint_io.redaction import shown, without_secrets
 
 #: What S3 serves a second and prefix, and the headroom that is left for others.
@@ -29,18 +30,6 @@ _GLOBAL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 _MAX_CONCURRENCY = 256
 
 Concurrency = int | Literal["auto"]
-Acl = Literal[
-    "private",
-    "public-read",
-    "public-read-write",
-    "authenticated-read",
-    "aws-exec-read",
-    "bucket-owner-read",
-    "bucket-owner-full-control",
-]
-
-#: Objects of these classes have to be restored before they can be read, which takes hours.
-_UNREADABLE_CLASSES = ("GLACIER", "DEEP_ARCHIVE")
 _PATHS = ("dirpath", "memory_dir", "spill_dir", "log_dir")
 _RANGES: dict[str, tuple[int, int]] = {
     "memory_every_n_train_steps": (1, 1 << 40),
@@ -50,24 +39,12 @@ _RANGES: dict[str, tuple[int, int]] = {
     "chunk_size_MB": (8, 5_120),
     "max_pending": (1, 1_000),
     "replication_factor": (1, 64),
-    "replication_jump": (1, 100_000),
     "wait_timeout_s": (1, 7 * 24 * 3600),
     "durable_timeout_s": (1, 24 * 3600),
     "pending_timeout_s": (1, 24 * 3600),
 }
 _OPTIONAL = {"memory_every_n_train_steps", "s3_every_n_train_steps"}
-_S3_ONLY = (
-    "endpoint_url",
-    "region",
-    "profile",
-    "sse",
-    "sse_kms_key_id",
-    "expected_bucket_owner",
-    "request_payer",
-    "acl",
-    "storage_class",
-    "checksum_algorithm",
-)
+_S3_ONLY = ("endpoint_url", "region", "profile", "s3_options")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,16 +80,8 @@ class TieredCheckpointConfig:
         staging: When a save copies the state: ``eager``, before it returns; ``overlapped``, what only the optimizers
             change while the next forward and backward run. See docs/staging.md.
         max_pending: Checkpoints that may wait for the durable tier at once.
-        on_pending: ``wait`` for room, or ``skip`` the durable part of the save.
         on_save_error: ``warn`` and train on, or ``raise``.
-        on_unrestored_loader: ``warn``, or ``raise``, where a training resumes without the state of a data loader that
-            its checkpoint holds.
         replication_factor: On how many nodes each part is kept in memory, its own included; 1 for no copies.
-        replication_jump: Distance between the nodes that keep each other's parts, in nodes.
-        replication_interface: The network interface for replicas, such as eth0; null for the one by which this node
-            reaches the others, or that ``GLOO_SOCKET_IFNAME`` names.
-        verify: Must be true: nothing is restored unverified.
-        weights_only: For ``torch.load``, where the caller does not say; None leaves it to torch.
         safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside tensors and
             plain data.
         drain: Upload from a ``process`` of its own, or a ``thread`` of the trainer.
@@ -131,13 +100,9 @@ class TieredCheckpointConfig:
         endpoint_url: Of an S3 server other than AWS.
         region: AWS region.
         profile: Profile in the AWS configuration files.
-        sse: Server-side encryption: ``AES256``, ``aws:kms`` or ``aws:kms:dsse``.
-        sse_kms_key_id: The KMS key for it.
-        expected_bucket_owner: AWS account that must own the bucket.
-        request_payer: ``requester`` for a bucket where the requester pays; these requests are then on your account.
-        acl: Canned ACL of written objects.
-        storage_class: Storage class of written objects.
-        checksum_algorithm: Additional checksum that S3 keeps for written objects.
+        s3_options: Options of S3 requests by boto3's own names, such as ``{ServerSideEncryption: aws:kms}``:
+            ``ServerSideEncryption``, ``SSEKMSKeyId``, ``ExpectedBucketOwner``, ``RequestPayer``, ``ACL``,
+            ``StorageClass``, ``ChecksumAlgorithm``. Passed on as they are.
 
     Raises:
         ConfigError: A value is not allowed; says the key, the value and what is allowed.
@@ -159,14 +124,8 @@ class TieredCheckpointConfig:
     enable_async_checkpointing: bool = True
     staging: Literal["eager", "overlapped"] = "eager"
     max_pending: int = 2
-    on_pending: Literal["wait", "skip"] = "wait"
     on_save_error: Literal["warn", "raise"] = "warn"
-    on_unrestored_loader: Literal["warn", "raise"] = "warn"
     replication_factor: int = 1
-    replication_jump: int = 1
-    replication_interface: str | None = None
-    verify: bool = True
-    weights_only: bool | None = None
     safe_globals: tuple[str, ...] = ()
     drain: Literal["process", "thread"] = "process"
     save_on_train_end: bool = True
@@ -180,13 +139,7 @@ class TieredCheckpointConfig:
     endpoint_url: str | None = None
     region: str | None = None
     profile: str | None = None
-    sse: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
-    sse_kms_key_id: str | None = None
-    expected_bucket_owner: str | None = None
-    request_payer: Literal["requester"] | None = None
-    acl: Acl | None = None
-    storage_class: str | None = None
-    checksum_algorithm: Literal["CRC32", "CRC32C", "SHA1", "SHA256", "CRC64NVME"] | None = None
+    s3_options: S3Options | Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -218,15 +171,13 @@ class TieredCheckpointConfig:
             object.__setattr__(self, "preflight", "off")
         for key, allowed in _choices().items():
             value = getattr(self, key)
-            if value not in allowed and not (value is None and key in _S3_ONLY):
+            if value not in allowed:
                 _refuse(key, value, "one of " + ", ".join(allowed))
         if self.drain == "process" and ids.url_scheme(self.dirpath) == "memory":
             _refuse("dirpath", self.dirpath, "a place that the drain, a process of its own, sees too; or drain: thread")
         for key in ("delta_upload", "enable_async_checkpointing", "save_on_train_end"):
             if not isinstance(getattr(self, key), bool):
                 _refuse(key, getattr(self, key), "true or false")
-        if self.weights_only is not None and not isinstance(self.weights_only, bool):
-            _refuse("weights_only", self.weights_only, "true, false or null")
         names = self.safe_globals
         # OmegaConf's lists are sequences, too.
         listed = isinstance(names, Sequence) and not isinstance(names, str)
@@ -234,25 +185,22 @@ class TieredCheckpointConfig:
             _refuse("safe_globals", names, "a list of names such as 'package.module.Class'")
         object.__setattr__(self, "safe_globals", tuple(names))
         object.__setattr__(self, "retention", policies_from(self.retention))
-        if self.verify is not True:
-            _refuse("verify", self.verify, "true only: nothing is restored unverified")
         self._check_s3()
 
     def _check_s3(self) -> None:
-        for key in (*_S3_ONLY, "log_dir", "metrics_export", "replication_interface"):
+        if self.s3_options is not None:
+            object.__setattr__(self, "s3_options", S3Options.of(self.s3_options))
+        for key in ("endpoint_url", "region", "profile", "log_dir", "metrics_export"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, str) or not value):
                 _refuse(key, value, "text, or null")
-            if value is not None and key in _S3_ONLY and ids.url_scheme(self.dirpath) != "s3":
-                _refuse(key, value, "null, because dirpath is not an S3 URL")
+        for key in _S3_ONLY:
+            if getattr(self, key) is not None and ids.url_scheme(self.dirpath) != "s3":
+                _refuse(key, getattr(self, key), "null, because dirpath is not an S3 URL")
         try:
             targets_in(self.metrics_export or "")
         except ConfigError:
             _refuse("metrics_export", self.metrics_export, f"{ALLOWED}, or null")
-        if self.storage_class in _UNREADABLE_CLASSES:
-            _refuse("storage_class", self.storage_class, "a class whose objects can be read at once")
-        if self.sse_kms_key_id is not None and not (self.sse or "").startswith("aws:kms"):
-            _refuse("sse_kms_key_id", self.sse_kms_key_id, "set only where sse is aws:kms or aws:kms:dsse")
         if self.endpoint_url is not None:
             parts = urlsplit(self.endpoint_url)
             if "@" in self.endpoint_url or "?" in self.endpoint_url:

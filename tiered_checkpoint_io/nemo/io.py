@@ -64,7 +64,7 @@ class NeMoCheckpointIO(TieredCheckpointIO):
             if report.queued:
                 self._to_finalize[report.save_id] = finalize
             elif report.is_durable or "durable" not in read_storage_options(storage_options).tiers:
-                # Every tier of this save has it already; not where too many wait for the durable one: see max_pending.
+                # Every tier of this save has it already; not if too many wait for the durable one.
                 finalize()
         self.maybe_finalize_save_checkpoint()
 

@@ -10,6 +10,7 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreChangedError, StoreError, StoreNotFoundError, StoreUnavailableError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.s3_options import S3Options
 from tiered_checkpoint_io.stores.base import ObjectInfo, UploadContent, UploadJournal
 from tiered_checkpoint_io.stores.refusals import delete_each
 from tiered_checkpoint_io.stores.retry import Progress
@@ -27,18 +28,6 @@ _COPY_WHOLE = 1024 * MIB
 _DIRECTORY_BUCKETS = ("--x-s3", "--xa-s3")
 #: As many keys as S3 takes in one request to delete.
 _DELETES = 1000
-
-
-def write_options_of(config: TieredCheckpointConfig) -> dict[str, str]:
-    """What a configuration asks of each request that makes an object, by boto3's names."""
-    options = {
-        "ServerSideEncryption": config.sse,
-        "SSEKMSKeyId": config.sse_kms_key_id,
-        "ACL": config.acl,
-        "StorageClass": config.storage_class,
-        "ChecksumAlgorithm": config.checksum_algorithm,
-    }
-    return {key: value for key, value in options.items() if value is not None}
 
 
 class S3Store:
@@ -79,6 +68,7 @@ class S3Store:
     @classmethod
     def from_config(cls, config: TieredCheckpointConfig, url: str, clock: Clock = SYSTEM) -> S3Store:
         """The store for ``url`` with the options of a configuration."""
+        options = S3Options.of(config.s3_options)
         return cls(
             url,
             part_size=config.chunk_size_MB * MIB,
@@ -87,9 +77,8 @@ class S3Store:
             endpoint_url=config.endpoint_url,
             region=config.region,
             profile=config.profile,
-            write_options=write_options_of(config),
-            expected_bucket_owner=config.expected_bucket_owner,
-            request_payer=config.request_payer,
+            write_options=options.of_writes(),
+            always=options.of_all_requests(),
             clock=clock,
         )
 

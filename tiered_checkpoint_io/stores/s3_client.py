@@ -53,8 +53,7 @@ class S3Client:
         region: str | None = None,
         profile: str | None = None,
         credentials: Mapping[str, str] | None = None,
-        expected_bucket_owner: str | None = None,
-        request_payer: str | None = None,
+        always: Mapping[str, str] | None = None,
     ) -> None:
         """Makes a client; asks nothing of S3.
 
@@ -66,15 +65,13 @@ class S3Client:
             region: AWS region.
             profile: Profile of the AWS configuration files.
             credentials: ``aws_access_key_id`` and its kin, in place of boto3's ordinary chain.
-            expected_bucket_owner: Passed to every request.
-            request_payer: Passed to every request that takes it: those that a bucket's owner alone may send do not.
+            always: Passed to every request that takes it, by boto3's names.
         """
         self._bucket, key = ids.parse_s3_url(url)
         self.url = ids.build_s3_url(self._bucket, key.strip("/"))
         self.prefix = key.strip("/") + "/" if key.strip("/") else ""
         self.metrics = Metrics()
-        always = {"ExpectedBucketOwner": expected_bucket_owner, "RequestPayer": request_payer}
-        self._always = {name: value for name, value in always.items() if value}
+        self._always = dict(always or {})
         self._retry = Retry(self.metrics, clock)
         #: Whether bodies need an MD5 sum: those to a bucket with Object Lock do, which is learned from a refusal.
         self._needs_md5 = False

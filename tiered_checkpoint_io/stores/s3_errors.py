@@ -298,7 +298,7 @@ def _failure(error: Exception) -> _Meaning:
     if isinstance(error, botocore.exceptions.NoRegionError | botocore.exceptions.InvalidRegionError):
         return StoreConfigError, "set region"
     if isinstance(error, botocore.exceptions.MissingDependencyException):
-        return StoreConfigError, "this checksum_algorithm, or access point, needs awscrt: pip install 'botocore[crt]'"
+        return StoreConfigError, "this ChecksumAlgorithm, or access point, needs awscrt: pip install 'botocore[crt]'"
     if isinstance(error, botocore.exceptions.UnsupportedS3AccesspointConfigurationError):
         return StoreConfigError, "set region to that of the access point"
     if isinstance(error, botocore.exceptions.SSLError) and _is_bad_certificate(error):

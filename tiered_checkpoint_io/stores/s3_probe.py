@@ -18,8 +18,8 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreChangedError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.s3_options import S3Options
 from tiered_checkpoint_io.redaction import without_secrets
-from tiered_checkpoint_io.stores.s3 import write_options_of
 from tiered_checkpoint_io.stores.s3_client import S3Client
 from tiered_checkpoint_io.stores.s3_errors import answer_of, is_just_denied, may_refuse_conditions, translated
 from tiered_checkpoint_io.stores.s3_facts import BucketFacts, Condition, Settings, Tried
@@ -42,6 +42,7 @@ def probe_bucket(config: TieredCheckpointConfig, folder: str) -> BucketFacts:
     Raises:
         StoreConfigError: There can be no client: a profile is missing, for one.
     """
+    options = S3Options.of(config.s3_options)
     bound = float(config.durable_timeout_s)
     timing = SYSTEM.timing
     once = replace(
@@ -58,11 +59,10 @@ def probe_bucket(config: TieredCheckpointConfig, folder: str) -> BucketFacts:
         endpoint_url=config.endpoint_url,
         region=config.region,
         profile=config.profile,
-        expected_bucket_owner=config.expected_bucket_owner,
-        request_payer=config.request_payer,
+        always=options.of_all_requests(),
     )
     try:
-        return _Probe(client, folder, write_options_of(config)).run()
+        return _Probe(client, folder, options.of_writes()).run()
     finally:
         client.close()
 

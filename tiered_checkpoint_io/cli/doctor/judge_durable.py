@@ -12,6 +12,7 @@ from tiered_checkpoint_io.cli.doctor.judge_settings import judge_settings
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.s3_options import S3Options
 from tiered_checkpoint_io.stores.s3_facts import NEEDS, BucketFacts, Tried
 
 #: AWS refuses requests that are further from its time, seconds.
@@ -73,7 +74,9 @@ def missing_policy(facts: BucketFacts, config: TieredCheckpointConfig) -> list[d
     """The IAM statements that are missing."""
     missing = _missing(facts, config)
     region = facts.bucket_region or facts.region
-    return rights.statements(facts.url, region, missing, facts.kms_key or config.sse_kms_key_id or "")
+    return rights.statements(
+        facts.url, region, missing, facts.kms_key or S3Options.of(config.s3_options).SSEKMSKeyId or ""
+    )
 
 
 def recommend_for_bucket(facts: BucketFacts) -> list[Setting]:
@@ -84,8 +87,9 @@ def recommend_for_bucket(facts: BucketFacts) -> list[Setting]:
 
 
 def _missing(facts: BucketFacts, config: TieredCheckpointConfig) -> list[str]:
-    kms = bool(facts.kms_key) or (config.sse or "").startswith("aws:kms")
-    return rights.missing_actions(facts.tries, acl=config.acl is not None, kms=kms)
+    options = S3Options.of(config.s3_options)
+    kms = bool(facts.kms_key) or (options.ServerSideEncryption or "").startswith("aws:kms")
+    return rights.missing_actions(facts.tries, acl=options.ACL is not None, kms=kms)
 
 
 def _unreached(facts: BucketFacts) -> list[Check]:
@@ -155,9 +159,9 @@ def _rights(facts: BucketFacts, config: TieredCheckpointConfig) -> list[Check]:
         )
         for each in others
     ]
-    if missing and config.expected_bucket_owner:
+    if missing and (owner := S3Options.of(config.s3_options).ExpectedBucketOwner):
         do = "the bucket's own policy has to allow them as well: deploy/iam/cross-account-bucket-policy.json"
-        checks.append(Check("durable", "warn", "bucket policy", f"the bucket is of {config.expected_bucket_owner}", do))
+        checks.append(Check("durable", "warn", "bucket policy", f"the bucket is of {owner}", do))
     return checks
 
 

@@ -25,14 +25,14 @@ def judge_network(interface: Interface | None, megabits: int, state: StateSize, 
     """
     if interface is None or interface.is_inner:
         where = f"{interface or 'no interface'}: reaches no other node"
-        do = "give this node a network to the others; if it has one, name it by replication_interface"
+        do = "give this node a network to the others; if it has one, name it by GLOO_SOCKET_IFNAME"
         return [Check("network", "warn" if wanted else "ok", "replication", where, do if wanted else "")]
     where = f"{interface}, {rate_text(megabits) or 'rate unknown'}"
     if megabits and state.size is not None:
         seconds = state.size / (megabits * 125_000)
         where += f": {size_text(state.size)} take at least {_duration(seconds)}"
         if seconds > _LONG_REPLICATION_S:
-            do = "if there is a faster one, name it by replication_interface"
+            do = "if there is a faster one, name it by GLOO_SOCKET_IFNAME"
             return [Check("network", "warn", "replication", where, do)]
     return [Check("network", "ok", "replication", where)]
 

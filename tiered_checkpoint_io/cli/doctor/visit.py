@@ -53,7 +53,7 @@ class Visit:
     def network(self, peer: str | None) -> None:
         wanted = peer is not None or self._config.replication_factor > 1
         try:
-            found = interface_towards(peer or "", self._config.replication_interface)
+            found = interface_towards(peer or "")
         except UsageError as error:
             self.checks.append(Check("network", "fail", "replication", error.message, error.hint or ""))
             return

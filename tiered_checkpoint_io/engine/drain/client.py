@@ -106,11 +106,11 @@ class DrainHandle:
         return outcome.op_id in self._inherited and outcome.op_id < _BEGAN
 
     def has_room(self, cancel_id: str, *, besides: str = "") -> bool:
-        """Whether one more save may be queued, by ``max_pending`` and ``on_pending``.
+        """Waits until one more save may be queued, or for ``pending_timeout_s``; returns whether it may.
 
-        Waits, where so configured, while the drain gets on. One that has moved nothing for ``pending_timeout_s`` is not
-        waited for, and neither is one that fails: its oldest failed save is cancelled in favour of the new one, and is
-        :attr:`given_up`, so that training goes on and the queue stays bounded. One that is :func:`needed` goes last.
+        A drain that moved nothing during the last such wait, and none since, is not waited for again. If saves fail,
+        the oldest one is cancelled in favour of the new one, and is :attr:`given_up`: the queue stays bounded. One that
+        is :func:`needed` goes last.
 
         Args:
             cancel_id: The id of the request to cancel it.
@@ -118,6 +118,7 @@ class DrainHandle:
         """
         max_pending, warned, self.given_up = self._config.max_pending, False, ""
         self._standstill.begin()
+        began, patience_s = self._clock.monotonic(), self._config.pending_timeout_s
         for _ in self._looks(self._config.wait_timeout_s):
             requests = self.queue.requests()
             cancelled = {ids.save_id_of_op(request.target) for request in requests if request.action == "cancel"}
@@ -136,17 +137,17 @@ class DrainHandle:
                 wanted = needed(self.queue.look(self._tier))
                 oldest = min(failed, key=lambda save_id: (save_id in wanted, save_id))
                 why = lost.get(oldest, _ORPHANED)
-                self._log.error("giving up the oldest failed upload, as max_pending is reached: %s", why)
+                self._log.error("giving up the oldest failed upload, as %d wait already: %s", len(waiting), why)
                 self.given_up = oldest
                 self.queue.submit(Request(cancel_id, "cancel", "cancel", self._config.dirpath, oldest))
                 return True
-            if self._config.on_pending == "skip" or self.leave_by is not None:
+            if self.leave_by is not None:
                 # The time that is left to a job that has to end is for its last checkpoint.
                 return False
-            if self._standstill.lasts(self._config.pending_timeout_s):
+            if self._standstill.lasts(patience_s) or self._clock.monotonic() - began >= patience_s:
                 return False
             if not warned:
-                self._log.warning("max_pending is reached: waiting until one of %d uploads has ended", len(waiting))
+                self._log.warning("waiting until one of %d uploads has ended", len(waiting))
                 warned = True
         return False
 

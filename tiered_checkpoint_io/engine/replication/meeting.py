@@ -228,11 +228,11 @@ class Peering:
         return found
 
     def _peers_of(self, machines: Sequence[str]) -> list[tuple[int, ...]]:
-        return peers_of_ranks(machines, factor=self._config.replication_factor, jump=self._config.replication_jump)
+        return peers_of_ranks(machines, factor=self._config.replication_factor)
 
     def _interface(self, store: Any, logger: Logger) -> Interface | None:
         """What links listen on; logged once."""
-        chosen = interface_for(store, self._config.replication_interface)
+        chosen = interface_for(store)
         if chosen is not None and chosen != self._interface_in_use:
             self._interface_in_use = chosen
             speed = rate_text(megabits_of(chosen.name))

@@ -44,14 +44,11 @@ class Interface(NamedTuple):
         return ipaddress.ip_address(self.address).is_loopback or self.name.startswith(_INNER)
 
 
-def choose(
-    interfaces: Sequence[Interface], *, configured: str | None, environment: str, host: str, source: str | None
-) -> Interface | None:
+def choose(interfaces: Sequence[Interface], *, environment: str, host: str, source: str | None) -> Interface | None:
     """Which interface to use; pure.
 
     Args:
         interfaces: What this host has.
-        configured: The value of ``replication_interface``.
         environment: The value of ``GLOO_SOCKET_IFNAME``.
         host: The host of the store of torch.distributed, as it was given; "" where it has none.
         source: The address from which this host reaches that one.
@@ -62,15 +59,12 @@ def choose(
     Raises:
         UsageError: This host has no interface of the name that was given, or no address on it.
     """
-    key, name = "replication_interface", configured
-    if name is None and environment:
-        # Of several, a link uses the first.
-        key, name = "GLOO_SOCKET_IFNAME", environment.partition(",")[0]
-    if name is not None:
+    # Of several, a link uses the first.
+    if name := environment.partition(",")[0]:
         found = next((each for each in interfaces if each.name == name), None)
         if found is None:
             raise UsageError(
-                f"{key} is {name!r}, but {socket.gethostname()} has no such interface with an address",
+                f"GLOO_SOCKET_IFNAME is {name!r}, but {socket.gethostname()} has no such interface with an address",
                 operation="replicate",
                 hint="use one of " + ", ".join(map(str, interfaces)),
             )
@@ -90,12 +84,12 @@ def _is_this_host(host: str) -> bool:
     return host == "localhost"
 
 
-def interface_for(store: Any, configured: str | None) -> Interface | None:
+def interface_for(store: Any) -> Interface | None:
     """Which interface this process is to use in a job with this store of torch.distributed; see :func:`choose`."""
-    return interface_towards(_host_of(store), configured)
+    return interface_towards(_host_of(store))
 
 
-def interface_towards(host: str, configured: str | None) -> Interface | None:
+def interface_towards(host: str) -> Interface | None:
     """The same in a job whose store is on this host; "" where that is not known."""
     interfaces: list[Interface] = []
     # Where a sandbox does not say, gloo chooses; a name that was given is refused all the same.
@@ -103,7 +97,6 @@ def interface_towards(host: str, configured: str | None) -> Interface | None:
         interfaces = interfaces_here()
     return choose(
         interfaces,
-        configured=configured,
         environment=os.environ.get("GLOO_SOCKET_IFNAME", ""),
         host=host,
         source=_source_for(host or _ANYWHERE),

@@ -1,20 +1,18 @@
 """Which ranks keep copies of which ranks' parts: pure functions of where they are.
 
-Nodes form cliques, as NVRx has them: with a factor of 2 and a jump of 1, nodes 0 and 1 keep each other's
-parts, then 2 and 3. A larger jump puts nodes that are far apart (in racks of their own) into a clique.
+Nodes form cliques, as NVRx has them: with a factor of 2, nodes 0 and 1 keep each other's parts, then 2 and 3.
 Where the number of nodes does not allow cliques of equal size, the nodes form a ring: each keeps copies
 for as many others as any other does, whatever their number.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from tiered_checkpoint_io.errors import UsageError
 
 
-def peers_of_ranks(nodes: Sequence[str], *, factor: int, jump: int) -> list[tuple[int, ...]]:
+def peers_of_ranks(nodes: Sequence[str], *, factor: int) -> list[tuple[int, ...]]:
     """The ranks that keep copies of each rank's parts, by rank.
 
     A rank's copies go to ``factor - 1`` other nodes, no two of them to the same one, and never to its own.
@@ -23,7 +21,6 @@ def peers_of_ranks(nodes: Sequence[str], *, factor: int, jump: int) -> list[tupl
     Args:
         nodes: The machine of each rank, by rank: its memory is lost as a whole, however many containers share it out.
         factor: On how many nodes each part is to be, the rank's own included.
-        jump: The distance between the nodes of a clique, counted in nodes in the order of their lowest ranks.
 
     Raises:
         UsageError: There are fewer machines than copies, so that two of them would lie on the same one.
@@ -40,7 +37,7 @@ def peers_of_ranks(nodes: Sequence[str], *, factor: int, jump: int) -> list[tupl
         )
     order = list(ranks)
     peers: list[tuple[int, ...]] = [()] * len(nodes)
-    for own, others in zip(order, node_peers(len(order), factor=factor, jump=jump), strict=True):
+    for own, others in zip(order, node_peers(len(order), factor=factor), strict=True):
         for position, rank in enumerate(ranks[own]):
             there = (ranks[order[other]] for other in others)
             peers[rank] = tuple(each[position % len(each)] for each in there)
@@ -61,29 +58,15 @@ def sender_of(part: int, node: str, nodes: Sequence[str]) -> int:
     return part if part in here else here[part % len(here)]
 
 
-def node_peers(count: int, *, factor: int, jump: int) -> list[tuple[int, ...]]:
+def node_peers(count: int, *, factor: int) -> list[tuple[int, ...]]:
     """The nodes that keep copies for each of ``count`` nodes; each node keeps ``factor - 1``.
 
     Args:
         count: How many nodes there are; ``factor`` or more.
         factor: See :func:`peers_of_ranks`.
-        jump: See :func:`peers_of_ranks`.
     """
-    if count % (factor * jump) == 0:
-        cliques = [
-            [block + first + k * jump for k in range(factor)]
-            for block in range(0, count, factor * jump)
-            for first in range(jump)
-        ]
+    if count % factor == 0:
         # Each begins with the next of its clique, so that no member is the first choice of all others.
-        found = {
-            node: tuple(clique[(i + k) % factor] for k in range(1, factor))
-            for clique in cliques
-            for i, node in enumerate(clique)
-        }
-        return [found[node] for node in range(count)]
-    # The same distances from every node make the load even. Multiples of the jump come first, as far as
-    # they are different; then what is next to them.
-    wanted = ((k * jump) % count for k in range(1, count + 1))
-    distances = [each for each in dict.fromkeys(itertools.chain(wanted, range(1, count))) if each][: factor - 1]
-    return [tuple((node + distance) % count for distance in distances) for node in range(count)]
+        return [tuple(node - node % factor + (node + k) % factor for k in range(1, factor)) for node in range(count)]
+    # The same distances from every node make the load even.
+    return [tuple((node + k) % count for k in range(1, factor)) for node in range(count)]

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Sequence
 
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.errors import RestoreError
 
 _LOADER = re.compile(r".*(loader|sampler).*", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"optim.*", re.IGNORECASE)
@@ -51,15 +50,8 @@ def report_left_out(session: Session, name: str, count: int, why: str, *, says: 
         name: The checkpoint.
         count: How many; nothing is said of none.
         why: They are left out, and what to do.
-        says: Whether this rank warns; an error is raised on each that calls this.
-
-    Raises:
-        RestoreError: There are some, and ``on_unrestored_loader`` is ``raise``.
+        says: Whether this rank warns.
     """
-    if not count:
-        return
-    what = f"this resume does not restore the state of {count} data loader{'s' if count > 1 else ''} that {name} holds"
-    if session.config.on_unrestored_loader == "raise":
-        raise RestoreError(what, operation="load", key=session.dirpath, hint=why)
-    if says:
-        session.log.warning("%s, so the data starts anew: %s", what, why)
+    if count and says:
+        text = "this resume does not restore the state of %d data loader%s that %s holds, so the data starts anew: %s"
+        session.log.warning(text, count, "s" if count > 1 else "", name, why)

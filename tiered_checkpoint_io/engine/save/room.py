@@ -55,7 +55,7 @@ def arrived_votes() -> tuple[Vote, ...]:
 def vote(session: Session, *, durable: bool) -> Vote | None:
     """What this rank sends to the coordinator of a save that begins; None for nothing.
 
-    Waits for room in this node's queue, as the configuration says.
+    Waits for room in this node's queue.
 
     Args:
         session: Both tiers.
@@ -74,7 +74,7 @@ def admit(
 ) -> SaveFacts:
     """The same facts, for memory alone where too many saves wait for the durable tier already.
 
-    Waits for room on the way to the durable tier, as the configuration says. The last save of a training, or of a
+    Waits for room on the way to the durable tier. The last save of a training, or of a
     preempted job, neither waits for that nor is skipped: no save follows it.
 
     Args:
@@ -98,10 +98,9 @@ def admit(
 def why_left_out(session: Session, facts: SaveFacts) -> str | None:
     """Why a save that is waited for is an error: it was left out of the durable tier, and is not queued for it.
 
-    None where training is to continue all the same, or where leaving it out is what the configuration asks for.
+    None where training is to continue all the same.
     """
-    config = session.config
-    if not facts.left_out or config.on_save_error != "raise" or config.on_pending == "skip" or session.is_preempted:
+    if not facts.left_out or session.config.on_save_error != "raise" or session.is_preempted:
         return None
     return "too many saves wait for it"
 
@@ -143,7 +142,7 @@ def _has_room(session: Session, facts: SaveFacts, held: Collection[StoredPart]) 
 
 
 def _is_free(session: Session, *, besides: str = "") -> bool:
-    """Whether this node's queue has room for one more save, waited for as the configuration says."""
+    """Whether this node's queue has room for one more save; waits for room."""
     drain = session.open().drain
     try:
         drain.start()
