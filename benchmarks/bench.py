@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders import CONTENDERS
-from goals import CALL, DELTA, SHARDED_CALL, judged
+from goals import CALL, SHARDED_CALL, judged
 from page import console, write
 from peers import python_for
 from running import compile_ours, shm_folder
@@ -35,9 +35,9 @@ HERE = Path(__file__).resolve().parent
 LIMIT_S = 100.0
 #: What a benchmark that has taken longer gets to end in order, seconds.
 END_S = 30.0
-#: The state of the peers. Ours are measured with the others too; delta_upload only where little changes.
+#: The state of the peers. Ours are measured with the others too.
 COMMON = "64 tensors"
-OURS = [name for name in CONTENDERS if name.startswith("ours") and name != DELTA]
+OURS = [name for name in CONTENDERS if name.startswith("ours")]
 #: How many times as large the states are of which a goal is about 1 GiB, and that no peer is measured with: a step of
 #: LoRA changes less of 256 MiB than the smallest piece that S3 copies.
 LARGE = 4
@@ -160,9 +160,9 @@ def main() -> None:
         found = json.loads(Path(options.json).read_text())
         mebibytes, rounds = found["mebibytes"], found["rounds"]
     compile_ours()
-    pairs = [(name, COMMON) for name in options.only if name != DELTA]
+    pairs = [(name, COMMON) for name in options.only]
     if not options.no_scripts:
-        pairs += [(name, state) for name in OURS for state in STATES if state != COMMON] + [(DELTA, "LoRA")]
+        pairs += [(name, state) for name in OURS for state in STATES if state != COMMON]
     has = {(row["contender"], row["state"]) for row in found["rows"]}
 
     def keep() -> None:
@@ -177,7 +177,7 @@ def main() -> None:
     for name, state in pairs:
         if (name, state) not in has:
             with timed(f"{name}, {state}"):
-                found["rows"].append(contended(name, state, mebibytes * (LARGE if name == DELTA else 1), rounds))
+                found["rows"].append(contended(name, state, mebibytes, rounds))
             keep()
     if not options.no_scripts:
         for name, times in SCRIPTS.items():

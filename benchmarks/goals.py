@@ -9,9 +9,9 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from measure import MIB, ratio
+from measure import ratio
 
-OURS, DELTA = "ours, memory step", "ours, durable step, delta_upload"
+OURS = "ours, memory step"
 Judged = tuple[float, str]
 
 
@@ -106,14 +106,6 @@ def _store_cpu(found: Mapping[str, Any]) -> Judged:
     return ours["cpu_s_per_GiB"], f"{shares}; {name} uses {best['cpu_s_per_GiB']:.2f}"
 
 
-def _delta(found: Mapping[str, Any]) -> Judged:
-    row = row_of(found, DELTA, "LoRA")
-    sent = statistics.median(row["bytes"]) / MIB
-    changed = "where 2 % had changed; the server copies what is unchanged in pieces of 5 MiB or more"
-    why = f"{sent:.1f} of {row['MiB']:.0f} MiB were sent, {changed}"
-    return sent / row["MiB"], why
-
-
 def _sharded(found: Mapping[str, Any]) -> Judged:
     figures = found["sharded"]
     value, kind = max((figures[f"sharded_stall_ratio_to_dcp_{kind}"], kind) for kind in ("thread", "process"))
@@ -190,7 +182,6 @@ GOALS = (
     Goal("restore from S3: rate / raw boto3, DCP", ">=", 0.85, "restore", _restore_s3),
     Goal("store of the drain: rate / the best raw client", ">=", 0.95, "clients", _store_rate),
     Goal("the same: CPU s/GiB", "<=", 0.4, "clients", _store_cpu),
-    Goal("bytes sent for a LoRA step / all", "<=", 0.05, "", _delta),
     Goal("a Python loop beside a drain loses / beside the best raw client", "<=", 1.1, "loop", _loop),
 )
 

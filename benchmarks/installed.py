@@ -129,12 +129,6 @@ class OursToS3(Ours):
         self.io._save(state, f"step={number}.ckpt", None, wait=False)
 
 
-class OursDelta(OursToS3):
-    """The same; what did not change is copied by the server."""
-
-    options: ClassVar[dict[str, Any]] = {"delta_upload": True}
-
-
 class TorchSave(Contender):
     def save(self, state: Any, number: int) -> None:
         torch.save(state, self.path(number))

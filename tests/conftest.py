@@ -18,7 +18,7 @@ from support.warm import warm_up
 
 from tiered_checkpoint_io.testing.servers import RcloneServer, S3Server
 
-S3_FIXTURES = {"s3_server", "s3_bucket", "s3_url", "copying"}
+S3_FIXTURES = {"s3_server", "s3_bucket", "s3_url"}
 #: A process that a test has ended may need a moment to be gone.
 GONE_S = 5.0
 #: By these Lightning takes a process for one that a launcher has started, and starts no further ranks.

@@ -3,6 +3,7 @@
 # ruff: noqa: F811 - a fixture of another module is an argument here
 
 import contextlib
+import re
 import time
 from pathlib import Path
 
@@ -42,16 +43,14 @@ def small(tmp_path):
         yield str(folder)
 
 
-@pytest.mark.parametrize("spill", ["auto", "named", None])
+@pytest.mark.parametrize("spill", ["auto", "named"])
 def test_a_durable_save_that_memory_has_no_room_for(small, start, memory_dir, tmp_path, spill):
     (tmp_path / "named").mkdir()
     options = {"memory_dir": small, "spill_dir": str(tmp_path / "named") if spill == "named" else spill}
     job = start(**options)
     job.save(1, wait=False, size=LARGE)
     save = job.last_save()
-    assert (save.tiers, save.queued, save.spilled) == (
-        ({"durable"}, False, False) if spill is None else ({"memory", "durable"}, True, True)
-    )
+    assert (save.tiers, save.queued, save.spilled) == ({"memory", "durable"}, True, True)
     job.wait()
     job.save(2, size=LARGE)
     job.close()
@@ -59,6 +58,22 @@ def test_a_durable_save_that_memory_has_no_room_for(small, start, memory_dir, tm
     # The node is lost, and all that it had.
     job = start(memory_dir=memory_dir)
     assert [job.load(which, LARGE) for which in (LATEST, "step_1.ckpt")] == [2, 1]
+
+
+@pytest.mark.parametrize("rule", ["raise", "warn"])
+def test_a_durable_save_that_neither_memory_nor_a_spill_has_room_for_fails(tmp_path, start, memory_dir, rule):
+    with mounted_tmpfs(tmp_path / "memory", 8 << 20) as folder:
+        job = start(memory_dir=str(folder), spill_dir=None, on_save_error=rule)
+        job.save(1)
+        with pytest.raises(SaveError, match="name a spill_dir") if rule == "raise" else contextlib.nullcontext():
+            job.save(2, size=LARGE)
+        (said,) = {text for text in job.messages.said if "saving step_2.ckpt failed" in text}
+        assert re.search(r"the budget and the node's free memory allow [0-9]+ .*name a spill_dir", said)
+        assert job.engine.session.progress().counters["failed"] == 1
+        assert job.load(LATEST) == 1
+        job.save(3)
+        job.close()
+        assert start(memory_dir=memory_dir).load(LATEST) == 3
 
 
 def test_a_spilled_save_that_waits_is_found_by_the_next_start_even_after_a_reboot(small, start, memory_dir):

@@ -33,17 +33,3 @@ def bucket(moto):
     moto.make_bucket(name)
     yield name
     moto.remove_bucket(name)
-
-
-@pytest.fixture(scope="module")
-def copying(request):
-    """A server that copies ranges: that of TIERED_TEST_S3_ENDPOINT, else moto."""
-    return request.getfixturevalue("_server" if "TIERED_TEST_S3_ENDPOINT" in os.environ else "moto")
-
-
-@pytest.fixture
-def copying_bucket(copying):
-    name = f"delta-{os.urandom(6).hex()}"
-    copying.make_bucket(name)
-    yield name
-    copying.remove_bucket(name)

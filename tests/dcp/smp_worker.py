@@ -4,7 +4,6 @@ import contextlib
 import errno
 import functools
 import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -16,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tiered_checkpoint_io import dcp
-from tiered_checkpoint_io.engine.durable import arrivals
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.model import ids
 
@@ -121,7 +119,6 @@ def save_local(
     content=None,
     only=None,
     fail=None,
-    dies=None,
     shard=None,
     large=0,
     sync=False,
@@ -130,7 +127,7 @@ def save_local(
     breaks=None,
     **more,
 ):
-    """Saves a local checkpoint; the tensors change at once behind it. A rank may fail, or die, in the middle.
+    """Saves a local checkpoint; the tensors change at once behind it. A rank may fail in the middle.
 
     What the rank ``lock`` has of the state can't be pickled; ``breaks`` is a rank, and what fails there at the start.
     """
@@ -154,8 +151,6 @@ def save_local(
             raise OSError("this rank's memory is gone")
 
         tier.commit = refuse
-    if dies == dist.get_rank():
-        arrivals.Arrivals.look = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     calls = []
     try:
         with counted(calls):

@@ -34,7 +34,7 @@ from worker_states import (  # noqa: F401
     totals,
 )
 
-from tiered_checkpoint_io.errors import DrainError, MemoryFullError
+from tiered_checkpoint_io.errors import DrainError
 
 
 def writer(job, **more):
@@ -296,16 +296,8 @@ def die(job, rank):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def save_anywhere(job, seed, **more):
-    """As ``save``, by ranks that do not compare their dirpaths."""
-    from tiered_checkpoint_io.adapters import dcp_writer
-
-    dcp_writer.agreed = lambda facts, *_: facts
-    return save(job, seed, **more)
-
-
-def save_behind(job, seed, fails=None, dies=None, lacks=None, **more):
-    """Our ``async_save``; a rank may fail, be killed, or find no room for its part, while it seals behind that."""
+def save_behind(job, seed, fails=None, dies=None, **more):
+    """Our ``async_save``; a rank may fail or be killed while it seals behind that."""
     from tiered_checkpoint_io import dcp as ours
 
     rows = more.pop("rows", ROWS)
@@ -319,8 +311,6 @@ def save_behind(job, seed, fails=None, dies=None, lacks=None, **more):
             raise OSError("this rank's memory is gone")
         if rank == dies:
             os.kill(os.getpid(), signal.SIGKILL)
-        if rank == lacks:
-            raise MemoryFullError("no space for the part's folder", operation="commit", tier="memory")
         return commit(*args, **kwargs)
 
     mine._shared.session.open().tier.commit = sealed

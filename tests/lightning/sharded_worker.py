@@ -29,11 +29,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.save.overlap import Overlap, Overlapped
 from tiered_checkpoint_io.engine.save.part import PartSave
-from tiered_checkpoint_io.engine.save.stream import Stream
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy
@@ -200,19 +198,6 @@ def refusing(rank):
     Overlap.begin_state = lambda self, state: None if dist.get_rank() == rank else begin(self, state)
 
 
-def written_while_sent(model):
-    """Has no part fit into memory; and a weight written to while such a part is sent."""
-    session.node_budget = lambda *_: 1 << 12
-    send = Stream.send
-
-    def sending(stream, files):
-        send(stream, files)
-        with torch.no_grad():
-            next(model.parameters())._local_tensor.add_(1)
-
-    Stream.send = sending
-
-
 class Late:
     # Captures that overlap training begin only once training waits for them; counts them.
     begun = 0
@@ -310,8 +295,6 @@ if __name__ == "__main__":
         enable_model_summary=False,
     )
     model, prepared = (Live if told.get("live") else Toy)(), []
-    if told.get("written"):
-        written_while_sent(model)
     if "refuses" in told:
         refusing(told["refuses"])
     # The toy's state is too small for it.

@@ -80,7 +80,6 @@ BAD = [
     ("safe_globals", ["Class"], "a list of names", {}),
     ("retention", "latest", "a mapping such as", {}),
     ("drain", "forked", "process, thread", {}),
-    ("delta_upload", "yes", "true or false", {}),
     ("save_on_train_end", "no", "true or false", {}),
     ("preflight", "maybe", "error, warn, off", {}),
     ("preflight", True, "error, warn, off", {}),

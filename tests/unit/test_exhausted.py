@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import resource
 from pathlib import Path
 
@@ -63,7 +64,6 @@ def test_a_tmpfs_that_is_full_from_any_point_of_a_save_on(tiers, kept, monkeypat
                     refused += 1
             except SaveError as error:
                 refused += 1
-                assert tiers == ["memory"], f"has another way to go: {error}"
                 assert "memory_dir is full" in str(error) or "can't be read" in str(error)
         io.teardown()
         io = kept.io(drain="thread", memory_keep_last=100)
@@ -74,7 +74,7 @@ def test_a_tmpfs_that_is_full_from_any_point_of_a_save_on(tiers, kept, monkeypat
         assert loads(io, newest)
         io.teardown()
     assert number > 4
-    assert (refused >= 3) == (tiers == ["memory"])
+    assert refused >= 3
     io = kept.io(memory_keep_last=100)
     io.save_checkpoint(state(99), "99.ckpt")
     assert loads(io, 99)
@@ -91,10 +91,20 @@ def tight(request, tmp_path):
         yield folder, lambda *_: fill(), tenant
 
 
-#: What memory has no room for is spilled, or else streamed.
+#: What memory has no room for is spilled, or else the save fails.
 spilling = pytest.mark.parametrize("spill", ["auto", pytest.param(None, marks=pytest.mark.matrix)])
 #: One of the two; :func:`test_what_fails_is_told_while_memory_is_full` takes both.
 space = pytest.mark.parametrize("tight", ["space", pytest.param("files", marks=pytest.mark.matrix)], indirect=True)
+
+
+def done(call, *args, **options):
+    """Whether a call has saved; if not, it has failed with one error that says what there is no more of."""
+    try:
+        call(*args, **options)
+    except SaveError as error:
+        assert re.search("^no room for .*name a spill_dir", str(error)), error
+        return False
+    return True
 
 
 @pytest.mark.timeout(170)
@@ -106,23 +116,31 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_durable_save(spill, worker, 
     options = {"dirpath": str(tmp_path / "durable"), "memory_dir": str(folder), "on_save_error": "raise"}
     kept = Kept(tmp_path / "durable", folder)
     watch = Watch(folder, monkeypatch, fill)
+    newest, ways = 1, set()
     # A process takes its time to start; its own pieces of space are not counted here anyway.
     for number in points(watch, every=3 if worker == "process" else 2):
         io = kept.io(drain=worker, wait_timeout_s=60, memory_keep_last=3, spill_dir=spill)
         io.load_checkpoint("tiered:latest")
+        steps = {10 * number: f"{number}.ckpt", 10 * number + 1: f"{number}-b.ckpt"}
         with watch.from_the(number):
-            io.save_checkpoint(state(10 * number, size=100_000), f"{number}.ckpt")
-            # The tenant stays: the next ones are no worse off.
-            io.save_checkpoint(state(10 * number + 1, size=100_000), f"{number}-b.ckpt")
-            io.remove_checkpoint(f"{number}.ckpt")
-        io.teardown()
-        elsewhere = kept.io(namespace="elsewhere", memory_dir=str(tmp_path), drain="thread")
-        loaded = elsewhere.load_checkpoint("tiered:latest")
-        assert loaded["global_step"] == 10 * number + 1
-        elsewhere.teardown()
-        assert not (Path(options["dirpath"]) / f"{number}.ckpt").exists()
+            # The tenant stays: the second one is no worse off.
+            saved = {step: done(io.save_checkpoint, state(step, size=100_000), name) for step, name in steps.items()}
+            if saved[10 * number + 1]:
+                io.remove_checkpoint(f"{number}.ckpt")
+        ways.update(saved.values())
         tenant.goes()
+        with contextlib.suppress(SaveError):
+            # What failed in the background is shown once more.
+            io.teardown()
+        elsewhere = kept.io(namespace="elsewhere", memory_dir=str(tmp_path), drain="thread")
+        loaded = elsewhere.load_checkpoint("tiered:latest")["global_step"]
+        assert loaded >= max([newest, *(step for step, is_saved in saved.items() if is_saved)])
+        elsewhere.teardown()
+        assert not saved[10 * number + 1] or not (Path(options["dirpath"]) / f"{number}.ckpt").exists()
+        newest = loaded
     assert number > 4
+    # Also with a spill: what memory has captured stays there, and may find no room for its description.
+    assert ways == {True, False}
     kept.close()
 
 
@@ -150,23 +168,30 @@ def in_a_tier_that_is_there(folder, tmp_path, worker, spill):
 def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_sharded_save(spill, behind, worker, tight, tmp_path, monkeypatch):
     folder, fill, tenant = tight
     options = in_a_tier_that_is_there(folder, tmp_path, worker, spill)
-    watch = Watch(folder, monkeypatch, fill)
+    watch, saved = Watch(folder, monkeypatch, fill), []
+
+    def save(live, number, writer):
+        if behind:
+            dcp.async_save({"w": live}, checkpoint_id=f"step_{number}", storage_writer=writer).result(60)
+            live.zero_()
+        else:
+            dcp.save({"w": live}, checkpoint_id=f"step_{number}", storage_writer=writer)
+        dcp.maybe_finalize_async_calls(blocking=True)
+
     for number in points(watch, every=4 if worker == "process" else 1):
         live = torch.arange(100_000.0) + number
         writer = TieredStorageWriter(**options, wait=True)
         with watch.from_the(number):
-            if behind:
-                dcp.async_save({"w": live}, checkpoint_id=f"step_{number}", storage_writer=writer).result(60)
-                live.zero_()
-            else:
-                dcp.save({"w": live}, checkpoint_id=f"step_{number}", storage_writer=writer)
-            dcp.maybe_finalize_async_calls(blocking=True)
+            saved += [number] if done(save, live, number, writer) else []
+        tenant.goes()
         writer.close()
+        if number not in saved:
+            continue
         wanted = {"w": torch.zeros(100_000)}
         torch_dcp.load(wanted, storage_reader=torch_dcp.FileSystemReader(tmp_path / "durable" / f"step_{number}"))
         assert torch.equal(wanted["w"], torch.arange(100_000.0) + number)
-        tenant.goes()
     assert number > 4
+    assert saved[-1:] == [number], "the last one needed no more than there was"
 
 
 @pytest.mark.timeout(170)
@@ -176,23 +201,27 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_sharded_save(spill, behind, 
 def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_local_save(spill, behind, worker, tight, tmp_path, monkeypatch):
     folder, fill, tenant = tight
     options = in_a_tier_that_is_there(folder, tmp_path, worker, spill)
-    watch = Watch(folder, monkeypatch, fill)
-    ways = set()
+    watch, saved = Watch(folder, monkeypatch, fill), []
+
+    def save(live, number, writer):
+        called = dcp.async_save if behind else dcp.save
+        made = called({"w": live}, checkpoint_id=f"step_{number}", storage_writer=writer, kind="local")
+        live.zero_()
+        assert (made.result(60) if behind else made).tiers == {"memory", "durable"}
+        dcp.maybe_finalize_async_calls(blocking=True)
+
     for number in points(watch, every=4 if worker == "process" else 1):
         live = torch.arange(100_000.0) + number
         writer = TieredStorageWriter(**options, wait=not behind)
         with watch.from_the(number):
-            save = dcp.async_save if behind else dcp.save
-            saved = save({"w": live}, checkpoint_id=f"step_{number}", storage_writer=writer, kind="local")
-            live.zero_()
-            ways.add((saved.result(60) if behind else saved).tiers)
-            dcp.maybe_finalize_async_calls(blocking=True)
-        writer.close()
-        (file,) = (tmp_path / "durable" / f"step_{number}").iterdir()
-        assert torch.equal(torch.load(file)["w"], torch.arange(100_000.0) + number)
+            saved += [number] if done(save, live, number, writer) else []
         tenant.goes()
+        writer.close()
+        if number in saved:
+            (file,) = (tmp_path / "durable" / f"step_{number}").iterdir()
+            assert torch.equal(torch.load(file)["w"], torch.arange(100_000.0) + number)
     assert number > 4
-    assert ways == {frozenset({"durable"}), frozenset({"memory", "durable"})}
+    assert saved[-1:] == [number], "the last one needed no more than there was"
     found = {"w": torch.zeros(100_000)}
     reader = dcp.load(found, kind="local", **{**options, "save_to_s3": None})
     assert reader.opened.step == number

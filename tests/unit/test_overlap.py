@@ -138,14 +138,12 @@ def test_a_change_that_leaves_no_trace_is_found_by_the_check(job, monkeypatch, c
     assert job.checkpointer.load("tiered:latest")["global_step"] == 2
 
 
-def test_a_save_that_memory_has_no_room_for_is_sent_before_it_returns(job, monkeypatch, caplog, warned):
+def test_a_save_that_memory_has_no_room_for_fails_before_it_returns(job, monkeypatch, caplog):
     monkeypatch.setattr("tiered_checkpoint_io.engine.session.node_budget", lambda *_: 1 << 14)
     job = job(spill_dir=None)
-    with warned("the memory tier can't hold"):
-        report = job.save(1)
-    assert (report.tiers, report.overlapped) == ({"durable"}, False)
-    job.weight.fill_(7.0)
-    assert job.checkpointer.load("tiered:latest")["w"].sum() == 0
+    assert job.save(1) is None
+    assert job.checkpointer.session.counts["failed"] == 1
+    assert [line for line in job.said(caplog) if "name a spill_dir" in line]
 
 
 def test_an_upload_that_failed_is_seen_beside_a_save_and_raised_once_by_the_next(job, caplog):

@@ -3,22 +3,19 @@
 # ruff: noqa: F811 - a fixture of another module is an argument here
 
 import os
-from dataclasses import replace
 
 import pytest
 from support.draining import Node, names
-from support.sharded import make_part, readable
+from support.sharded import readable
 from support.story import op_id
 
 from tiered_checkpoint_io.engine.drain import queue
-from tiered_checkpoint_io.engine.drain.deltas import Deltas
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.errors import StoreUnavailableError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
-from tiered_checkpoint_io.stores.base import Delta
 
 from .test_drain_sharded import Refusing, drain, left, pending, store  # noqa: F401 - fixtures
 
@@ -176,35 +173,6 @@ def test_what_failed_in_ever_new_series_does_not_fill_the_log(node, monkeypatch)
     assert len(here.queue.outcomes()) < 8 + 64 + 2
 
 
-def test_each_group_s_upload_leaves_out_what_its_own_last_one_has_sent(node):
-    """Both have a part of rank 0 on this node, each with weights that stay as they are."""
-    tier = node("here").tier
-    for deltas in (Deltas(tier), Deltas(tier)):
-        for step in (1, 2):
-            for which in (0, 1):
-                part, files = make_part(f"stage{which}/step_{step}", step, 0, series=f"stage{which}/step_#")
-                frozen, _ = make_part(f"stage{which}/step_1", which + 1, 0)
-                pairs = zip(part.content.files, frozen.content.files, strict=True)
-                entries = tuple(replace(old, path=new.path) for new, old in pairs)
-                part = replace(part, content=replace(part.content, files=entries))
-                sent = deltas.contents(part, {basename: memoryview(data) for basename, data in files.items()})
-                assert {type(each) for each in sent.values()} == {Delta if step == 2 else memoryview}
-                deltas.uploaded(part)
-
-
-@pytest.mark.parametrize("named", ["checkpoint-{}", "{}", "last.ckpt", "step={}.ckpt"])
-def test_an_upload_finds_the_last_one_whatever_names_tell_and_averages_find_theirs(node, named):
-    """Also where no step is known: then each name is a series of its own, and there is no end of them."""
-    deltas = Deltas(node("here").tier)
-    for step in range(1, 21):
-        for which, companion in enumerate(["", "-EMA"] if "ckpt" in named else [""]):
-            name = ids.companion_of(named.format(step), companion)
-            part, files = make_part(name, which, 0, series="" if "ckpt" in named else ids.series_of(name))
-            part = replace(part, content=replace(part.content, save_id=op_id(2 * step + which)))
-            sent = deltas.contents(part, {basename: memoryview(data) for basename, data in files.items()})
-            assert {type(each) for each in sent.values()} == {Delta if step > 1 else memoryview}
-            deltas.uploaded(part)
-    assert sum(len(parts) for parts in deltas._last.values()) <= 4
 
 
 @pytest.mark.parametrize("series", ["", "stage0/step_#"])

@@ -330,7 +330,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
     def close(self) -> None:
         """Waits for the durable tier, shows failures once, and frees all that writers of this process share."""
         try:
-            # What is sent straight to the durable tier in the background has to end before its failure can be shown.
+            # What is sealed in the background has to end before its failure can be shown.
             self.session.background.wait()
             show_failures()
         finally:

@@ -58,7 +58,6 @@ class TieredCheckpointIO(CheckpointIO):
         retention: Policies | None = None,
         memory_allocation_percentage: int = 50,
         chunk_size_MB: int = 64,  # noqa: N803 - the name that NeMo's users know
-        delta_upload: bool = False,
         max_write_concurrency: Concurrency = "auto",
         max_read_concurrency: Concurrency = "auto",
         enable_async_checkpointing: bool = True,
@@ -102,9 +101,6 @@ class TieredCheckpointIO(CheckpointIO):
             memory_allocation_percentage: Per cent of the node's memory, or of its cgroup's ``memory.max`` or
                 ``memory.high``, that checkpoints take; 20 to 100.
             chunk_size_MB: Size of one part of an upload, MiB; 8 to 5,120.
-            delta_upload: Whether what an earlier checkpoint has as well is copied by the server, where it can, in
-                place of being sent again; each copied part is compared, which takes CPU time. Pays where the uplink is
-                the limit and much of the state is frozen: see docs/deployment.md. S3 alone.
             max_write_concurrency: Parts in flight at once per node, or ``auto``.
             max_read_concurrency: Ranges in flight at once per node, or ``auto``.
             enable_async_checkpointing: Whether ``from_config`` gives an ``AsyncCheckpointIO``, whose saves return once

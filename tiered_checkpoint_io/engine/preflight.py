@@ -194,13 +194,13 @@ def judge_room(need: Need, room: Room, config: TieredCheckpointConfig) -> list[P
             key=config.spill_dir,
             hint="make the folder, with the rights of the user that trains; or set spill_dir to null",
         )
-        return [Problem(refused, True, "nothing is spilled: what memory has no room for is skipped, or sent at once")]
+        return [Problem(refused, True, "nothing is spilled: what memory has no room for is skipped, or fails")]
     if need.node_bytes <= room.memory or (room.spill_is_named and need.node_bytes <= room.spill):
         return []
-    streams = need.node_bytes > room.spill
+    fits = need.node_bytes <= room.spill
     consequences = ["steps of memory alone are skipped"] * need.memory_steps
-    if streams and need.durable_steps:
-        consequences.append("durable saves block training while they are sent")
+    if not fits and need.durable_steps:
+        consequences.append("durable saves fail")
     if not consequences:
         return []
     error = MemoryFullError(
@@ -211,8 +211,8 @@ def judge_room(need: Need, room: Room, config: TieredCheckpointConfig) -> list[P
         key=config.memory_dir,
         hint="give memory_dir more space (docker: --shm-size), raise memory_allocation_percentage, or name a spill_dir",
     )
-    # A durable save reaches its tier all the same.
-    return [Problem(error, not need.durable_steps, " and ".join(consequences))]
+    # Durable saves go through the spill.
+    return [Problem(error, not (fits and need.durable_steps), " and ".join(consequences))]
 
 
 def _refusal(error: TieredCheckpointError) -> TieredCheckpointError:

@@ -371,7 +371,7 @@ class Session:
             raise failure
 
     def warn(self, what: str | None, text: str) -> None:
-        """Logs a warning, unless one of the same was; None for the text itself. See :mod:`engine.save.small`."""
+        """Logs a warning, unless one of the same was; None for the text itself."""
         if (what := what or text) not in self.warned:
             self.warned.add(what)
             self.log.warning("%s", text, stacklevel=2)

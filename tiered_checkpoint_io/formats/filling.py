@@ -6,10 +6,9 @@ import bisect
 import ctypes
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -43,10 +42,6 @@ class Segment(NamedTuple):
     @property
     def nbytes(self) -> int:
         return len(self.data)
-
-    def cut(self, start: int, nbytes: int, offset: int) -> Segment:
-        """Its bytes from ``start`` on, for another place."""
-        return Segment(offset, self.data[start : start + nbytes])
 
 
 class StorageRegion(NamedTuple):
@@ -149,14 +144,6 @@ class StorageRegions(Sequence[StorageRegion]):
             return [self[each] for each in range(*index.indices(len(self)))]
         offset, nbytes, start = (int(each[index]) for each in (self.offsets, self.lengths, self.starts))
         return StorageRegion(offset, nbytes, self.storages[index], start)
-
-
-class Sliced(Protocol):
-    """A ``memoryview``, or what gives its bytes in pieces as one does."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, piece: slice, /) -> AbstractContextManager[memoryview]: ...
 
 
 def cores_of_rank() -> int:
@@ -374,7 +361,7 @@ def _integers(values: Iterable[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.fromiter(values, np.int64)
 
 
-def hash_chunks(content: Sliced, threads: int) -> tuple[str, ...]:
+def hash_chunks(content: memoryview, threads: int) -> tuple[str, ...]:
     """The hashes of a file's chunks, as :meth:`Filling.run` gives them."""
 
     def hash_chunk(chunk: tuple[int, int]) -> str:

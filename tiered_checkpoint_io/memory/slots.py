@@ -61,7 +61,7 @@ class SlotPool:
         self.unmap = unmap
         #: What allows so many bytes, and what to do where that is too few; see :meth:`bounded_by_disk`.
         self._bound = "the budget and the node's free memory allow"
-        self._hint = "raise memory_allocation_percentage, lower memory_keep_last, or give memory_dir more space"
+        self._hint = "give memory_dir more space, raise memory_allocation_percentage, or name a spill_dir"
         self._lock = threading.Lock()
         self._free: list[Slot] = []
         self._lent: dict[tuple[int, int], Slot] = {}

@@ -255,7 +255,6 @@ class MemoryTier:
         *,
         drained: bool = False,
         saved: bool = True,
-        keep_slots: bool = False,
     ) -> StoredPart:
         """Commits a filled part, atomically.
 
@@ -264,7 +263,6 @@ class MemoryTier:
             slots: By basename, its filled slots, which belong to the tier afterwards, and small files as bytes.
             drained: Whether the durable tier has it already.
             saved: Whether this is a save, of which peers are to get copies, and not what a restore brought.
-            keep_slots: Whether slots that get no description for want of space stay the caller's.
 
         Raises:
             MemoryFullError: The file system is full; nothing is left of the part, nor of its slots.
@@ -298,7 +296,7 @@ class MemoryTier:
             # Ctrl-C, too, leaves nothing that only another start would clear.
             is_full = isinstance(error, OSError) and (isinstance(error, MemoryFullError) or error.errno in NO_SPACE)
             # The files had their space, their description has none: give all of it back.
-            for slot in slots.values() if is_full and not keep_slots else ():
+            for slot in slots.values() if is_full else ():
                 if not isinstance(slot, bytes):
                     home._pool.forget(slot.path)
             shutil.rmtree(fresh, ignore_errors=True)

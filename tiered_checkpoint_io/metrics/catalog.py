@@ -90,12 +90,6 @@ OTHER_FAILURES = _metric(
 )
 UPLOADS = _metric("uploads_total", "counter", "", "Checkpoints, or this node's parts of them, that were uploaded.")
 UPLOADED = _metric("uploaded_bytes_total", "counter", "bytes", "Bytes of these.")
-COPIED = _metric(
-    "copied_bytes_total",
-    "counter",
-    "bytes",
-    "Of these, those that S3 copied from an earlier checkpoint.",
-)
 UPLOAD_TIME = _metric("upload_seconds_total", "counter", "seconds", "Time that their uploads took.")
 RETRIES = _metric(
     "request_retries_total", "counter", "", "Requests to the durable tier that the drain repeated since it started."

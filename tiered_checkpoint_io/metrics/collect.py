@@ -99,7 +99,6 @@ def _of_events(totals: Totals, now: float) -> _Samples:
         (catalog.OTHER_FAILURES, totals.failed_other, {}),
         (catalog.UPLOADS, totals.uploads, {}),
         (catalog.UPLOADED, totals.uploaded_bytes, {}),
-        (catalog.COPIED, totals.copied_bytes, {}),
         (catalog.UPLOAD_TIME, totals.upload_s, {}),
         (catalog.RESTORES, totals.restores, {}),
         (catalog.REPEATED, totals.repeated_steps, {}),

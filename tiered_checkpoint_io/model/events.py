@@ -10,8 +10,8 @@ save       a save returned: ``name``, ``step``, ``size_bytes``, ``stall_s``, ``c
 failed     something failed: ``name``, ``step``, ``error``, ``action``
 skipped    a save was left out, or stays in memory: ``name``, ``step``, ``error``
 upload     the drain ended an operation: ``action``, ``name``, ``step``, ``state``, ``size_bytes``, ``seconds``,
-           ``created`` (when the checkpoint was captured), ``copied_bytes`` (of an earlier one, in place of being
-           sent), ``error``; of a part, bytes and seconds are its own, without the wait for others
+           ``created`` (when the checkpoint was captured), ``error``; of a part, bytes and seconds are its own,
+           without the wait for others
 restore    a checkpoint was loaded: ``name``, ``step``, ``tier``, ``seconds``, ``created``
 totals     what earlier events, which were removed, add up to
 =========  =========================================================================================================
@@ -50,7 +50,6 @@ class Totals:
         skipped: Saves that were left out, or stay in memory, of each rank.
         uploads: Checkpoints, or parts of them, that the drain uploaded.
         uploaded_bytes: Their bytes.
-        copied_bytes: Of these, those that the durable tier copied from an earlier checkpoint.
         upload_s: Seconds that this took.
         durable_step: The step of the last checkpoint that was committed on the durable tier.
         durable_at: When that checkpoint was captured; not later than the last event.
@@ -81,7 +80,6 @@ class Totals:
     skipped: int = 0
     uploads: int = 0
     uploaded_bytes: int = 0
-    copied_bytes: int = 0
     upload_s: float = 0.0
     durable_step: int = -1
     durable_at: float = 0.0
@@ -148,7 +146,6 @@ class Totals:
         elif event["state"] == "committed" and event["action"] in _SAVES:
             self.uploads += 1
             self.uploaded_bytes += event["size_bytes"]
-            self.copied_bytes += event.get("copied_bytes", 0)
             self.upload_s += event["seconds"]
             if event["action"] == "save":
                 self._is_durable(int(event["step"]), float(event["created"]), t)

@@ -31,7 +31,6 @@ from tiered_checkpoint_io.errors import (
     StoreChangedError,
     StoreError,
 )
-from tiered_checkpoint_io.model.delta import Same
 
 
 def validate_key(key: str) -> str:
@@ -130,28 +129,6 @@ class UploadContent(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, piece: slice, /) -> AbstractContextManager[memoryview]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """Content that the store may have in part under other keys, from where it may copy what it would be sent.
-
-    A store that does not know of this takes it as any content, and is sent all of it. One that does must compare what
-    it copied with ``data``: the ranges are a supposition. The objects may have been replaced, removed or damaged.
-
-    Attributes:
-        data: The whole content.
-        same: Which ranges of it other objects are supposed to have, in their order.
-    """
-
-    data: memoryview
-    same: tuple[Same, ...]
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, piece: slice, /) -> AbstractContextManager[memoryview]:
-        return self.data[piece]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any
 
 from tiered_checkpoint_io.errors import StoreError
-from tiered_checkpoint_io.model.delta import Piece
-from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.model.s3_limits import MAX_OBJECT, MAX_PART, MAX_PARTS
-from tiered_checkpoint_io.stores.base import Delta, UploadContent, UploadJournal
+from tiered_checkpoint_io.stores.base import UploadJournal
 
 MIB = 1 << 20
 _MIN_PART = 8 * MIB
@@ -56,8 +51,7 @@ class Condition:
 class Upload:
     """An upload in progress, as its journal has it: parts of ``part_size`` bytes, the last one maybe smaller.
 
-    The object that it makes bears its ``mark``. Of a copy, ``origin`` is the
-    source's ETag; of a delta upload the digest of its parts, the ``pieces``, which a journal does not hold.
+    The object that it makes bears its ``mark``. Of a copy, ``origin`` is the source's ETag; "" if all parts are sent.
     """
 
     url: str
@@ -67,7 +61,6 @@ class Upload:
     part_size: int
     mark: str
     origin: str = ""
-    pieces: tuple[Piece, ...] = ()
 
     @classmethod
     def journaled(cls, journal: UploadJournal | None, url: str, key: str) -> Upload | None:
@@ -88,26 +81,17 @@ class Upload:
 
     def to_journal(self) -> dict[str, object]:
         """What a journal has of it."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "pieces"}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def numbers(self) -> range:
         """Part numbers, from 1."""
-        if self.pieces:
-            return range(1, len(self.pieces) + 1)
         return range(1, -(-self.size // self.part_size) + 1)
 
     def range_of(self, number: int) -> slice:
         """The bytes of a part."""
-        if self.pieces:
-            return slice(self.pieces[number - 1].start, self.pieces[number - 1].stop)
         start = (number - 1) * self.part_size
         return slice(start, min(start + self.part_size, self.size))
-
-    def source_of(self, number: int) -> Piece | None:
-        """Where the server copies a part from; None where it is sent."""
-        piece = self.pieces[number - 1] if self.pieces else None
-        return piece if piece is not None and piece.key else None
 
     def size_of(self, number: int) -> int:
         return len(range(self.size)[self.range_of(number)])
@@ -131,41 +115,3 @@ class Copied:
 
     def __len__(self) -> int:
         return self.size
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """A delta upload, cut into parts that are sent and parts that the server copies."""
-
-    data: Delta
-    pieces: tuple[Piece, ...]
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, piece: slice, /) -> AbstractContextManager[memoryview]:
-        return self.data[piece]
-
-    @property
-    def copied(self) -> int:
-        """Bytes that are to be copied."""
-        return sum(piece.stop - piece.start for piece in self.pieces if piece.key)
-
-
-def origin_of(data: UploadContent | Copied) -> str:
-    """What tells an upload from one of the same size whose parts came from elsewhere; "" where all are sent."""
-    if isinstance(data, Pieces):
-        return f"delta {hash_bytes(repr([tuple(piece) for piece in data.pieces]).encode())}"
-    return data.etag if isinstance(data, Copied) else ""
-
-
-def is_shown(part: Mapping[str, Any], data: memoryview) -> bool:
-    """Whether what a server says of a part proves that it holds these bytes.
-
-    An ETag is the MD5 of a part, but where the bucket encrypts by KMS; then only a checksum that was asked for tells.
-    """
-    for name, digest in (("ChecksumSHA256", hashlib.sha256), ("ChecksumSHA1", hashlib.sha1)):
-        if part.get(name):
-            return bool(part[name] == base64.b64encode(digest(data, usedforsecurity=False).digest()).decode())
-    tag = str(part.get("ETag") or "").strip('"')
-    return tag == hashlib.md5(data, usedforsecurity=False).hexdigest()

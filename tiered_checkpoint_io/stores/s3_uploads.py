@@ -7,41 +7,32 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 from typing import Any
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import (
-    CorruptCheckpointError,
     InvalidNameError,
     StoreChangedError,
     StoreError,
     StoreNotFoundError,
     StoreUnavailableError,
 )
-from tiered_checkpoint_io.model.delta import Piece, pieces_of
-from tiered_checkpoint_io.stores.base import CopyRefusedError, Delta, UploadContent, UploadJournal, changed
+from tiered_checkpoint_io.stores.base import UploadContent, UploadJournal, changed
 from tiered_checkpoint_io.stores.retry import Progress
 from tiered_checkpoint_io.stores.s3_bodies import size_of
 from tiered_checkpoint_io.stores.s3_client import S3Client
-from tiered_checkpoint_io.stores.s3_errors import is_final, lacks_credentials
+from tiered_checkpoint_io.stores.s3_errors import is_final
 from tiered_checkpoint_io.stores.s3_parts import (
     MARK,
     Condition,
     Copied,
-    Pieces,
     Upload,
-    is_shown,
     mark_of,
-    origin_of,
-    part_size_for,
 )
 from tiered_checkpoint_io.stores.s3_stale import stale_uploads
 
 #: Bytes of one part that the server copies. It answers once it has, and within the time that a request may take.
 COPY_PART = 256 << 20
-#: After so many refusals in a row, delta uploads are not tried for a while.
-_PATIENCE = 2
 _log = logging.getLogger("tiered_checkpoint_io.s3")
 
 
@@ -70,9 +61,6 @@ class MultipartUploads:
         self._clock = clock
         self._write_options = write_options
         self._checksum = write_options.get("ChecksumAlgorithm")
-        self._copy_part, self._refused = COPY_PART, 0
-        #: Until when all is sent whole.
-        self._whole_until = 0.0
         self._pool = _Senders(workers, thread_name_prefix="tiered-s3")
 
     def close(self) -> None:
@@ -91,10 +79,6 @@ class MultipartUploads:
 
         The condition, if any, is looked at before the end.
         """
-        if isinstance(data, Delta):
-            if self._send_delta(key, data, part_size, journal, report, condition):
-                return
-            data = data.data
         for _ in range(2):
             report.restart()
             if self._send(key, data, part_size, journal, report, condition):
@@ -104,40 +88,6 @@ class MultipartUploads:
         raise StoreUnavailableError(
             "others aborted the upload, twice", operation="upload", key=f"{self._client.url}/{key}"
         )
-
-    def _send_delta(
-        self,
-        key: str,
-        data: Delta,
-        part_size: int,
-        journal: UploadJournal | None,
-        report: Progress,
-        condition: Condition | None,
-    ) -> bool:
-        """Whether the object was made, some of it by copies; False where all of it has to be sent."""
-        begun = Upload.journaled(journal, self._client.url, key)
-        copy_size = part_size_for(len(data), self._copy_part)
-        cut = Pieces(data, pieces_of(len(data), data.same, part_size, copy_size))
-        is_refused = self._clock.monotonic() < self._whole_until
-        if not cut.copied or is_refused or (begun is not None and not begun.origin):
-            return False
-        try:
-            self.send(key, cut, part_size, journal, report, condition)
-        except CopyRefusedError as error:
-            if isinstance(error.__cause__, StoreNotFoundError):
-                _log.info("%s is sent whole: %s", key, error)
-                return False
-            self._refused += 1
-            rest_s = self._clock.timing.refused_again_s if self._refused >= _PATIENCE else 0.0
-            self._whole_until = self._clock.monotonic() + rest_s
-            rest = f", and so is every upload for {rest_s / 60:.0f} minutes" if rest_s else ""
-            # A server that never copies is said to be one twice, and not every hour.
-            level = logging.WARNING if self._refused <= _PATIENCE else logging.INFO
-            _log.log(level, "%s is sent whole%s: %s", key, rest, error)
-            return False
-        self._refused = 0
-        self._client.metrics.add("bytes.copied", cut.copied)
-        return True
 
     def abandon(self, key: str, journal: UploadJournal) -> None:
         """Ends the upload that a journal describes."""
@@ -208,36 +158,6 @@ class MultipartUploads:
             arrived[number] = self._part(number, answer["CopyPartResult"])
             report.add(upload.size_of(number))
 
-        def take_part(number: int, source: Piece, cancelled: threading.Event) -> None:
-            assert isinstance(data, Pieces)
-            part = arrived.get(number)
-            if part is None:
-                last = source.offset + upload.size_of(number) - 1
-                span = {"CopySourceRange": f"bytes={source.offset}-{last}"}
-                given = {**upload_id, "PartNumber": number, **self._client.copy_source(source.key, None), **span}
-                try:
-                    answer = self._client.ask("upload_part_copy", key, given, cancelled=cancelled, doubt=is_gone)
-                except (StoreError, CorruptCheckpointError) as error:
-                    # The latter where the source ends before the range, and the server says so. That it is busy, or
-                    # wants other credentials, says nothing of copies.
-                    if (isinstance(error, StoreError) and error.retryable) or lacks_credentials(error):
-                        raise
-                    text = f"the server did not copy from {source.key!r}: {error.message}"
-                    raise CopyRefusedError(text, operation="copy", key=key, hint=error.hint) from error
-                part = answer.get("CopyPartResult", {})
-            # Whatever the source holds by now, and whatever the server has made of the request.
-            with data[upload.range_of(number)] as piece:
-                if not is_shown(part, piece):
-                    raise CopyRefusedError(
-                        f"what the server copied from {source.key!r} was not shown to be what this checkpoint holds",
-                        operation="copy",
-                        key=key,
-                        hint="expected of servers that do not copy ranges, or encrypt by KMS; else check that object",
-                    )
-            if number not in arrived:
-                arrived[number] = self._part(number, part)
-                report.add(upload.size_of(number))
-
         def send_part(number: int, cancelled: threading.Event) -> None:
             assert not isinstance(data, Copied)
             with data[upload.range_of(number)] as piece:
@@ -248,10 +168,7 @@ class MultipartUploads:
             report.add(upload.size_of(number))
 
         try:
-            # Copies come first: what they show decides on the rest. Those that have arrived are compared as well.
-            copies = {number: source for number in upload.numbers if (source := upload.source_of(number)) is not None}
-            missing = [number for number in upload.numbers if number not in arrived and number not in copies]
-            self._run(copies, lambda number, cancelled: take_part(number, copies[number], cancelled))
+            missing = [number for number in upload.numbers if number not in arrived]
             self._run(missing, copy_part if isinstance(data, Copied) else send_part)
             if isinstance(data, Copied):
                 data.check()
@@ -296,11 +213,9 @@ class MultipartUploads:
         self, key: str, data: UploadContent | Copied, part_size: int, journal: UploadJournal | None
     ) -> tuple[Upload, dict[int, dict[str, Any]]]:
         """The upload to write to, and its parts that have arrived already."""
-        size, origin = len(data), origin_of(data)
-        pieces = data.pieces if isinstance(data, Pieces) else ()
+        size, origin = len(data), data.etag if isinstance(data, Copied) else ""
         upload = Upload.journaled(journal, self._client.url, key)
         if upload is not None:
-            upload = replace(upload, pieces=pieces)
             is_same = (upload.size, upload.origin) == (size, origin)
             try:
                 arrived = self._arrived(upload) if is_same else None
@@ -314,7 +229,7 @@ class MultipartUploads:
             self._let_go(upload)
         mark = self._clock.token(8)
         answer = self._client.ask("create_multipart_upload", key, {**self._write_options, "Metadata": {MARK: mark}})
-        upload = Upload(self._client.url, key, answer["UploadId"], size, part_size, mark, origin, pieces)
+        upload = Upload(self._client.url, key, answer["UploadId"], size, part_size, mark, origin)
         if journal is not None:
             journal.write(upload.to_journal())
         return upload, {}

@@ -115,7 +115,7 @@ def _spill(node: NodeFacts, state: StateSize, config: TieredCheckpointConfig) ->
 
     if node.spill_dir is None:
         fits = (needed := memory_needed(state, config)) is not None and needed <= _room(node)
-        measured = "none: what does not fit into memory is streamed to the durable tier, which blocks training"
+        measured = "none: what does not fit into memory is not saved"
         return check("ok" if fits else "warn", measured, "" if fits else "set spill_dir to a folder on node-local disk")
     if node.spill_free is None:
         return check("fail", f"{node.spill_dir} can't be looked at", "set spill_dir to a folder that can be written to")

@@ -12,9 +12,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
     Outcome,
     Request,
     blocked_by_failures,
-    held_back,
     needed,
-    unreplaced,
 )
 from tiered_checkpoint_io.engine.drain.outcomes import NewOutcomes
 from tiered_checkpoint_io.engine.drain.progress import tier_label
@@ -240,48 +238,6 @@ class DrainHandle:
                 raise self._error(f"{left[0].name}: {_ORPHANED}", url, "the drain keeps looking for them")
         raise self._too_slow(f"{len(left)} operations", timeout_s)
 
-    def make_way(self, name: str, save_id: str, timeout_s: float, next_id: Callable[[], str]) -> None:
-        """Waits until the drain does nothing with a name, and will not: the caller is about to write to it directly.
-
-        An earlier save of the name whose other parts have not come is given up. Parts of the caller's own save, which
-        other ranks of this node have queued, are not waited for: their commit waits for the caller's.
-
-        Args:
-            name: The checkpoint's name.
-            save_id: The caller's save.
-            timeout_s: For how long, seconds.
-            next_id: Makes the id of a request.
-
-        Raises:
-            DrainError: It still did after ``timeout_s`` seconds, or what it has to do first fails.
-        """
-        #: With the failure that they had then: a later one is another.
-        cancelled: dict[str, Outcome | None] = {}
-        for _ in self._looks(timeout_s):
-            operations = self.queue.look(self._tier)
-            held = held_back(operations, unreplaced(self.queue.outcomes()))
-            operations = [each for each in operations if ids.save_id_of_op(each.op_id) != save_id]
-            mine = [each for each in operations if name in (each.name, each.target)]
-            # A delete that is held back is of an earlier save, and may stay; but a save that is queued may set it free.
-            may_free = SAVES if any(each in held for each in mine) else ()
-            first = [each for each in operations if (each in mine and each not in held) or each.action in may_free]
-            if not first:
-                return
-            self._check_drain()
-            failed = {each.op_id: outcome for each in operations if (outcome := self._failure(each.op_id))}
-            lacking = [each for each in mine if self._late(each.op_id)]
-            for each in lacking:
-                if each.op_id not in cancelled:
-                    cancelled[each.op_id] = failed.get(each.op_id)
-                    target = ids.save_id_of_op(each.op_id)
-                    self.submit(Request(next_id(), "cancel", "cancel", self._config.dirpath, target))
-            going = {op_id for op_id, outcome in cancelled.items() if failed.get(op_id) == outcome}
-            stuck = (failed.keys() | blocked_by_failures(operations, failed)) - going
-            if any(each.op_id in stuck for each in first):
-                error = next(iter(failed.values())).error
-                raise self._fails(f"earlier work on {name} has not reached the durable tier: {error}", name)
-        raise self._too_slow(f"earlier work on {name}", timeout_s)
-
     def news(self, *, keeps_up: bool = False) -> tuple[list[Outcome], str]:
         """Outcomes that this process has not returned yet, and :attr:`DrainProgress.trouble`.
 
@@ -295,10 +251,6 @@ class DrainHandle:
                 # Out of descriptors or processes, for one: the next look tries again.
                 self._log.error("the drain has died, and could not be started again: %s", error)
         return self._news.take()
-
-    def skip(self, outcome: Outcome) -> None:
-        """Leaves an outcome out of :meth:`news`: the caller has said itself what became of it."""
-        self._news.skip(outcome)
 
     # ---------------------------------------------------------------------------------- inside
     def _looks(self, timeout_s: float) -> Iterator[None]:

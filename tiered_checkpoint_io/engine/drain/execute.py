@@ -15,7 +15,6 @@ from typing import Literal
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.begun import Begun, Unfinished
-from tiered_checkpoint_io.engine.drain.deltas import Deltas
 from tiered_checkpoint_io.engine.drain.events import note
 from tiered_checkpoint_io.engine.drain.left_over import remove_later
 from tiered_checkpoint_io.engine.drain.operations import (
@@ -43,7 +42,7 @@ from tiered_checkpoint_io.errors import (
     PinnedError,
     TieredCheckpointError,
 )
-from tiered_checkpoint_io.logs import Logger, rate, size_text
+from tiered_checkpoint_io.logs import Logger, rate
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
@@ -65,7 +64,6 @@ class Executor:
         begun: Those.
         refused: Durable tiers that do not copy objects, of which this was said.
         surveys: What garbage collection and retention know, by durable tier.
-        deltas: What earlier uploads have left on the durable tier that later ones need not send.
     """
 
     tier: MemoryTier
@@ -78,10 +76,6 @@ class Executor:
     begun: Unfinished = field(default_factory=Unfinished)
     refused: set[Place] = field(default_factory=set)
     surveys: dict[Place, Survey] = field(default_factory=dict)
-    deltas: Deltas = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.deltas = Deltas(self.tier)
 
     def execute(self, operation: Request, operations: list[Request]) -> None:
         """Does what can be done now for one of the operations in the queue, and notes its outcome."""
@@ -125,11 +119,9 @@ class Executor:
         if begun is not None and begun.permanent:
             self.begun.allow(self.clock.monotonic())
         seconds, size = self.clock.monotonic() - started, self.begun.get(operation.op_id, Begun()).size
-        copied = self.deltas.copied(operation.op_id)
-        self._finish(operation, state, said, seconds=seconds, copied=copied)
+        self._finish(operation, state, said, seconds=seconds)
         if stored is not None:
             part = stored.part
-            self.deltas.uploaded(part)
             # Before it leaves the queue: else a caller that waits for the queue would find only failed saves there.
             for old in superseded(operations, self.begun.lost(part), operation):
                 self._give_up(old, f"superseded by {part.name}", answers=True)
@@ -137,8 +129,6 @@ class Executor:
             self._mark_drained(stored)
             what = "is durable" if part.commits else f"has its part of rank {part.rank} on the durable tier"
             took = rate(size or part.content.size, seconds)
-            if copied:
-                took += f", of which {size_text(copied)} were copied there in place of being sent"
             self.log.info("Step %d: %s %s: %s", part.content.step, part.name, what, took)
         if not any(each.failures for each in self.begun.values()):
             self.report.now.last_error = ""
@@ -151,12 +141,7 @@ class Executor:
         part, rows = stored.part, None
         is_alone, timeout_s, clock = part.content.parts == 1, self.stores.config.wait_timeout_s, self.clock
         store, journal = self.stores.get(part.place), self.queue.journal(stored.op_id)
-        with (
-            self.report.uploading(part.name, part.content.size),
-            self.deltas.counting(store, stored.op_id),
-            reading(stored) as views,
-        ):
-            files = self.deltas.contents(part, views) if self.stores.config.delta_upload else views
+        with self.report.uploading(part.name, part.content.size), reading(stored) as files:
             if not is_alone:
                 with contextlib.nullcontext() if commit.is_sent(journal) else self.begun.sending(stored.op_id, clock):
                     fate = commit.put_part(store, part, files, journal=journal, progress=self._progress, clock=clock)
@@ -333,7 +318,6 @@ class Executor:
         error: Exception | str = "",
         *,
         seconds: float = 0.0,
-        copied: int = 0,
         final: bool = True,
     ) -> None:
         """Notes how an operation ended; one that is not tried again leaves the queue."""
@@ -372,7 +356,6 @@ class Executor:
             state=state,
             size_bytes=mine,
             seconds=round(sent_s, 3),
-            copied_bytes=copied,
             created=content.created if content is not None else 0.0,
             error=outcome.error,
         )

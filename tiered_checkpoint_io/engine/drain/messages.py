@@ -120,9 +120,6 @@ def standing_of(
                 there[outcome.name] = (outcome.op_id, Saved(outcome.name, outcome.step))
             elif outcome.action == "delete":
                 there.pop(outcome.name, None)
-    if last_save is not None and "durable" in last_save.tiers and not last_save.queued:
-        # Streamed, that is past the queue.
-        there.setdefault(last_save.name, (last_save.save_id, Saved(last_save.name, last_save.step)))
     pending = {each.name: each.stored for each in operations if each.action in SAVES and each.place == place}
     weights = {each.part.name for each in own if not each.part.content.resumable}
     if last_save is not None and not last_save.resumable:

@@ -46,7 +46,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.model.index import Index, IndexRow
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest, Part
-from tiered_checkpoint_io.stores.base import Delta, ServerCopy, Store, UploadContent, UploadJournal, changed
+from tiered_checkpoint_io.stores.base import ServerCopy, Store, UploadContent, UploadJournal, changed
 from tiered_checkpoint_io.stores.fallbacks import copy_to
 
 #: ``sent``: the part is there; ``committed``: its save is; ``replaced``: a later save has taken its name.
@@ -269,8 +269,7 @@ def _uploaded(part: Part) -> list[FileEntry]:
 def _verify(part: Part, entries: Collection[FileEntry], files: Mapping[str, _Source]) -> None:
     for entry in entries:
         data = files[entry.basename]
-        # Of a live state the hashes were made just now; a copy is of what was verified when it was uploaded.
-        data = data.data if isinstance(data, Delta) else data
+        # A copy is of what was verified when it was uploaded.
         if not isinstance(data, memoryview):
             continue
         for index, (offset, length) in enumerate(entry.chunks):

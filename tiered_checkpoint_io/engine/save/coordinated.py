@@ -22,8 +22,7 @@ from typing import NoReturn
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, may_be_taken
 from tiered_checkpoint_io.engine.save.overlap import FOUND_CHANGED, OF_PARTS, Overlap, Overlapped, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
-from tiered_checkpoint_io.engine.save.room import admit, arrived_votes, check_left_out
-from tiered_checkpoint_io.engine.save.small import skip
+from tiered_checkpoint_io.engine.save.room import admit, arrived_votes, skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Evidence
 from tiered_checkpoint_io.errors import MemoryFullError, SaveError
@@ -80,8 +79,7 @@ class CoordinatedSaver:
         self._agreeing: SaveFacts | None = None
         #: The background task of the last save, where it has one: its result is the :attr:`op_id` of the sealed part.
         self.sealing: Future[str | None] | None = None
-        #: The drain's operation that uploads this rank's part of the last save; None where none does. A part that is
-        #: sealed in the background may still find no room, and be sent without the drain.
+        #: The drain's operation that uploads this rank's part of the last save; None where none does.
         self.op_id: str | None = None
         self.overlap: Overlap | None = None
         self._why_eager = OF_PARTS
@@ -213,32 +211,26 @@ class CoordinatedSaver:
                 hint="wait for one save to end before the next",
             )
         part, facts = captured.part, captured.part.facts
-        if not (in_memory or facts.durable):
-            # The rank that has no room for it has said so.
+        if not in_memory:
+            # Of memory alone; the rank that has no room for it has said so.
             part.give_back()
-            check_left_out(self._session, facts)
             return
         beside = {facts.name_beside(extra[0]): extra[1]} if extra is not None else {}
         captured.small = functools.cache(lambda: {METADATA: metadata(), **beside})
         if captured.background:
-            if part.streams:
-                # The other ranks seal after the save: to wait for their parts here would be for ever.
-                part.send(captured.small(), commits=False)
             with self._lock:
                 self._captured = captured
-            self._finished = facts if in_memory else None
+            self._finished = facts
             # Where a rank fails to seal its part now, that rank alone knows.
-            self._incomplete = None if in_memory else save_id
+            self._incomplete = None
             return
         try:
             self._seal(captured)
         except MemoryFullError as error:
             skip(self._session, facts, error)
             return
-        if in_memory and not part.streams:
-            # Otherwise memory does not have all of it, and no older one may go for it.
-            self.is_complete(facts.name, save_id, facts.step)
-            self._incomplete = None
+        self.is_complete(facts.name, save_id, facts.step)
+        self._incomplete = None
         self._report(captured, wait=wait)
 
     def is_complete(self, name: str, save_id: str, step: int) -> None:
@@ -264,7 +256,7 @@ class CoordinatedSaver:
         """Captures this rank's items. When it returns, later changes of them are not in the checkpoint.
 
         The part is sealed as well, but for the coordinator's, which :meth:`finish` seals, and for those that
-        :meth:`seal_in_background` does. What this node has no room for is never left to that.
+        :meth:`seal_in_background` does.
 
         Args:
             facts: From the coordinator.
@@ -276,6 +268,9 @@ class CoordinatedSaver:
 
         Returns:
             Whether this node has it. Without room for a save of memory alone, that is skipped, with one warning.
+
+        Raises:
+            SaveError: Neither memory nor the spill has room for a durable save.
         """
         self.give_up()
         self.op_id = None
@@ -297,9 +292,7 @@ class CoordinatedSaver:
             else:
                 part.fill_beside(overlapped)
             small = None if rank == facts.coordinator else dict[str, bytes]
-            # What streams is sent before the save returns; at most the coordinator's wait for the others is left.
-            later = background and (not part.streams or (small is None and facts.world_size > 1))
-            captured = _Captured(part, later, small)
+            captured = _Captured(part, background, small)
             if captured.small is None or captured.background:
                 with self._lock:
                     self._captured = captured
@@ -307,6 +300,7 @@ class CoordinatedSaver:
                 self._seal(captured)
                 self._report(captured)
         except MemoryFullError as error:
+            part.give_back()
             skip(self._session, facts, error)
             with self._lock:
                 self._captured = _Captured(part, False, None) if rank == facts.coordinator else None
@@ -315,7 +309,7 @@ class CoordinatedSaver:
             # What was copied of a state that has changed, or that training no longer waited for.
             part.give_back()
             raise
-        return not part.streams
+        return True
 
     def seal_in_background(self) -> None:
         """Hashes and seals, in the background, what was captured for that: see :attr:`sealing`.
@@ -386,7 +380,7 @@ class CoordinatedSaver:
         waited = wait and part.wait()
         # In the background, they are made later.
         small = 0 if captured.background or captured.small is None else sum(map(len, captured.small().values()))
-        part.report(small=small, waited=waited, background=captured.background)
+        part.report(small=small, waited=waited)
 
 
 def _one_byte() -> Image:

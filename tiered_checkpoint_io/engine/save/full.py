@@ -13,8 +13,7 @@ from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, alone, position
 from tiered_checkpoint_io.engine.save.overlap import FOUND_CHANGED, ChangedError, Overlap, Overlapped, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
-from tiered_checkpoint_io.engine.save.room import admit, owes_durable
-from tiered_checkpoint_io.engine.save.small import skip
+from tiered_checkpoint_io.engine.save.room import admit, skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import all_complete
 from tiered_checkpoint_io.engine.trust import warn_at_first_save
@@ -82,8 +81,7 @@ class FullSaver:
                     self._plan(part, state, taken)
                 elif not session.is_prepared(self._layouts.size):
                     part.reserve(size=self._layouts.size)
-                # A stream needs the live state until the durable tier has it.
-                if overlap is not None and not part.streams:
+                if overlap is not None:
                     taken = self._begin(part, taken, overlap)
                     if part.overlapped is not None:
                         return self._leave(part, taken)
@@ -123,7 +121,7 @@ class FullSaver:
 
     def _failed(self, name: str, step: int, error: Exception, facts: SaveFacts | None = None) -> None:
         session = self._session
-        if isinstance(error, MemoryFullError) and facts is not None and not owes_durable(session, facts):
+        if isinstance(error, MemoryFullError) and facts is not None:
             skip(session, facts, error)
         else:
             session.failed(name, step, error)
@@ -170,7 +168,7 @@ class FullSaver:
         try:
             overlapped.stall_s = session.clock.monotonic() - part.started
             # What is not planned yet is most likely as large as the last one.
-            report = part.make_report(background=True, small=self._layouts.size if part.image is None else 0)
+            report = part.make_report(small=self._layouts.size if part.image is None else 0)
             overlapped.made = session.last_save = report
             session.background.run(part.facts.name, lambda: self._finish(part, overlapped, taken))
         except BaseException:

@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import dataclasses
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -68,7 +67,6 @@ class Overlapped:
         stall_s: How long the save's caller waited, seconds.
         made: What the caller was told of the save.
         is_late: Whether training has gone on before the copy was done.
-        is_sent: Whether it is not copied, but sent from the live state.
         is_checked: Whether :data:`CHECK` is set.
     """
 
@@ -81,9 +79,7 @@ class Overlapped:
     stall_s: float = 0.0
     made: SaveReport | None = None
     is_late: bool = False
-    is_sent: bool = False
     is_checked: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
     _versions: Sequence[int] = ()
     _samples: Sequence[bytes] = ()
     _expected: Sequence[torch.Tensor] = ()
@@ -138,18 +134,6 @@ class Overlapped:
                 stream.wait_event(ready)
                 streams.enter_context(torch.cuda.stream(stream))
             yield
-
-    def give_up(self) -> bool:
-        """Has this save fail, so that training need not wait; False where it is being sent from the live state."""
-        with self._lock:
-            self.is_late = not self.is_sent
-        return self.is_late
-
-    def begin_to_send(self) -> None:
-        """As :meth:`check`, before it is sent from the live state: from now on it can't be given up."""
-        with self._lock:
-            self.is_sent = True
-        self.check()
 
     def check(self) -> None:
         """Checks, after the copy and before training continues, whether all is as it was when the save began.
@@ -305,7 +289,7 @@ class Overlap:
         Where that takes longer than ``wait_timeout_s``, training goes on, and the save fails.
 
         Raises:
-            SaveError: It takes longer, and ``on_save_error`` is ``raise``, or the live state is being sent.
+            SaveError: It takes longer, and ``on_save_error`` is ``raise``.
         """
         current = self._current
         if current is None:
@@ -317,8 +301,8 @@ class Overlap:
             text = f"the state is not captured after {timeout_s:.0f} s, and the optimizer would change it"
             # What is copied after that is not looked at: it is of no step. Nor is it waited for again.
             self._current = None
-            given_up = current.give_up()
-            if config.on_save_error == "raise" or not given_up:
+            current.is_late = True
+            if config.on_save_error == "raise":
                 raise SaveError(text, operation="capture", tier="memory", hint=_SLOW)
             self._session.log.warning("%s: that checkpoint is given up, training continues — %s", text, _SLOW)
         self._current = None

@@ -2,13 +2,12 @@
 
 The same for all payloads: a planned file is *captured* into a slot of node memory, or of the spill where that has no
 room; *sealed*, that is hashed, described and renamed into place, from when on the part exists, and where it is durable
-its upload is queued; and reported. Where neither has room, a durable part is streamed to the durable tier by its seal.
+its upload is queued; and reported. If neither has room, the save fails.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.chunks import hashed
@@ -17,20 +16,16 @@ from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.drain.standstill import StandstillError
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
-from tiered_checkpoint_io.engine.save.room import why_left_out
-from tiered_checkpoint_io.engine.save.small import had_room, warn_spilled, warn_streamed
-from tiered_checkpoint_io.engine.save.stream import Stream, Watching, nothing_missing
+from tiered_checkpoint_io.engine.save.room import needing_room, warn_spilled, why_left_out
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Evidence
 from tiered_checkpoint_io.errors import MemoryFullError, SaveError
 from tiered_checkpoint_io.formats.image import Image
-from tiered_checkpoint_io.formats.live import LiveFile
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.slot import Slot
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry, Part
-from tiered_checkpoint_io.stores import UploadContent
 
 
 @dataclass(slots=True)
@@ -46,7 +41,6 @@ class PartSave:
         started: When the save began, by the monotonic clock; now by default.
         slot: Where the file lies, until the part exists.
         hashes: Of its chunks; empty where they are still to be made.
-        streams: Whether :meth:`seal` sends it from the live state, because this node has no room for it.
         spilled: Whether it lies in the spill.
         capture_s: How long the copy took, seconds.
         overlapped: How it is captured beside training; None where it is not.
@@ -60,11 +54,9 @@ class PartSave:
     started: float = 0.0
     slot: Slot | None = None
     hashes: tuple[str, ...] = ()
-    streams: bool = False
     spilled: bool = False
     capture_s: float = 0.0
     overlapped: Overlapped | None = None
-    _stream: Stream | None = None
 
     def __post_init__(self) -> None:
         self.started = self.started or self.session.clock.monotonic()
@@ -72,7 +64,7 @@ class PartSave:
     @property
     def op_id(self) -> str | None:
         """The drain's operation that uploads it; None where none does."""
-        if not self.facts.durable or self.streams:
+        if not self.facts.durable:
             return None
         return ids.part_op_id(self.facts.save_id, self.rank, commits=self.rank == self.facts.coordinator)
 
@@ -85,14 +77,13 @@ class PartSave:
     def capture(self, *, retained: tuple[str, ...] = (), hashed: bool = True) -> None:
         """Copies the state. When this returns, later changes to the tensors do not affect the checkpoint.
 
-        Unless it :attr:`streams`: then the state must not change before :meth:`seal` returns.
-
         Args:
             retained: Ids of saves that must not make room for it.
             hashed: Whether it is hashed while it is copied, and not by :meth:`seal`.
 
         Raises:
-            MemoryFullError: No room, and the save is of memory alone.
+            MemoryFullError: Neither memory nor the spill has room; the save is of memory alone.
+            SaveError: The same, and it is not.
         """
         self.reserve(retained=retained)
         self.fill(hashed=hashed)
@@ -100,33 +91,27 @@ class PartSave:
     def reserve(self, *, size: int = 0, retained: tuple[str, ...] = ()) -> None:
         """Takes a slot for the state, unless it has one that is large enough; raises as :meth:`capture`.
 
-        Where there is none, it :attr:`streams`. The file most likely has ``size`` bytes, if it is not planned yet.
+        The file most likely has ``size`` bytes, if it is not planned yet.
         """
         size = self.image.size if self.image is not None else size
-        if not size or self.streams or (self.slot is not None and self.slot.reserved >= size):
+        if not size or (self.slot is not None and self.slot.reserved >= size):
             return
         if self.slot is not None:
             self.give_back()
         session, durable = self.session, self.facts.durable
         tier, capturer, drain = session.open()
-        try:
+        began = session.clock.monotonic()
+        with needing_room(session, self.facts):
             if durable:
                 drain.start()
-            began = session.clock.monotonic()
             self.slot = capturer.acquire(
                 size,
                 self.facts.scope(self.rank, session.place),
                 retained=retained,
                 spills=durable or self.facts.left_out or session.config.spill_dir not in (AUTO, None),
             )
-            self.capture_s = session.clock.monotonic() - began
-        except MemoryFullError as error:
-            if not durable:
-                raise
-            warn_streamed(session, error)
-            self.streams = True
-        else:
-            self.spilled = tier.is_spilled(self.slot.path)
+        self.capture_s = session.clock.monotonic() - began
+        self.spilled = tier.is_spilled(self.slot.path)
         try:
             if self.spilled:
                 warn_spilled(session, size)
@@ -145,13 +130,7 @@ class PartSave:
         self.capture_s += session.clock.monotonic() - began
 
     def fill_beside(self, overlapped: Overlapped) -> None:
-        """As :meth:`fill`, on a background task; raises ``ChangedError`` where the state is not what it was.
-
-        Where it :attr:`streams`, training waits for :meth:`seal`.
-        """
-        if self.streams:
-            overlapped.begin_to_send()
-            return
+        """As :meth:`fill`, on a background task; raises ``ChangedError`` where the state is not what it was."""
         # The training has the cores.
         self.threads = 1
         with overlapped.on_side_streams():
@@ -160,31 +139,27 @@ class PartSave:
         overlapped.copied.set()
 
     # ------------------------------------------------------------------------------------- seal
-    def seal(self, small: Mapping[str, bytes] | None = None, watching: Watching = nothing_missing) -> None:
-        """Makes the part exist: on this node, or where that has no room, on the durable tier.
+    def seal(self, small: Mapping[str, bytes] | None = None) -> None:
+        """Makes the part exist on this node, and queues its upload.
 
         Args:
             small: Its other files, by basename.
-            watching: See :class:`Stream`.
 
         Raises:
-            MemoryFullError: There is no room, and it is not meant for the durable tier.
-            SaveError: It did not reach the durable tier, where it had to go there at once.
+            MemoryFullError, SaveError: There is no room for its description; as :meth:`capture`.
         """
-        small = small or {}
-        if self.streams:
-            self.send(small, watching)
-            return
+        with needing_room(self.session, self.facts):
+            self._seal(small or {})
+
+    def _seal(self, small: Mapping[str, bytes]) -> None:
         tier, _, drain = self.session.open()
         file: dict[str, Slot] = {self.facts.file_name(self.rank): self.slot} if self.slot is not None else {}
         try:
-            tier.commit(self._describe(small), {**small, **file}, keep_slots=self.facts.durable)
-        except MemoryFullError as error:
-            if not self.facts.durable:
-                self.slot = None  # The tier has given it up.
-                raise
-            self._stream_slot(error, small, watching)
-            return
+            tier.commit(self._describe(small), {**small, **file})
+        except MemoryFullError:
+            # The tier has given it up.
+            self.slot = None
+            raise
         except BaseException:
             self.give_back()
             raise
@@ -210,7 +185,7 @@ class PartSave:
 
     def prepare_next(self) -> None:
         """Makes a slot for the next save in the background, where this one was in memory."""
-        if self.image is not None and not self.streams and not self.spilled:
+        if self.image is not None and not self.spilled:
             self.session.open().capturer.prepare(self.image.size)
 
     def _describe(self, small: Mapping[str, bytes]) -> Part:
@@ -224,69 +199,6 @@ class PartSave:
         return self.facts.describe(
             self.rank, self.session.place, tuple(files), created=self.session.clock.wall(), namespace=config.namespace
         )
-
-    def send(self, small: Mapping[str, bytes], watching: Watching = nothing_missing, *, commits: bool = True) -> None:
-        """Seals what streams; without ``commits`` all that needs the state, and the next call does the rest."""
-        with self._failing():
-            if self._stream is not None:
-                self._stream.commit({name: memoryview(data) for name, data in small.items()})
-                self._retain_durable()
-                return
-            live = LiveFile(self.image) if self.image is not None else None
-            if live is not None:
-                self.hashes = live.hashes(self.threads)
-            self._send(live, small, watching, commits=commits)
-
-    def _send(
-        self,
-        file: LiveFile | memoryview | None,
-        small: Mapping[str, bytes],
-        watching: Watching,
-        *,
-        commits: bool = True,
-    ) -> None:
-        files: dict[str, UploadContent] = {name: memoryview(data) for name, data in small.items()}
-        if file is not None:
-            files[self.facts.file_name(self.rank)] = file
-        self._stream = Stream(self.session, self._describe(small), watching)
-        self._stream.send(files)
-        if self.overlapped is not None and isinstance(file, LiveFile):
-            self.overlapped.check()
-        if commits:
-            self._stream.commit(files)
-            self._retain_durable()
-
-    def _stream_slot(self, full: MemoryFullError, small: Mapping[str, bytes], watching: Watching) -> None:
-        """As :meth:`send`, of what is captured already, but has no room for its description."""
-        self.streams = True
-        try:
-            warn_streamed(self.session, full)
-            with self._failing():
-                if self.slot is None or self.image is None:
-                    self._send(None, small, watching)
-                    return
-                # One by one, so that all views have ended when the slot is given back.
-                with self.slot.view as whole, whole[: self.image.size] as view, view.toreadonly() as data:
-                    self._send(data, small, watching)
-        finally:
-            self.give_back()
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except SaveError:
-            raise
-        except Exception as error:
-            raise SaveError(
-                f"{self.facts.label(self.rank)} did not reach the durable tier, and memory has no room for it: {error}",
-                operation="save",
-                tier="durable",
-                key=ids.join_url(self.session.dirpath, self.facts.name),
-                rank=self.rank,
-                step=self.facts.step,
-                hint="it is lost, and what was saved before is as it was; give memory_dir or spill_dir more space",
-            ) from error
 
     def give_back(self) -> None:
         """Frees what it holds."""
@@ -335,18 +247,19 @@ class PartSave:
             hint=hint,
         )
 
-    def report(self, *, small: int = 0, waited: bool = False, background: bool = False) -> SaveReport:
+    def report(self, *, small: int = 0, waited: bool = False) -> SaveReport:
         """Counts and logs the save.
 
         Args:
             small: Bytes of its other files.
             waited: Whether the upload has been waited for.
-            background: Whether the rest of it is left to a background task.
         """
         session, facts = self.session, self.facts
-        report = self.make_report(small=small, waited=waited, background=background)
+        report = self.make_report(small=small, waited=waited)
         session.counts["saved"] += 1
-        had_room(session, durable=facts.durable, streamed=self.streams)
+        if not facts.durable:
+            # The next one without room is warned of again.
+            session.warned.discard("skipped")
         session.note(
             "save",
             name=facts.name,
@@ -363,13 +276,13 @@ class PartSave:
         say(report.line(session.dirpath, self.facts.label(self.rank)))
         return report
 
-    def make_report(self, *, small: int = 0, waited: bool = False, background: bool = False) -> SaveReport:
+    def make_report(self, *, small: int = 0, waited: bool = False) -> SaveReport:
         """What the caller is told, now that the call ends; see :meth:`report`, which may come later."""
         session, facts = self.session, self.facts
         size = (self.image.size if self.image is not None else 0) + small
         stall = session.clock.monotonic() - self.started if self.overlapped is None else self.overlapped.stall_s
-        tiers = frozenset(({"durable"} if facts.durable else set()) | (set() if self.streams else {"memory"}))
-        queued = facts.durable and not waited and (background or not self.streams)
+        tiers = frozenset({"memory", "durable"} if facts.durable else {"memory"})
+        queued = facts.durable and not waited
         report = SaveReport(
             *(facts.name, facts.step, facts.save_id, size, stall, tiers, queued, self.spilled, self.capture_s),
             *(self.overlapped is not None, facts.resumable),

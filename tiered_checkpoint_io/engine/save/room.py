@@ -1,7 +1,8 @@
-"""Whether a save is queued for the durable tier: where the queue of each of its nodes has room for one more.
+"""Room for a save: in the queues for the durable tier, in node memory and in the spill; and what is logged without it.
 
-A coordinator sees its own node's queue alone. So each other rank of a coordinated save looks at that of its own node,
-and votes; DCP brings the votes to the coordinator beside the ranks' plans.
+A save is queued for the durable tier if the queue of each of its nodes has room for one more. A coordinator sees only
+the queue of its own node. So each other rank of a coordinated save looks at that of its own node, and votes; DCP brings
+the votes to the coordinator beside the ranks' plans.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Any
 
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
-from tiered_checkpoint_io.engine.save.small import warn_streamed
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import MemoryFullError, SaveError
+from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.memory.spill import AUTO
+from tiered_checkpoint_io.model import ids
 
 #: Where the votes that this thread has unpickled are kept; as :func:`facts.arrived` tells, plans may be replaced.
 _arrivals = threading.local()
@@ -105,21 +108,61 @@ def why_left_out(session: Session, facts: SaveFacts) -> str | None:
     return "too many saves wait for it"
 
 
-def owes_durable(session: Session, facts: SaveFacts) -> bool:
-    """Whether a save for which there is no room has failed; else it is one of memory alone, and skipped."""
-    return facts.durable or why_left_out(session, facts) is not None
+@contextlib.contextmanager
+def needing_room(session: Session, facts: SaveFacts) -> Iterator[None]:
+    """Has a save that is to be durable fail if the block finds no room.
+
+    Raises:
+        MemoryFullError: The save is of memory alone, and is skipped.
+        SaveError: It is not.
+    """
+    try:
+        yield
+    except MemoryFullError as full:
+        if (left_out := why_left_out(session, facts)) is not None:
+            raise SaveError(
+                f"{facts.name} is in no tier: {left_out}, and node memory has no room",
+                operation="save",
+                key=facts.name,
+                step=facts.step,
+                hint="save again once the durable tier has the earlier ones",
+            ) from full
+        if not facts.durable:
+            raise
+        raise _no_room(facts.name, full, facts.step) from full
 
 
-def check_left_out(session: Session, facts: SaveFacts) -> None:
-    """Raises SaveError for a save that is in no tier, where leaving it out of the durable one is an error."""
-    if (why := why_left_out(session, facts)) is not None:
-        raise SaveError(
-            f"{facts.name} is in no tier: {why}, and node memory has no room",
-            operation="save",
-            key=facts.name,
-            step=facts.step,
-            hint="save again once the durable tier has the earlier ones",
-        )
+def _no_room(what: str, full: MemoryFullError, step: int = -1) -> SaveError:
+    text = f"no room for {what}: {full.message}"
+    return SaveError(text, operation="save", tier="memory", key=full.key, step=ids.known(step), hint=full.hint)
+
+
+def warn_spilled(session: Session, size: int) -> None:
+    """Logs once that checkpoints go to the spill: a warning, unless the user named the folder."""
+    tier, config = session.open().tier, session.config
+    if tier.spill is None or "spilled" in session.warned:
+        return
+    text = (
+        f"the memory tier can't hold this checkpoint of {size_text(size)} in {config.memory_dir}, so it goes through "
+        f"{tier.spill.root} on the node's disk, which may take {size_text(tier.spill.room())} more"
+    )
+    if config.spill_dir == AUTO:
+        session.warn("spilled", f"{text}, and leaves half of what is free to others; see spill_dir")
+    else:
+        session.warned.add("spilled")
+        session.log.info("%s", text)
+
+
+def skip(session: Session, facts: SaveFacts, reason: Exception) -> None:
+    """Counts a save of memory alone for which there is no room, with one warning."""
+    if not facts.left_out:
+        # Otherwise it was counted when it was left out of the durable tier.
+        session.counts["skipped"] += 1
+        session.note("skipped", name=facts.name, step=facts.step, error=str(reason))
+    session.log.at_step(facts.step).debug("%s is skipped: %s", facts.name, reason)
+    session.warn(
+        "skipped", f"the memory tier can't hold this checkpoint, so steps of memory alone are skipped: {reason}"
+    )
 
 
 @contextlib.contextmanager
@@ -146,11 +189,9 @@ def _is_free(session: Session, *, besides: str = "") -> bool:
     drain = session.open().drain
     try:
         drain.start()
-        return drain.has_room(session.save_ids.next(), besides=besides)
-    except MemoryFullError as error:
-        # Memory has no room for the little that the drain needs: the save goes to the durable tier without it.
-        warn_streamed(session, error)
-        return True
+    except MemoryFullError as full:
+        raise _no_room("the queue for the durable tier", full) from full
+    return drain.has_room(session.save_ids.next(), besides=besides)
 
 
 def _give_up(session: Session, save_ids: Collection[str]) -> None:

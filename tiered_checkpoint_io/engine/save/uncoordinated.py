@@ -17,8 +17,7 @@ from tiered_checkpoint_io.engine.ranks.local_run import Where, current_run
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, uncoordinated
 from tiered_checkpoint_io.engine.save.overlap import OF_PARTS, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
-from tiered_checkpoint_io.engine.save.room import admit, owes_durable
-from tiered_checkpoint_io.engine.save.small import skip
+from tiered_checkpoint_io.engine.save.room import admit, skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import complete_here
 from tiered_checkpoint_io.errors import MemoryFullError, UsageError
@@ -71,10 +70,6 @@ def save_local(
 ) -> LocalSave | None:
     """Captures this rank's shard on its node, and queues its upload.
 
-    Where the node has no room for a durable save, the part is streamed to the durable tier, with one warning. The call
-    then returns once it is there, and of shard 0 once the checkpoint is, for which the parts of all others are waited
-    for, up to ``wait_timeout_s``.
-
     Args:
         session: Both tiers.
         surface: Raises failures of earlier saves, which stop this one. It is called here, as ``planned`` is, so that
@@ -92,7 +87,8 @@ def save_local(
         None where it is of memory alone and was skipped, because there is no room for it.
 
     Raises:
-        SaveError: It did not reach the durable tier while we waited; then on all ranks that wait.
+        SaveError: Neither memory nor the spill has room for a durable save; or the save did not reach the durable tier
+            while we waited, then on all ranks that wait.
         UsageError: The run's id could not be learnt; or another live run writes to the same dirpath.
         Exception: Whatever ``surface`` or ``planned`` raises.
     """
@@ -116,20 +112,15 @@ def save_local(
             run.report_missing("durable")
         part = PartSave(session, facts, role.shard, planned(), threads, started)
         part.capture(retained=_make_room(part, held, run))
-        if part.streams:
-            # Before the others come to the next save, and remove older ones for this one.
-            run.report_missing("memory")
-        part.seal(watching=run.watch)
+        part.seal()
     except Exception as error:
         run.report_missing("memory")
-        if isinstance(error, MemoryFullError) and not owes_durable(session, facts):
+        if isinstance(error, MemoryFullError):
             skip(session, facts, error)
             return None
         if durable:
             run.report_missing("durable")
         raise
-    if part.streams:
-        run.report_missing("memory")
     part.prepare_next()
     if wait and facts.left_out:
         part.wait()
