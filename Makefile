@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; name one by PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(call INSTALL,$(VENV)) -c constraints.txt setuptools wheel
-	$(call INSTALL,$(VENV)) -c constraints.txt --no-build-isolation -e '.[test,lint,cli,huggingface]'
+	$(call INSTALL,$(VENV)) -c constraints.txt --no-build-isolation -e '.[test,lint,cli,examples]'
 	touch $@
 
 $(MIN_STAMP): pyproject.toml constraints-min.txt

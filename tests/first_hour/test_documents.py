@@ -168,7 +168,7 @@ def test_the_first_five_minutes(story):
     ]
     # What doctor says is of the machine: tests/unit/test_doctor.py.
     commands = [command[1:] for command in commands if command[:1] == ["tiered-ckpt"] and command[1] != "doctor"]
-    assert len(commands) == 5
+    assert len(commands) == 4
     for command in commands:
         output, status = story.tiered_ckpt(*command)
         assert status == 0, output[-3000:]

@@ -1,7 +1,6 @@
 """One catalogue, one collector: each exporter tells the same of a training, and of a node whose trainer is dead."""
 
 import contextlib
-import http.server
 import json
 import os
 import re
@@ -9,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -27,8 +25,7 @@ from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.metrics import exports, recording
 from tiered_checkpoint_io.metrics.catalog import CATALOG, PREFIX, table
-from tiered_checkpoint_io.metrics.collect import Collector, Source
-from tiered_checkpoint_io.metrics.otel import Instruments
+from tiered_checkpoint_io.metrics.collect import Collector
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 ROW = re.compile(rf"^\| `{PREFIX}\w+` .*\n", re.MULTILINE)
@@ -93,7 +90,7 @@ def test_a_dead_trainer_and_one_that_resumes(dead, tmp_path):
     assert "replicated_step" not in found
 
     told = tmp_path / "m.prom"
-    io = dead.io(metrics_export=f"prometheus=0, textfile={told}, cloudwatch={tmp_path / 'm.log'}")
+    io = dead.io(metrics_export=f"prometheus=0, textfile={told}")
     seen = {}
 
     class Asked(Model):
@@ -121,11 +118,6 @@ def test_a_dead_trainer_and_one_that_resumes(dead, tmp_path):
     assert not told.exists()
     ended = steady(values(root))
     assert (ended["running"], ended["step"], ended["durable_step"], ended["steps_at_risk"]) == (0, 20, 20, 0)
-    lines = [json.loads(line) for line in (tmp_path / "m.log").read_text().splitlines()]
-    assert max(line.get(f"{PREFIX}durable_step", -1) for line in lines) == 20
-    for line in lines:
-        (about,) = line["_aws"]["CloudWatchMetrics"]
-        assert {each["Name"] for each in about["Metrics"]} | {*about["Dimensions"][0], "_aws"} == set(line)
 
 
 def test_a_long_validation_is_no_silence(runs, monkeypatch):
@@ -140,56 +132,6 @@ def test_a_long_validation_is_no_silence(runs, monkeypatch):
     assert [each["step"] for each in read_events(root_of(runs)) if each["event"] == "step"] == [1] * 4
 
 
-def test_opentelemetry_has_the_same(dead):
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-
-    root, reader = root_of(dead), InMemoryMetricReader()
-    provider = MeterProvider([reader])
-    instruments = Instruments(Source(lambda: [root]), provider)
-    (resource,) = reader.get_metrics_data().resource_metrics
-    (scope,) = resource.scope_metrics
-    points = {
-        _key(each.name, point.attributes): point.value for each in scope.metrics for point in each.data.data_points
-    }
-    assert steady(points) == steady(values(root))
-    instruments.close()
-    assert reader.get_metrics_data() is None
-    # A second training of the same process.
-    again = Instruments(Source(lambda: [root]), provider)
-    assert reader.get_metrics_data() is not None
-    again.close()
-    provider.shutdown()
-
-
-@pytest.mark.matrix
-def test_by_otlp_where_the_program_has_no_provider(dead, monkeypatch):
-    """To a real server on this machine, as a collector is one."""
-    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-
-    bodies = []
-
-    class Collecting(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Collecting) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        Instruments(Source(lambda: [root_of(dead)])).close()
-        server.shutdown()
-        thread.join()
-    request = ExportMetricsServiceRequest.FromString(bodies[-1])
-    (scope,) = request.resource_metrics[0].scope_metrics
-    assert {each.name for each in scope.metrics} >= {f"{PREFIX}step", f"{PREFIX}uploads_total"}
-
-
 def test_the_command_shows_and_writes(dead, tmp_path):
     where = ("metrics", "--memory-dir", dead.memory_dir)
     assert f"{PREFIX}durable_step\tnamespace=" in command(*where).stdout
@@ -197,8 +139,6 @@ def test_the_command_shows_and_writes(dead, tmp_path):
     assert {each["name"]: each["value"] for each in document["metrics"]}[f"{PREFIX}step"] == 17
     assert command(*where, "--export", f"textfile={tmp_path / 'x.prom'}", "--once").exit_code == 0
     assert parsed((tmp_path / "x.prom").read_text())["step"] == 17
-    printed = command(*where, "--export", "cloudwatch=-", "--once").stdout.splitlines()
-    assert json.loads(printed[0])[f"{PREFIX}step"] == 17
 
 
 @pytest.mark.parametrize(
@@ -207,7 +147,7 @@ def test_the_command_shows_and_writes(dead, tmp_path):
         (("--export", "prometheus=web"), "prometheus=[HOST:]PORT"),
         (("--export", "statsd=1"), "metrics can't go to 'statsd=1'"),
         (("--once",), "--once needs --export"),
-        (("--export", "otel", "--json"), "give one"),
+        (("--export", "textfile=x", "--json"), "give one"),
     ],
 )
 def test_wrong_use(arguments, said, memory_dir, monkeypatch):
@@ -220,11 +160,11 @@ def test_wrong_use(arguments, said, memory_dir, monkeypatch):
 def test_the_environment_counts_in_place_of_the_configuration(monkeypatch):
     monkeypatch.delenv(exports.ENVIRONMENT, raising=False)
     assert exports.targets_of_trainer(None) == []
-    assert [each.path for each in exports.targets_of_trainer("cloudwatch=-")] == ["-"]
-    monkeypatch.setenv(exports.ENVIRONMENT, "cloudwatch=/x.log")
-    assert [each.path for each in exports.targets_of_trainer("cloudwatch=-")] == ["/x.log"]
+    assert [each.path for each in exports.targets_of_trainer("textfile=a")] == ["a"]
+    monkeypatch.setenv(exports.ENVIRONMENT, "textfile=b")
+    assert [each.path for each in exports.targets_of_trainer("textfile=a")] == ["b"]
     monkeypatch.setenv(exports.ENVIRONMENT, "")
-    assert exports.targets_of_trainer("cloudwatch=-") == []
+    assert exports.targets_of_trainer("textfile=a") == []
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch):
@@ -236,36 +176,26 @@ def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch):
         exports.parse_targets("prometheus=9464")
 
 
-def test_opentelemetry_needs_its_exporter_whatever_provider_a_rank_has(monkeypatch):
-    """Before training, on all ranks: only one of them exports, and it would fail alone."""
-    from opentelemetry import metrics
-    from opentelemetry.sdk.metrics import MeterProvider
-
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.metric_exporter", None)
-    with pytest.raises(ConfigError, match=r"metric_exporter is not installed — pip install .*\[otel\]"):
-        exports.parse_targets("otel")
-    done = command("metrics", "--export", "otel")
-    assert (done.exit_code, "is not installed" in done.output) == (2, True)
-    monkeypatch.setattr(metrics, "get_meter_provider", MeterProvider)
-    with pytest.raises(ConfigError, match="metric_exporter is not installed"):
-        exports.parse_targets("otel")
-
-
 def test_a_training_goes_on_with_the_exports_that_start(runs, tmp_path, monkeypatch, caplog):
-    """A port that an earlier process still has, and a setting that OpenTelemetry's exporter refuses."""
-    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "0")
-    told = tmp_path / "m.log"
+    """An earlier process still has the port."""
+    told = tmp_path / "m.prom"
+    steps = []
+
+    class Told(Model):
+        def on_train_batch_end(self, *_):
+            deadline = time.monotonic() + 60
+            while not told.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            steps.append(parsed(told.read_text())["running"])
+
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        io = runs.io(metrics_export=f"prometheus={port}, otel, cloudwatch={told}")
-        runs.trainer([TieredModelCheckpoint(memory_every_n_train_steps=1)], io=io, max_steps=2).fit(Model())
-    assert f"{PREFIX}step" in told.read_text()
+        io = runs.io(metrics_export=f"prometheus={port}, textfile={told}")
+        runs.trainer([TieredModelCheckpoint(memory_every_n_train_steps=1)], io=io, max_steps=2).fit(Told())
+    assert steps == [1, 1]
     assert f"metrics can't be served on 127.0.0.1:{port}: Address already in use" in caplog.text
-    assert "metrics can't go to otel: ValueError: " in caplog.text
     # Training has ended before the port is given up.
-    assert caplog.text.count("; training continues without") == caplog.text.count("; nothing was exported") == 1
-    failed = command("metrics", "--export", "otel")
-    assert "metrics can't go to otel: ValueError: " in str(failed.exception)
+    assert caplog.text.count("; nothing was exported") == 1
 
 
 @pytest.mark.matrix

@@ -32,20 +32,6 @@ def by_fabric():
     return io.checkpointer, io.teardown
 
 
-def by_accelerate():
-    from accelerate import Accelerator
-
-    from tiered_checkpoint_io.huggingface import AcceleratorCheckpoints
-
-    checkpoints, accelerator = AcceleratorCheckpoints(**told["options"]), Accelerator(cpu=True)
-    accelerator.prepare(torch.nn.Linear(4, 4))
-    if told["resumes"]:
-        checkpoints.load(accelerator)
-    else:
-        checkpoints.save(accelerator, 1, tiers=["memory"])
-    return checkpoints.checkpointer, checkpoints.close
-
-
 def wait_for_copies(tier):
     """Until what rank 0 has saved is on its peer."""
     deadline = time.monotonic() + PATIENCE_S
@@ -59,7 +45,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=os.environ["RANK"])
     os.environ.update(TORCHELASTIC_RUN_ID="loop", GROUP_WORLD_SIZE="2")
-    checkpointer, close = {"fabric": by_fabric, "accelerate": by_accelerate}[told["loop"]]()
+    checkpointer, close = by_fabric()
     restored = checkpointer.restored
     if not told["resumes"] and os.environ["RANK"] == "0":
         wait_for_copies(checkpointer.session.open().tier)

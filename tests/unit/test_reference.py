@@ -18,7 +18,6 @@ PACKAGES = [
             "strategies",
             "dcp",
             "fabric",
-            "huggingface",
             "retention",
             "export",
             "nemo",

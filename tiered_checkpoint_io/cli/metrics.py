@@ -22,18 +22,14 @@ from tiered_checkpoint_io.model.metrics_export import MetricsTarget
 
 Export = Annotated[
     str | None,
-    typer.Option(
-        help="Where metrics go: prometheus=[HOST:]PORT, textfile=PATH, cloudwatch=PATH (- for stdout), otel;"
-        " several with commas."
-    ),
+    typer.Option(help="Where metrics go: prometheus=[HOST:]PORT, textfile=PATH; several with commas."),
 ]
-_FILES = ("textfile", "cloudwatch")
 
 
 def metrics(
     nodes: Nodes = NODES,
     export: Export = None,
-    once: Annotated[bool, typer.Option(help="Write the files of --export once, as a timer does.")] = False,
+    once: Annotated[bool, typer.Option(help="Write the textfile of --export once, as a timer does.")] = False,
     json_output: Json = False,
 ) -> None:
     """Shows the metrics of this node's memory tiers, or exports them until it is ended. Asks no server.
@@ -43,8 +39,8 @@ def metrics(
     roots = nodes.paths()
     source = Source(lambda: roots if nodes.is_named else nodes.paths())
     targets = targets_of(export)
-    if once and (not targets or any(each.kind not in _FILES for each in targets)):
-        raise typer.BadParameter("--once needs --export with textfile or cloudwatch alone")
+    if once and (not targets or any(each.kind != "textfile" for each in targets)):
+        raise typer.BadParameter("--once needs --export with textfile only")
     if json_output and targets:
         raise typer.BadParameter("--json shows metrics, --export sends them: give one")
     if once:

@@ -9,7 +9,7 @@ from typing import Literal
 PREFIX = "tiered_checkpoint_"
 
 Kind = Literal["counter", "gauge"]
-#: As Prometheus and OpenTelemetry spell base units; "" for a plain number.
+#: As Prometheus spells base units; "" for a plain number.
 Unit = Literal["seconds", "bytes", "bytes_per_second", "steps", ""]
 
 

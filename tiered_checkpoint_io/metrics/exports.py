@@ -14,15 +14,14 @@ from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.locks import is_lost, release, try_lock
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.metrics import cloudwatch
 from tiered_checkpoint_io.metrics.catalog import Sample
 from tiered_checkpoint_io.metrics.collect import Source
 from tiered_checkpoint_io.model.metrics_export import MetricsTarget, targets_in
 
 #: The environment variable that says where the metrics of a trainer's node go, in place of its configuration.
 ENVIRONMENT = "TIERED_CHECKPOINT_METRICS"
-#: As Prometheus scrapes by habit; and CloudWatch charges for finer resolutions.
-_EVERY_S = {"textfile": 15.0, "cloudwatch": 60.0}
+#: Interval between two writes of a textfile: Prometheus scrapes as often by default.
+_EVERY_S = 15.0
 #: How long the end of an exporter is waited for; it may be in the middle of a request.
 _CLOSE_S = 2.0
 #: How long a trainer tries to get what others hold: after a quick restart, those are processes of the one before it.
@@ -48,53 +47,23 @@ def parse_targets(text: str) -> list[MetricsTarget]:
         ConfigError: It can't be understood, or names a library that is not installed.
     """
     targets = targets_in(text)
-    for target in targets:
-        _library(target.kind)
+    if targets:
+        try:
+            importlib.import_module("tiered_checkpoint_io.metrics.prometheus")
+        except ModuleNotFoundError as missing:
+            raise ConfigError(
+                f"metrics can't go to {targets[0].kind}: the package {missing.name} is not installed",
+                hint="pip install 'tiered-checkpoint-io[metrics]'",
+            ) from missing
     return targets
-
-
-#: What each kind imports. The exporter also where a program has a provider of its own: other ranks may have none.
-_NEEDED = {
-    "prometheus": ("tiered_checkpoint_io.metrics.prometheus",),
-    "textfile": ("tiered_checkpoint_io.metrics.prometheus",),
-    "otel": ("opentelemetry.exporter.otlp.proto.http.metric_exporter", "tiered_checkpoint_io.metrics.otel"),
-}
-
-
-def _library(kind: str) -> None:
-    """Imports what a kind needs.
-
-    Raises:
-        ConfigError: It is not installed; names the extra.
-    """
-    try:
-        for module in _NEEDED.get(kind, ()):
-            importlib.import_module(module)
-    except ModuleNotFoundError as missing:
-        extra = "otel" if kind == "otel" else "metrics"
-        raise ConfigError(
-            f"metrics can't go to {kind}: the package {missing.name} is not installed",
-            hint=f"pip install 'tiered-checkpoint-io[{extra}]'",
-        ) from missing
 
 
 def start(target: MetricsTarget, source: Source, log: Logger) -> Export:
     """Starts to export to one target, in the background.
 
     Raises:
-        NotYetError: It can't be used now: the port is taken, for one.
-        ConfigError: It can't be used at all.
+        NotYetError: The target can't be used now; for example, another process has the port.
     """
-    try:
-        return _start(target, source, log)
-    except ConfigError:
-        raise
-    except Exception as error:
-        # Libraries of others read settings of their own.
-        raise ConfigError(f"metrics can't go to {target.kind}: {type(error).__name__}: {error}") from error
-
-
-def _start(target: MetricsTarget, source: Source, log: Logger) -> Export:
     if target.kind == "prometheus":
         from tiered_checkpoint_io.metrics.prometheus import Server
 
@@ -107,29 +76,22 @@ def _start(target: MetricsTarget, source: Source, log: Logger) -> Export:
             ) from error
         log.info("metrics: http://%s:%d/metrics", target.host, server.port)
         return server
-    if target.kind == "otel":
-        from tiered_checkpoint_io.metrics.otel import Instruments
-
-        return Instruments(source)
 
     def begin() -> _Repeated:
-        return _Repeated(lambda: write(target, source()), _EVERY_S[target.kind], f"metrics to {target.path}", log)
+        return _Repeated(lambda: write(target, source()), f"metrics to {target.path}", log)
 
-    return _Textfile(begin, Path(target.path)) if target.kind == "textfile" else begin()
+    return _Textfile(begin, Path(target.path))
 
 
 def write(target: MetricsTarget, samples: Iterable[Sample]) -> None:
-    """Writes metrics once to a file.
+    """Writes metrics once to a textfile.
 
     Raises:
         OSError: It can't be written.
     """
-    if target.kind == "textfile":
-        from tiered_checkpoint_io.metrics.prometheus import write_textfile
+    from tiered_checkpoint_io.metrics.prometheus import write_textfile
 
-        write_textfile(Path(target.path), samples)
-    else:
-        cloudwatch.append(target.path, samples)
+    write_textfile(Path(target.path), samples)
 
 
 class Exports:
@@ -142,7 +104,7 @@ class Exports:
         """Starts one more of them.
 
         Raises:
-            ConfigError: As :func:`start`; those that were started before go on.
+            NotYetError: As :func:`start`; those that were started before go on.
         """
         self._running.append(start(target, source, log))
 
@@ -150,15 +112,12 @@ class Exports:
         """As :meth:`start`, for a trainer: tried for a while, and what fails is logged once and left out."""
         try:
             self.start(target, source, log)
-        except ConfigError as error:
-            if not isinstance(error, NotYetError):
-                _say_without(error, log)
-                return
+        except NotYetError as error:
             # Its end must not be waited for here: training begins.
             self._running.append(_Awaited(lambda: start(target, source, log), error, log))
 
     def close(self) -> None:
-        """Ends them. CloudWatch gets its last values; a textfile is removed, because it would say them for ever."""
+        """Ends them. A textfile is removed, because it would keep its last values for ever."""
         running, self._running = self._running, []
         for each in running:
             each.close()
@@ -167,9 +126,8 @@ class Exports:
 class _Repeated:
     """Does something every so often, in a thread; what fails is logged once until it succeeds again."""
 
-    def __init__(self, work: Callable[[], None], every_s: float, what: str, log: Logger) -> None:
+    def __init__(self, work: Callable[[], None], what: str, log: Logger) -> None:
         self._work, self._what, self._log = work, what, log
-        self._every_s = every_s
         self._ended, self._failed = threading.Event(), False
         self._thread = SYSTEM.start(self._run, "tiered-metrics")
 
@@ -185,7 +143,7 @@ class _Repeated:
                 self._failed = True
             if ends:
                 return
-            SYSTEM.wait(self._ended, self._every_s)
+            SYSTEM.wait(self._ended, _EVERY_S)
 
     def close(self) -> None:
         self._ended.set()
@@ -207,9 +165,6 @@ class _Awaited:
                 export = self._begin()
             except NotYetError as error:
                 self._error = error
-            except ConfigError as error:
-                self._error = error
-                break
             else:
                 self._ended.wait()
                 export.close()
@@ -217,15 +172,11 @@ class _Awaited:
         if self._ended.is_set():
             self._log.error("%s; nothing was exported", self._error)
         else:
-            _say_without(self._error, self._log)
+            self._log.error("%s; training continues without", self._error)
 
     def close(self) -> None:
         self._ended.set()
         SYSTEM.join(self._thread, 2 * _CLOSE_S)
-
-
-def _say_without(error: ConfigError, log: Logger) -> None:
-    log.error("%s; training continues without", error)
 
 
 class _Textfile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from tiered_checkpoint_io.engine.drain.events import note
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.metrics.collect import Source
-from tiered_checkpoint_io.metrics.exports import ENVIRONMENT, Exports
+from tiered_checkpoint_io.metrics.exports import Exports
 from tiered_checkpoint_io.model.metrics_export import MetricsTarget
 
 #: How often the step that training has reached is noted: as often as metrics are asked for.
@@ -63,22 +62,3 @@ class Recording:
             note(self._root, "end", clock=session.clock, step=step, error=why)
         self._root = None
         self._exports.close()
-
-
-def say_not_exported(session: Session, what: str) -> None:
-    """Warns once where metrics are to be exported by what is not told when training begins and ends.
-
-    Args:
-        session: The job's.
-        what: Who exports none.
-    """
-    wanted = os.environ.get(ENVIRONMENT, session.config.metrics_export or "").strip()
-    if wanted and "metrics_export" not in session.warned:
-        session.warned.add("metrics_export")
-        session.log.warning(
-            "%s exports no metrics, because nothing tells it when training begins and ends; run beside it:"
-            " tiered-ckpt metrics --namespace %s --export %s",
-            what,
-            session.config.namespace,
-            wanted,
-        )

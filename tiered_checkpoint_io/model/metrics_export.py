@@ -4,8 +4,6 @@ The text is a list separated by commas:
 
 ``prometheus=9464``           serve them to Prometheus on this port of the loopback interface; ``0.0.0.0:9464`` on all
 ``textfile=/dir/name.prom``   write that file for node_exporter's textfile collector, every 15 s
-``cloudwatch=/dir/name.log``  append lines of CloudWatch's embedded metric format, every 60 s; ``-`` for stdout
-``otel``                      by OpenTelemetry's SDK, to the process' own meter provider, or by OTLP as ``OTEL_*`` says
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from dataclasses import dataclass
 from tiered_checkpoint_io.errors import ConfigError
 
 _LOOPBACK = "127.0.0.1"
-ALLOWED = "prometheus=[HOST:]PORT, textfile=PATH, cloudwatch=PATH or cloudwatch=-, otel; several with commas"
+ALLOWED = "prometheus=[HOST:]PORT, textfile=PATH; several with commas"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +21,8 @@ class MetricsTarget:
     """One place that metrics go to.
 
     Attributes:
-        kind: ``prometheus``, ``textfile``, ``cloudwatch`` or ``otel``.
-        path: The file of a textfile or cloudwatch; "-" for stdout.
+        kind: ``prometheus`` or ``textfile``.
+        path: The file of a textfile.
         host: The interface of prometheus.
         port: Its port; 0 for any that is free.
     """
@@ -46,10 +44,8 @@ def targets_in(text: str) -> list[MetricsTarget]:
 
 def _target(text: str) -> MetricsTarget:
     kind, _, value = text.partition("=")
-    if kind in ("textfile", "cloudwatch") and value:
+    if kind == "textfile" and value:
         return MetricsTarget(kind, path=value)
-    if kind == "otel" and not value:
-        return MetricsTarget(kind)
     if kind == "prometheus":
         host, _, port = value.rpartition(":")
         if port.isascii() and port.isdigit() and int(port) < 1 << 16:
