@@ -1,6 +1,10 @@
-"""A training whose batches come from a worker of its DataLoader; is told how that starts, and whether it persists."""
+"""A training whose batches come from a worker of its DataLoader; is told how that starts, and whether it persists.
+
+Each worker has a process group of its own, as docs/deployment.md says.
+"""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,6 +18,10 @@ from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
 
 
+def alone(_):
+    os.setpgrp()
+
+
 class Slow(BoringModel):
     def training_step(self, *args):
         time.sleep(0.05)
@@ -25,6 +33,8 @@ class Ready(Callback):
         if trainer.global_step == 3:
             # Never read to its end: its worker is still there when the process ends.
             held.append(iter(DataLoader(torch.zeros(8, 1), num_workers=1, **options)))
+            # The worker has left the group once it has given a batch.
+            next(held[0])
             Path(told["ready"]).touch()
 
 
@@ -42,6 +52,7 @@ if __name__ == "__main__":
         enable_model_summary=False,
     )
     options = {"multiprocessing_context": told["starts"], "persistent_workers": told["persists"]}
+    options["worker_init_fn"] = alone
     held = []
     loader = DataLoader(torch.zeros(4000, 32), batch_size=2, num_workers=1, **options)
     trainer.fit(Slow(), loader)

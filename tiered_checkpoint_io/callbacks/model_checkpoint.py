@@ -354,7 +354,7 @@ class TieredModelCheckpoint(DurableEnd):
             return None
         progress = self._engine.session.progress()
         report = progress.last_save if progress.last_save is not before else None
-        self._reporter.saved(trainer, progress, report, self._engine.dirpath)
+        self._reporter.saved(trainer, progress, report)
         return report
 
     def _save_memory_step(self, trainer: Trainer) -> None:

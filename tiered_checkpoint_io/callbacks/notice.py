@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tiered_checkpoint_io.callbacks.loader_workers import DeafWorkers
 from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError, RestoreError
@@ -46,13 +45,11 @@ class Notice:
         #: Of the job that is handled; None while none is.
         self._session: Session | None = None
         self._earlier: dict[signal.Signals, Any] = {}
-        self._workers = DeafWorkers(self.signals)
 
     def install(self, session: Session) -> None:
         """Handles the signals from now on; off the main thread Python can't, and only :meth:`notify` gives notice."""
         # What an earlier fit was told is over.
         self._session, self.received, self.leave_by = session, None, None
-        self._workers.begin()
         for number in self.signals if handles_signals() else ():
             if signal.getsignal(number) != self._handle:
                 self._earlier[number] = _of_none_that_is_over(signal.signal(number, self._handle), number)
@@ -60,7 +57,6 @@ class Notice:
     def remove(self) -> signal.Signals | None:
         """Restores the earlier handlers; gives the signal that has come, once."""
         self._session = None
-        self._workers.end()
         for number in self.signals if handles_signals() else ():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, self._handler_before(number))

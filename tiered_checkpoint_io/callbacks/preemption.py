@@ -52,6 +52,9 @@ class PreemptionCheckpoint(Callback):
 
     Lightning's own handler of SIGTERM, which exchanges tensors inside the signal handler and hangs under DDP, is out of
     use where this callback handles that signal. Wherever it stands among a trainer's callbacks, it runs as the last.
+
+    torchrun and Slurm signal all processes of a rank. If a DataLoader has workers, give each worker a process group of
+    its own by ``worker_init_fn``: see docs/deployment.md.
     """
 
     # No Checkpoint of Lightning's: a trainer with one of these makes no ModelCheckpoint by itself, refuses

@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
-from tiered_checkpoint_io.callbacks.urls import log_url, notify
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.logs import GIB
@@ -63,12 +62,12 @@ class Reporter:
         else:
             self._news = True
 
-    def saved(self, trainer: Trainer, progress: Progress, report: SaveReport | None, dirpath: str) -> None:
-        """Logs a save to ``dirpath`` that has just returned; without a report, one that failed."""
+    def saved(self, trainer: Trainer, progress: Progress, report: SaveReport | None) -> None:
+        """Logs a save that has just returned; without a report, one that failed."""
         self._line = line_of(progress, self._durable_step)
         log(trainer, metrics_of(progress, report))
         if report is not None and "durable" in report.tiers and not report.queued:
-            _log_durable(trainer, ids.join_url(dirpath, report.name), report.step)
+            log(trainer, {"checkpoint/durable_step": float(report.step)})
 
     def publish(
         self,
@@ -92,7 +91,7 @@ class Reporter:
         self._line = line_of(progress, self._durable_step)
         if self._news and not any(map(is_shown, self._expected.values())):
             self._news = False
-            _say(trainer, lambda logger: notify(logger, proxy(self._callback)))
+            _say(trainer, lambda logger: logger.after_save_checkpoint(proxy(self._callback)))
 
 
 def _say(trainer: Trainer, say: Callable[[Logger], object]) -> None:
@@ -115,15 +114,9 @@ def log(trainer: Trainer, metrics: dict[str, float]) -> None:
 
 
 def log_drain(trainer: Trainer, outcomes: Sequence[Outcome]) -> None:
-    """Logs of each save that became durable its step and URL, and how long the drain took for it, seconds."""
+    """Logs of each save that became durable its step, and how long the drain took for it, seconds."""
     for outcome in _durable_saves(outcomes):
-        log(trainer, {"checkpoint/drain_s": outcome.seconds})
-        _log_durable(trainer, outcome.url, outcome.step)
-
-
-def _log_durable(trainer: Trainer, url: str, step: int) -> None:
-    log(trainer, {"checkpoint/durable_step": float(step)})
-    _say(trainer, lambda logger: log_url(logger, url, step))
+        log(trainer, {"checkpoint/drain_s": outcome.seconds, "checkpoint/durable_step": float(outcome.step)})
 
 
 def _durable_saves(outcomes: Sequence[Outcome]) -> list[Outcome]:
