@@ -173,8 +173,6 @@ def test_what_failed_in_ever_new_series_does_not_fill_the_log(node, monkeypatch)
     assert len(here.queue.outcomes()) < 8 + 64 + 2
 
 
-
-
 @pytest.mark.parametrize("series", ["", "stage0/step_#"])
 def test_a_part_says_which_saves_its_own_is_one_of(series):
     """As its ranks agreed: names do not tell whether they are those of one job."""
