@@ -51,11 +51,11 @@ class SaveReport:
             dirpath: The durable tier.
             what: What was saved, in place of the name.
         """
-        there = [tier for tier in ("memory", "durable") if tier in self.tiers and (tier == "memory" or self.is_durable)]
-        here = "the node's disk" if self.spilled else "memory"
-        places = " and ".join(here if tier == "memory" else tier_label(dirpath) for tier in there)
-        done = f"saved {what or self.name} to {places}" if places else f"captured {what or self.name}"
-        text = f"{done}: {rate(self.size, self.capture_s if self.overlapped else self.stall_s)}"
+        places = "the node's disk" if self.spilled else "memory"
+        if self.is_durable:
+            places = f"{places} and {tier_label(dirpath)}"
+        took = rate(self.size, self.capture_s if self.overlapped else self.stall_s)
+        text = f"saved {what or self.name} to {places}: {took}"
         if self.overlapped:
             text = f"{text} beside training, which waited {self.stall_s:.3f} s"
         return f"{text}; upload to {tier_label(dirpath)} queued" if self.queued else text
