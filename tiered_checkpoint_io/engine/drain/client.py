@@ -138,7 +138,7 @@ class DrainHandle:
                 why = lost.get(oldest, _ORPHANED)
                 self._log.error("giving up the oldest failed upload, as max_pending is reached: %s", why)
                 self.given_up = oldest
-                self.queue.submit(Request(cancel_id, "cancel", "cancel", self._config.dirpath, oldest))
+                self.queue.submit(self._cancel(cancel_id, oldest))
                 return True
             if self._config.on_pending == "skip" or self.leave_by is not None:
                 # The time that is left to a job that has to end is for its last checkpoint.
@@ -149,6 +149,10 @@ class DrainHandle:
                 self._log.warning("max_pending is reached: waiting until one of %d uploads has ended", len(waiting))
                 warned = True
         return False
+
+    def _cancel(self, op_id: str, save_id: str) -> Request:
+        server = self._tier.place.server if self._tier.place is not None else None
+        return Request(op_id, "cancel", "cancel", self._config.dirpath, save_id, server=server)
 
     def _orphans(self, waiting: Collection[str]) -> set[str]:
         """These saves, where they wait for parts of other nodes alone, and an earlier start left them; or none.
@@ -273,7 +277,7 @@ class DrainHandle:
                 if each.op_id not in cancelled:
                     cancelled[each.op_id] = failed.get(each.op_id)
                     target = ids.save_id_of_op(each.op_id)
-                    self.submit(Request(next_id(), "cancel", "cancel", self._config.dirpath, target))
+                    self.submit(self._cancel(next_id(), target))
             going = {op_id for op_id, outcome in cancelled.items() if failed.get(op_id) == outcome}
             stuck = (failed.keys() | blocked_by_failures(operations, failed)) - going
             if any(each.op_id in stuck for each in first):
