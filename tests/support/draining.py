@@ -14,6 +14,7 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
+from tiered_checkpoint_io.stores import place_of
 
 
 def part_of(name, data, number, dirpath):
@@ -38,6 +39,7 @@ class Node:
         self.root = self.tier.root
         self.queue = Queue(self.root)
         self.config = self.config_of(memory_dir, dirpath, namespace=namespace, **options)
+        self.server = place_of(self.config).server
         write_atomic(self.root / "drain.json", self.config.to_json().encode())
         self.number = 0
 
@@ -54,13 +56,14 @@ class Node:
         slot = self.tier.acquire(len(data))
         slot.view[: len(data)] = data
         part = part_of(name, data, self.number, self.dirpath)
-        part = replace(part, durable=durable, content=replace(part.content, **facts))
+        part = replace(part, durable=durable, server=self.server, content=replace(part.content, **facts))
         self.tier.commit(part, {name.rpartition("/")[2]: slot})
         return op_id(self.number)
 
     def part(self, name, number, rank, **options):
         """One rank's part of the save ``number``, as :func:`support.sharded.make_part` makes it."""
         part, files = make_part(name, number, rank, dirpath=self.dirpath, **options)
+        part = replace(part, server=self.server)
         slots = {}
         for basename, data in files.items():
             slots[basename] = self.tier.acquire(len(data))
@@ -70,7 +73,7 @@ class Node:
 
     def request(self, action, name, target=""):
         self.number += 1
-        self.queue.submit(Request(op_id(self.number), action, name, self.dirpath, target))
+        self.queue.submit(Request(op_id(self.number), action, name, self.dirpath, target, server=self.server))
         return op_id(self.number)
 
     def alias(self, name, target):

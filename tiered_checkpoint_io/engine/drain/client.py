@@ -137,7 +137,7 @@ class DrainHandle:
                 why = lost.get(oldest, _ORPHANED)
                 self._log.error("giving up the oldest failed upload, as %d wait already: %s", len(waiting), why)
                 self.given_up = oldest
-                self.queue.submit(Request(cancel_id, "cancel", "cancel", self._config.dirpath, oldest))
+                self.queue.submit(self._cancel(cancel_id, oldest))
                 return True
             if self.leave_by is not None:
                 # The time that is left to a job that has to end is for its last checkpoint.
@@ -148,6 +148,10 @@ class DrainHandle:
                 self._log.warning("waiting until one of %d uploads has ended", len(waiting))
                 warned = True
         return False
+
+    def _cancel(self, op_id: str, save_id: str) -> Request:
+        server = self._tier.place.server if self._tier.place is not None else None
+        return Request(op_id, "cancel", "cancel", self._config.dirpath, save_id, server=server)
 
     def _orphans(self, waiting: Collection[str]) -> set[str]:
         """These saves, where they wait for parts of other nodes alone, and an earlier start left them; or none.

@@ -198,4 +198,5 @@ def _give_up(session: Session, save_ids: Collection[str]) -> None:
     """Cancels what can't become complete any more, as another node has given up its part."""
     drain = session.open().drain
     for each in sorted({*save_ids} & {*drain.pending_saves()}):
-        drain.submit(Request(session.save_ids.next(), "cancel", "cancel", session.dirpath, each))
+        server = session.place.server
+        drain.submit(Request(session.save_ids.next(), "cancel", "cancel", session.dirpath, each, server=server))
