@@ -99,7 +99,7 @@ def plan_shard(items: Iterable[Item]) -> tuple[Image, list[Placed]]:
                 raise ExportError(
                     f"torch {torch.__version__} lays out its files in a way that is not known here",
                     operation="plan",
-                    hint="use a release of torch that `tiered-ckpt doctor` supports",
+                    hint="use a release of torch that README.md names",
                 )
         else:
             data = memoryview(item)
