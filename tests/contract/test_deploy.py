@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.cli.doctor import rights
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.s3_options import S3Options
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
+from tiered_checkpoint_io.stores.s3_errors import NEEDS
 from tiered_checkpoint_io.testing.contract import MemoryJournal
 from tiered_checkpoint_io.testing.servers import S3Server
 
@@ -169,8 +169,8 @@ def test_the_rights_to_train_are_enough_and_none_is_idle(job):
     training.trains()
     training.tidies()
     assert training.judge.used == set(ACTIONS)
-    # Doctor asks for no other, and knows all.
-    assert {action for actions in rights.NEEDS.values() for action in actions} == set(ACTIONS)
+    # Errors name no other, and know all.
+    assert {action for actions in NEEDS.values() for action in actions} == set(ACTIONS)
 
 
 @pytest.mark.matrix
@@ -254,30 +254,11 @@ def test_a_vpc_endpoint_lets_through_what_trains_and_no_more(job):
         job(everything, endpoint, prefix="others").trains()
 
 
-def test_doctor_is_content_with_the_rights_and_the_lifecycle(job, moto, memory_dir):
-    owner = moto.client("s3", *moto.keys)
-    owner.put_bucket_versioning(Bucket=BUCKET, VersioningConfiguration={"Status": "Enabled"})
-    owner.put_bucket_lifecycle_configuration(Bucket=BUCKET, LifecycleConfiguration=document("lifecycle.json"))
-    try:
-        for rights_given, unread in ((("iam/train.json", "iam/doctor.json"), []), (("iam/train.json",), ["settings"])):
-            training = job(both(*rights_given))
-            given = [
-                "--memory-dir",
-                memory_dir,
-                "--endpoint-url",
-                training.options["endpoint_url"],
-                "--quick",
-                "--json",
-            ]
-            done = CliRunner().invoke(app, ["doctor", training.url, *given])
-            checks = [each for each in json.loads(done.stdout)["checks"] if each["group"] == "durable"]
-            assert (done.exit_code, [each["what"] for each in checks if each["status"] != "ok"]) == (
-                *(0, [f"bucket {each}" for each in unread]),
-            )
-    finally:
-        owner.delete_bucket_lifecycle(Bucket=BUCKET)
-        owner.put_bucket_versioning(Bucket=BUCKET, VersioningConfiguration={"Status": "Suspended"})
-        owner.close()
+def test_doctor_is_content_with_the_rights_to_train(job, memory_dir):
+    training = job(document("iam/train.json"))
+    given = ["--memory-dir", memory_dir, "--endpoint-url", training.options["endpoint_url"]]
+    done = CliRunner().invoke(app, ["doctor", training.url, *given])
+    assert (done.exit_code, "fail" in done.stdout) == (0, False), done.stdout
 
 
 def test_the_readme_tells_of_each_file_and_each_name_to_fill_in():

@@ -230,7 +230,7 @@ def use(env: Mapping[str, str], monkeypatch):
 def test_what_a_restart_fails_for_is_an_error_whatever_memory_holds(runs, monkeypatch, operation, trains):
     assert fit(runs)[1] is None
     refused = StoreAccessError("denied", operation=operation)
-    monkeypatch.setattr(preflight, "_failures", lambda *_, **__: [refused])
+    monkeypatch.setattr(preflight, "try_durable", lambda *_, **__: [refused])
     trainer, error, _ = fit(runs)
     assert (trainer.global_step, error is None) == ((3, True) if trains else (0, False))
 

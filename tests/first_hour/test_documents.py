@@ -166,7 +166,7 @@ def test_the_first_five_minutes(story):
     commands = [
         line.partition("#")[0].split() for text in blocks("README.md", "bash").values() for line in text.splitlines()
     ]
-    # What doctor says is of the machine: tests/unit/test_doctor.py.
+    # What doctor says is of the machine: tests/contract/test_doctor.py.
     commands = [command[1:] for command in commands if command[:1] == ["tiered-ckpt"] and command[1] != "doctor"]
     assert len(commands) == 4
     for command in commands:

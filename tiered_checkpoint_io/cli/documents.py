@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from tiered_checkpoint_io.cli.checking import Checked
-from tiered_checkpoint_io.cli.doctor.facts import Check, Setting
 from tiered_checkpoint_io.engine.drain import operations
 from tiered_checkpoint_io.inventory.details import File, PartHere, Save
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, Tier, time_of
@@ -329,14 +328,20 @@ class Metrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
-    """What was found of this node, its durable tier and its network."""
+class Check:
+    """One line of what ``doctor`` found."""
 
-    dirpath: Annotated[str | None, "The durable tier; None where none is named."]
+    what: Annotated[str, "What was tried: ``memory tier``, ``spill``, ``room``, ``durable tier``, or a request."]
+    status: Annotated[Literal["ok", "warn", "fail"], "``warn`` if training begins all the same; ``fail`` if not."]
+    measured: Annotated[str, "What was found."]
+    do: Annotated[str | None, "What to do; None or empty for nothing."] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What was found of this node and its durable tier."""
+
+    dirpath: Annotated[str | None, "The durable tier; None if none is named."]
     memory_dir: Annotated[str, "The memory tier's folder."]
-    state_size_bytes: Annotated[int | None, "One checkpoint's bytes on this node; None where that is not known."]
-    upload_bytes_per_s: Annotated[int | None, "To the durable tier; None where it was not measured."]
-    download_bytes_per_s: Annotated[int | None, "From the durable tier; None where it was not measured."]
+    state_size_bytes: Annotated[int | None, "What was given as ``--state-size``; None for nothing."]
     checks: Annotated[Sequence[Check], "What was found, in order."]
-    missing_policy: Annotated[Mapping[str, object] | None, "An IAM policy of the missing statements; None for none."]
-    recommended: Annotated[Sequence[Setting], "Settings that should differ from the defaults."]

@@ -105,7 +105,7 @@ def preflight(session: Session, need: Need) -> None:
     try:
         held = tiers_of(session, config).memory.held()
         holds = any(stored.part.place == session.place and stored.part.content.resumable for stored in held)
-        problems += judge_room(need, _room(session), config)
+        problems += judge_room(need, room_of(config), config)
     except MemoryTierError as error:
         full = isinstance(error, MemoryFullError)
         problems.append(Problem(error, not full, "saves fail until that is mended, and each failure is logged"))
@@ -113,7 +113,7 @@ def preflight(session: Session, need: Need) -> None:
         session.log.warning("preflight could not look at node memory: %s", error)
     # A checkpoint of one part is one request, a larger one several.
     multipart = need.file_bytes > config.chunk_size_MB << 20
-    problems += judge_store(_failures(session, multipart=multipart), config)
+    problems += judge_store(try_durable(config, session.clock, multipart=multipart), config)
     stopping = next((each for each in problems if each.permanent and (each.stops_restarts or not holds)), None)
     if stopping is not None and config.preflight == "error":
         raise _refusal(stopping.error)
@@ -144,7 +144,7 @@ def newest(session: Session, companion: str = "") -> Candidate | None:
 
     found = DurableCatalog()
     with contextlib.suppress(TieredCheckpointError):
-        found = _asked(session, ask)
+        found = _asked(session.config, session.clock, ask)
     for manifest in found.manifests:
         session.save_ids.follow(manifest.content.save_id)
     node = node_of(tiers.memory.root)
@@ -226,27 +226,27 @@ def _refusal(error: TieredCheckpointError) -> TieredCheckpointError:
 
 
 # ---------------------------------------------------------------------------------------- tries
-def _failures(session: Session, *, multipart: bool) -> list[TieredCheckpointError]:
-    """Why requests to the durable tier failed; empty where none did."""
-    key = ids.preflight_key(session.clock.token(8))
+def try_durable(config: TieredCheckpointConfig, clock: Clock, *, multipart: bool) -> list[TieredCheckpointError]:
+    """Returns why requests to the durable tier failed; empty if none did."""
+    key = ids.preflight_key(clock.token(8))
     try:
-        return _asked(session, lambda store: try_requests(store, key, multipart=multipart))
+        return _asked(config, clock, lambda store: try_requests(store, key, multipart=multipart))
     except TieredCheckpointError as error:
         return [error]
 
 
-def _asked(session: Session, ask: Callable[[Store], _T]) -> _T:
+def _asked(config: TieredCheckpointConfig, clock: Clock, ask: Callable[[Store], _T]) -> _T:
     """What ``ask`` makes of the durable tier, each request sent once.
 
     Raises:
         StoreUnavailableError: It is not done within ``preflight_s`` seconds; it ends by itself, later.
         StoreError, ConfigError: Of ``ask``, or the store can't be opened.
     """
-    seconds = session.clock.timing.preflight_s
+    seconds = clock.timing.preflight_s
     bounds = replace(
-        session.clock.timing,
-        s3_connect_s=min(seconds, session.clock.timing.s3_connect_s),
-        s3_read_s=min(seconds, session.clock.timing.s3_read_s),
+        clock.timing,
+        s3_connect_s=min(seconds, clock.timing.s3_connect_s),
+        s3_read_s=min(seconds, clock.timing.s3_read_s),
         # Over before the first attempt is.
         retry_deadline_s=-1.0,
     )
@@ -255,30 +255,33 @@ def _asked(session: Session, ask: Callable[[Store], _T]) -> _T:
     def run() -> None:
         try:
             # A program that gives credentials may be as silent as a server.
-            store = open_store(session.config, session.dirpath, clock=Clock(bounds, session.clock.rng))
+            store = open_store(config, clock=Clock(bounds, clock.rng))
             with contextlib.closing(store):
                 ended.append((ask(store), None))
         except Exception as error:
             ended.append((None, error))
 
-    thread = session.clock.start(run, "tiered-preflight")
-    session.clock.join(thread, seconds)
+    thread = clock.start(run, "tiered-preflight")
+    clock.join(thread, seconds)
     if not ended:
         raise StoreUnavailableError(
-            f"no answer within {seconds:.0f} s", operation="preflight", key=session.dirpath, hint="check the network"
+            f"no answer within {seconds:.0f} s", operation="preflight", key=config.dirpath, hint="check the network"
         )
     answer, failed = ended[0]
     if isinstance(failed, TieredCheckpointError):
         raise failed
     if failed is not None:
         text = f"{type(failed).__name__}: {failed}"
-        raise StoreUnavailableError(text, operation="preflight", key=session.dirpath) from failed
+        raise StoreUnavailableError(text, operation="preflight", key=config.dirpath) from failed
     return answer  # type: ignore[return-value]
 
 
-def _room(session: Session) -> Room:
-    """What this node's memory and spill can hold, by the sizes of their file systems: others may leave again."""
-    config = session.config
+def room_of(config: TieredCheckpointConfig) -> Room:
+    """Returns what this node's memory and spill can hold, by the sizes of their file systems: others may leave again.
+
+    Raises:
+        OSError: ``memory_dir`` does not exist, or can't be looked at.
+    """
     spill_dir, spill = spill_dir_of(config.spill_dir), 0
     is_named, is_refused = config.spill_dir not in (AUTO, None), False
     if spill_dir is not None:

@@ -32,9 +32,9 @@ from tiered_checkpoint_io.stores.s3_errors import (
     may_want_checksum,
     of_s3,
     refusal,
+    request_of,
     translated,
 )
-from tiered_checkpoint_io.stores.s3_facts import request_of
 from tiered_checkpoint_io.stores.silence import current_question
 
 _SEND_SIZE = 1 << 20

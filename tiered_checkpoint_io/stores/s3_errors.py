@@ -24,7 +24,41 @@ from tiered_checkpoint_io.errors import (
     StoreUnavailableError,
 )
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.stores.s3_facts import NEEDS, request_of
+
+#: What requests are called in metrics (``requests.<name>``) and errors where it is not the method's first word.
+_REQUESTS = {
+    "create_session": "session",
+    "list_multipart_uploads": "list_uploads",
+    "list_parts": "list_parts",
+    "upload_part": "part",
+    "upload_part_copy": "copy",
+}
+
+#: The actions that AWS asks for at each request that the store sends.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "list": ("s3:ListBucket",),
+    # Of what is not there, AWS says so only to who may list the bucket.
+    "absent": ("s3:GetObject", "s3:ListBucket"),
+    "put": ("s3:PutObject",),
+    "get": ("s3:GetObject",),
+    "head": ("s3:GetObject",),
+    "create": ("s3:PutObject",),
+    "part": ("s3:PutObject",),
+    "complete": ("s3:PutObject",),
+    "list_parts": ("s3:ListMultipartUploadParts",),
+    "abort": ("s3:AbortMultipartUpload",),
+    "copy": ("s3:GetObject", "s3:PutObject"),
+    "copy_part": ("s3:GetObject", "s3:PutObject"),
+    "list_uploads": ("s3:ListBucketMultipartUploads",),
+    "delete": ("s3:DeleteObject",),
+    "delete_many": ("s3:DeleteObject",),
+}
+
+
+def request_of(method: str) -> str:
+    """What the request is called that a method of boto3's client sends."""
+    return _REQUESTS.get(method, method.partition("_")[0])
+
 
 _NO_CREDENTIALS = (
     botocore.exceptions.NoCredentialsError,

@@ -19,8 +19,6 @@ METRICS_PREFIX = META_PREFIX + "metrics/"
 PRUNE_PREFIX = META_PREFIX + "prune/"
 #: Small objects that are written, read and deleted to see whether that is possible.
 PREFLIGHT_PREFIX = META_PREFIX + "preflight/"
-#: The objects by which ``tiered-ckpt doctor`` tries each right.
-DOCTOR_PREFIX = META_PREFIX + "doctor/"
 
 #: Of a manifest's key, after the checkpoint's name.
 MANIFEST_SUFFIX = ".json"
@@ -100,8 +98,3 @@ def prune_key(name: str) -> str:
 def preflight_key(token: str) -> str:
     """``.tiered/preflight/<token>``."""
     return PREFLIGHT_PREFIX + token
-
-
-def doctor_prefix(token: str) -> str:
-    """``.tiered/doctor/<token>/``: what one visit makes."""
-    return f"{DOCTOR_PREFIX}{token}/"

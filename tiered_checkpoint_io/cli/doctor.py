@@ -1,0 +1,110 @@
+"""The command that tries what saves will need, as a training does before its first batch, and says what to mend."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from tiered_checkpoint_io.cli.documents import Check, Examined
+from tiered_checkpoint_io.cli.options import ADDRESS, SHM, Address, AnyDirpath, Json, MemoryDir
+from tiered_checkpoint_io.cli.output import printable, say, write_json
+from tiered_checkpoint_io.clock import SYSTEM
+from tiered_checkpoint_io.engine.drain.stores import last_config
+from tiered_checkpoint_io.inventory.roots import roots_of
+from tiered_checkpoint_io.logs import size_text
+from tiered_checkpoint_io.memory.spill import spill_dir_of
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores import place_of
+
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?", re.IGNORECASE)
+_NOWHERE = "/"
+
+
+def doctor(
+    dirpath: AnyDirpath = None,
+    memory_dir: MemoryDir = SHM,
+    address: Address = ADDRESS,
+    state_size: Annotated[
+        str | None, typer.Option(help="What parameters and buffers take of this node, such as 40GiB.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Tries what saves will need of this node and of the durable tier, and says what to mend.
+
+    The tries are those of a training before its first batch. An object below .tiered/preflight/ is written, read and
+    deleted. The exit status is 1 if a try fails.
+    """
+    needed = _bytes_of(state_size)
+    config = replace(_config(dirpath, address, memory_dir), memory_dir=os.path.abspath(memory_dir))
+    checks = _node(config, needed) + (_durable(config) if dirpath is not None else [])
+    if as_json:
+        write_json("doctor", Examined(dirpath and config.dirpath, config.memory_dir, needed, checks))
+    else:
+        for each in checks:
+            do = f" -> {each.do}" if each.do else ""
+            say(printable(f"{each.status:<4}  {each.what}: {each.measured}{do}"))
+    raise typer.Exit(any(each.status == "fail" for each in checks))
+
+
+def _config(dirpath: str | None, address: Address, memory_dir: str) -> TieredCheckpointConfig:
+    """Returns the configuration of the last run on this node that saved to this dirpath; else the defaults."""
+    given = address.config(_NOWHERE if dirpath is None else dirpath)
+    named = {key: value for key, value in address.keys.items() if value is not None}
+    roots = roots_of(memory_dir, place_of(given)) if os.path.isdir(memory_dir) else []
+    last = last_config(roots[0]) if roots else None
+    return replace(last, **named) if last is not None else given
+
+
+def _node(config: TieredCheckpointConfig, needed: int | None) -> list[Check]:
+    # Not before: the drain imports all commands, and must not import torch.
+    from tiered_checkpoint_io.engine.preflight import Need, judge_room, room_of
+
+    try:
+        room = room_of(config)
+    except OSError as error:
+        return [Check("memory tier", "fail", f"{config.memory_dir}: {error.strerror}", "make it, or name memory_dir")]
+    memory = Check("memory tier", "ok", f"{config.memory_dir} can hold {size_text(room.memory)}")
+    if not os.access(config.memory_dir, os.W_OK | os.X_OK):
+        text = f"{memory.measured}; this user may not write there"
+        memory = replace(memory, status="fail", measured=text, do="set its mode, or name another memory_dir")
+    where = spill_dir_of(config.spill_dir)
+    spill = Check("spill", "ok", f"{where} can hold {size_text(room.spill)}" if where is not None else "none")
+    problems = judge_room(Need(needed or 0, 0, memory_steps=True, durable_steps=True), room, config)
+    found = [
+        Check(
+            "room", "fail" if each.permanent else "warn", f"{each.error.message}: {each.consequence}", each.error.hint
+        )
+        for each in problems
+    ]
+    return [memory, spill, *found]
+
+
+def _durable(config: TieredCheckpointConfig) -> list[Check]:
+    from tiered_checkpoint_io.engine.preflight import try_durable
+
+    failures = try_durable(config, SYSTEM, multipart=True)
+    if not failures:
+        return [Check("durable tier", "ok", f"{config.dirpath}: list, write, read and delete work")]
+    return [
+        Check(each.operation or "durable tier", "fail", f"{config.dirpath}: {each.message}", each.hint or "try again")
+        for each in failures
+    ]
+
+
+def _bytes_of(text: str | None) -> int | None:
+    """``40GiB``, ``40G`` or ``42949672960``; KB, MB and so on are powers of 1,000."""
+    if text is None:
+        return None
+    match = _SIZE.fullmatch(text.strip())
+    size = 0
+    if match:
+        base = 1000 if (match[3] or "").lower() == "b" and match[2] else 1024
+        size = int(float(match[1]) * base ** _UNITS[match[2].upper()])
+    if size < 1:
+        raise typer.BadParameter(f"{text!r} is no size", param_hint="--state-size: such as 40GiB")
+    return size
