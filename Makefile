@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 MIN_VENV := .venv-min
 NEMO_VENV := .venv-nemo
-RAY_VENV := .venv-ray
 BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null)
 STAMP := $(VENV)/.installed
@@ -21,7 +20,7 @@ else
 INSTALL = $(UV) pip install --quiet --python $(1)/bin/python
 endif
 
-.PHONY: help test-ray docs dist test-cli test-examples venv demo demo-sharded test test-all test-crash test-crash-states test-sim test-sim-defects test-corruption test-rgw test-lightning-min lint bench bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-gpu bench-beside test-peers test-first-hour
+.PHONY: help docs dist test-cli test-examples venv demo demo-sharded test test-all test-crash test-crash-states test-sim test-sim-defects test-corruption test-rgw test-lightning-min lint bench bench-stall bench-sharded clean test-nemo soak bench-recovery bench-scale bench-gpu bench-beside test-peers test-first-hour
 
 help: ## this list
 	@sed -nE 's/^([a-z-]+):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -127,12 +126,6 @@ docs: venv ## the site, in build/site; strict
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python docs/_site/check.py build/site
 
-# Ray is large, and wants releases of its own.
-test-ray: ## Ray Train, in an environment of its own
-	test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
-	$(call INSTALL,$(RAY_VENV)) -c constraints.txt 'ray[train]' -e '.[test]'
-	$(RAY_VENV)/bin/python -m pytest tests/first_hour/test_ray_train.py
-
 lint: venv ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -163,4 +156,4 @@ bench-beside: venv ## this tree beside another commit, by turns: COMMIT=HEAD~1
 	$(BIN)/python benchmarks/beside.py $(COMMIT)
 
 clean: ## removes the environments, build and dist
-	rm -rf $(VENV) $(MIN_VENV) $(NEMO_VENV) $(RAY_VENV) .venv-peers build dist *.egg-info
+	rm -rf $(VENV) $(MIN_VENV) $(NEMO_VENV) .venv-peers build dist *.egg-info
