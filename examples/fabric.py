@@ -14,14 +14,22 @@ from lightning.fabric import Fabric
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
-from tiered_checkpoint_io.fabric import save
+
+MEMORY_EVERY, DURABLE_EVERY = 10, 50
 
 
-def train(
-    dirpath: str, devices: int = 1, *, steps: int = 1000, step_s: float = 0.05, **options: Any
-) -> torch.nn.Module:
+def save(fabric: Fabric, io: TieredCheckpointIO, state: dict[str, Any]) -> None:
+    """Saves a step to the tiers that it is due for; ``fabric.save`` itself saves to both."""
+    step = state["step"]
+    if fabric.is_global_zero and step % MEMORY_EVERY == 0:
+        tiers = ["memory", "durable"] if step % DURABLE_EVERY == 0 else ["memory"]
+        plain = {"model": state["model"].state_dict(), "optimizer": state["optimizer"].state_dict(), "step": step}
+        io.save_checkpoint(plain, f"step={step}.ckpt", {"tiers": tiers, "wait": False})
+
+
+def train(dirpath: str, devices: int = 1, *, steps: int = 1000, step_s: float = 0.05, **options: Any) -> Any:
     """Trains from the newest checkpoint on; ``options`` are further keys of docs/configuration.md."""
-    io = TieredCheckpointIO.from_config({"dirpath": dirpath, "namespace": "fabric", **options})
+    io = TieredCheckpointIO(dirpath, namespace="fabric", **options)
     strategy = "ddp" if devices > 1 else "auto"
     fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy, plugins=[io])
     fabric.launch()
@@ -42,7 +50,7 @@ def train(
         fabric.backward(loss)
         optimizer.step()
         state["step"] += 1
-        save(fabric, state, state["step"])
+        save(fabric, io, state)
         time.sleep(step_s)
     # Waits for uploads.
     io.teardown()

@@ -26,7 +26,7 @@ from tiered_checkpoint_io import TieredCheckpointIO
 FILES = {"model": "pytorch_model.bin", "optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
 
 
-class TieredCallback(TrainerCallback):  # type: ignore[misc]
+class TieredCallback(TrainerCallback):
     """Saves full checkpoints of one device or DDP, and makes the folder that ``train`` resumes from.
 
     A step is saved right before the next one: the Trainer has logged and evaluated it by then.
@@ -124,11 +124,11 @@ def write_folder(folder: Path, state: dict[str, Any]) -> None:
 def train(dirpath: str, output_dir: str, callbacks: Sequence[TrainerCallback] = (), **options: Any) -> Trainer:
     """Trains a tiny GPT-2; ``options`` are further keys of docs/configuration.md."""
     set_seed(1)
-    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 8}
+    sizes: dict[str, Any] = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 8}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     rows = [(torch.arange(8) * (number + 3)) % 64 for number in range(256)]
     data = [{"input_ids": row, "labels": row} for row in rows]
-    plain = {"save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    plain: dict[str, Any] = {"save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
     args = TrainingArguments(output_dir, num_train_epochs=2, logging_steps=10, **plain)
     tiered = TieredCallback(TieredCheckpointIO(dirpath, namespace="huggingface", **options))
     trainer = Trainer(model, args, train_dataset=data, callbacks=[tiered, *callbacks])

@@ -30,14 +30,15 @@ if __name__ == "__main__":
     save = example["save"]
     saved = []
 
-    def saving(fabric, state, step):
-        save(fabric, state, step)
-        saved.append(step)
-        if step == told.get("die_after"):
+    def saving(fabric, io, state):
+        save(fabric, io, state)
+        saved.append(state["step"])
+        if state["step"] == told.get("die_after"):
             fabric.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    example["train"].__globals__["save"] = saving
+    intervals = {"MEMORY_EVERY": told["memory_every"], "DURABLE_EVERY": told["durable_every"]}
+    example["train"].__globals__.update(intervals, save=saving)
     model = example["train"](told["dirpath"], steps=told["steps"], step_s=0, devices=told["devices"], **told["options"])
     weights = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):

@@ -17,7 +17,6 @@ PACKAGES = [
             "callbacks",
             "strategies",
             "dcp",
-            "fabric",
             "retention",
             "export",
             "nemo",

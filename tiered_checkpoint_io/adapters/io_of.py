@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsyncCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
@@ -30,20 +29,20 @@ def tiered_io_of(checkpoint_io: Any) -> TieredCheckpointIO | None:
     return checkpoint_io if isinstance(checkpoint_io, TieredCheckpointIO) else None
 
 
-def require_tiered_io(strategy: Strategy | FabricStrategy, user: str) -> TieredCheckpointIO:
+def require_tiered_io(strategy: Strategy, user: str) -> TieredCheckpointIO:
     """The TieredCheckpointIO of a strategy, without which ``user`` can't work.
 
     Raises:
         UsageError: It has another one, or is not of the package that ours are derived from.
     """
-    if not isinstance(strategy, (Strategy, FabricStrategy)):
+    if not isinstance(strategy, Strategy):
         raise of_other_package(user)
     io = tiered_io_of(strategy.checkpoint_io)
     if io is None:
         raise UsageError(
             f"{user} with a {type(strategy.checkpoint_io).__name__}",
             operation="setup",
-            hint="give the trainer, or Fabric, plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
+            hint="give the trainer plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
         )
     return io
 

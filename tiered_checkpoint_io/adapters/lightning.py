@@ -150,8 +150,6 @@ class TieredCheckpointIO(CheckpointIO):
         self.found_nothing = False
         #: What is saved beside each checkpoint, and has to be there to resume from it: see :class:`Selector`.
         self.companion = ""
-        #: What a checkpoint has to hold to resume from, where a loop of Fabric has said so.
-        self.resumes_with: frozenset[str] = frozenset()
         #: Whether what a trainer saves next has weights of one step and optimizers' states of another.
         self.mixes_steps = False
         self._has_said_where = False
@@ -231,7 +229,7 @@ class TieredCheckpointIO(CheckpointIO):
 
     def is_resumable(self, checkpoint: Any, path: str | os.PathLike[str]) -> bool:
         """Whether training can resume from what is saved now; see the function of that name."""
-        return not self.mixes_steps and is_resumable(checkpoint, path, self.resumes_with)
+        return not self.mixes_steps and is_resumable(checkpoint, path)
 
     def load_checkpoint(
         self,

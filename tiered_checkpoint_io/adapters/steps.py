@@ -1,9 +1,8 @@
-"""Which steps go to which tier, and what they are called where a training loop is not Lightning's Trainer (pure)."""
+"""Tiers of training steps (pure)."""
 
 from __future__ import annotations
 
 from tiered_checkpoint_io.engine.checkpointer import TIERS
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 
 def tiers_for_step(
@@ -35,13 +34,3 @@ def tiers_for_step(
 def passes(every: int | None, before: int, step: int) -> bool:
     """Whether there is a multiple of ``every`` after the step ``before``, up to ``step``; none of None or 0."""
     return every is not None and every > 0 and step > 0 and step // every > before // every
-
-
-def tiers_due(step: int, config: TieredCheckpointConfig) -> frozenset[str]:
-    """:func:`tiers_for_step`, by the intervals of a configuration."""
-    return tiers_for_step(step, config.memory_every_n_train_steps, config.s3_every_n_train_steps)
-
-
-def name_of(step: int) -> str:
-    """The name of a step's checkpoint."""
-    return f"step={step}.ckpt"

@@ -21,18 +21,17 @@ def is_of_tuner(path: str | os.PathLike[str]) -> bool:
     return os.path.basename(os.fspath(path)).startswith(_SCRATCH)
 
 
-def is_resumable(checkpoint: Any, path: str | os.PathLike[str], entries: Collection[str] = frozenset()) -> bool:
+def is_resumable(checkpoint: Any, path: str | os.PathLike[str]) -> bool:
     """Whether training can resume from what Lightning saves: not from weights alone, nor from its tuner's scratch.
 
     Nor from what a Trainer saves that has not trained: one that evaluated, or whose launcher (``ddp_spawn``,
     ``ddp_notebook``) trained in processes of their own. It would begin at step 0, without optimizers' states.
-    Nor from what lacks one of the entries that a loop of Fabric resumes from.
     """
     if is_of_tuner(path):
         return False
     is_lightnings = isinstance(checkpoint, Mapping) and {"pytorch-lightning_version", "state_dict"} <= set(checkpoint)
     if not is_lightnings:
-        return not isinstance(checkpoint, Mapping) or set(entries) <= set(checkpoint)
+        return True
     return any(key in checkpoint for key in OPTIMIZERS) and not _has_not_trained(checkpoint)
 
 
