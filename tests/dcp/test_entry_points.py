@@ -12,7 +12,7 @@ from entry_points_worker import GROUPS, entry_points, load_cases, save_cases
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORKER = Path(__file__).with_name("entry_points_worker.py")
-DEADLINE_S = 400.0
+DEADLINE_S = 170.0
 
 
 def check(answers, count):
