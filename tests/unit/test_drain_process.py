@@ -2,6 +2,7 @@
 
 # ruff: noqa: F811 - a fixture of another module is an argument here
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.process import FOR_TRAINER
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
+from tiered_checkpoint_io.engine.durable.commit import is_sent
 from tiered_checkpoint_io.errors import DrainError
 
 from .test_drain import drain, handle_of, node, store, until  # noqa: F401 - fixtures
@@ -84,6 +86,33 @@ def test_each_outcome_is_told_once_and_none_is_remembered_for_ever(node, handle_
 def next_request(node, action, name):
     node.number += 1
     return Request(op_id(node.number), action, name, node.dirpath)
+
+
+def is_over(pid):
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    return True
+
+
+def test_a_trainer_that_starts_gets_a_drain_of_its_own_which_goes_on_with_the_work(node, store, handle_of):
+    """The one before still waits for the part of another node."""
+    before = handle_of(node)
+    before.start()
+    op = node.part("a", 1, 0, series="")
+    until(lambda: is_sent(node.queue.journal(op)), "it has sent its part")
+    old, same = before.progress().pid, handle_of(node)
+    same.start()
+    is_asked = node.queue.is_asked_to_leave(node.queue.announced())
+    same.close(timeout_s=0)
+    assert not is_asked, "a further rank of the same job takes the drain that there is"
+    before.close(timeout_s=0)
+    assert is_locked(node.root / LOCK_FILE), "it outlives its trainer"
+    now = handle_of(node)
+    now.start()
+    until(lambda: now.progress().pid not in (0, old), "the new one works")
+    until(lambda: is_over(old), "the old one leaves")
+    node.part("a", 1, 1, series="")
+    assert now.wait(op, 60).state == "committed"
 
 
 def test_a_killed_drain_is_started_again(node, store, handle_of):
