@@ -47,10 +47,10 @@ def names(job):
     )
 
 
-def run(job, name, namespace, **replaced):
+def run(job, name, namespace):
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        blocks.run(job["document"], name, namespace, places=job["places"], **replaced)
+        blocks.run(job["document"], name, namespace, job["places"])
     return said.getvalue()
 
 
@@ -155,15 +155,23 @@ def smp(job):
         space |= {"model": model, "optimizer": optimizer}
         run(job, f"load a {kind} checkpoint", space)
         if kind == "local":
-            loads = {"load_dir": "to S3", "checkpoint_dir": job["key"], "your_s3_bucket": job["bucket"]}
+            load = space["load"]
+
+            def into_nothing(state_dict, model=model, load=load, **arguments):
+                # Its tensors are those of the model.
+                for parameter in model.parameters():
+                    parameter.detach().zero_()
+                load(state_dict, **arguments)
+
             kw = {"process_group": space["current_replication_group"], "coordinator_rank": space["coordinator_rank"]}
-            for _ in range(2):
+            space |= {"checkpoint_dir": job["key"], "your_s3_bucket": job["bucket"], "kw": kw, "load": into_nothing}
+            for more in ("to S3", ""):
                 with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
                     model.load_state_dict(space["state_dict"]["model"])
                 optimizer.load_state_dict(space["state_dict"]["optimizer"])
                 same.setdefault(kind, []).append(held(model, optimizer) == saved)
-                space |= {**loads, "kw": kw}
-                run(job, "to S3", space)
+                if more:
+                    run(job, more, space)
         else:
             same[kind] = held(model, optimizer) == saved
     dist.destroy_process_group()

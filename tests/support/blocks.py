@@ -45,14 +45,14 @@ REPLACED = {
 
 def blocks(document):
     """The blocks of a document by their names."""
-    text = (FOLDER / f"{document}.md").read_text()
+    text = (FOLDER / f"{document}.txt").read_text()
     return dict(re.findall(r"## ([^\n]+)\n```\w+\n(.*?)```", text, re.DOTALL))
 
 
-def run(document, name, namespace, **more):
-    """Runs a block in a namespace; ``more`` are further replacements, by what they replace."""
+def run(document, name, namespace, places):
+    """Runs a block in a namespace; ``places`` are what stands for buckets and folders, by them."""
     text = textwrap.dedent(blocks(document)[name])
-    for old, new in {**REPLACED, **more.pop("places", {}), **more}.items():
+    for old, new in {**REPLACED, **places}.items():
         text = text.replace(old, new)
     exec(compile(text, f"{document}: {name}", "exec"), namespace)
 

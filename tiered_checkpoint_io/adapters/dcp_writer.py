@@ -227,6 +227,8 @@ class TieredStorageWriter(OverTiers, StorageWriter):
                 and ``on_save_error`` is ``raise``.
         """
         expect_facts()
+        with self._counting("beginning") as save:
+            durable = save.settings.is_durable(self.located.step, self.save_to_s3)
         try:
             self.saver.begin()
         except SaveError as error:
@@ -234,8 +236,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             raise
         show_failures()
         self.session.surface()
-        with self._counting("beginning") as save:
-            durable = save.settings.is_durable(self.located.step, self.save_to_s3)
+        with self._counting("beginning"):
             voted = vote(self.session, durable=durable and not save.coordinates)
         return plan if voted is None else dataclasses.replace(plan, storage_data=voted)
 
