@@ -43,7 +43,8 @@ from torch.distributed.fsdp import fully_shard
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.engine.drain.standalone import give_way
-from tiered_checkpoint_io.engine.save.overlap import Overlap, local
+from tiered_checkpoint_io.engine.save.overlap import Overlap
+from tiered_checkpoint_io.engine.save.spans import parts_here
 from tiered_checkpoint_io.strategies import TieredModelParallelStrategy
 
 NONE, EAGER, OVERLAPPED, DRAINED = "none", "eager", "overlapped", "drained"
@@ -281,7 +282,7 @@ def main() -> None:
         with waited, measuring.ours, measuring.of_call:
             trainer.fit(model, torch.utils.data.DataLoader(Batches(arguments.batch, arguments.width), batch_size=None))
         state = [each for group in trainer.optimizers[0].state.values() for each in group.values()]
-        show(measuring, copy_s(list(map(local, [*model.parameters(), *state]))), waited.total / steps)
+        show(measuring, copy_s(list(parts_here([*model.parameters(), *state]))), waited.total / steps)
 
 
 def beside(turns: list[tuple[str, list[float]]], mode: str) -> list[list[float]]:

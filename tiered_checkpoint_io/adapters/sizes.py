@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 
-#: Tensors that are whole on each rank.
-WHOLE = {torch.Tensor, torch.nn.Parameter}
-
 
 def size_here(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Bytes of a checkpoint of these, as far as this process holds them."""

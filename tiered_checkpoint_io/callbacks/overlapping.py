@@ -12,6 +12,7 @@ import functools
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -19,11 +20,12 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
-from tiered_checkpoint_io.adapters.sizes import WHOLE, tensors_of_optimizers
+from tiered_checkpoint_io.adapters.sizes import tensors_of_optimizers
 from tiered_checkpoint_io.callbacks.trainer import nemo_averages
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.full import FullSaver
-from tiered_checkpoint_io.engine.save.overlap import Overlap, local, say_eager
+from tiered_checkpoint_io.engine.save.overlap import Overlap, say_eager
+from tiered_checkpoint_io.engine.save.spans import Spans, ends_of, parts_here, spans_of
 from tiered_checkpoint_io.errors import SaveError
 
 
@@ -49,6 +51,9 @@ class OverlappedCapture(Callback):
         # Others hold their parameters in ways of their own: FSDPStrategy exchanges their memory in each forward.
         if sharded is None and type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
             say_eager(session, f"{type(strategy).__name__} is not known to leave parameters to the optimizers")
+            return None
+        if strategy.root_device.type not in ("cpu", "cuda"):
+            say_eager(session, f"addresses on {strategy.root_device.type} do not tell what memory tensors share")
             return None
         if nemo_averages(trainer) is not None:
             say_eager(session, "NeMo's EMA puts its averages in the place of the weights for a save")
@@ -139,10 +144,14 @@ class OverlappedCapture(Callback):
         if any(map(attrgetter("_post_accumulate_grad_hooks"), held)):
             say_eager(self._session, "a parameter's optimizer steps during the backward pass")
             return []
-        tensors = held if set(map(type, held)) <= WHOLE else list(map(local, held))
+        changed = [each for each in parts_here(_changed_by_forward(trainer.lightning_module)) if each.data_ptr()]
+        if not changed:
+            return held
         # Whatever shares memory with these may change in the forward pass.
-        buffers = {local(each).untyped_storage()._cdata for each in _changed_by_forward(trainer.lightning_module)}
-        return [each for each in tensors if each.untyped_storage()._cdata not in buffers] if buffers else tensors
+        here = parts_here(held)
+        begins = np.array(list(map(torch.Tensor.data_ptr, here)), np.int64)
+        shared = Spans(*spans_of(changed)).meet(begins, ends_of(here, begins)[0])
+        return [held[number] for number in np.flatnonzero(~shared)] if shared.any() else held
 
 
 def _changed_by_forward(module: torch.nn.Module) -> list[torch.Tensor]:

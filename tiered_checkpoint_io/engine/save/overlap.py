@@ -8,20 +8,30 @@ shows a change fails this save, and later ones are eager: a checkpoint never mix
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import ctypes
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
-from tiered_checkpoint_io.engine.save.snapshot import Snapshot, UncopiedError
+from tiered_checkpoint_io.engine.save.snapshot import Snapshot, UncopiedError, own_objects
+from tiered_checkpoint_io.engine.save.spans import (
+    Found,
+    Integers,
+    Spans,
+    ends_of,
+    extent,
+    parts_here,
+    spans_of,
+    storage_of,
+)
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.host_pins import beside_graphs
 from tiered_checkpoint_io.engine.staging.latch import Latch
@@ -30,7 +40,6 @@ from tiered_checkpoint_io.formats.filling import StorageRegion, StorageRegions
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.skeleton import Skeleton, apart
 
-_Found = torch.Tensor | torch.UntypedStorage
 #: Of a save that never overlaps.
 OF_PARTS = "of sharded and local checkpoints, only asynchronous ones of TieredModelParallelStrategy overlap training"
 #: Of the saves after one that failed for it.
@@ -58,8 +67,9 @@ class Overlapped:
     """One capture that goes on when the save has returned.
 
     Attributes:
-        tensors: What only the optimizers change; all else is copied already.
+        tensors: What only the optimizers change, and this save leaves where it is; all else is copied already.
         addresses: Where they begin.
+        sharded: The sharded tensors among those that the optimizers hold, which have version counters of their own.
         copies: Of a full checkpoint, copies of all else, by what was copied: storages, by their identity.
         copied: Set once nothing of the live state is needed any more.
         wanted: Set once training waits for that.
@@ -72,6 +82,7 @@ class Overlapped:
 
     tensors: Sequence[torch.Tensor]
     addresses: Sequence[int]
+    sharded: Sequence[torch.Tensor] = ()
     copies: Mapping[int, torch.UntypedStorage] = field(default_factory=dict)
     copied: Latch = field(default_factory=Latch)
     wanted: Latch = field(default_factory=Latch)
@@ -87,7 +98,7 @@ class Overlapped:
 
     def begin(self) -> None:
         """Notes the witnesses. All else has been copied by now, or its copy is queued on the GPU."""
-        self._versions = _versions(self.tensors)
+        self._versions = self._count_versions()
         self._samples = list(_samples(self.tensors, self.addresses))
         if self.is_checked:
             self._expected = [_bytes_of(tensor).clone() for tensor in self.tensors]
@@ -95,6 +106,39 @@ class Overlapped:
             devices = {each for each in map(attrgetter("device"), self.tensors) if each.type == "cuda"}
             # Whatever computes the state, and what copies it, has been queued by now.
             self._ready = [torch.cuda.current_stream(each).record_event() for each in devices]
+
+    def _count_versions(self) -> list[int]:
+        return list(map(attrgetter("_version"), (*self.tensors, *self.sharded)))
+
+    def find_others(self, found: Sequence[Found], begins: Integers, ends: Integers) -> list[int]:
+        """Finds what is to be copied at once; of a storage all is, or nothing.
+
+        A storage is left where it is if :attr:`tensors` hold every byte that is saved of it. Those that lie in another
+        one are dropped from them: what else lies there may share their version counters, and change.
+
+        Args:
+            found: All that is saved: storages, of which each byte is; or tensors.
+            begins: Where each begins; 0 where it has no memory of its own.
+            ends: Where each ends.
+
+        Returns:
+            The numbers of those that are to be copied.
+        """
+        own = np.array(self.addresses, np.int64)
+        own_ends, _, gaps = ends_of(self.tensors, own)
+        whole = own_ends.copy()
+        whole[gaps] = own[gaps]
+        others = ~Spans(own, whole).cover(begins, ends)
+        if others.any():
+            some = np.flatnonzero(others & (begins > 0))
+            copied = Spans(*spans_of([found[number] for number in some]))
+            others |= copied.meet(begins, ends)
+            if (gone := copied.meet(own, own_ends)).any():
+                left = np.flatnonzero(~gone).tolist()
+                self.tensors = [self.tensors[number] for number in left]
+                self.addresses = [self.addresses[number] for number in left]
+        numbers: list[int] = np.flatnonzero(others).tolist()
+        return numbers
 
     def with_copies(self, image: Image) -> Image:
         """A planned file, with :attr:`copies` in place of what they are copies of."""
@@ -150,7 +194,7 @@ class Overlapped:
                 hint=_SLOW,
             )
         what = ""
-        if (_versions(self.tensors), _addresses(self.tensors)) != (self._versions, self.addresses):
+        if (self._count_versions(), _addresses(self.tensors)) != (self._versions, self.addresses):
             what = "a parameter, or an optimizer's tensor, was written to before the next optimizer step"
         elif list(_samples(self.tensors, self.addresses)) != self._samples:
             what = "a parameter, or an optimizer's tensor, changed while it was copied"
@@ -189,10 +233,8 @@ class Overlap:
             What is left to do. None where all is to be captured before the save returns.
         """
         begun = self._copy_others(storages)
-        if begun is None:
-            return None
-        self._current = begun[0]
-        return begun[0]
+        self._current = begun[0] if begun is not None else None
+        return self._current
 
     def begin_taken(self, taken: Skeleton) -> tuple[Skeleton, Overlapped] | None:
         """As :meth:`begin`, of a state that is planned in the background, from what was taken of it.
@@ -204,29 +246,34 @@ class Overlap:
         if begun is None:
             return None
         overlapped, others = begun
-        if others:
-            try:
-                taken = apart(taken, cast("Sequence[torch.Tensor]", others), overlapped.copies)
-            except Exception as error:
-                say_eager(self._session, _UNCOMMON.format(error))
-                return None
+        try:
+            tensors, own = list(taken.tensors), own_objects(taken.tensors, overlapped.tensors)
+            for number, each in own.items():
+                tensors[number] = each
+            taken = taken._replace(tensors=tuple(tensors))
+            if others:
+                taken = apart(taken, [tensors[number] for number in others], overlapped.copies)
+        except Exception as error:
+            say_eager(self._session, _UNCOMMON.format(error))
+            return None
         self._current = overlapped
         return taken, overlapped
 
-    def _copy_others(self, found: Sequence[_Found]) -> tuple[Overlapped, list[_Found]] | None:
-        """Copies all else, which comes with it, and notes the witnesses; None where the save is to be eager."""
+    def _copy_others(self, found: Sequence[Found]) -> tuple[Overlapped, list[int]] | None:
+        """Copies all else, whose numbers come with it, and notes the witnesses; None where the save is to be eager."""
         overlapped = self._left_for_later()
         if overlapped is None:
             return None
         try:
-            others = _others(found, overlapped.tensors, overlapped.addresses)
+            begins, ends = spans_of(found)
+            others = overlapped.find_others(found, begins, ends)
         except Exception as error:
             say_eager(self._session, _UNCOMMON.format(error))
             return None
-        storages = {storage._cdata: storage for storage in map(_storage_of, others)}
+        storages = {each._cdata: each for each in (storage_of(found[number]) for number in others)}
         copied = sum(map(torch.UntypedStorage.nbytes, storages.values()))
-        # What shares a storage counts twice: this is about time alone.
-        if copied and copied > sum(map(_nbytes_of, found)) * _MOST_EAGER:
+        # Of what shares a storage, each counts: this is about time alone.
+        if copied > (ends - begins).sum() * _MOST_EAGER:
             self._say_too_much()
             return None
         try:
@@ -243,18 +290,21 @@ class Overlap:
         if overlapped is None:
             return None
         try:
-            snapshot = Snapshot(state, overlapped.addresses)
-        except (UncopiedError, RuntimeError) as error:
+            snapshot = Snapshot(state, overlapped.find_others)
+        except Exception as error:
             say_eager(self._session, str(error))
             return None
         if snapshot.copied_size > _MOST_EAGER * snapshot.size:
             self._say_too_much()
             return None
         try:
-            snapshot.copy()
+            snapshot.copy(overlapped.tensors)
             overlapped.begin()
         except torch.OutOfMemoryError:
             say_eager(self._session, _NO_ROOM)
+            return None
+        except UncopiedError as error:
+            say_eager(self._session, str(error))
             return None
         overlapped.size = snapshot.size
         self._current = overlapped
@@ -268,7 +318,8 @@ class Overlap:
 
     def _left_for_later(self) -> Overlapped | None:
         try:
-            tensors = self._tensors()
+            held = self._tensors()
+            tensors = parts_here(held)
             addresses = _addresses(tensors)
         except Exception as error:
             # A layer that no batch has used yet has no tensors, for one.
@@ -278,7 +329,8 @@ class Overlap:
             # What is empty, freed, or made of other tensors, as one of 8 bits is, lies nowhere itself.
             tensors = [each for each, address in zip(tensors, addresses, strict=True) if address]
             addresses = list(filter(None, addresses))
-        return Overlapped(tensors, addresses, is_checked=self._is_checked) if tensors else None
+        sharded = [] if tensors is held else [each for each in held if hasattr(each, "_local_tensor")]
+        return Overlapped(tensors, addresses, sharded, is_checked=self._is_checked) if tensors else None
 
     def _say_too_much(self) -> None:
         say_eager(self._session, "much of the state is changed by others than the optimizers")
@@ -316,34 +368,6 @@ def say_eager(session: Session, why: str) -> None:
         session.log.info("staging is %s, but the state is captured before a save returns: %s", staging, why)
 
 
-def _others(found: Iterable[_Found], kept: Sequence[torch.Tensor], addresses: Sequence[int]) -> list[_Found]:
-    """Those in whose storages none of the ``kept`` tensors lies; these begin at the ``addresses``."""
-    # A training waits for this, and nearly all are kept: what is the same, or begins at the same place, is not looked
-    # at any closer.
-    same, begins = set(map(id, kept)), set(addresses)
-    others = [each for each in found if id(each) not in same and each.data_ptr() not in begins]
-    ordered = sorted(addresses) if others else []
-    return [each for each in others if not _holds_any(_storage_of(each), ordered)]
-
-
-def _holds_any(storage: torch.UntypedStorage, ordered: list[int]) -> bool:
-    start = storage.data_ptr()
-    at = bisect.bisect_left(ordered, start)
-    return at < len(ordered) and ordered[at] < start + storage.nbytes()
-
-
-def _storage_of(found: _Found) -> torch.UntypedStorage:
-    return found.untyped_storage() if isinstance(found, torch.Tensor) else found
-
-
-def _nbytes_of(found: _Found) -> int:
-    return found.nbytes if isinstance(found, torch.Tensor) else found.nbytes()
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return list(map(attrgetter("_version"), tensors))
-
-
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, tensors))
 
@@ -359,10 +383,7 @@ def _samples(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Itera
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(cast("Any", tensor.untyped_storage()))
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a DTensor; other tensors as they are."""
-    of_rank: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return of_rank
+    """Returns its bytes, from its first element to its last one."""
+    start = tensor.storage_offset() * tensor.element_size()
+    data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return data.set_(cast("Any", tensor.untyped_storage()), start, (extent(tensor),), (1,))

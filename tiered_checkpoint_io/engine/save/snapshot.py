@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
+
+from tiered_checkpoint_io.engine.save.spans import WHOLE, Integers, ends_of, parts_here
 
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 _MAPPINGS = (dict, OrderedDict)
@@ -32,13 +35,14 @@ class Snapshot:
         copied_size: Of those, bytes of the tensors that :meth:`copy` copies.
     """
 
-    def __init__(self, state: dict[str, Any], addresses: Sequence[int]) -> None:
+    def __init__(
+        self, state: dict[str, Any], find_others: Callable[[Sequence[torch.Tensor], Integers, Integers], list[int]]
+    ) -> None:
         """Finds what is to be copied; copies all but tensors.
 
         Args:
             state: Dictionaries and lists of anything.
-            addresses: Where the tensors begin that only the optimizers change, as this rank has them. A state dict's
-                are other objects, which begin at the same places.
+            find_others: Tells which of its tensors are to be copied; see :meth:`Overlapped.find_others`.
 
         Raises:
             UncopiedError: An object can't be copied.
@@ -46,26 +50,32 @@ class Snapshot:
         self._memo: dict[int, Any] = {}
         #: Where each tensor stands, in what was made.
         self._places: list[tuple[Any, Any]] = []
-        tensors: list[torch.Tensor] = []
-        self.state: dict[str, Any] = self._of(state, tensors)
+        self._tensors: list[torch.Tensor] = []
+        self.state: dict[str, Any] = self._of(state)
         # Training waits for this: what is asked of all is asked at once.
-        here = [getattr(each, "_local_tensor", each) for each in tensors]
-        sizes, live = list(map(attrgetter("nbytes"), here)), set(addresses)
+        here = parts_here(self._tensors)
         try:
-            begins: list[int | None] = list(map(torch.Tensor.data_ptr, here))
+            begins = np.array(list(map(torch.Tensor.data_ptr, here)), np.int64)
         except RuntimeError:
-            begins = list(map(_begin_of, here))
-        others = [number for number, begin in enumerate(begins) if begin not in live]
-        self.size, self.copied_size = sum(sizes), sum(sizes[number] for number in others)
-        self._others = [(*self._places[number], tensors[number]) for number in others]
+            begins = np.array(list(map(_begin_of, here)), np.int64)
+        ends, sizes, _ = ends_of(here, begins)
+        self._others = find_others(here, begins, ends)
+        self.size, self.copied_size = int(sizes.sum()), int(sizes[self._others].sum())
 
-    def copy(self) -> None:
-        """Copies the tensors that others than the optimizers may change."""
-        for holder, key, tensor in self._others:
-            holder[key] = tensor.detach().clone()
-        self._others.clear()
+    def copy(self, kept: Sequence[torch.Tensor]) -> None:
+        """Copies the tensors that others than the optimizers may change; these keep the others.
 
-    def _of(self, value: Any, tensors: list[torch.Tensor]) -> Any:
+        Raises:
+            UncopiedError: As :func:`own_objects`.
+        """
+        for number, own in own_objects(self._tensors, kept).items():
+            holder, key = self._places[number]
+            holder[key] = own
+        for number in self._others:
+            holder, key = self._places[number]
+            holder[key] = self._tensors[number].detach().clone()
+
+    def _of(self, value: Any) -> Any:
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -78,9 +88,9 @@ class Snapshot:
                 continue
             if isinstance(each, torch.Tensor):
                 self._places.append((made, key))
-                tensors.append(each)
+                self._tensors.append(each)
             else:
-                made[key] = self._of(each, tensors)
+                made[key] = self._of(each)
         return made
 
     def _copied(self, value: Any) -> Any:
@@ -91,6 +101,28 @@ class Snapshot:
             raise UncopiedError(f"a {kind.__module__}.{kind.__qualname__} can't be copied: {error}") from error
 
 
-def _begin_of(tensor: torch.Tensor) -> int | None:
-    """Where its memory begins; None of one that has none of its own."""
-    return tensor.data_ptr() if tensor.layout == torch.strided else None
+def own_objects(tensors: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Makes tensors over the same memory, by their numbers, because whoever holds the first ones may replace that.
+
+    Args:
+        tensors: Tensors of a state.
+        kept: Those that are looked at when all is copied, and stay as they are. So do sharded ones.
+
+    Raises:
+        UncopiedError: A tensor has attributes, or hooks.
+    """
+    same = set(map(id, kept))
+    numbers = [number for number, each in enumerate(tensors) if id(each) not in same and type(each) in WHOLE]
+    some = [tensors[number] for number in numbers]
+    if any(map(attrgetter("__dict__"), some)) or any(map(attrgetter("_backward_hooks"), some)):
+        raise UncopiedError("a tensor has attributes or hooks, which may change")
+    own = dict(zip(numbers, map(torch.Tensor.detach, some), strict=True))
+    for number, each in zip(numbers, some, strict=True):
+        if each.requires_grad:
+            own[number].requires_grad_()
+    return own
+
+
+def _begin_of(tensor: torch.Tensor) -> int:
+    """Returns where its memory begins; 0 of one that has none of its own."""
+    return tensor.data_ptr() if tensor.layout == torch.strided else 0

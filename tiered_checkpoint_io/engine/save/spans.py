@@ -1,0 +1,110 @@
+"""Spans of memory: whether the tensors that only the optimizers change hold every byte that a save needs.
+
+Addresses of the CPU and of CUDA devices are of one space, in which no two allocations meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+#: Integers, one for each span.
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+Found = torch.Tensor | torch.UntypedStorage
+_T = TypeVar("_T")
+#: Tensors that are whole on each rank.
+WHOLE = {torch.Tensor, torch.nn.Parameter}
+#: Tensors that are looked at together.
+_AT_ONCE = 256
+
+
+class Spans:
+    """A set of bytes, from spans that may meet and overlap."""
+
+    def __init__(self, begins: Integers, ends: Integers) -> None:
+        """Merges the spans."""
+        order = np.argsort(begins)
+        begins, reach = begins[order], np.maximum.accumulate(ends[order])
+        # No span before such a one reaches the next.
+        gaps = np.flatnonzero(begins[1:] > reach[:-1])
+        self._begins = begins[np.concatenate(([0], gaps + 1))] if len(begins) else begins
+        self._ends = reach[np.concatenate((gaps, [len(begins) - 1]))] if len(begins) else reach
+
+    def cover(self, begins: Integers, ends: Integers) -> Mask:
+        """Tells of other spans whether the set has all their bytes; False for those that begin outside."""
+        at = np.searchsorted(self._begins, begins, "right") - 1
+        return (at >= 0) & (ends <= self._ends[at]) if len(self._ends) else at >= 0
+
+    def meet(self, begins: Integers, ends: Integers) -> Mask:
+        """Tells of other spans whether the set has any of their bytes."""
+        at = np.searchsorted(self._begins, ends) - 1
+        return (at >= 0) & (begins < self._ends[at]) if len(self._ends) else at >= 0
+
+
+def ends_of(tensors: Sequence[torch.Tensor], begins: Integers) -> tuple[Integers, Integers, list[int]]:
+    """Returns where tensors end; their sizes; and the numbers of those with gaps between their elements.
+
+    Args:
+        tensors: Tensors of any shape.
+        begins: Their addresses; 0 for one that has no memory, which is not looked at.
+    """
+    sizes, is_contiguous = list[int](), True
+    for some in parts_of(tensors):
+        sizes += map(attrgetter("nbytes"), some)
+        is_contiguous = is_contiguous and all(map(torch.Tensor.is_contiguous, some))
+    found = np.array(sizes, np.int64)
+    ends, gaps = begins + found, list[int]()
+    for number in () if is_contiguous else np.flatnonzero(begins).tolist():
+        tensor = tensors[number]
+        if not tensor.is_contiguous():
+            ends[number] = begins[number] + extent(tensor)
+            gaps += [number] if has_gaps(tensor) else []
+    return ends, found, gaps
+
+
+def spans_of(found: Sequence[Found]) -> tuple[Integers, Integers]:
+    """Returns where the storages of tensors begin, or storages themselves; and where they end."""
+    begins, sizes = list[int](), list[int]()
+    for some in parts_of(found):
+        storages = list(map(storage_of, some))
+        begins += map(torch.UntypedStorage.data_ptr, storages)
+        sizes += map(torch.UntypedStorage.nbytes, storages)
+    return (own := np.array(begins, np.int64)), own + np.array(sizes, np.int64)
+
+
+def parts_here(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Returns what this rank has of sharded tensors; others as they are."""
+    if set(map(type, tensors)) <= WHOLE:
+        return tensors
+    return [getattr(each, "_local_tensor", each) for each in tensors]
+
+
+def storage_of(found: Found) -> torch.UntypedStorage:
+    """Returns the storage of a tensor; a storage as it is."""
+    return found.untyped_storage() if isinstance(found, torch.Tensor) else found
+
+
+def parts_of(found: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    """Returns few at once, so that what is asked of them first is in the core's cache when the next is."""
+    return (found[start : start + _AT_ONCE] for start in range(0, len(found), _AT_ONCE))
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Returns the bytes from a tensor's first element to the end of its last one."""
+    last = sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.element_size() * (1 + last) if tensor.numel() else 0
+
+
+def has_gaps(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor leaves out elements between its first and its last one, or may do so."""
+    following = 1
+    for step, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if count != 1 and step != following:
+            return True
+        following *= count
+    return False
