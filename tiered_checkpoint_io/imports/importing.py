@@ -17,7 +17,7 @@ from tiered_checkpoint_io.engine.durable.removal import withdraw
 from tiered_checkpoint_io.engine.save.facts import position, versions
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError, TieredCheckpointError
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
-from tiered_checkpoint_io.formats.unpickling import outline
+from tiered_checkpoint_io.formats.safe_pickle import parse
 from tiered_checkpoint_io.imports.layouts import ForeignCheckpoint, Imported, by_name, shard_name
 from tiered_checkpoint_io.imports.reading import Hashed, Source, weights_in
 from tiered_checkpoint_io.model import ids
@@ -268,7 +268,7 @@ def _facts(
 
 
 def _outline(source: Source) -> Any:
-    """What a file of torch.save holds, see :func:`outline`.
+    """What a file of torch.save holds, as data, see :func:`.parse`.
 
     Raises:
         CorruptCheckpointError: It is no such file, or of the format that torch wrote before release 1.6.
@@ -276,7 +276,7 @@ def _outline(source: Source) -> Any:
     try:
         with source.opened() as file:
             pickled = torch._C.PyTorchFileReader(file).get_record("data.pkl")
-        return outline(pickled)
+        return parse(pickled)[0]
     except TieredCheckpointError:
         raise
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, KeyError) as error:
