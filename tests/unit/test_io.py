@@ -339,9 +339,3 @@ def test_a_restore_from_memory_maps_the_file_once_and_verifies_what_it_maps(make
     assert torch.equal(loaded["half"], kept)
     assert not loaded["whole"].any()
 
-
-def test_where_torch_takes_no_mapping_it_maps_the_file_itself(make, tmp_path, monkeypatch):
-    monkeypatch.setattr("tiered_checkpoint_io.engine.trust._TAKES_MAPPED", False)
-    io = make(str(tmp_path / "durable"))
-    io.save_checkpoint(state(3), "step=3.ckpt", storage_options={"tiers": ["memory"]})
-    assert torch.equal(io.load_checkpoint("step=3.ckpt")["w"], state(3)["w"])

@@ -1,16 +1,14 @@
-"""The file ``.metadata`` of torch.distributed.checkpoint, read without running what is in it.
+"""Reads the file ``.metadata`` of torch.distributed.checkpoint.
 
-The file is a pickle. Upstream unpickles whatever it finds; here nothing but the classes that DCP
-itself writes is looked up, so that a file from a bucket is data and never code.
+The file is a pickle. Upstream unpickles whatever it finds. Here the parser of :mod:`.safe_pickle` reads it, and the
+rules below make only the classes that DCP itself writes.
 """
 
 from __future__ import annotations
 
-import io
 import pathlib
-import pickle
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,59 +16,102 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError, InvalidNameError
+from tiered_checkpoint_io.formats import safe_pickle, safe_values
+from tiered_checkpoint_io.formats.safe_pickle import LEAVES, Allowed, Call, Converter, RefusedError, Rule
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA
 
-_ALLOWED: dict[tuple[str, str], Any] = {
-    **{
-        (metadata.__name__, name): getattr(metadata, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-        if hasattr(metadata, name)
-    },
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("collections", "OrderedDict"): OrderedDict,
-    # The folder that it was first written to.
-    **{(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")},
-    **{(module, "WindowsPath"): pathlib.PureWindowsPath for module in ("pathlib", "pathlib._local")},
-}
-
-
-#: Where an item lies in the SageMaker library's checkpoints.
-_OF_SAGEMAKER = ("amzn_sagemaker_checkpointing.checkpointing.filesystem.storage_info", "_SageMakerStorageInfo")
+_ENCODING = metadata._MEM_FORMAT_ENCODING
 
 
 @dataclass
 class _SageMakerInfo:
+    """The place of an item in a checkpoint of the SageMaker library."""
+
     rank: int
     offset: int
     length: int
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str, /) -> Any:
-        allowed = _ALLOWED.get((module, name))
-        if allowed is None and module == "torch":
-            found = getattr(torch, name, None)
-            allowed = found if isinstance(found, torch.dtype) else None
-        if allowed is None:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which torch.distributed.checkpoint does not write")
-        return allowed
+def _record(cls: type) -> Rule:
+    """Returns the maker of a class that consists of attributes."""
+    methods = {name for name in dir(cls) if callable(getattr(cls, name))}
+
+    def rule(call: Call, convert: Converter) -> Any:
+        made: Any = object.__new__(cls)
+        call.value = made
+        ((kind, state),) = call.steps or (("build", {}),)
+        if call.args or kind != "build" or type(state) is not dict or not methods.isdisjoint(state):
+            raise RefusedError(f"a {cls.__name__} is not as it is saved")
+        made.__dict__.update({name: each if type(each) in LEAVES else convert(each) for name, each in state.items()})
+        return made
+
+    return rule
 
 
-class _SageMakerUnpickler(_Unpickler):
-    def find_class(self, module: str, name: str, /) -> Any:
-        return _SageMakerInfo if (module, name) == _OF_SAGEMAKER else super().find_class(module, name)
+_any_index = _record(metadata.MetadataIndex)
+
+
+def _index(call: Call, convert: Converter) -> metadata.MetadataIndex:
+    """Makes a key of ``storage_data``: its hash must not lead further."""
+    made: metadata.MetadataIndex = _any_index(call, convert)
+    kinds = (type(made.fqn), type(made.offset), type(made.index))
+    if kinds[0] is not str or kinds[1] not in (torch.Size, type(None)) or kinds[2] not in (int, type(None)):
+        raise RefusedError("a MetadataIndex is not as it is saved")
+    return made
+
+
+def _properties(call: Call, convert: Converter) -> metadata.TensorProperties:
+    ((kind, content),) = call.steps
+    state = convert(content)
+    kinds = (torch.dtype, torch.layout, bool, _ENCODING, bool)
+    is_known = kind == "build" and not call.args and type(state) is tuple and len(state) == len(kinds)
+    if not is_known or not all(isinstance(each, of) for each, of in zip(state, kinds, strict=True)):
+        raise RefusedError("a TensorProperties is not as it is saved")
+    made: Any = object.__new__(metadata.TensorProperties)
+    made.__setstate__(state)
+    return made  # type: ignore[no-any-return]
+
+
+def _encoding(call: Call, _: Converter) -> Any:
+    return _ENCODING(*(each for each in call.args if type(each) is int))
+
+
+def _path(cls: type) -> Rule:
+    """Returns the maker of a path, which may be of another system: the folder that the checkpoint was written to."""
+    return lambda call, _: cls(*(each for each in call.args if type(each) is str))
+
+
+_RULES: Mapping[str, Rule] = {
+    **{
+        f"{metadata.__name__}.{cls.__name__}": _record(cls)
+        for cls in (
+            metadata.BytesStorageMetadata,
+            metadata.ChunkStorageMetadata,
+            metadata.Metadata,
+            metadata.StorageMeta,
+            metadata.TensorStorageMetadata,
+        )
+    },
+    f"{metadata.__name__}.MetadataIndex": _index,
+    f"{metadata.__name__}.TensorProperties": _properties,
+    f"{metadata.__name__}.{_ENCODING.__name__}": _encoding,
+    f"{filesystem.__name__}._StorageInfo": _record(filesystem._StorageInfo),
+    "collections.OrderedDict": safe_values.mapping(OrderedDict),
+    "pathlib.PosixPath": _path(pathlib.PurePosixPath),
+    "pathlib.WindowsPath": _path(pathlib.PureWindowsPath),
+    **{name: safe_values.RULES[name] for name in ("torch.Size", "torch.serialization._get_layout")},
+}
+_OF_SAGEMAKER = "amzn_sagemaker_checkpointing.checkpointing.filesystem.storage_info._SageMakerStorageInfo"
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    found = safe_values.value(name)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _is_index(each: Any) -> bool:
+    return type(each) is metadata.MetadataIndex
 
 
 def parse_metadata(
@@ -89,7 +130,8 @@ def parse_metadata(
             files outside of its folder.
     """
     try:
-        found = (_Unpickler if shard_name is None else _SageMakerUnpickler)(io.BytesIO(data)).load()
+        others = {} if shard_name is None else {_OF_SAGEMAKER: _record(_SageMakerInfo)}
+        found = safe_pickle.load(bytes(data), Allowed({**_RULES, **others}, _dtype, _is_index))
         if not isinstance(found, metadata.Metadata):
             raise TypeError(f"it holds a {type(found).__name__}")
         if shard_name is not None:
@@ -100,8 +142,7 @@ def parse_metadata(
                 for index, info in (found.storage_data or {}).items()
             }
         _check(found)
-    except Exception as error:
-        # A damaged pickle may raise anything.
+    except (RefusedError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpointError(
             f"{METADATA} can't be read: {error}", operation="load", tier=tier, key=where
         ) from error

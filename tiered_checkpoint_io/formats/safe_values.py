@@ -1,0 +1,398 @@
+"""Values that any checkpoint may hold beside plain data: each is made by a rule that checks plain arguments.
+
+A rule gets a :class:`Call` with what the parser made, and the converter for it. What it makes holds data only: nothing
+is imported, opened, executed or called back, whatever the arguments are. Rules check what torch or numpy would believe.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime as dt
+import decimal
+import fractions
+import functools
+import importlib
+import math
+import pathlib
+import re
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.formats import safe_tensors
+from tiered_checkpoint_io.formats.safe_pickle import (
+    Allowed,
+    Call,
+    Converter,
+    Name,
+    Rule,
+    attributes,
+    expect,
+    fill,
+    imported,
+    plain_arguments,
+    record,
+    shape_of,
+    steps,
+)
+
+_SCALARS = tuple(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))
+#: Modules and builtins that no list can allow: they can do anything. The first four are torch's.
+_BLOCKED = ("sys", "os", "posix", "nt", "subprocess", "importlib", "runpy", "pty", "ctypes", "pickle", "_pickle")
+_BLOCKED_BUILTINS = ("__import__", "breakpoint", "compile", "eval", "exec", "getattr", "input", "open", "setattr")
+#: Types that may stand as values: a factory, the type of a node, a dtype. Calling one with anything makes data only.
+_TYPES: dict[str, tuple[str, ...]] = {
+    "builtins": (
+        *("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "range", "set"),
+        *("slice", "str", "tuple"),
+    ),
+    "collections": ("Counter", "OrderedDict", "defaultdict", "deque"),
+    "pathlib": ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"),
+    "datetime": ("date", "datetime", "time", "timedelta", "timezone"),
+    "decimal": ("Decimal",),
+    "fractions": ("Fraction",),
+    "uuid": ("UUID",),
+    "typing": ("Any",),
+    "numpy": (
+        *("bool", "bool_", "complex128", "complex64", "datetime64", "float16", "float32", "float64", "bytes_", "str_"),
+        *("timedelta64", *_SCALARS),
+    ),
+    "torch": ("Tensor", "Size", "device"),
+    "torch.nn.parameter": ("Parameter",),
+}
+#: Classes whose objects are attributes only.
+_RECORDS: dict[str, tuple[str, ...]] = {
+    "argparse": ("Namespace",),
+    "types": ("SimpleNamespace",),
+}
+_CONFIGS = (
+    *("dictconfig.DictConfig", "listconfig.ListConfig", "base.ContainerMetadata", "base.Metadata", "nodes.AnyNode"),
+    *("nodes.BooleanNode", "nodes.BytesNode", "nodes.EnumNode", "nodes.FloatNode", "nodes.IntegerNode"),
+    *("nodes.InterpolationResultNode", "nodes.PathNode", "nodes.StringNode"),
+)
+
+
+# --------------------------------------------------------------------------------------------- types
+@functools.lru_cache(maxsize=256)
+def value(name: str) -> Any:
+    """Returns the type, dtype or quantization scheme that a name stands for; None if it is none of these."""
+    module, _, attribute = name.rpartition(".")
+    if attribute in _TYPES.get(module, ()):
+        return imported(name)
+    found = vars(torch).get(attribute) if module == "torch" else None
+    return found if isinstance(found, torch.dtype | torch.qscheme) else None
+
+
+# ---------------------------------------------------------------------------------- plain containers
+def mapping(make: Callable[..., Any]) -> Rule:
+    def rule(call: Call, convert: Converter) -> Any:
+        factory, pairs = (call.args[:1], call.args[1:]) if make is collections.defaultdict else ((), call.args)
+        expect(all(each is None or type(each) is Name for each in factory) and len(pairs) <= 1, call.name)
+        made = call.value = make(*convert(factory))
+        for each in pairs:
+            content = convert(each)
+            items = list(content.items()) if type(content) is dict else content
+            expect(type(items) is list and all(type(pair) in (tuple, list) for pair in items), call.name)
+            for key, item in items:
+                made[convert.checked(key)] = item
+        for kind, content in steps(call, "set", "build"):
+            if kind == "build":
+                made.__dict__.update(attributes(type(made), convert(content)))
+                continue
+            for key, item in zip(content[::2], content[1::2], strict=True):
+                made[convert.key(key)] = convert(item)
+        return made
+
+    return rule
+
+
+def _attribute_dict(call: Call, convert: Converter) -> Any:
+    return mapping(imported(call.name))(call, convert)
+
+
+def _elements(make: Callable[..., Any]) -> Rule:
+    def rule(call: Call, convert: Converter) -> Any:
+        check = convert.checked if make in (set, frozenset) else lambda each: each
+        elements = [convert(each) for each in call.args]
+        expect(len(elements) <= 1 and all(type(each) in (list, tuple, set) for each in elements), call.name)
+        made = call.value = make([check(each) for part in elements for each in part])
+        for kind, content in steps(call, "add" if make is set else "append"):
+            fill(made, kind, [check(each) for each in convert(content)])
+        return made
+
+    return rule
+
+
+def _deque(call: Call, convert: Converter) -> Any:
+    elements, longest = (*call.args, None) if len(call.args) == 1 else call.args or ((), None)
+    expect(type(elements) in (tuple, list) and type(longest) in (int, type(None)), call.name)
+    made = call.value = collections.deque(maxlen=longest)
+    for each in (elements, *(content for _, content in steps(call, "append"))):
+        made.extend(convert(each))
+    return made
+
+
+def _bytes(call: Call, convert: Converter) -> bytes:
+    args = plain_arguments(call, convert, str)
+    if call.name == "builtins.bytes":
+        expect(not args, call.name)
+        return b""
+    text, encoding = args
+    expect(encoding in ("latin1", "latin-1"), call.name)
+    return bytes(text, "latin-1")
+
+
+def _byte_array(call: Call, convert: Converter) -> bytearray:
+    args = plain_arguments(call, convert, bytes, str)
+    expect(not args or type(args[0]) is bytes or args[1:] == ("latin-1",), call.name)
+    return bytearray(*args)
+
+
+def _made_of(make: Callable[..., Any], *kinds: type) -> Rule:
+    def rule(call: Call, convert: Converter) -> Any:
+        return make(*plain_arguments(call, convert, *kinds))
+
+    return rule
+
+
+def _path(call: Call, convert: Converter) -> Any:
+    return imported(call.name)(*plain_arguments(call, convert, str))
+
+
+def _date(make: Callable[..., Any]) -> Rule:
+    def rule(call: Call, convert: Converter) -> Any:
+        args = convert.passive(call.args)
+        zones = args[1:] if args and type(args[0]) is bytes else args[7:] if make is dt.datetime else args[4:]
+        numbers = args[: len(args) - len(zones)]
+        expect(not call.steps and all(type(each) in (int, bytes) for each in numbers), call.name)
+        expect(all(each is None or isinstance(each, dt.tzinfo) for each in zones), call.name)
+        # What is made of bytes is not checked; what is made of that is.
+        return make(*args).replace()
+
+    return rule
+
+
+def _fraction(call: Call, convert: Converter) -> fractions.Fraction:
+    args = plain_arguments(call, convert, int, str)
+    # An exponent could ask for any number of digits.
+    expect(all(type(each) is int or re.fullmatch(r"-?\d+(/\d+)?", each) for each in args), call.name)
+    return fractions.Fraction(*args)
+
+
+def _uuid(call: Call, convert: Converter) -> uuid.UUID:
+    (state,) = [content for _, content in steps(call, "build")]
+    expect(type(state) is dict and set(state) <= {"int", "is_safe"} and type(state["int"]) is int, call.name)
+    return uuid.UUID(int=state["int"], is_safe=uuid.SafeUUID(convert.passive(state.get("is_safe"))))
+
+
+def _word(call: Call, convert: Converter) -> Any:
+    """Makes text of a class of its own, or the member of an enumeration of words."""
+    (text,) = plain_arguments(call, convert, str)
+    return imported(call.name)(text)
+
+
+def _config(call: Call, convert: Converter) -> Any:
+    """Makes a container or node of OmegaConf, or what describes one. An interpolation stays text until it is read."""
+    cls, base = imported(call.name), importlib.import_module("omegaconf.base")
+    expect(not call.args and len(call.steps) == 1, call.name)
+    made = call.value = cls.__new__(cls)
+    ((kind, content),) = steps(call, "build")
+    state = attributes(cls, convert(content))
+    described = (
+        (base.ContainerMetadata,) if issubclass(cls, base.Container) else (base.Metadata, base.ContainerMetadata)
+    )
+    is_known = type(state.get("_metadata")) in described and isinstance(state.get("_parent"), base.Node | None)
+    if issubclass(cls, base.Metadata):
+        kinds = [state.get(name) for name in ("ref_type", "object_type", "key_type", "element_type")]
+        is_known = all(each is None or isinstance(each, type) or type(each).__module__ == "typing" for each in kinds)
+    expect(is_known, call.name)
+    fill(made, kind, state)
+    return made
+
+
+# --------------------------------------------------------------------------------------------- numpy
+def _dtype(call: Call, convert: Converter) -> np.dtype[Any]:
+    text, *flags = convert.passive(call.args)
+    expect(type(text) is str and re.fullmatch(r"[?biufcmMSUVO]\d*", text), "a numpy dtype")
+    expect(all(type(each) in (bool, int) for each in flags) and len(call.steps) <= 1, "a numpy dtype")
+    made: Any = np.dtype(text)
+    for _, content in steps(call, "build"):
+        version, order, base, names, fields, *memory = convert.passive(content)
+        expect(version in (3, 4) and order in ("<", ">", "=", "|"), "a numpy dtype")
+        if names is not None:
+            made = _fields(names, fields, memory)
+        elif base is not None:
+            made = np.dtype((_data_dtype(base[0]), shape_of(base[1])))
+        elif made.kind in "mM" and len(memory) > 3:
+            made = np.dtype(f"{text}[{_unit(memory[3])}]" if _unit(memory[3]) else text)
+        made = made if order == "|" else made.newbyteorder(order)
+        # Size, alignment and flags must be those that numpy itself finds: they say where memory lies.
+        expect(made.__reduce__()[2][5:8] == tuple(memory[:3]), "a numpy dtype")
+    return cast("np.dtype[Any]", made)
+
+
+def _fields(names: Any, fields: Any, memory: list[Any]) -> Any:
+    expect(type(names) is tuple and type(fields) is dict and all(type(name) is str for name in names), "a numpy dtype")
+    each = [fields[name] for name in names]
+    size, _, flags = memory[:3]
+    expect(type(size) is int and type(flags) is int and all(type(field[1]) is int for field in each), "a numpy dtype")
+    described: Any = {
+        "names": list(names),
+        "formats": [_data_dtype(field[0]) for field in each],
+        "offsets": [field[1] for field in each],
+        "itemsize": size,
+    }
+    return np.dtype(described, align=bool(flags & 0x80))
+
+
+def _data_dtype(dtype: Any) -> np.dtype[Any]:
+    """Returns a dtype that describes data, and no objects."""
+    expect(isinstance(dtype, np.dtype) and not dtype.hasobject, "a numpy dtype")
+    return cast("np.dtype[Any]", dtype)
+
+
+def _unit(metadata: Any) -> str:
+    """Returns the unit of dates as text."""
+    others, (unit, count, *_) = metadata
+    expect(not others and type(unit) is bytes and type(count) is int, "a numpy dtype of dates")
+    return "" if unit == b"generic" else f"{count}{unit.decode()}"
+
+
+def _array(call: Call, convert: Converter) -> np.ndarray[Any, Any]:
+    kind, shape, typecode = call.args
+    expect(type(kind) is Name and kind.full == "numpy.ndarray" and shape == (0,), "a numpy array")
+    expect(convert.passive(typecode) in (b"b", "b") and len(call.steps) == 1, "a numpy array")
+    ((_, state),) = steps(call, "build")
+    _, shape, dtype, is_fortran, data = state
+    dtype = convert.passive(dtype)
+    order: Any = "F" if is_fortran is True else "C"
+    if dtype == np.dtype(object) and type(data) is list:
+        expect(math.prod(shape_of(shape)) == len(data), "a numpy array")
+        made = np.empty(len(data), object)
+        for index, each in enumerate(convert(data)):
+            made[index] = each
+        return made.reshape(shape).copy(order)
+    return _array_of(convert(data), dtype, convert(shape), order)
+
+
+def _array_of(data: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray[Any, Any]:
+    dtype = _data_dtype(dtype)
+    expect(type(data) in (bytes, bytearray) and order in ("C", "F"), "a numpy array")
+    expect(dtype.itemsize and math.prod(shape_of(shape)) * dtype.itemsize == len(data), "a numpy array")
+    return np.ndarray(shape, dtype, data, order=order).copy(order="K")
+
+
+def _array_of_buffer(call: Call, convert: Converter) -> np.ndarray[Any, Any]:
+    expect(not call.steps, "a numpy array")
+    return _array_of(*convert.passive(call.args))
+
+
+def _scalar(call: Call, convert: Converter) -> Any:
+    dtype, data = convert.passive(call.args)
+    expect(not call.steps, "a numpy scalar")
+    return _array_of(data, dtype, (), "C")[()]
+
+
+RULES: Mapping[str, Rule] = {
+    **safe_tensors.RULES,
+    **{f"{module}.{name}": record for module, names in _RECORDS.items() for name in names},
+    **{f"omegaconf.{name}": _config for name in _CONFIGS},
+    **{f"pathlib.{name}": _path for name in _TYPES["pathlib"]},
+    **{f"lightning.pytorch.trainer.states.{name}": _word for name in ("RunningStage", "TrainerFn", "TrainerStatus")},
+    # It is only named; its argument may be anybody's memory.
+    "numpy.ndarray": safe_tensors.only_named,
+    "torch.torch_version.TorchVersion": _word,
+    "builtins.dict": mapping(dict),
+    "collections.OrderedDict": mapping(OrderedDict),
+    "collections.Counter": mapping(collections.Counter),
+    "collections.defaultdict": mapping(collections.defaultdict),
+    "lightning.fabric.utilities.data.AttributeDict": _attribute_dict,
+    "builtins.list": _elements(list),
+    "builtins.set": _elements(set),
+    "builtins.frozenset": _elements(frozenset),
+    "builtins.tuple": _elements(tuple),
+    "collections.deque": _deque,
+    "_codecs.encode": _bytes,
+    "builtins.bytes": _bytes,
+    "builtins.bytearray": _byte_array,
+    "builtins.complex": _made_of(complex, float, int),
+    "builtins.range": _made_of(range, int),
+    "builtins.slice": _made_of(slice, int, float, str, type(None)),
+    "datetime.date": _date(dt.date),
+    "datetime.datetime": _date(dt.datetime),
+    "datetime.time": _date(dt.time),
+    "datetime.timedelta": _made_of(dt.timedelta, int),
+    "datetime.timezone": _made_of(dt.timezone, dt.timedelta, str),
+    "decimal.Decimal": _made_of(decimal.Decimal, str),
+    "fractions.Fraction": _fraction,
+    "uuid.UUID": _uuid,
+    "numpy.dtype": _dtype,
+    "numpy._core.multiarray._reconstruct": _array,
+    "numpy._core.multiarray.scalar": _scalar,
+    "numpy._core.numeric._frombuffer": _array_of_buffer,
+}
+#: Classes of keys: neither a hash nor a comparison of theirs runs code of others.
+_KEYS = (
+    *(type, pathlib.PurePath, decimal.Decimal, fractions.Fraction, uuid.UUID, np.generic, np.dtype),
+    *(dt.date, dt.time, dt.timedelta, dt.tzinfo, Enum, range),
+    *(torch.Tensor, torch.Size, torch.dtype, torch.device, torch.layout, torch.qscheme),
+)
+
+
+def _is_key(each: Any) -> bool:
+    return isinstance(each, _KEYS) or type(each).__name__ == "_DimRange"
+
+
+def is_blocked(name: str) -> bool:
+    """Tells whether a name is of a thing that no list can allow."""
+    module, _, rest = name.partition(".")
+    return module in _BLOCKED or (module == "builtins" and rest in _BLOCKED_BUILTINS)
+
+
+def named(names: Iterable[str]) -> dict[str, Any]:
+    """Returns the classes and functions of a list, by their names there and by their own.
+
+    Raises:
+        ConfigError: A name is of nothing that can be imported.
+    """
+    found = {name: _found(name) for name in names}
+    found = {**{_full_name(each): each for each in found.values()}, **found}
+    return {name: each for name, each in found.items() if not is_blocked(name)}
+
+
+def allowed(names: Iterable[str] = ()) -> Allowed:
+    """Returns what a checkpoint may hold: these values, and what the user named here or to torch.
+
+    Raises:
+        ConfigError: A name is of nothing that can be imported.
+    """
+    known = torch.serialization.get_safe_globals()
+    by_torch = (each if isinstance(each, tuple) else (each, _full_name(each)) for each in known)
+    others = {name: each for each, name in by_torch if name not in RULES and not is_blocked(name)}
+    return Allowed(RULES, value, _is_key, {**others, **named(names)})
+
+
+def _full_name(what: Any) -> str:
+    return f"{getattr(what, '__module__', '')}.{getattr(what, '__qualname__', '')}"
+
+
+def _found(name: str) -> Any:
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        try:
+            for part in parts[count:]:
+                found = getattr(found, part)
+        except AttributeError:
+            break
+        return found
+    raise ConfigError(f"safe_globals names {name!r}, which can't be imported", hint="as in 'package.module.Class'")
