@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import io
 import math
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -191,22 +190,19 @@ class PlanReader:
         if not stream.seekable() or item.type == LoadItemType.BYTE_IO:
             stream = io.BytesIO(stream.read(-1))
         if item.type == LoadItemType.BYTE_IO:
-            self._check(item, stream, planner)
-            planner.load_bytes(item, stream)
+            planner.load_bytes(item, self._checked(item, stream, planner))
             return
-        try:
-            tensor = torch.load(stream, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
-            # A class of tensors that the configuration allows.
-            stream.seek(0)
-            tensor = self._trust.read(stream, "a tensor", {"key": item.storage_index.fqn}, map_location="cpu")
+        tensor = self._trust.read(stream, "a tensor", {"key": item.storage_index.fqn}, map_location="cpu")
         _into(planner, item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
 
-    def _check(self, item: ReadItem, stream: io.BytesIO, planner: LoadPlanner) -> None:
-        """Refuses an object that would run code: DCP's own planner unpickles whatever it is given."""
-        if not self._trust.is_full and type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
-            self._trust.read(stream, "an object", {"key": item.storage_index.fqn}, map_location="cpu")
-            stream.seek(0)
+    def _checked(self, item: ReadItem, stream: io.BytesIO, planner: LoadPlanner) -> io.BytesIO:
+        """Returns an object's bytes as this process would save it: DCP's own planner unpickles whatever it is given."""
+        if self._trust.weights_only is False or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
+            return stream
+        again = io.BytesIO()
+        torch.save(self._trust.read(stream, "an object", {"key": item.storage_index.fqn}, map_location="cpu"), again)
+        again.seek(0)
+        return again
 
 
 def _descriptors(info: Any) -> Sequence[str]:

@@ -171,7 +171,7 @@ class Items:
 
     def _load(self, name: str, file: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         try:
-            found = torch.load(file, map_location="cpu", weights_only=True)
+            found = Trust(weights_only=True).load(file, map_location="cpu")
         except CorruptCheckpointError:
             raise
         except Exception as error:

@@ -143,8 +143,10 @@ def parse_metadata(
             }
         _check(found)
     except (RefusedError, TypeError, ValueError, AttributeError) as error:
+        names = ", ".join(getattr(error, "names", ()))
+        said = f"it names {names}, which torch.distributed.checkpoint does not write" if names else str(error)
         raise CorruptCheckpointError(
-            f"{METADATA} can't be read: {error}", operation="load", tier=tier, key=where
+            f"{METADATA} can't be read: {said}", operation="load", tier=tier, key=where
         ) from error
     return found
 

@@ -15,6 +15,7 @@ import importlib
 import math
 import pathlib
 import re
+import sys
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -46,6 +47,7 @@ _SCALARS = tuple(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16,
 #: Modules and builtins that no list can allow: they can do anything. The first four are torch's.
 _BLOCKED = ("sys", "os", "posix", "nt", "subprocess", "importlib", "runpy", "pty", "ctypes", "pickle", "_pickle")
 _BLOCKED_BUILTINS = ("__import__", "breakpoint", "compile", "eval", "exec", "getattr", "input", "open", "setattr")
+_NATIVE = "<" if sys.byteorder == "little" else ">"
 #: Types that may stand as values: a factory, the type of a node, a dtype. Calling one with anything makes data only.
 _TYPES: dict[str, tuple[str, ...]] = {
     "builtins": (
@@ -231,7 +233,7 @@ def _dtype(call: Call, convert: Converter) -> np.dtype[Any]:
             made = np.dtype((_data_dtype(base[0]), shape_of(base[1])))
         elif made.kind in "mM" and len(memory) > 3:
             made = np.dtype(f"{text}[{_unit(memory[3])}]" if _unit(memory[3]) else text)
-        made = made if order == "|" else made.newbyteorder(order)
+        made = made if order in ("|", "=", _NATIVE) else made.newbyteorder(order)
         # Size, alignment and flags must be those that numpy itself finds: they say where memory lies.
         expect(made.__reduce__()[2][5:8] == tuple(memory[:3]), "a numpy dtype")
     return cast("np.dtype[Any]", made)

@@ -1,0 +1,262 @@
+"""Loading runs no code of a file: four attacks, a fuzzer that composes such, and real values that load as pickle loads them."""
+
+import argparse
+import collections
+import io
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from omegaconf import OmegaConf
+from support import hostile
+
+import tiered_checkpoint_io
+from tiered_checkpoint_io import dcp as ours
+from tiered_checkpoint_io.engine.trust import Trust
+from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError
+from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+
+
+class Forged:
+    """Pickled as a call."""
+
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call
+
+
+def file_of(held):
+    file = io.BytesIO()
+    torch.save(held, file)
+    file.seek(0)
+    return file
+
+
+def refusal(file, *names):
+    with pytest.raises(RestoreError) as caught:
+        Trust(names=names).read(file, "it", {}, map_location="cpu")
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------- attacks
+def test_a_dtype_that_lies_about_its_memory_is_refused():
+    state = (3, "|", None, ("f0", "f1"), {"f0": (np.int64, 0), "f1": (np.int64, 8)}, 16, 1, 16)
+    lie = Forged(np.dtype, ("i8,i8",), state)
+    array = (np._core.multiarray._reconstruct, (np.ndarray, (0,), b"b"), (1, (1,), lie, False, b"A" * 16))
+    assert "a numpy dtype is not as it is saved" in refusal(file_of(Forged(*array)))
+
+
+def test_what_is_only_named_is_never_called():
+    rebuild, memory = torch._tensor._rebuild_from_type_v2, ((1,), "O", b"A" * 8)
+    state = (1, (1,), np.dtype("i8"), False, b"A" * 8)
+    assert "not allowed" in refusal(file_of(Forged(rebuild, (np.ndarray, np.ndarray, memory, state))))
+    before = list(hostile.RAN)
+    for made in (hostile.Holder, torch.Tensor):
+        forged = file_of(Forged(rebuild, (hostile.Holder, made, (), {})))
+        refusal(forged, f"{hostile.__name__}.Holder.Held")
+    assert before == hostile.RAN
+
+
+@pytest.mark.parametrize("name", ["pathlib\nPosixPath", "torch.serialization\n_get_layout", "pathlib\nWindowsPath"])
+def test_the_state_of_a_class_is_never_set(name):
+    pickled = f"\x80\x02c{name}\nN}}X\x04\0\0\0_strX\x05\0\0\0/evils\x86b.".encode("latin-1")
+    for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath):
+        before = dict(vars(kind))
+        with pytest.raises(CorruptCheckpointError):
+            parse_metadata(pickled, tier="durable", where="x")
+        refusal(hostile.zip_with(pickled, {}))
+        assert dict(vars(kind)) == before
+
+
+@pytest.fixture
+def resolved():
+    """All that a resolver was called for."""
+    calls = []
+    OmegaConf.register_new_resolver("witness", lambda *given: calls.append(given) or 1, replace=True)
+    yield calls
+    OmegaConf.clear_resolver("witness")
+
+
+def test_no_interpolation_is_resolved_by_a_load(resolved, tmp_path, memory_dir):
+    config, several = OmegaConf.create({"a": "${witness:1}"}), OmegaConf.create(["${witness:2}"])
+    loaded = Trust().load(file_of({"c": config, "l": several}), map_location="cpu")
+    assert resolved == []
+    assert OmegaConf.to_container(loaded["c"], resolve=False) == {"a": "${witness:1}"}
+    pairs = collections.OrderedDict
+    for call in (dict, list, set, tuple, frozenset, pairs, collections.Counter, collections.deque, torch.Size, str):
+        refusal(file_of(Forged(call, (config,))))
+        refusal(file_of(Forged(call, (several,))))
+    for held in ({config: 1}, {(1, config): 2}, {config}, frozenset([config])):
+        assert "a DictConfig is not allowed as a key" in refusal(file_of(held))
+    refusal(file_of(Forged(torch._utils._rebuild_tensor_v2, (config, 0, (1,), (1,), False, pairs()))))
+    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "on_save_error": "raise"}
+    ours.save({"held": argparse.Namespace(config=config)}, checkpoint_id="step_1", **options)
+    state = {"held": None}
+    ours.load(state, **options)
+    assert resolved == []
+    assert state["held"].config.a == 1
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        b"}" + b")" + b"\x85" * 300_000 + b"Ns.",
+        b"}" + b")" + b"2\x86" * 40 + b"Ns.",
+        b"}" + b")r\0\0\0\0" + b"h\0h\0\x86r\0\0\0\0" * 40 + b"Ns.",
+        b"Nr\xff\xff\xff\x7f0]" + b"h\0" + b"a.",
+        b"(" + b")r\0\0\0\0" + b"h\0h\0\x86r\0\0\0\0" * 40 + b"\x91.",
+        b"]r\0\0\0\0" + b"]" * 300_000 + b"a" * 300_000 + b".",
+        b"(" * 300_000 + b"N." + b"t" * 300_000,
+        b"\x8a\xff" + b"\xff" * 10,
+        b"\x8e" + b"\xff" * 8 + b"x.",
+        b"\x82\x01.",
+        b"",
+    ],
+    ids=["deep key", "pairs", "shared key", "memo", "shared element", "deep", "marks", "long", "huge", "extension", "none"],
+)
+def test_no_pickle_ends_the_process(program):
+    """In a child: the unpickler in C does not survive the first."""
+    code = (
+        "import sys; from support import hostile; from tiered_checkpoint_io.engine.trust import Trust\n"
+        "hostile.resource.setrlimit(hostile.resource.RLIMIT_DATA, (4 << 30, 4 << 30))\n"
+        "data = sys.stdin.buffer.read()\n"
+        "for is_metadata in (True, False): hostile.load(data, {} if is_metadata else {'byteorder': b'little'})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        input=b"\x80\x02" + program,
+        env=environment(),
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+
+
+# -------------------------------------------------------------------------------------------- fuzzer
+def environment():
+    paths = (Path(tiered_checkpoint_io.__file__).parents[1], Path(hostile.__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 400), *(pytest.param(n, 10_000, marks=pytest.mark.matrix) for n in (1_000, 20_000))]
+)
+def test_no_composed_pickle_changes_the_process(first, count, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", hostile.__name__, str(first), str(count), str(tmp_path / "dcp")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=False,
+    )
+    said = done.stdout.splitlines()
+    assert done.returncode == 0, (said[-1:], done.stderr)
+    assert not [line for line in said if line.startswith("CHANGED")]
+    loaded = int(said[-1].split()[1])
+    assert 0.05 * count < loaded < 0.9 * count, "some of them are valid"
+
+
+# -------------------------------------------------------------------------------------------- oracle
+def same(left, right, pairs):
+    """Whether two values are the same in kind, content, and in which parts are one object."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, list | dict | tuple | set | collections.deque | torch.Tensor) or hasattr(left, "__dict__"):
+        if id(left) in pairs:
+            return pairs[id(left)][0] is right
+        pairs[id(left)] = (right, left)
+    if isinstance(left, torch.Tensor):
+        return same_tensors(left, right)
+    if isinstance(left, np.ndarray | np.generic):
+        facts = [(each.dtype, each.shape, each.flags.f_contiguous, each.tolist()) for each in (left, right)]
+        return repr(facts[0]) == repr(facts[1])
+    if isinstance(left, dict):
+        items = zip(left.items(), right.items(), strict=True)
+        is_same = len(left) == len(right) and all(same(a, b, pairs) for a, b in items)
+        return is_same and same(getattr(left, "__dict__", None), getattr(right, "__dict__", None), pairs)
+    if isinstance(left, list | tuple | collections.deque):
+        return len(left) == len(right) and all(same(a, b, pairs) for a, b in zip(left, right, strict=True))
+    if isinstance(left, torch.storage.TypedStorage):
+        return left.tolist() == right.tolist()
+    if hasattr(left, "__dict__") and not isinstance(left, type):
+        return same(vars(left), vars(right), pairs)
+    return left == right or (left != left and right != right)  # noqa: PLR0124 - nan
+
+
+def same_tensors(left, right):
+    facts = []
+    for each in (left, right):
+        plain = each.detach()
+        if each.is_nested:
+            content = [part.tolist() for part in plain.unbind()]
+        elif each.device.type == "meta":
+            content = None
+        elif each.layout != torch.strided:
+            content = (str(each.layout), plain.to_dense().tolist())
+        elif each.is_quantized:
+            content = (plain.int_repr().tolist(), plain.dequantize().tolist(), plain.stride())
+        else:
+            content = (plain.resolve_conj().tolist(), plain.stride(), plain.storage_offset(), plain.is_conj())
+        facts.append((each.dtype, each.requires_grad, content, sorted(getattr(each, "__dict__", {}))))
+    return repr(facts[0]) == repr(facts[1])
+
+
+def shapes():
+    """Structures whose parts refer to each other."""
+    shared, cyclic, ring = [1], [], {}
+    cyclic.append(cyclic)
+    ring["self"], ring["list"] = ring, [ring]
+    weight = torch.arange(6.0)
+    named = argparse.Namespace(a=shared)
+    named.own = named
+    ordered = collections.OrderedDict(a=shared)
+    ordered["own"], ordered._metadata = ordered, {"version": 1}
+    factory = collections.defaultdict(list, {"a": shared})
+    factory["own"] = factory
+    held = hostile.Holder.Held()
+    held.own, held.shared = held, shared
+    return {
+        "shared": [shared, shared, (shared, shared), {"k": shared}],
+        "cyclic": [cyclic, ring],
+        "tied": {"a": weight, "b": weight, "view": weight[2:], "column": weight.reshape(2, 3)[:, 1]},
+        "storage": [torch.ones(2).untyped_storage(), torch.ones(2).storage()],
+        "objects": [named, ordered, factory, held, shared],
+        "keys": {(1, ("a", 2)): 1, frozenset({(1, 2)}): 2, np.int64(3): 3, pathlib.Path("/a"): 4, torch.float32: 5, None: 6},
+        "numbers": [1 << 70, -(1 << 70), -1, 255, 256, 65536, float("nan"), -0.0, float("inf"), True, "ü\ud800", ""],
+    }
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_value_loads_as_pickle_itself_loads_it(protocol):
+    for held in (*hostile.values(), *shapes().values()):
+        file = io.BytesIO()
+        torch.save(held, file, pickle_protocol=protocol)
+        file.seek(0)
+        oracle = torch.load(file, weights_only=False)
+        file.seek(0)
+        loaded = hostile.TRUST.load(file, map_location="cpu")
+        assert same(loaded, oracle, {}), (loaded, oracle)
+
+
+def test_metadata_loads_as_pickle_itself_loads_it(tmp_path):
+    state = {"a": torch.zeros(4, 3), "b": {"c": torch.ones(2, dtype=torch.bfloat16), "d": 5, "e": [torch.ones(1), {}]}}
+    dcp.save(state, checkpoint_id=tmp_path)
+    data = (tmp_path / ".metadata").read_bytes()
+    oracle = pickle.loads(data)
+    oracle.storage_meta.checkpoint_id = pathlib.PurePosixPath(oracle.storage_meta.checkpoint_id)
+    loaded = parse_metadata(data, tier="durable", where="x")
+    assert loaded == oracle
+    assert same(loaded, oracle, {})
