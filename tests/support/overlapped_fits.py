@@ -187,7 +187,10 @@ class Drawn(LightningModule):
         # With a version counter of its own, or not.
         weight = torch.nn.Parameter(data.data if draw.random() < 0.5 else data)
         self.weights.append(weight)
-        ways, holder = ["in place", "unseen", "replaced"], draw.choice(["buffer", "frozen", "free", "state", "alias"])
+        ways, holder = (
+            ["in place", "unseen", "replaced"],
+            draw.choice(["buffer", "frozen", "free", "state", "alias", "alias"]),
+        )
         if holder == "alias":
             other, ways = weight.detach().clone(), ["replaced", "cut", "turned"]
             self.aliases.append((other, weight))
@@ -274,6 +277,10 @@ class Others(Callback):
 
     def change(self, trainer, hook):
         self.model.change(hook)
+        if hook == "on_before_optimizer_step":
+            for own, weight in self.model.aliases:
+                # Over the same memory, until it is replaced.
+                own.data = weight.detach()
         if self.careless is not None and trainer.global_step >= self.careless[0] and hook == self.careless[1]:
             write(self.model.net[2].bias, self.careless[2])
             self.careless = None
@@ -284,9 +291,6 @@ class Others(Callback):
             model.late_at = None
             trainer.optimizers[0].add_param_group({"params": [model.late], "lr": 0.02})
         self.change(trainer, "on_train_batch_end")
-        for own, weight in model.aliases:
-            # Over the same memory, until it is replaced.
-            own.data = weight.detach()
 
     def state_dict(self):
         return dict(self.model.kept)
