@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     )
     from tiered_checkpoint_io.model.config import TieredCheckpointConfig
     from tiered_checkpoint_io.model.ids import build_s3_url, is_s3_url, parse_s3_url
-    from tiered_checkpoint_io.retention import add_metrics
     from tiered_checkpoint_io.version import __version__
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "TieredStorageReader",
     "TieredStorageWriter",
     "__version__",
-    "add_metrics",
     "build_s3_url",
     "find_latest",
     "is_s3_url",
@@ -56,7 +54,6 @@ _HOMES = {
     "list_checkpoints": "tiered_checkpoint_io.inventory.api",
     "new_checkpoints": "tiered_checkpoint_io.inventory.api",
     "wait_for": "tiered_checkpoint_io.inventory.api",
-    "add_metrics": "tiered_checkpoint_io.retention",
     "build_s3_url": "tiered_checkpoint_io.model.ids",
     "is_s3_url": "tiered_checkpoint_io.model.ids",
     "parse_s3_url": "tiered_checkpoint_io.model.ids",

@@ -92,8 +92,8 @@ class CheckpointNotFoundError(TieredCheckpointError, FileNotFoundError):
     """No tier holds the checkpoint that was asked for by name."""
 
 
-class PinnedError(TieredCheckpointError):
-    """A checkpoint is pinned, so it was not deleted."""
+class HeldError(TieredCheckpointError):
+    """A checkpoint is in use by another program, so it was not deleted."""
 
 
 class CorruptCheckpointError(TieredCheckpointError):

@@ -6,7 +6,8 @@ import pytest
 from support.draining import names
 
 from tiered_checkpoint_io import TieredCheckpointConfig
-from tiered_checkpoint_io.retention import pin, unpin
+from tiered_checkpoint_io.engine.durable.holds import hold, release
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.stores import open_store
 
 from .kinds import lose_memory
@@ -16,16 +17,21 @@ KEEP = {"retention": [{"latest": 2}, {"every_steps": 3}]}
 
 
 @pytest.fixture
-def there(dirpath):
+def store(dirpath):
     store = open_store(TieredCheckpointConfig(dirpath=dirpath))
-    yield lambda: names(store)
+    yield store
     store.close()
 
 
+@pytest.fixture
+def there(store):
+    return lambda: names(store)
+
+
 @on_s3
-def test_the_durable_tier_keeps_what_policies_say_behind_each_save(start, there, memory_dir, dirpath):
+def test_the_durable_tier_keeps_what_policies_say_behind_each_save(start, store, there, memory_dir):
     start().save(1)
-    pin(dirpath, "step_1.ckpt", reason="a baseline")
+    held = hold(store, "step_1.ckpt", read_manifest(store, "step_1.ckpt").settled.save_id)
     job = start(**KEEP)
     for number in range(2, 8):
         # Some are waited for, some are behind the next.
@@ -33,8 +39,8 @@ def test_the_durable_tier_keeps_what_policies_say_behind_each_save(start, there,
     job.delete("step_1.ckpt")
     job.wait()
     assert there() == [f"step_{number}.ckpt" for number in (1, 3, 6, 7)]
-    assert any("step_1.ckpt was not deleted: step_1.ckpt is pinned" in said for said in said_by(job))
-    unpin(dirpath, "step_1.ckpt")
+    assert any("step_1.ckpt was not deleted: step_1.ckpt is in use" in said for said in said_by(job))
+    release(store, held)
     job.save(8)
     job.close()
     assert there() == [f"step_{number}.ckpt" for number in (3, 6, 7, 8)]

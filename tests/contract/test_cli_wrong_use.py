@@ -45,7 +45,7 @@ class Use:
     files: tuple = ()
 
 
-#: Over a run with the checkpoints c1, c2 (pinned), c3 and c4, on a node with m.ckpt in memory and d.ckpt queued.
+#: Over a run with the checkpoints c1 to c4, on a node with m.ckpt in memory and d.ckpt queued.
 USES = {
     "ls": Use("{url} --memory-dir {memory}"),
     "show": Use("{url} c3 --memory-dir {memory}", "{url} no --memory-dir {memory}"),
@@ -55,10 +55,7 @@ USES = {
     "drain": Use("--memory-dir {memory} --once", "--namespace no --memory-dir {memory}", makes=("d.ckpt",)),
     "pull": Use("{url} c3 --to {tmp}/pulled", "{url} no --to {tmp}/pulled", files=("pulled/c3",)),
     "pull to memory": Use("{url} c3 --memory-dir {memory} --namespace other", "{url} no --memory-dir {memory}"),
-    "prune": Use("{url} --keep-latest 1 --yes", removes=("c1", "c3")),
-    "pin": Use("{url} c3", "{url} no"),
-    "unpin": Use("{url} c2"),
-    "metric": Use("{url} c3 loss=1", "{url} no loss=1"),
+    "prune": Use("{url} --keep-latest 1 --yes", removes=("c1", "c2", "c3")),
     "watch": Use("{url} --idle-timeout 0 --exec true --after= --memory-dir {memory}"),
 }
 #: Each right costs a run of its own; the other commands are further cases.
@@ -106,7 +103,6 @@ class Scene:
         self.store = open_store(self.node.config)
         for number in (1, 2, 3, 4):
             save(self.store, f"c{number}", number)
-        assert self.run("pin", self.url, "c2")[0] == 0
         self.before = self.held()
 
     def line(self, arguments=None):

@@ -52,14 +52,6 @@ CHECKED = """
 from tiered_checkpoint_io import TieredCheckpointConfig
 print(TieredCheckpointConfig.from_any(cfg.s3_checkpointing))
 """
-SAVED = """
-import torch
-from tiered_checkpoint_io import TieredCheckpointIO
-
-io = TieredCheckpointIO(dirpath="s3://bucket/run")
-io.save_checkpoint({"global_step": 500, "epoch": 0, "x": torch.ones(10)}, "epoch=0-step=500.ckpt")
-io.teardown()
-"""
 #: What each block of Python is run with, by document, heading and place below it.
 PRELUDES = {
     ("README.md", "In your script", 0): TRAINING,
@@ -81,7 +73,6 @@ PRELUDES = {
             ("NVRx", 0, STATE),
         )
     },
-    ("docs/retention.md", "Metrics from an evaluation elsewhere", 0): SAVED,
 }
 #: What is not run, and why.
 NOT_RUN = {

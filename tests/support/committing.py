@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from dataclasses import replace
 
 from support.sharded import FlatStore, Journals, full_part, make_part, named, objects, readable, views_of
 
@@ -10,6 +11,7 @@ from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.garbage import collect
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Metric
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
 RUN = "20260101T000000.000000-00000000"
@@ -41,6 +43,13 @@ def save(store, name, number, journals=None, *, kind="full", world_size=2):
             # Its drain ends here: the part is marked.
             journal.clear()
     return fate
+
+
+def rate(store, name, monitor, value):
+    """Has a checkpoint be one that was saved with a value of what a callback monitors."""
+    manifest = read_manifest(store, name)
+    rated = replace(manifest, content=replace(manifest.content, metric=Metric(monitor, value)))
+    store.put(ids.manifest_key(name), rated.to_json())
 
 
 def part_only(store, name, number, rank):

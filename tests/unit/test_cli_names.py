@@ -46,16 +46,6 @@ def test_a_memory_dir_below_the_home_is_found(node, memory_dir, monkeypatch):
     assert command("ls", "--memory-dir=").exit_code == 2
 
 
-def test_a_name_that_is_mistyped_is_not_one_without_pins(node):
-    assert "has no pin" in command("unpin", node.dirpath, "a.ckpt").stdout
-    assert command("pin", node.dirpath, "a.ckpt").exit_code == 0
-    for name in ("unpin", "pin"):
-        wrong = command(name, node.dirpath, "b.ckpt")
-        assert isinstance(wrong.exception, CheckpointNotFoundError)
-        assert "there is no checkpoint b.ckpt" in str(wrong.exception)
-    assert "removed 1 pin of a.ckpt" in command("unpin", node.dirpath, "a.ckpt").stdout
-
-
 def test_a_checkpoint_is_flushed_by_its_url_and_as_the_latest(node):
     where = node.where
     node.save("x/b.ckpt", b"B", durable=False)

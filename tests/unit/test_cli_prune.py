@@ -1,4 +1,4 @@
-"""The command line over what is kept: prune, pin, unpin and metric, on a real S3 server."""
+"""The command line over what is kept: prune, on a real S3 server."""
 
 import errno
 import itertools
@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from support.committing import alias, save
+from support.committing import RUN, alias, rate, save
 from support.draining import names
 from support.draining import objects as files
 from support.fault_proxy import FaultProxy, locked, refuse
@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.durable import pruning
+from tiered_checkpoint_io.engine.durable.holds import hold, release
 from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.engine.leasing.leases import Lease
 from tiered_checkpoint_io.errors import UsageError
@@ -53,8 +54,8 @@ def told(done):
 
 
 def test_a_bucket_is_cleared_up_after_a_look_at_what_would_go(s3, tmp_path):
-    assert command("metric", s3.url, "c2", "val_loss=0.1").stdout == "c2: val_loss=0.1\n"
-    assert command("pin", s3.url, "c1", "--for", "2h", "--reason", "paper").exit_code == 0
+    rate(s3, "c2", "val_loss", 0.1)
+    held = hold(s3, "c1", ids.save_id(RUN, 1))
     alias(s3, "release", "c3")
     s3.put("notes.txt", b"mine")
     s3.put(ids.index_key("20200101T000000.000000-00000000-00000001"), b"{}")
@@ -63,12 +64,11 @@ def test_a_bucket_is_cleared_up_after_a_look_at_what_would_go(s3, tmp_path):
     before = names(s3)
     rows, lines = told(command("prune", s3.url, *keep))
     assert names(s3) == before, "a look deletes nothing"
-    assert [name for name, (decision, _) in rows.items() if decision == "goes"] == ["c5", "c4"]
+    assert [name for name, (decision, _) in rows.items() if decision == "goes"] == ["c5", "c4", "c1"]
     assert rows["c6"] == ("stays", "newest, latest 1")
     assert rows["c2"][1] == "best 1 by val_loss (min)"
-    assert rows["c1"][1].startswith("pinned from ") and rows["c1"][1].endswith(": paper")
     assert rows["c3"][1] == "target of release"
-    assert lines[0].startswith("2 would go, ") and lines[0].endswith("; delete with --yes")
+    assert lines[0].startswith("3 would go, ") and lines[0].endswith("; delete with --yes")
     assert lines[1:] == [
         "incomplete saves: 1; the next commit of a run removes them",
         "objects that no checkpoint owns: 1, 0.00 KiB; they are left alone, as they may be another program's",
@@ -81,7 +81,7 @@ def test_a_bucket_is_cleared_up_after_a_look_at_what_would_go(s3, tmp_path):
     assert names(s3) == ["c1", "c2", "c3", "c6", "release"]
     assert files(s3) == ["c1", "c2", "c3", "c6", "notes.txt"]
     assert not list(s3.list(ids.LEASE_PREFIX)), "its lease is given back"
-    assert command("unpin", s3.url, "c1").stdout == "removed 1 pin of c1\n"
+    release(s3, held)
     assert json.loads(command("prune", s3.url, *keep, "--yes", "--json").stdout)["removed"] == ["c1"]
 
 
@@ -99,7 +99,7 @@ def test_a_configuration_file_means_what_its_run_means_by_it(text, gone, tmp_pat
     store = DirectoryStore(str(tmp_path / "run"))
     for number in range(1, 4):
         save(store, f"c{number}", number)
-    assert command("metric", store.url, "c1", "loss=0.1").exit_code == 0
+    rate(store, "c1", "loss", 0.1)
     config = tmp_path / "run.yaml"
     config.write_bytes(text.encode("latin-1"))
     done = command("prune", store.url, "--config", str(config), "--yes", "--json")
@@ -117,8 +117,8 @@ def test_the_best_by_a_metric_that_is_mistyped_are_not_removed(tmp_path):
     keep = ("--keep-best", "1", "--metric", "val_lss", "--yes")
     done = command("prune", store.url, *keep)
     assert done.exit_code == 1 and "the metrics there are: none" in str(done.exception)
-    for name in ("loss", "val_loss"):
-        assert command("metric", store.url, "c1", f"{name}=0.1").exit_code == 0
+    for name, monitor in (("c1", "loss"), ("c2", "val_loss")):
+        rate(store, name, monitor, 0.1)
     done = command("prune", store.url, *keep)
     assert done.exit_code == 1 and "no checkpoint has the metric val_lss" in str(done.exception)
     assert "the metrics there are: loss, val_loss" in str(done.exception)
@@ -263,7 +263,7 @@ def test_what_a_prune_was_cut_off_amid_goes_with_the_next(kind, tmp_path):
         store = DirectoryStore(str(tmp_path / str(fail_at)))
         for number in (1, 2):
             save(store, f"c{number}", number, kind=kind)
-        going = [each for each in Survey().look(store, metrics=False) if each.name == "c1"]
+        going = [each for each in Survey().look(store) if each.name == "c1"]
         try:
             pruning.remove_all(FaultyStore(store, fail_at=fail_at), going, threading.Event())
         except Injected:
@@ -287,12 +287,6 @@ def test_what_a_prune_was_cut_off_amid_goes_with_the_next(kind, tmp_path):
         (("prune", "--config", "/nowhere.yaml", "--keep-latest", "1"), 2, "give one of the two"),
         (("prune", "--keep-latest", "1"), 1, "there is no checkpoint at this dirpath"),
         (("prune", "--keep-latest", "1", "--yes"), 1, "there is no checkpoint at this dirpath"),
-        (("pin", "x", "--for", "2 hours"), 2, "'2 hours' is no time; allowed: a number above 0 and s, m, h or d"),
-        (("pin", "x"), 1, "there is no checkpoint x, so nothing is pinned"),
-        (("pin", "tiered:latest"), 1, "there is no checkpoint to resume from"),
-        (("metric", "x", "val_loss"), 2, "'val_loss' is no metric with a value"),
-        (("metric", "x", "val_loss=nan"), 2, "the value of val_loss is nan"),
-        (("metric", "x", "val_loss=1"), 1, "there is no checkpoint x, so no metric was added"),
     ],
 )
 def test_wrong_use_is_told_and_writes_nothing(arguments, status, said, tmp_path):

@@ -104,7 +104,7 @@ def test_two_ranks_of_a_node_are_one_checkpoint(nodes, store):
     counters = node.queue.progress().counters
     assert (counters["committed"], counters["uploaded"]) == (4, 2)
     # For each save one look, one check of what is there, and one look for what is left of others; the delete
-    # looks for pins before the manifest goes and behind that.
+    # looks for holds before the manifest goes and behind that.
     assert counters["requests.list"] == 2 * 3 + 2
 
 

@@ -1,29 +1,26 @@
-"""Retention, pins and added metrics on the durable tier: as stories on S3, and stopped or met by others at any request."""
+"""Retention and holds on the durable tier: as stories on S3, and stopped or met by others at any request."""
 
 import contextlib
 import io
 import itertools
 import json
-import math
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
-from support.committing import RUN, alias, copy, delete, save
+from support.committing import RUN, alias, delete, rate, save
 from support.draining import Node, names
 from support.draining import objects as files
 from support.fault_proxy import FaultProxy, locked
 from support.sharded import FlatStore, Journals, named, objects, readable
 
 from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
-from tiered_checkpoint_io import add_metrics as add_metrics_to
+from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.worker import Drain
-from tiered_checkpoint_io.engine.durable.metrics import add_metrics, added_metrics
-from tiered_checkpoint_io.engine.durable.pins import pin, pins, unpin
+from tiered_checkpoint_io.engine.durable.holds import LIFETIME_S, hold, release
 from tiered_checkpoint_io.engine.durable.retention import removed
 from tiered_checkpoint_io.engine.durable.survey import Survey
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, PinnedError, UsageError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, HeldError
 from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.retention import Best, Latest
@@ -53,75 +50,61 @@ def asked(store, work):
     return {key: kinds[key] for key in ("list", "get", "put", "delete") if kinds.get(key)}
 
 
-def test_what_is_pinned_stays_until_the_pin_is_gone(s3):
+def save_of(number):
+    return ids.save_id(RUN, number)
+
+
+class Tomorrow(Clock):
+    """The clock of a day and a minute later."""
+
+    def wall(self):
+        return super().wall() + LIFETIME_S + 60
+
+
+def test_what_is_held_stays_until_it_is_released_or_its_program_is_dead(s3):
     for number in (1, 2, 3):
         save(s3, f"c{number}", number)
-    alias(s3, "newest", "c3")
-    first = pin(s3, "c1", reason="for the paper")
-    pin(s3, "c1", expires_s=3600)
-    assert pin(s3, "newest").name == "c3"
-    with pytest.raises(PinnedError, match=r"c1 is pinned from .*: for the paper .* — it stays"):
+    first, second = hold(s3, "c1", save_of(1)), hold(s3, "c1", save_of(1))
+    hold(s3, "c3", save_of(3))
+    with pytest.raises(HeldError, match="c1 is in use by another program .* — it stays"):
         delete(s3, "c1")
     assert [each.name for each in apply(s3, [Latest(1)], Survey())] == ["c2"]
-    assert unpin(s3, "c1", first.token) == [first]
-    with pytest.raises(PinnedError):
+    release(s3, first)
+    with pytest.raises(HeldError):
         delete(s3, "c1")
     assert readable(s3, "c1")
-    assert len(unpin(s3, "c1")) == 1
-    pin(s3, "c1", expires_s=1e-6)
-    assert apply(s3, [Latest(1)], Survey()) and files(s3) == ["c3"]
-    assert list(pins(s3)) == ["c3"], "an expired pin is removed on the way"
-    assert [entry.key for entry in s3.list(ids.PINS_PREFIX)] == [
-        ids.pin_key("c3", each.token) for each in pins(s3)["c3"]
-    ]
-    assert [each.name for each in unpin(s3, "newest")] == ["c3"], "as it was pinned"
-    assert unpin(s3, "newest") == []
-    assert unpin(s3, "no-such") == []
+    release(s3, second)
+    assert [each.name for each in apply(s3, [Latest(1)], Survey())] == ["c1"]
+    save(s3, "c4", 4)
+    apply(s3, [Latest(1)], Survey())
+    assert files(s3) == ["c3", "c4"]
+    apply(s3, [Latest(1)], Survey(), clock=Tomorrow())
+    assert files(s3) == ["c4"]
+    assert not list(s3.list(ids.HOLDS_PREFIX)), "an expired hold is removed on the way"
+    with pytest.raises(CheckpointNotFoundError, match="c3 was deleted or overwritten, so nothing is held"):
+        hold(s3, "c3", save_of(3))
+    with pytest.raises(CheckpointNotFoundError, match="c4 was deleted or overwritten"):
+        hold(s3, "c4", save_of(3))
+    assert not list(s3.list(ids.HOLDS_PREFIX))
 
 
-def test_a_pin_that_can_not_hold_is_refused(s3):
-    save(s3, "a", 1)
-    copy(s3, "last", "a", 2)
-    with pytest.raises(CheckpointNotFoundError, match="no checkpoint b, so nothing is pinned"):
-        pin(s3, "b")
-    with pytest.raises(UsageError, match="last is a copy, which the next save replaces"):
-        pin(s3, "last")
-    for wrong in (-1, 0, "2h", True, math.nan, math.inf):
-        with pytest.raises(ConfigError, match="expires_s is .* allowed: a number of seconds above 0"):
-            pin(s3, "a", expires_s=wrong)
-    with pytest.raises(ConfigError, match="reason is None"):
-        pin(s3, "a", reason=None)
-    s3.put(ids.pin_key("a", "damaged"), b"{")
-    with pytest.raises(PinnedError, match="a pin that can't be read"):
-        delete(s3, "a")
+def test_a_hold_is_of_one_name_only(tmp_path):
+    store = FlatStore(tmp_path)
+    for number, name in enumerate(("a", "a/b"), 1):
+        save(store, name, number)
+    hold(store, "a/b", save_of(2))
+    delete(store, "a")
+    with pytest.raises(HeldError):
+        delete(store, "a/b")
+    assert names(store) == ["a/b"]
 
 
-def test_metrics_that_are_added_later_decide_and_are_of_one_save_alone(s3):
-    for number in range(1, 5):
+def test_the_best_go_by_what_was_monitored_at_the_save(s3):
+    for number, loss in enumerate((0.5, 0.1, 0.9, 0.2, 0.8), 1):
         save(s3, f"c{number}", number)
-    alias(s3, "best", "c2")
-    for name, loss in {"c1": 0.5, "best": 0.1, "c3": 0.9, "c4": 0.8}.items():
-        add_metrics(s3, name, {"val/loss": loss, "other": 1})
-    add_metrics(s3, "c3", {"val/loss": 0.2})
-    survey, best = Survey(), [Best(2, "val/loss")]
-    delete(s3, "best")
-    assert [each.name for each in apply(s3, best, survey)] == ["c1"]
-    # The name is saved anew: what was measured of the old save says nothing of this one.
-    save(s3, "c2", 5)
-    add_metrics(s3, "c4", {"val/loss": 0.01})
-    assert not apply(s3, best, survey) and names(s3) == ["c2", "c3", "c4"]
-    apply(s3, best, survey)
-    left = {entry.key.split("/")[2] for entry in s3.list(ids.METRICS_PREFIX)}
-    assert left == {ids.save_id(RUN, 3), ids.save_id(RUN, 4)}, "values of what is gone are removed on the way"
-    wrong_values = (math.nan, "1", None, True, 10**400, torch.ones(2), torch.tensor(math.inf))
-    for wrong in ({}, {"": 1.0}, ["x"], *({"x": value} for value in wrong_values)):
-        with pytest.raises(ConfigError):
-            add_metrics(s3, "c3", wrong)
-    for value in (np.float32(0.5), np.int64(2), torch.tensor(0.25), torch.tensor([3])):
-        add_metrics(s3, "c3", {"x": value})
-        assert added_metrics(s3)[ids.save_id(RUN, 3)]["x"] == float(value)
-    with pytest.raises(CheckpointNotFoundError, match="so no metric was added"):
-        add_metrics(s3, "c1", {"x": 1})
+        rate(s3, f"c{number}", "val/loss", loss)
+    apply(s3, [Best(2, "val/loss")], Survey())
+    assert names(s3) == ["c2", "c4", "c5"], "the newest stays as well"
 
 
 def test_a_save_costs_few_requests(s3):
@@ -130,10 +113,10 @@ def test_a_save_costs_few_requests(s3):
         save(s3, f"c{number}", number)
         apply(s3, policies, survey)
     save(s3, "c6", 6)
-    # Lists: manifests, pins; of the delete, pins twice. Reads: new manifests, once more where a second has passed,
+    # Lists: manifests; of the delete, holds twice. Reads: new manifests, once more where a second has passed,
     # and the one that goes.
     spent = asked(s3, lambda: apply(s3, policies, survey))
-    assert spent["list"] == 4 and spent["get"] <= 6 and spent["delete"] == 2, spent
+    assert spent["list"] == 3 and spent["get"] <= 6 and spent["delete"] == 2, spent
     assert files(s3) == ["c5", "c6"]
 
 
@@ -172,7 +155,7 @@ class Meeting(FaultyStore):
 
 
 @pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.matrix)])
-def test_a_pin_that_meets_a_delete_holds_or_is_refused(tmp_path, kind):
+def test_a_hold_that_meets_a_delete_keeps_it_out_or_is_refused(tmp_path, kind):
     held = 0
     for at in itertools.count(1):
         store = FlatStore(tmp_path / str(at))
@@ -181,35 +164,35 @@ def test_a_pin_that_meets_a_delete_holds_or_is_refused(tmp_path, kind):
 
         def act(store=store, made=made):
             with contextlib.suppress(CheckpointNotFoundError):
-                made.append(pin(store, "a"))
+                made.append(hold(store, "a", save_of(1)))
 
         meeting = Meeting(store, at, act)
-        with contextlib.suppress(PinnedError):
+        with contextlib.suppress(HeldError):
             delete(meeting, "a")
         if made and meeting.operations >= at:
             held += 1
-            assert readable(store, "a"), f"pinned before request {at}, and gone"
+            assert readable(store, "a"), f"held before request {at}, and gone"
         else:
-            assert not names(store) and not pins(store)
+            assert not names(store) and not list(store.list(ids.HOLDS_PREFIX))
         if meeting.operations < at:
             break
     assert held > 3
 
 
-def test_a_delete_that_meets_a_pin_or_an_overwrite_leaves_what_is_wanted(tmp_path):
-    """The other way round: what deletes comes between two requests of a pin, and an overwrite between those of it."""
+def test_a_delete_that_meets_a_hold_or_an_overwrite_leaves_what_is_wanted(tmp_path):
+    """The other way round: what deletes comes between two requests of a hold, and an overwrite between those of it."""
     for at in range(1, 6):
-        store = FlatStore(tmp_path / f"pin-{at}")
+        store = FlatStore(tmp_path / f"hold-{at}")
         save(store, "a", 1)
 
         def act(store=store):
-            with contextlib.suppress(PinnedError):
+            with contextlib.suppress(HeldError):
                 delete(store, "a")
 
         try:
-            pin(Meeting(store, at, act), "a")
+            hold(Meeting(store, at, act), "a", save_of(1))
         except CheckpointNotFoundError:
-            assert not names(store) and not pins(store), f"refused, and left a pin: {at}"
+            assert not names(store) and not list(store.list(ids.HOLDS_PREFIX)), f"refused, and left a hold: {at}"
         else:
             assert readable(store, "a")
     for at in itertools.count(1):
@@ -379,14 +362,3 @@ def test_policies_of_another_dirpath_are_not_applied(node, tmp_path):
     write_atomic(node.root / "drain.json", other.to_json().encode())
     Drain(node.root).run(once=True)
     assert names(DirectoryStore(node.dirpath)) == ["c1", "c2"]
-
-
-def test_the_best_that_is_loaded_goes_by_what_was_added(memory_dir, tmp_path):
-    io = TieredCheckpointIO(tmp_path / "run", memory_dir=memory_dir, drain="thread")
-    for step in (1, 2, 3):
-        options = {"metric": ("val_loss", step / 10)} if step < 3 else {}
-        io.save_checkpoint({"global_step": step}, f"c{step}", storage_options=options)
-    assert io.load_checkpoint("tiered://best?mode=min&monitor=val_loss")["global_step"] == 1
-    add_metrics_to(tmp_path / "run", tmp_path / "run" / "c3", {"val_loss": 0.05})
-    assert io.load_checkpoint("tiered://best?mode=min&monitor=val_loss")["global_step"] == 3
-    io.teardown()

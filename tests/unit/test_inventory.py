@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io import find_latest, list_checkpoints, new_checkpoints, wait_for
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.engine.durable.manifests import manifest_cache
+from tiered_checkpoint_io.engine.durable.manifests import manifest_cache, names_of
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -69,6 +69,27 @@ def test_each_durable_checkpoint_is_new_once_also_across_a_restart(node):
     again = new_checkpoints(node.dirpath, after=saved[0], idle_timeout_s=0)
     assert [each.copy_of or each.save_id for each in again] == saved[1:]
     assert list(new_checkpoints(node.dirpath, idle_timeout_s=0)) == [], "none from now on"
+
+
+def test_what_is_handed_out_stays_until_the_next_one_is_asked_for(node):
+    for name in ("1.ckpt", "2.ckpt", "3.ckpt"):
+        node.save(name, b"A")
+    drain(node)
+
+    def left_without(name):
+        node.delete(name)
+        drain(node)
+        return sorted(names_of(DirectoryStore(node.dirpath)))
+
+    news = new_checkpoints(node.dirpath, after="", idle_timeout_s=0)
+    assert next(news).name == "1.ckpt"
+    assert left_without("1.ckpt") == ["1.ckpt", "2.ckpt", "3.ckpt"]
+    assert left_without("2.ckpt") == ["1.ckpt", "3.ckpt"]
+    # What was deleted before its turn is left out.
+    assert next(news).name == "3.ckpt"
+    assert left_without("1.ckpt") == ["3.ckpt"]
+    news.close()
+    assert left_without("3.ckpt") == []
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])

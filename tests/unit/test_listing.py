@@ -157,31 +157,3 @@ def test_show_tells_the_files_of_all_ranks_and_what_the_index_lacks(node, memory
     assert (damaged.exit_code, "\nstate: corrupt\n" in damaged.stdout) == (1, True)
     assert "problem: " in damaged.stdout
     assert "index" in damaged.stdout.partition("problem: ")[2]
-
-
-def test_metrics_that_are_added_later_belong_to_their_save_under_all_its_names(node, memory_dir):
-    where = ("--memory-dir", memory_dir)
-    node.save("1.ckpt", b"A", metric=Metric("val_loss", 0.25))
-    node.alias("last.ckpt", "1.ckpt")
-    node.request("copy", "copy.ckpt", "1.ckpt")
-    assert command("drain", *node.where, "--once").exit_code == 0
-    saved = {"val_loss": 0.25}
-    assert {name: row["metrics"] for name, row in listed(node, memory_dir).items()} == dict.fromkeys(
-        ["copy.ckpt", "1.ckpt", "last.ckpt"], saved
-    )
-    # Of a value that was saved, the later one counts; what was monitored stays as it was.
-    assert command("metric", node.dirpath, "last.ckpt", "val_loss=0.5", "bleu=30").exit_code == 0
-    added = {"val_loss": 0.5, "bleu": 30.0}
-    rows = listed(node, memory_dir)
-    assert [row["metrics"] for row in rows.values()] == [added] * 3
-    assert {row["metric"]["value"] for row in rows.values()} == {0.25}
-    assert {tuple(each.metrics.items()) for each in list_checkpoints(node.dirpath)} == {tuple(added.items())}
-    assert len({hash(each) for each in list_checkpoints(node.dirpath)}) == 3
-    assert command("ls", node.dirpath, *where).stdout.count("\tval_loss=0.5, bleu=30\t") == 3
-    assert "\nnote: copy of 1.ckpt\n" in command("show", node.dirpath, "copy.ckpt", *where).stdout
-    shown = command("show", node.dirpath, "1.ckpt", *where)
-    assert "\nmetrics: val_loss = 0.5, bleu = 30.0\n" in shown.stdout
-    # A later save of the name has none of them.
-    node.save("1.ckpt", b"B")
-    assert command("drain", *node.where, "--once").exit_code == 0
-    assert {each.name: each.metrics for each in list_checkpoints(node.dirpath)}["1.ckpt"] == {}

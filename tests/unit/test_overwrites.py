@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 from support import committing
-from support.draining import op_id
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import find_latest
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
-from tiered_checkpoint_io.engine.durable.metrics import add_metrics, rated
 from tiered_checkpoint_io.model.retention import Checkpoint, Latest, kept
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
@@ -32,18 +30,12 @@ def store(tmp_path, request):
 
 
 def test_retention_keeps_what_is_the_latest(store):
-    found = [Checkpoint.of(read_manifest(store, name), {}, ()) for name in ("last", "two")]
-    reasons = kept(found, [Latest(1)], now=0.0)
+    found = [Checkpoint.of(read_manifest(store, name)) for name in ("last", "two")]
+    reasons = kept(found, [Latest(1)])
     assert find_latest(store.url).name == "two"
     assert "newest" in reasons["two"] and "newest" not in reasons["last"]
     assert command("prune", store.url, "--keep-latest", "1", "--yes").exit_code == 0
     assert find_latest(store.url).name == "two"
-
-
-def test_a_metric_goes_to_the_save_that_is_there(store):
-    assert add_metrics(store, "last", {"val_loss": 0.5}) == op_id(1)
-    (manifest,) = rated(store, [read_manifest(store, "last")], "val_loss")
-    assert (manifest.settled.metric.value, manifest.content.metric) == (0.5, None)
 
 
 def test_verify_tells_the_save_that_is_there(store):

@@ -9,15 +9,13 @@ from omegaconf import OmegaConf
 
 from tiered_checkpoint_io import TieredCheckpointConfig
 from tiered_checkpoint_io.errors import ConfigError
-from tiered_checkpoint_io.model.retention import Best, Checkpoint, EveryHours, EverySteps, Latest, Pin, kept
+from tiered_checkpoint_io.model.retention import Best, Checkpoint, EverySteps, Latest, kept
 
-NOW = 1_000_000.0
 DEFAULT = Path(__file__).parents[2] / "configs" / "s3_checkpointing" / "default.yaml"
 POLICIES = st.lists(
     st.one_of(
         st.integers(1, 4).map(Latest),
         st.integers(1, 30).map(EverySteps),
-        st.floats(0.5, 5).map(EveryHours),
         st.builds(Best, st.integers(1, 3), st.sampled_from(["loss", "acc"]), st.sampled_from(["min", "max"])),
     ),
     min_size=1,
@@ -27,12 +25,10 @@ POLICIES = st.lists(
 
 @st.composite
 def tiers(draw):
-    """A durable tier: saves in order, some at one step, with metrics and pins; aliases and copies of them."""
+    """A durable tier: saves in order, some at one step, with metrics; aliases and copies of them."""
     found = []
     for number in range(draw(st.integers(0, 12))):
         name = f"c{number}"
-        expires = draw(st.sampled_from([None, NOW - 1, NOW + 1]))
-        pins = (Pin(name, "t", f"s{number:03d}", "", "h", 0.0, expires),) if draw(st.integers(0, 7)) == 0 else ()
         found.append(
             Checkpoint(
                 name=name,
@@ -43,7 +39,6 @@ def tiers(draw):
                 resumable=draw(st.booleans()),
                 metrics=draw(st.dictionaries(st.sampled_from(["loss", "acc"]), st.floats())),
                 is_changing=draw(st.integers(0, 9)) == 0,
-                pins=pins,
             )
         )
     if found and draw(st.booleans()):
@@ -53,16 +48,15 @@ def tiers(draw):
     return found
 
 
-def left(tier, policies, now=NOW):
-    why = kept(tier, policies, now)
+def left(tier, policies):
+    why = kept(tier, policies)
     assert list(why) == [each.name for each in tier]
     return [each for each in tier if why[each.name]]
 
 
-_PIN = Pin("weights", "t", "s2", "", "h", 0.0, None)
 _AT_ONE_STEP = [
     Checkpoint("other", "s1", resumable=False),
-    Checkpoint("weights", "s2", 5, resumable=False, pins=(_PIN,)),
+    Checkpoint("weights", "s2", 5, resumable=False),
     Checkpoint("all", "s3", 5),
     Checkpoint("newer", "s4", 6),
 ]
@@ -78,10 +72,10 @@ def test_what_must_stay_stays_and_a_second_look_removes_no_more(tier, policies):
         good = [each for each in tier if each.kind == kind and each.resumable and not (each.alias_of or each.is_copy)]
         assert not good or max(good, key=lambda each: each.save_id).name in names
     for each in tier:
-        must = each.alias_of or each.is_copy or each.is_changing or any(pin.holds(NOW) for pin in each.pins)
+        must = each.alias_of or each.is_copy or each.is_changing
         assert not must or each.name in names
         assert each.alias_of is None or each.alias_of in names
-    # What was kept for an expired pin alone may go now; nothing else changes by what is gone.
+    # Nothing changes by what is gone.
     assert left(there, policies) == there
     # One policy that keeps it is enough, and a policy more never removes one.
     each_alone = [{each.name for each in left(tier, [policy])} for policy in policies]
@@ -97,7 +91,7 @@ def test_latest_and_best_keep_as_many_steps_as_they_say(tier, latest, best):
         return {each.step if each.step >= 0 else each.name for each in checkpoints}
 
     def why(policy):
-        reasons = kept(tier, [policy], NOW)
+        reasons = kept(tier, [policy])
         return [each for each in saves if policy.text in reasons[each.name]]
 
     whole = steps(each for each in saves if each.resumable)
@@ -118,15 +112,13 @@ def test_latest_and_best_keep_as_many_steps_as_they_say(tier, latest, best):
     assert all(rated[one] <= rated[other] for one in chosen for other in rated.keys() - chosen)
 
 
-def test_every_so_many_steps_and_hours_keep_the_first_of_each_as_time_goes_on():
+def test_every_so_many_steps_keep_the_first_of_each_as_time_goes_on():
     steps, there = range(40, 700, 60), []
     for number, step in enumerate(steps):
         # Each save is followed by the decision, as in a run.
         there.append(Checkpoint(f"step={step}", f"s{number:03d}", step, created=number * 1800.0))
         there = left(there, [EverySteps(200)])
     assert [each.step for each in there] == [220, 400, 640]
-    hours = left([Checkpoint(f"n{n}", f"s{n:03d}", n, created=n * 1800.0) for n in range(9)], [EveryHours(2)])
-    assert [each.step for each in hours] == [0, 4, 8]
 
 
 def test_averages_and_process_groups_of_one_step_go_together():
@@ -139,9 +131,9 @@ def test_averages_and_process_groups_of_one_step_go_together():
 
 MAX = {"best": 1, "metric": "acc", "mode": "max"}
 FORMS = [
-    [Latest(2), EverySteps(100), EveryHours(6), Best(3, "val_loss"), Best(1, "acc", "max")],
-    {"latest": 2, "every_steps": 100, "every_hours": 6, "best": [{"best": 3, "metric": "val_loss"}, MAX]},
-    [{"latest": 2}, {"every_steps": 100}, {"every_hours": 6}, {"best": 3, "metric": "val_loss"}, MAX],
+    [Latest(2), EverySteps(100), Best(3, "val_loss"), Best(1, "acc", "max")],
+    {"latest": 2, "every_steps": 100, "best": [{"best": 3, "metric": "val_loss"}, MAX]},
+    [{"latest": 2}, {"every_steps": 100}, {"best": 3, "metric": "val_loss"}, MAX],
 ]
 
 
@@ -187,7 +179,6 @@ def test_policies_may_be_written_in_code_and_yaml_and_survive_the_way_to_the_dra
         ({"lastest": 3}, "unknown key 'lastest' in retention — known keys: latest, every_steps"),
         ({"latest": 0}, "latest is 0 — allowed: a whole number above 0"),
         ({"latest": True}, "latest is True"),
-        ({"every_hours": float("nan")}, "every_hours is nan — allowed: a number of hours above 0"),
         ({"best": 3}, "retention.best is 3 — allowed: {best: 3, metric: val_loss, mode: min}"),
         ({"best": 3, "metric": "loss", "mode": "low"}, "mode is 'low' — allowed: min or max"),
         ({"best": 3, "metric": "${monitor}"}, "retention.metric is '${monitor}' — allowed: the name of a metric"),

@@ -168,7 +168,7 @@ def test_what_an_alias_has_by_now_stays_where_the_removal_was_cut_off(who, tmp_p
         if who == "retention":
             list(retention.removed(cut_off, [Latest(1)], Survey(), journal=journal))
         else:
-            going = [each for each in Survey().look(store, metrics=False) if each.name == "a"]
+            going = [each for each in Survey().look(store) if each.name == "a"]
             pruning.remove_all(cut_off, going, threading.Event())
     assert names(store) == ["b", "last"]
 

@@ -53,22 +53,22 @@ def test_a_command_runs_once_for_each_in_order_and_a_failure_is_told_at_the_end(
         assert CliRunner().invoke(app, ["watch", node.dirpath, *wrong]).exit_code == 2
 
 
-def test_what_a_command_reads_is_pinned_meanwhile(node, memory_dir, tmp_path, capfd):
+def test_what_a_command_reads_is_held_meanwhile(node, memory_dir, tmp_path, capfd):
     for name in ("a.ckpt", "b.ckpt"):
         node.save(name, b"A")
     drain(node)
     # The first command tries to delete what it reads.
     delete = f"{sys.executable} -m tiered_checkpoint_io prune --keep-latest 1 --yes {node.dirpath}"
-    pins = f"ls {node.dirpath}/.tiered/pins"
-    done = watch(node, memory_dir, f"{pins}; test $TIERED_CKPT_NAME = b.ckpt || {delete} > {tmp_path}/said")
+    holds = f"ls {node.dirpath}/.tiered/holds"
+    done = watch(node, memory_dir, f"{holds}; test $TIERED_CKPT_NAME = b.ckpt || {delete} > {tmp_path}/said")
     assert capfd.readouterr().out.split() == ["a.ckpt", "b.ckpt"]
     assert done.exit_code == 0
-    assert "pinned" in (tmp_path / "said").read_text()
+    assert "in use" in (tmp_path / "said").read_text()
     assert sorted(os.listdir(node.dirpath)) == [".tiered", "a.ckpt", "b.ckpt"]
-    assert not list((tmp_path / "durable" / ".tiered" / "pins").rglob("*.json"))
+    assert not [each for each in (tmp_path / "durable/.tiered/holds").rglob("*") if each.is_file()]
 
 
-def test_of_a_checkpoint_that_is_deleted_its_copy_is_run_for_without_a_pin(node, memory_dir, capfd):
+def test_of_a_checkpoint_that_is_deleted_its_copy_is_run_for(node, memory_dir, capfd):
     """A run with ``save_top_k`` deletes a step while ``last.ckpt`` is still a copy of it."""
     node.save("a.ckpt", b"A")
     node.request("copy", "last.ckpt", "a.ckpt")
@@ -79,7 +79,7 @@ def test_of_a_checkpoint_that_is_deleted_its_copy_is_run_for_without_a_pin(node,
     done = watch(node, memory_dir, 'echo "$TIERED_CKPT_NAME"')
     assert capfd.readouterr().out.splitlines() == ["last.ckpt", "b.ckpt"]
     assert done.exit_code == 0
-    assert "warning: last.ckpt is not pinned" in done.stderr
+    assert not done.stderr
 
 
 def test_a_command_is_not_run_for_what_was_overwritten_before_its_turn(node, memory_dir, tmp_path, capfd):
@@ -93,7 +93,7 @@ def test_a_command_is_not_run_for_what_was_overwritten_before_its_turn(node, mem
     assert capfd.readouterr().out.splitlines() == ["first.ckpt 1"]
     assert (done.exit_code, done.stderr) == (
         0,
-        "last.ckpt was overwritten before its turn came: the command was not run for it\n",
+        "last.ckpt was deleted or overwritten before its turn came: the command was not run for it\n",
     )
     # At the next look it is what it is by then.
     assert (watch(node, memory_dir, "echo $TIERED_CKPT_STEP").exit_code, capfd.readouterr().out) == (0, "1\n3\n")

@@ -150,7 +150,7 @@ class SafeDeletes(PortableState):
                 if self._saved_as.get(path, save_id) == save_id:
                     self._note_lost(path)
             elif outcome.action == "delete" and path in self._queued and outcome.state != "failed":
-                # Else it is done, or pinned, and stays for those who have pinned it.
+                # Else it is done, or another program uses it, and it stays.
                 if outcome.error_type == CheckpointNotFoundError.__name__:
                     self._lose(self._queued[path][1])
                     self._withhold_again(path)

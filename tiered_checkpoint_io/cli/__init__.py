@@ -21,7 +21,6 @@ from tiered_checkpoint_io.cli import (
     listing,
     memory,
     metrics,
-    pins,
     prune,
     pull,
     showing,
@@ -60,9 +59,6 @@ app.command("flush")(spread(flush.flush))
 app.command("pull")(spread(pull.pull))
 app.command("doctor")(spread(doctor.doctor))
 app.command("prune")(spread(prune.prune))
-app.command("pin")(spread(pins.pin))
-app.command("unpin")(spread(pins.unpin))
-app.command("metric")(spread(pins.metric))
 app.command("metrics")(spread(metrics.metrics))
 app.command("watch")(spread(watch.watch))
 

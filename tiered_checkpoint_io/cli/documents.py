@@ -11,9 +11,8 @@ from typing import Annotated, Literal
 from tiered_checkpoint_io.cli.checking import Checked
 from tiered_checkpoint_io.engine.drain import operations
 from tiered_checkpoint_io.inventory.details import File, PartHere, Save
-from tiered_checkpoint_io.inventory.record import CheckpointInfo, Tier, time_of
+from tiered_checkpoint_io.inventory.record import CheckpointInfo, Tier
 from tiered_checkpoint_io.metrics import catalog
-from tiered_checkpoint_io.model import retention
 
 Event = Literal["listed", "new", "changed", "removed"]
 FlushState = Literal["durable", "uploaded", "queued", "not_durable"]
@@ -222,51 +221,6 @@ class Pulled:
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
-    """What keeps a checkpoint from being deleted."""
-
-    name: Annotated[str, "The checkpoint."]
-    token: Annotated[str, "The pin itself: a checkpoint may have several."]
-    save_id: Annotated[str, "What had the name when it was pinned."]
-    reason: Annotated[str, "Why, for people; may be empty."]
-    host: Annotated[str, "Where it was pinned."]
-    created: Annotated[datetime | None, "When (UTC)."]
-    expires: Annotated[datetime | None, "From when on it counts no more; None for never."]
-
-    @classmethod
-    def of(cls, pin: retention.Pin) -> Pin:
-        """A pin, for programs."""
-        ends = time_of(pin.expires) if pin.expires is not None else None
-        return cls(pin.name, pin.token, pin.save_id, pin.reason, pin.host, time_of(pin.created), ends)
-
-
-@dataclass(frozen=True, slots=True)
-class Pinned:
-    """A pin that was made."""
-
-    dirpath: Annotated[str, "The durable tier."]
-    pin: Annotated[Pin, "The pin."]
-
-
-@dataclass(frozen=True, slots=True)
-class Unpinned:
-    """Pins that were removed."""
-
-    dirpath: Annotated[str, "The durable tier."]
-    removed: Annotated[Sequence[Pin], "The pins."]
-
-
-@dataclass(frozen=True, slots=True)
-class MetricsAdded:
-    """Metrics that a checkpoint was given."""
-
-    dirpath: Annotated[str, "The durable tier."]
-    name: Annotated[str, "The checkpoint."]
-    save_id: Annotated[str, "The save that they belong to."]
-    metrics: Annotated[Mapping[str, float], "Their values."]
-
-
-@dataclass(frozen=True, slots=True)
 class Decided:
     """A checkpoint, and whether a policy keeps it."""
 
@@ -278,8 +232,7 @@ class Decided:
     size_bytes: Annotated[int, "Its bytes."]
     created: Annotated[datetime | None, "When it was saved (UTC)."]
     alias_of: Annotated[str | None, "Of an alias, the name that it stands for."]
-    metrics: Annotated[Mapping[str, float], "All values that are known."]
-    pins: Annotated[Sequence[Pin], "Its pins, expired ones included."]
+    metrics: Annotated[Mapping[str, float], "What was monitored when it was saved, by its name."]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,9 @@ import typer
 
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.claiming import claimed
-from tiered_checkpoint_io.cli.documents import Decided, Pin, Pruned, Refused
+from tiered_checkpoint_io.cli.documents import Decided, Pruned, Refused
 from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, path_of, wrong_use
 from tiered_checkpoint_io.cli.output import INTERRUPTED, printable, say, show, write_json
-from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.ending import ended_by_signal
 from tiered_checkpoint_io.engine.durable.pruning import finish, remove_all, unfinished
 from tiered_checkpoint_io.engine.durable.retention import in_order, refused_text
@@ -63,7 +62,6 @@ def prune(
     dirpath: Dirpath,
     keep_latest: Annotated[int | None, typer.Option(help="Keep so many latest steps.")] = None,
     keep_every_steps: Annotated[int | None, typer.Option(help="Keep one in so many steps.")] = None,
-    keep_every_hours: Annotated[float | None, typer.Option(help="Keep one in so many hours.")] = None,
     keep_best: Annotated[int | None, typer.Option(help="Keep so many of the best by --metric.")] = None,
     metric: Annotated[str | None, typer.Option(help="The metric for --keep-best, such as val_loss.")] = None,
     mode: Annotated[str | None, typer.Option(help="min (the default) or max: which values are better.")] = None,
@@ -86,13 +84,12 @@ def prune(
     """Removes checkpoints of the durable tier that no policy keeps. Without --yes it only shows what would go, and why
     each of the others stays.
 
-    Always kept: the newest that training can resume from, what is pinned, aliases and what they stand for, and copies
-    such as last.ckpt. Refused with --yes while a run writes to the dirpath.
+    Always kept: the newest that training can resume from, aliases and what they stand for, and copies such as
+    last.ckpt. Refused with --yes while a run writes to the dirpath.
     """
     given = {
         "latest": keep_latest,
         "every_steps": keep_every_steps,
-        "every_hours": keep_every_hours,
         "best": keep_best,
         "metric": metric,
         "mode": mode,
@@ -161,7 +158,7 @@ def _retention_in(file: Path) -> object:
 
 def _plan(store: Store, policies: Sequence[Policy], older_than_s: float) -> _Plan:
     survey = Survey()
-    found = survey.look(store, metrics=True, tidies=False)
+    found = survey.look(store)
     if not found and not survey.unread:
         raise CheckpointNotFoundError(
             "there is no checkpoint at this dirpath",
@@ -171,7 +168,7 @@ def _plan(store: Store, policies: Sequence[Policy], older_than_s: float) -> _Pla
             hint="check dirpath",
         )
     _refuse_unknown_metrics(found, policies)
-    reasons = kept(found, policies, SYSTEM.wall())
+    reasons = kept(found, policies)
     names = {each.name for each in found} | survey.unread.keys()
     left = leftovers(store, names, survey.saves, older_than_s=older_than_s)
     return _Plan(found, survey.unread, reasons, left, unfinished(store))
@@ -256,7 +253,7 @@ def _unread(plan: _Plan) -> list[Checkpoint]:
 def _late(each: Checkpoint, told: set[str], refused: set[int | str]) -> str:
     if each.name in told:
         return ""
-    return "the server, which refuses to delete it" if each.unit in refused else "pinned, or saved again, meanwhile"
+    return "the server, which refuses to delete it" if each.unit in refused else "in use, or saved again, meanwhile"
 
 
 def _refused_lines(done: _Done) -> list[str]:
@@ -294,5 +291,4 @@ def _decided(each: Checkpoint, reasons: Sequence[str]) -> Decided:
         created=time_of(each.created),
         alias_of=each.alias_of,
         metrics=each.metrics,
-        pins=list(map(Pin.of, each.pins)),
     )

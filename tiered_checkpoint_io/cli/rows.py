@@ -43,14 +43,14 @@ def names_of(checkpoints: Iterable[CheckpointInfo]) -> dict[str, str]:
 
 def _row(each: CheckpointInfo, names: dict[str, str], now: datetime) -> tuple[str, ...]:
     is_known = each.kind is not None
-    metrics = ", ".join(f"{name}={value:.6g}" for name, value in each.metrics.items())
+    metric = f"{each.metric.monitor}={each.metric.value:.6g}" if each.metric is not None else ""
     kind = each.kind or "?"
     return (
         each.name,
         str(each.step) if each.step is not None else "" if is_known else "?",
         size_text(each.size_bytes) if is_known else "?",
         age_text(each.created, now),
-        metrics,
+        metric,
         ", ".join(each.where),
         f"{kind}, not resumable" if is_known and not each.resumable else kind,
         state_text(each),

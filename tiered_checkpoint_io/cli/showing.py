@@ -72,7 +72,7 @@ def _show(each: Save, names: dict[str, str]) -> None:
         "problem": info.problem,
         "step": info.step,
         "epoch": info.epoch,
-        "metrics": ", ".join(f"{name} = {value!r}" for name, value in info.metrics.items()),
+        "metric": f"{info.metric.monitor} = {info.metric.value!r}" if info.metric is not None else "",
         "size": size_text(info.size_bytes),
         "created": f"{iso(info.created)}, {age_text(info.created, datetime.now(timezone.utc))} ago"
         if info.created

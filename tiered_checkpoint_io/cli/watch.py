@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -19,24 +20,18 @@ from tiered_checkpoint_io.cli.listing import looker_of
 from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server
 from tiered_checkpoint_io.cli.output import is_terminal, printable, rich_table, say, write_json
 from tiered_checkpoint_io.cli.rows import state_text, table_of
-from tiered_checkpoint_io.engine.durable.manifests import meant_by
-from tiered_checkpoint_io.engine.durable.pins import pin, unpin
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, UsageError
 from tiered_checkpoint_io.inventory.look import RepeatedLook
-from tiered_checkpoint_io.inventory.new_checkpoints import NewCheckpoints
+from tiered_checkpoint_io.inventory.new_checkpoints import NewCheckpoints, held
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, iso
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.stores import Store
 
 if TYPE_CHECKING:
     from rich.live import Live
 
 #: How often the tiers are looked at by default, seconds.
 _EVERY_S = 5.0
-#: When the pin of a command ends that did not live to remove it, seconds.
-_PINNED_S = 24 * 3600
 #: How long a command has to end after SIGTERM, before it is killed, seconds: a container is killed after ten, mostly.
 _GRACE_S = 5.0
 _STDERR = 2
@@ -70,7 +65,7 @@ def watch(
     With --exec CMD a shell runs CMD once for each checkpoint that becomes durable, in the order of the saves, one at a
     time. "$1" is its URL; TIERED_CKPT_URL, _NAME, _DIRPATH, _SAVE_ID, _STEP, _EPOCH, _KIND, _SIZE_BYTES, _CREATED,
     _METRIC_NAME and _METRIC_VALUE are in its environment, empty where they are not known. Where CMD fails, that is
-    said, the next one follows, and the status is 1 at the end. Meanwhile the checkpoint is pinned: it is not deleted.
+    said, the next one follows, and the status is 1 at the end. Meanwhile nothing deletes the checkpoint.
     """
     config = server.config(dirpath)
     if after is not None and command is None:
@@ -101,50 +96,17 @@ def watch(
     raise typer.Exit(1 if runs is not None and runs.failed else 0)
 
 
-class _OverwrittenError(Exception):
-    """A name is another checkpoint's by now."""
-
-
 def _run(runs: _CommandLine, config: TieredCheckpointConfig, each: CheckpointInfo) -> None:
-    try:
-        with _pinned(config, each):
+    def warn(line: str) -> None:
+        say(printable(f"warning: {line}"), err=True)
+
+    with held(each, functools.partial(ask, config), warn) as is_there:
+        if is_there:
             runs.run(each)
-    except CheckpointNotFoundError:
-        say(printable(f"{each.name} was deleted before its turn came: the command was not run for it"), err=True)
-    except _OverwrittenError:
-        # What it is now has a turn of its own.
-        say(printable(f"{each.name} was overwritten before its turn came: the command was not run for it"), err=True)
-
-
-@contextlib.contextmanager
-def _pinned(config: TieredCheckpointConfig, each: CheckpointInfo) -> Iterator[None]:
-    """A block in which retention does not delete a checkpoint; where it can't be pinned, that is said.
-
-    Raises:
-        CheckpointNotFoundError: It is deleted already.
-        _OverwrittenError: A later save has its name already.
-    """
-    name, token = each.name, None
-
-    def hold(store: Store) -> str:
-        meant = meant_by(store, name, operation="watch", undone="the command is not run")
-        if meant.settled.save_id != each.save_id:
-            raise _OverwrittenError
-        return pin(store, name, reason="tiered-ckpt watch", expires_s=_PINNED_S).token
-
-    try:
-        token = ask(config, hold)
-    except (StoreError, UsageError) as error:
-        # A UsageError: the copy of a checkpoint that was deleted, which nothing pins.
-        say(printable(f"warning: {name} is not pinned, and may be deleted while the command runs: {error}"), err=True)
-    try:
-        yield
-    finally:
-        if token is not None:
-            try:
-                ask(config, lambda store: unpin(store, name, token))
-            except StoreError as error:
-                say(printable(f"warning: the pin of {name} stays, for a day at most: {error}"), err=True)
+            return
+    # If it was overwritten, what it is now has a turn of its own.
+    why = "was deleted or overwritten before its turn came: the command was not run for it"
+    say(printable(f"{each.name} {why}"), err=True)
 
 
 # --------------------------------------------------------------------------------------- command

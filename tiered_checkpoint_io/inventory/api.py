@@ -10,8 +10,8 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import (
@@ -21,7 +21,7 @@ from tiered_checkpoint_io.errors import (
     WaitTimeoutError,
 )
 from tiered_checkpoint_io.inventory.look import Look, Looker, RepeatedLook
-from tiered_checkpoint_io.inventory.new_checkpoints import NewCheckpoints
+from tiered_checkpoint_io.inventory.new_checkpoints import NewCheckpoints, held
 from tiered_checkpoint_io.inventory.record import CheckpointInfo
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -29,6 +29,7 @@ from tiered_checkpoint_io.model.numbers import seconds
 from tiered_checkpoint_io.stores import Store, open_store, place_of
 from tiered_checkpoint_io.stores.silence import answer_within
 
+_T = TypeVar("_T")
 _log = logging.getLogger("tiered_checkpoint_io.inventory")
 #: How often programs look by default, seconds: one list of a small prefix each time.
 EVERY_S = 10.0
@@ -57,7 +58,7 @@ def list_checkpoints(
 def _listed(
     dirpath: str | os.PathLike[str], memory_dir: str | None, options: dict[str, Any], *, with_incomplete: bool
 ) -> list[CheckpointInfo]:
-    tiers = _Tiers(dirpath, memory_dir, options, metrics=True, with_incomplete=with_incomplete)
+    tiers = _Tiers(dirpath, memory_dir, options, with_incomplete=with_incomplete)
     with contextlib.closing(tiers):
         return tiers.look().checkpoints
 
@@ -153,7 +154,8 @@ def new_checkpoints(
     """Each checkpoint that becomes durable, once, in the order of the saves.
 
     An alias or a copy, such as ``last.ckpt``, is none of its own. One that becomes durable only after a later save is
-    given when it does. A checkpoint may be deleted while it is worked on, by the retention of its run.
+    given when it does. Nothing deletes a checkpoint until the next one is asked for, for a day at most; one that was
+    deleted or overwritten before its turn is left out.
 
     Args:
         dirpath: The durable tier; it need not exist yet.
@@ -193,7 +195,9 @@ def _news(
     with contextlib.closing(tiers):
         while not stop.is_set():
             for each in news.of(look.checkpoints()):
-                yield each
+                with held(each, tiers.ask, _log.warning) as is_there:
+                    if is_there:
+                        yield each
                 last = clock.monotonic()
                 if stop.is_set():
                     return
@@ -213,13 +217,12 @@ class _Tiers:
         options: dict[str, Any],
         clock: Clock = SYSTEM,
         *,
-        metrics: bool = False,
         with_incomplete: bool = False,
     ) -> None:
         self._config = TieredCheckpointConfig.from_any(dirpath=dirpath, **options)
         self.place = place_of(self._config)
         self._clock = clock
-        self._looker = Looker(self.place, memory_dir, metrics=metrics, clock=clock)
+        self._looker = Looker(self.place, memory_dir, clock=clock)
         self._with_incomplete = with_incomplete
         self._store: Store | None = None
 
@@ -229,20 +232,24 @@ class _Tiers:
 
     def look(self) -> Look:
         """Raises CheckpointNotFoundError, ConfigError and StoreError as :func:`list_checkpoints`."""
+        return self.ask(lambda store: self._looker.look(store, with_incomplete=self._with_incomplete))
 
-        def ask() -> Look:
+    def ask(self, work: Callable[[Store], _T]) -> _T:
+        """Returns what ``work`` finds in the durable tier; raises StoreUnavailableError if that is silent."""
+
+        def asked() -> _T:
             # One that fails, or is given up, is not asked again.
             store, self._store = self._store or open_store(self._config, clock=self._clock), None
             try:
-                look = self._looker.look(store, with_incomplete=self._with_incomplete)
+                found = work(store)
             except BaseException:
                 store.close()
                 raise
             self._store = store
-            return look
+            return found
 
         what = self.place.dirpath
-        return answer_within(self._config.durable_timeout_s, ask, what=what, clock=self._clock)
+        return answer_within(self._config.durable_timeout_s, asked, what=what, clock=self._clock)
 
 
 __all__ = ["CheckpointInfo", "find_latest", "list_checkpoints", "new_checkpoints", "wait_for"]

@@ -213,7 +213,7 @@ def read_unchanged(
                     f"{manifest.name} was removed or overwritten while it was read",
                     operation=operation,
                     key=ids.join_url(store.url, manifest.name),
-                    hint="try again, or take one that stays: tiered-ckpt pin keeps one from being removed",
+                    hint="try again, or take one that the retention of its run keeps",
                 ) from error
     raise AssertionError("unreachable")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from tiered_checkpoint_io.engine.drain.operations import NAMING
 from tiered_checkpoint_io.engine.restore.choice import Candidate
@@ -19,11 +19,10 @@ _NOT_KNOWN = "this node can't tell whether it is durable; the durable tier can, 
 
 @dataclass(frozen=True, slots=True)
 class DurableTier:
-    """What a look at a durable tier found: names with a manifest, saves without one, and added metrics by save."""
+    """What a look at a durable tier found: names with a manifest, and saves without one."""
 
     found: Sequence[DurableCheckpoint] = ()
     incomplete: Sequence[IncompleteSave] = ()
-    added: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def manifests(self) -> list[Manifest]:
@@ -48,7 +47,7 @@ def checkpoints_of(place: Place, durable: DurableTier | None, node: NodeMemory) 
     for damage in node.broken:
         broken.setdefault(damage.save_id or str(damage.folder), []).append(damage)
     manifests = {each.name: each for each in durable.manifests}
-    rows = [_durable_row(place, each, saves, broken, manifests, durable.added) for each in durable.found]
+    rows = [_durable_row(place, each, saves, broken, manifests) for each in durable.found]
     rows += [_overwriting_row(place, each, saves, node) for each in durable.manifests if _is_overwritten(each)]
     rows += _queued_rows(place, node, [*manifests.values()])
     seen = {row.save_id for row in rows if not row.alias_of}
@@ -81,7 +80,6 @@ def _durable_row(
     saves: dict[str, list[HeldPart]],
     broken: dict[str, list[BrokenPart]],
     manifests: Mapping[str, Manifest],
-    added: Mapping[str, Mapping[str, float]],
 ) -> CheckpointInfo:
     manifest, dirpath = each.manifest, place.dirpath
     if manifest is None:
@@ -96,7 +94,6 @@ def _durable_row(
         dirpath,
         content,
         state="durable",
-        metrics=content.metrics(added),
         alias_of=manifest.alias_of,
         where=(*_tiers(held), "durable"),
         parts_here=_ranks(held),

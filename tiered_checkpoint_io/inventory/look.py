@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.manifests import manifest_cache
-from tiered_checkpoint_io.engine.durable.metrics import added_metrics, metric_cache
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreUnavailableError
 from tiered_checkpoint_io.inventory.durable import checkpoints, incomplete_saves
 from tiered_checkpoint_io.inventory.listing import DurableTier, checkpoints_of
@@ -40,18 +39,12 @@ class Look:
 class Looker:
     """Looks at the same tiers again and again; see :class:`DocumentCache`."""
 
-    def __init__(
-        self, place: Place, memory_dir: str | None = None, *, metrics: bool = True, clock: Clock = SYSTEM
-    ) -> None:
-        """Takes the durable tier, and the folder of node memory; None not to look there.
-
-        With ``metrics`` it looks for those that were added since the saves as well: one list more.
-        """
+    def __init__(self, place: Place, memory_dir: str | None = None, *, clock: Clock = SYSTEM) -> None:
+        """Takes the durable tier, and the folder of node memory; None not to look there."""
         self._place = place
         self._memory_dir = memory_dir
         self._clock = clock
         self._manifests = manifest_cache()
-        self._added = metric_cache() if metrics else None
 
     def look(self, store: Store | None, *, with_incomplete: bool = True) -> Look:
         """Looks at both tiers, at memory first: what is committed in between is seen twice, and not missed.
@@ -76,9 +69,7 @@ class Looker:
                 raise
             found = []
         left = incomplete_saves(store, found) if with_incomplete else ()
-        # Before the first checkpoint there is none that has any.
-        added = added_metrics(store, self._added, clock=self._clock) if self._added is not None and found else {}
-        return replace(look, durable=DurableTier(found, left, added))
+        return replace(look, durable=DurableTier(found, left))
 
 
 class RepeatedLook:

@@ -1,10 +1,15 @@
-"""Which durable checkpoints of a look are new. Pure but for what it has seen."""
+"""Durable checkpoints that are new, and how they are kept while a program works on them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+from tiered_checkpoint_io.engine.durable.holds import hold, release
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
 from tiered_checkpoint_io.inventory.record import CheckpointInfo
+from tiered_checkpoint_io.stores import Store
 
 
 class NewCheckpoints:
@@ -29,3 +34,32 @@ class NewCheckpoints:
         # What this look did not find may only be out of sight, such as while a file system is mounted anew.
         self._seen |= set(first)
         return new
+
+
+@contextlib.contextmanager
+def held(
+    each: CheckpointInfo, ask: Callable[[Callable[[Store], Any]], Any], warn: Callable[[str], object]
+) -> Iterator[bool]:
+    """A block in which nothing deletes a checkpoint; gives whether the checkpoint is still there.
+
+    Args:
+        each: The checkpoint.
+        ask: Asks its durable tier.
+        warn: Shows a line if the checkpoint can't be held, as without the right to write.
+    """
+    name, key = each.alias_of or each.name, None
+    try:
+        key = ask(lambda store: hold(store, name, each.save_id))
+    except CheckpointNotFoundError:
+        yield False
+        return
+    except StoreError as error:
+        warn(f"{name} is not held, and may be deleted during the work on it: {error}")
+    try:
+        yield True
+    finally:
+        if key is not None:
+            try:
+                ask(lambda store: release(store, key))
+            except StoreError as error:
+                warn(f"{name} stays held, for a day at most: {error}")

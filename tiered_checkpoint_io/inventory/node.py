@@ -157,7 +157,7 @@ def _outcome(stored: StoredPart, outcomes: Iterable[Outcome]) -> Outcome | None:
     """What became of a part on the durable tier last."""
     part, last = stored.part, None
     for each in outcomes:
-        # One that was skipped, as for a pin, has deleted nothing.
+        # One that was skipped, as for a hold, has deleted nothing.
         is_delete = (each.action, each.state, each.name) == ("delete", "committed", part.name)
         is_gone = is_delete and each.op_id > part.save_id and each.place == part.place
         if each.op_id == stored.op_id or is_gone:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, Literal
 
@@ -34,8 +34,6 @@ class CheckpointInfo:
         step: The training step; None where it is not known. So is the epoch.
         epoch: The epoch.
         metric: What ModelCheckpoint monitored when it saved: ``monitor`` and ``value``; None where it did not.
-        metrics: All values that are known, by the names of their metrics: that one, and what :func:`add_metrics` added
-            to the save since, which replaces an earlier value.
         size_bytes: Bytes of all its files; where the durable tier does not have it, of the parts on this node.
         created: When it was saved, by the writer's clock (UTC); None where it is not known.
         kind: ``full``, ``sharded`` or ``local``; None where it is not known.
@@ -57,7 +55,6 @@ class CheckpointInfo:
     step: int | None = None
     epoch: int | None = None
     metric: Metric | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
     size_bytes: int = 0
     created: datetime | None = None
     kind: Kind | None = None
@@ -82,7 +79,6 @@ def info(name: str, dirpath: str, content: Content, *, state: CheckpointState, *
         "step": ids.known(content.step),
         "epoch": ids.known(content.epoch),
         "metric": content.metric,
-        "metrics": content.metrics({}),
         "size_bytes": content.size,
         "created": time_of(content.created),
         "kind": content.kind,

@@ -158,11 +158,6 @@ class Content:
         """Sorts contents in the order of their saves: a copy comes right before the save that made its bytes."""
         return (self.origin, not self.copy_of)
 
-    def metrics(self, added: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-        """Values by the names of their metrics: what it was saved with, and what was ``added`` to saves since."""
-        saved = {self.metric.monitor: self.metric.value} if self.metric is not None else {}
-        return {**saved, **added.get(self.origin, {})}
-
     @property
     def size(self) -> int:
         """Bytes of all files."""

@@ -20,14 +20,3 @@ def seconds(key: str, value: Any, *, above: float | None = None) -> float:
         allowed = "a number of seconds, from 0 on" if above is None else f"a number of seconds above {above:g}"
         raise ConfigError(f"{key} is {value!r}", hint=f"allowed: {allowed}")
     return float(value)
-
-
-def as_float(value: Any) -> float | None:
-    """A number in any form that can be one: also numpy's, and a tensor of one element; None for anything else."""
-    if isinstance(value, bool | str | bytes):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        # RuntimeError is torch's, of a tensor of several elements.
-        return None

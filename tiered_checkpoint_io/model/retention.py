@@ -16,7 +16,6 @@ from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Kind, Manifest
 
-_HOUR_S = 3600.0
 _MOST = 1 << 40
 _EXAMPLE = "a mapping such as {latest: 3, every_steps: 1000, best: {best: 2, metric: val_loss, mode: min}}, or a list"
 
@@ -31,38 +30,6 @@ def unit_of(name: str, step: int) -> UnitKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
-    """What keeps a checkpoint from being deleted.
-
-    Attributes:
-        name: The checkpoint.
-        token: The pin itself: a checkpoint may have several.
-        save_id: What had the name when it was pinned.
-        reason: Why, for people; may be empty.
-        host: Where it was pinned.
-        created: When, seconds since the epoch.
-        expires: From when on it counts no more; None for never.
-    """
-
-    name: str
-    token: str
-    save_id: str
-    reason: str
-    host: str
-    created: float
-    expires: float | None = None
-
-    def holds(self, now: float) -> bool:
-        """Whether it has not expired."""
-        return self.expires is None or now < self.expires
-
-    @property
-    def text(self) -> str:
-        """For people: by whom, and why."""
-        return f"pinned from {self.host}" + (f": {self.reason}" if self.reason else "")
-
-
-@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """What the decision goes by, of one checkpoint or alias.
 
@@ -74,11 +41,10 @@ class Checkpoint:
         kind: The payload.
         resumable: Whether training can resume from it.
         size: Bytes.
-        metrics: Values by name: what a ModelCheckpoint monitored, and what was added since.
+        metrics: Value of what a ModelCheckpoint monitored, by its name.
         alias_of: Of an alias, the name that it stands for.
         is_copy: Whether it is a copy that moves on with the run, as ``last.ckpt``.
         is_changing: Whether an overwrite of it is under way.
-        pins: What was pinned under its name, expired ones included.
     """
 
     name: str
@@ -92,7 +58,6 @@ class Checkpoint:
     alias_of: str | None = None
     is_copy: bool = False
     is_changing: bool = False
-    pins: tuple[Pin, ...] = ()
 
     @property
     def unit(self) -> UnitKey:
@@ -100,8 +65,8 @@ class Checkpoint:
         return unit_of(self.name, self.step)
 
     @classmethod
-    def of(cls, manifest: Manifest, added: Mapping[str, Mapping[str, float]], pins: Iterable[Pin]) -> Checkpoint:
-        """What a manifest says, with the metrics that were ``added`` to saves since, and the pins of its name."""
+    def of(cls, manifest: Manifest) -> Checkpoint:
+        """Returns what a manifest says."""
         content = manifest.settled
         return cls(
             name=manifest.name,
@@ -111,11 +76,10 @@ class Checkpoint:
             kind=content.kind,
             resumable=content.resumable,
             size=content.size,
-            metrics=content.metrics(added),
+            metrics={content.metric.monitor: content.metric.value} if content.metric is not None else {},
             alias_of=manifest.alias_of,
             is_copy=bool(content.copy_of),
             is_changing=bool(manifest.previous),
-            pins=tuple(pins),
         )
 
 
@@ -163,31 +127,6 @@ class EverySteps:
 
 
 @dataclass(frozen=True, slots=True)
-class EveryHours:
-    """Keeps the first save of each window of so many hours, counted from 1970-01-01T00:00Z on."""
-
-    every_hours: float
-
-    def __post_init__(self) -> None:
-        value = self.every_hours
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST:
-            _refuse("retention.every_hours", value, "a number of hours above 0")
-
-    @property
-    def text(self) -> str:
-        return f"every {self.every_hours:g} h"
-
-    def keeps(self, units: Sequence[_Unit]) -> list[_Unit]:
-        """See :meth:`Latest.keeps`; what has no sensible time is kept."""
-        timed = [(min(each.created for each in unit), unit) for unit in units]
-        lost = [unit for created, unit in timed if not math.isfinite(created)]
-        known = sorted(
-            (pair for pair in timed if math.isfinite(pair[0])), key=lambda pair: (pair[0], pair[1][0].save_id)
-        )
-        return lost + _first_of_each([(created // (self.every_hours * _HOUR_S), unit) for created, unit in known])
-
-
-@dataclass(frozen=True, slots=True)
 class Best:
     """Keeps the best by a metric; of equals the earliest."""
 
@@ -220,26 +159,25 @@ class Best:
         return [unit for _, unit in sorted(rated, key=lambda pair: pair[0])[: self.best]]
 
 
-Policy: TypeAlias = Latest | EverySteps | EveryHours | Best
+Policy: TypeAlias = Latest | EverySteps | Best
 #: Policies as a user may write them; what a configuration holds is a tuple of them.
 Policies: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any] | Policy]
-_POLICIES: tuple[type[Policy], ...] = (Latest, EverySteps, EveryHours, Best)
+_POLICIES: tuple[type[Policy], ...] = (Latest, EverySteps, Best)
 _BY_KEY: dict[str, type[Policy]] = {fields(each)[0].name: each for each in _POLICIES}
 
 
 # -------------------------------------------------------------------------------------- decision
-def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy], now: float) -> dict[str, tuple[str, ...]]:
+def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy]) -> dict[str, tuple[str, ...]]:
     """Why each of these checkpoints is kept; one without a reason is to be removed.
 
     Whatever the policies say, these stay: the newest that training can resume from, of each payload, and the newest of
-    these that is named last; what is pinned; aliases and what they stand for; copies such as ``last.ckpt``, but for
+    these that is named last; aliases and what they stand for; copies such as ``last.ckpt``, but for
     those in whose place the run has put others; what is being overwritten. What was saved at one step stays or goes
     together. Without a policy all stay.
 
     Args:
         checkpoints: All that the durable tier has, aliases included.
         policies: Each says what it keeps; one that keeps it is enough.
-        now: Seconds since the epoch, for pins.
     """
     there = list(checkpoints)
     units = _units(there)
@@ -271,8 +209,6 @@ def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy], now: flo
             give([each], "a copy, which the run replaces")
         if each.is_changing:
             give([each], "being overwritten")
-        for pin in each.pins:
-            give([each] if pin.holds(now) else [], pin.text)
         if not policies:
             give([each], "no policy")
     for unit in units:

@@ -38,8 +38,8 @@ from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    HeldError,
     MemoryFullError,
-    PinnedError,
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.logs import Logger, rate
@@ -297,9 +297,9 @@ class Executor:
             where = self.tier.quarantine(operation.stored.folder, str(error))
             self.queue.ring()
             self.log.error("%s is corrupt in memory and was moved to %s: %s", operation.name, where, error)
-        elif isinstance(error, CheckpointNotFoundError | PinnedError):
+        elif isinstance(error, CheckpointNotFoundError | HeldError):
             # A save that was removed from memory, or an alias whose target was given up: then the
-            # old alias still names what is good. Or a delete of what is pinned, which is not waited for.
+            # old alias still names what is good. Or a delete of what another program uses, which is not waited for.
             self.log.warning("%s", error)
             self._finish(operation, "skipped", error)
         else:

@@ -5,7 +5,7 @@ leaves the old state or the new one, and each may be repeated.
 
 - Alias: the target learns of it; what is to go is noted; the alias' manifest; what nothing names any more goes.
 - Delete: live aliases inherit the files; what is to go is noted; the manifest goes; files, descriptions, index last.
-  A checkpoint that is pinned stays; one that is pinned while its manifest goes gets that back before any file goes.
+  A checkpoint that is held stays; one that is held while its manifest goes gets that back before any file goes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.durable.holds import refuse_held
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, repeated
-from tiered_checkpoint_io.engine.durable.pins import refuse_pinned
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Later, Removal, Section, remove_unnamed
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, PinnedError, StoreChangedError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, HeldError, StoreChangedError
 from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.stores.base import Store, UploadJournal
 
@@ -115,7 +115,7 @@ def delete(
     later than ``before``, the id of the request, is left alone.
 
     Raises:
-        PinnedError: It is pinned. Nothing was removed.
+        HeldError: Another program uses it. Nothing was removed.
         FormatVersionError: This name has another format version. Nothing was removed.
         StoreError: Repeat the call to finish.
     """
@@ -133,7 +133,7 @@ def delete(
         # One that cannot be read stands for no checkpoint either.
         manifests.delete(name)
     elif is_meant:
-        refuse_pinned(store, name, clock=clock)
+        refuse_held(store, name, clock=clock)
         removal = Removal(name) if _hand_over(manifests, manifest) else removal_of(manifests, manifest)
         removal = removal.noted_of(manifest, note)
         manifests.delete(name)
@@ -141,8 +141,8 @@ def delete(
             # It was set meanwhile: either it finds the target gone, and is taken back, or it has the files from now on.
             removal = Removal(name)
         try:
-            refuse_pinned(store, name, clock=clock)
-        except PinnedError:
+            refuse_held(store, name, clock=clock)
+        except HeldError:
             manifests.put(replace(manifest, reserved=manifests.reserved(name)))
             note.clear()
             raise

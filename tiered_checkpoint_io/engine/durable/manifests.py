@@ -17,7 +17,6 @@ from typing import ParamSpec, TypeVar
 
 from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
 from tiered_checkpoint_io.errors import (
-    CheckpointNotFoundError,
     FormatVersionError,
     ManifestError,
     StoreArchivedError,
@@ -204,20 +203,6 @@ def _parse(data: bytes, where: str) -> Manifest | None:
 def current(store: Store, name: str) -> Manifest | None:
     """The manifest of a checkpoint; a damaged one describes no checkpoint. Raises as :func:`if_intact`."""
     return if_intact(read_manifest, store, name)
-
-
-def meant_by(store: Store, name: str, *, operation: str, undone: str) -> Manifest:
-    """The manifest of a checkpoint, or of what a name is an alias of.
-
-    Raises:
-        CheckpointNotFoundError: There is none; says what is ``undone`` for that.
-    """
-    manifest = current(store, name)
-    if manifest is None:
-        text = f"there is no checkpoint {name}, so {undone}"
-        raise CheckpointNotFoundError(text, operation=operation, tier="durable", key=name)
-    target = current(store, manifest.alias_of) if manifest.alias_of is not None else None
-    return target or manifest
 
 
 def contents_of(manifests: Iterable[Manifest | None]) -> list[Content]:

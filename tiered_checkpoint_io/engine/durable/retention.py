@@ -12,9 +12,9 @@ from tiered_checkpoint_io.engine.durable.aliases import delete
 from tiered_checkpoint_io.engine.durable.manifests import current
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Later, Section, finish_noted
 from tiered_checkpoint_io.engine.durable.survey import RemovalAttempt, Survey
-from tiered_checkpoint_io.errors import PinnedError
+from tiered_checkpoint_io.errors import HeldError
 from tiered_checkpoint_io.logs import names_text
-from tiered_checkpoint_io.model.retention import Best, Checkpoint, Policy, kept
+from tiered_checkpoint_io.model.retention import Checkpoint, Policy, kept
 from tiered_checkpoint_io.stores.base import Store, UploadJournal
 from tiered_checkpoint_io.stores.refusals import Refusals
 
@@ -41,7 +41,7 @@ def removed(
         journal: Notes what is still to be removed.
         remove_later: See :meth:`Removal.finish`.
         needed: Names that stay whatever the policies say.
-        clock: Tells which pins have expired.
+        clock: Tells which holds have expired.
 
     Yields:
         Each that is gone, and each that was refused.
@@ -51,8 +51,8 @@ def removed(
     """
     note = Section(journal, REMOVAL)
     finish_noted(store, "retention", note, remove_later)
-    there = survey.look(store, metrics=any(isinstance(each, Best) for each in policies), clock=clock)
-    reasons = kept(there, policies, clock.wall())
+    there = survey.look(store, clock=clock)
+    reasons = kept(there, policies)
     going = [each for each in there if not reasons[each.name] and each.name not in needed]
     for each in in_order(going):
         if survey.leaves_alone(each, clock):
@@ -80,7 +80,7 @@ def remove(
     remove_later: Later = None,
     clock: Clock = SYSTEM,
 ) -> RemovalAttempt:
-    """Removes a checkpoint, unless it was saved again, or pinned, since it was judged.
+    """Removes a checkpoint, unless it was saved again since it was judged, or is in use.
 
     Of one that is gone, the journal has what could not be removed of it; see ``remove_later`` of
     :meth:`Removal.finish`.
@@ -93,7 +93,7 @@ def remove(
         with refused.kept():
             is_gone = delete(store, name, before=save_id, journal=journal, remove_later=remove_later, clock=clock)
             return RemovalAttempt(checkpoint, is_gone)
-    except PinnedError:
+    except HeldError:
         return RemovalAttempt(checkpoint, is_gone=False)
     # Where it is not this one object that is refused, as with credentials that have expired, this raises too.
     manifest = current(store, name)

@@ -1,6 +1,6 @@
 """What is known of a durable tier, asked as little as possible.
 
-One list each of the manifests, the pins and the metrics (where a policy goes by one), and a read of what is new there.
+One list of the manifests, and a read of what is new there.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from typing import NamedTuple
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
 from tiered_checkpoint_io.engine.durable.manifests import contents_of, manifest_cache
-from tiered_checkpoint_io.engine.durable.metrics import Added, added_metrics, forget, metric_cache
-from tiered_checkpoint_io.engine.durable.pins import pin_cache, pins
 from tiered_checkpoint_io.errors import ManifestError, StoreError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.launches import are_one
 from tiered_checkpoint_io.model.manifest import Manifest
-from tiered_checkpoint_io.model.retention import Checkpoint, Pin
+from tiered_checkpoint_io.model.retention import Checkpoint
 from tiered_checkpoint_io.stores.base import Store
 
 
@@ -43,7 +41,7 @@ class RemovalAttempt(NamedTuple):
 
     Attributes:
         checkpoint: It.
-        is_gone: Whether it ceased to exist. Else it is as it was: saved again or pinned since, or refused.
+        is_gone: Whether it ceased to exist. Else it is as it was: saved again since, in use, or refused.
         refusal: What the server said where it refused to remove something: of what is gone, some of the files.
     """
 
@@ -73,8 +71,6 @@ class Survey:
     _known: set[str] = field(default_factory=set)
     _left_alone: dict[int | str, float] = field(default_factory=dict)
     _manifests: DocumentCache[Manifest | None] = field(default_factory=manifest_cache)
-    _pins: DocumentCache[Pin] = field(default_factory=pin_cache)
-    _metrics: DocumentCache[Added] = field(default_factory=metric_cache)
     _leases: DocumentCache[LeaseFacts] = field(default_factory=lambda: DocumentCache(ids.LEASE_PREFIX, _lease))
 
     def manifests(self, store: Store, clock: Clock = SYSTEM) -> dict[str, Manifest | ManifestError]:
@@ -88,24 +84,17 @@ class Survey:
         # In place of a reservation there is None.
         return {name: value for name, value in named.items() if value is not None}
 
-    def look(self, store: Store, *, metrics: bool, tidies: bool = True, clock: Clock = SYSTEM) -> list[Checkpoint]:
-        """All checkpoints and aliases, with their pins, and with their metrics where these are asked for.
-
-        Where it ``tidies``, metrics of saves that are gone, and expired pins, are removed on the way.
+    def look(self, store: Store, *, clock: Clock = SYSTEM) -> list[Checkpoint]:
+        """Returns all checkpoints and aliases.
 
         Raises:
             StoreError: The tier could not be asked.
         """
-        # Before the manifests: what has a value now, and no manifest then, is gone.
-        added = added_metrics(store, self._metrics, clock=clock) if metrics else {}
-        pinned = pins(store, self._pins, tidies=tidies, clock=clock)
         read = self.manifests(store, clock)
         self.unread = {name: value for name, value in read.items() if isinstance(value, ManifestError)}
         manifests = [value for value in read.values() if isinstance(value, Manifest)]
         self.saves = {each.save_id for each in contents_of(manifests)}
-        if tidies and added and not self.unread:
-            forget(store, added.keys() - self.saves - {each.content.copy_of for each in manifests})
-        return [Checkpoint.of(each, added, pinned.get(each.name, ())) for each in manifests]
+        return [Checkpoint.of(each) for each in manifests]
 
     def leave_alone(self, attempt: RemovalAttempt, clock: Clock) -> None:
         """Remembers a checkpoint that the server refused to remove, so that it is not asked each time."""

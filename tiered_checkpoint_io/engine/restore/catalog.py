@@ -14,7 +14,6 @@ from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import NAMING
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable.manifests import contents_of, read_manifest
-from tiered_checkpoint_io.engine.durable.metrics import rated
 from tiered_checkpoint_io.engine.restore.choice import ONE_FOLDER, Held, Selector
 from tiered_checkpoint_io.engine.restore.elsewhere import committed_elsewhere, other_names
 from tiered_checkpoint_io.engine.session import Session
@@ -197,8 +196,6 @@ def discover(
             # Which one is the best no name tells.
             if selector.kind != "best" or not found.rest:
                 break
-        if selector.kind == "best":
-            found.manifests = rated(store, found.manifests, selector.monitor)
         return found
     except TieredCheckpointError as error:
         return DurableCatalog(listed=found.listed, error=error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from urllib.parse import quote
 
 from tiered_checkpoint_io.model.ids.order import rank_folder, rank_of
 
@@ -12,9 +11,7 @@ META_PREFIX = ".tiered/"
 MANIFEST_PREFIX = META_PREFIX + "manifests/"
 SAVES_PREFIX = META_PREFIX + "saves/"
 LEASE_PREFIX = META_PREFIX + "leases/"
-PINS_PREFIX = META_PREFIX + "pins/"
-#: Values that were added to checkpoints after their commit.
-METRICS_PREFIX = META_PREFIX + "metrics/"
+HOLDS_PREFIX = META_PREFIX + "holds/"
 #: What a prune is about to remove, so that the next one can go on where it was cut off.
 PRUNE_PREFIX = META_PREFIX + "prune/"
 #: Small objects that are written, read and deleted to see whether that is possible.
@@ -75,19 +72,9 @@ def lease_key(namespace: str, token: str) -> str:
     return f"{lease_prefix(namespace)}{token}.json"
 
 
-def pins_prefix(name: str) -> str:
-    """``.tiered/pins/<name>/``: below it lies one object for each pin of a checkpoint."""
-    return f"{PINS_PREFIX}{name}/"
-
-
-def pin_key(name: str, token: str) -> str:
-    """``.tiered/pins/<name>/<token>.json``."""
-    return f"{pins_prefix(name)}{token}.json"
-
-
-def metric_key(save_id: str, metric: str) -> str:
-    """``.tiered/metrics/<save_id>/<metric>.json``, the metric's name quoted as in a URL."""
-    return f"{METRICS_PREFIX}{save_id}/{quote(metric, safe='')}.json"
+def hold_prefix(name: str) -> str:
+    """``.tiered/holds/<name>/``: below it lies one object for each hold of a checkpoint."""
+    return f"{HOLDS_PREFIX}{name}/"
 
 
 def prune_key(name: str) -> str:
