@@ -241,7 +241,7 @@ class TieredStorage(Storage):  # type: ignore[misc]
 
     def _names(self) -> set[str]:
         session = self._config.checkpointer.session
-        return self._held() | session.known.all(session.config.durable_timeout_s)
+        return self._held() | session.known.all(session.config.support.durable_timeout_s)
 
     def _held(self) -> set[str]:
         """The names that are in memory alone: what it has of the others may be waiting for its removal."""
@@ -268,7 +268,7 @@ class TieredStorage(Storage):  # type: ignore[misc]
         if any(each.part.name == name and each.part.place == session.place for each in session.open().tier.parts()):
             return False
         try:
-            why = answer_within(session.config.durable_timeout_s, lambda: self._damage_of(name))
+            why = answer_within(session.config.support.durable_timeout_s, lambda: self._damage_of(name))
         except StoreError:
             return False
         if why is not None:

@@ -7,6 +7,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from support.supporting import build
 
 from tiered_checkpoint_io import dcp
 
@@ -19,7 +20,7 @@ def main():
     for name in job["names"]:
         state = {"w": torch.zeros(2), "step": 0, "shard": -1}
         try:
-            reader = dcp.load(state, checkpoint_id=name, kind="local", **job["options"])
+            reader = build(dcp.load, state, checkpoint_id=name, kind="local", **job["options"])
             answers.append([state["w"].tolist(), state["step"], state["shard"]])
         except Exception as error:
             answers.append(type(error).__name__)

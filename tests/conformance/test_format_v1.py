@@ -11,6 +11,7 @@ import torch
 from support.format_v1 import put_in_place
 from support.launch import launch
 from support.restoring import flip
+from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO, dcp
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
@@ -30,7 +31,7 @@ HALF = "step_5.ckpt"
 
 
 def load_full(options, names):
-    io = TieredCheckpointIO(**options)
+    io = build(TieredCheckpointIO, **options)
     try:
         for name in names:
             state = io.load_checkpoint(name or "tiered:latest")
@@ -133,7 +134,7 @@ def test_the_alias_is_the_last(kind, tmp_path, memory_dir):
         if kind == "full":
             assert list(load_full(options, ["tiered:last"])) == [3]
             continue
-        reader = SelectingReader("tiered:last", **options)
+        reader = build(SelectingReader, "tiered:last", **options)
         state = {"w": torch.zeros(4), "step": 0}
         dcp.load(state, storage_reader=reader)
         reader.close()

@@ -9,6 +9,7 @@ import torch
 from support.bad_input import state
 from support.clocks import hurried
 from support.fault_proxy import late, refuse, where
+from support.supporting import build, supported
 from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO, TieredStorageWriter, dcp
@@ -32,13 +33,8 @@ def impatient():
 
 @pytest.fixture
 def options(s3_url, proxy):
-    return {
-        "dirpath": s3_url,
-        "endpoint_url": proxy.endpoint_url,
-        "drain": "thread",
-        "wait_timeout_s": 60,
-        "spill_dir": None,
-    }
+    with supported(drain="thread", wait_timeout_s=60):
+        yield {"dirpath": s3_url, "endpoint_url": proxy.endpoint_url, "spill_dir": None}
 
 
 @pytest.fixture
@@ -186,8 +182,8 @@ def test_a_sharded_checkpoint_of_the_name_is_just_being_committed(save, key, opt
 def test_a_sharded_checkpoint_of_the_name_can_not_be_uploaded_for_now(options, proxy, tmp_path, memory_dir):
     options = {**options, "wait_timeout_s": 20}
     with mounted_tmpfs(tmp_path / "tight", 16 << 20) as folder:
-        writer = TieredStorageWriter(
-            **options, memory_dir=str(folder), save_to_s3=True, on_save_error="raise", wait=False
+        writer = build(
+            TieredStorageWriter, **options, memory_dir=str(folder), save_to_s3=True, on_save_error="raise", wait=False
         )
         proxy.plan = where(refuse(503, "SlowDown"), operation="put")
         dcp.save({"w": torch.zeros(1000)}, checkpoint_id="step_1", storage_writer=writer)
@@ -203,8 +199,8 @@ def test_a_sharded_checkpoint_of_the_name_can_not_be_uploaded_for_now(options, p
         writer.close()
     found = {"w": torch.zeros(LARGE)}
     options |= {"memory_dir": memory_dir}
-    dcp.load(found, checkpoint_id="step_1", **options)
-    close_shared(settings_of(None, options))
+    build(dcp.load, found, checkpoint_id="step_1", **options)
+    close_shared(build(settings_of, None, options))
     assert torch.equal(found["w"], torch.ones(LARGE))
 
 
@@ -213,7 +209,7 @@ def test_what_the_queue_has_no_room_for_is_skipped_where_memory_has_none_either(
     """It is of memory alone then: no failure of a durable save."""
     with mounted_tmpfs(tmp_path / "tight", 16 << 20) as folder, contextlib.ExitStack() as stack:
         rules = {"max_pending": 1, "pending_timeout_s": 1}
-        io = AsyncCheckpointIO(TieredCheckpointIO(**options, memory_dir=str(folder), **rules))
+        io = AsyncCheckpointIO(build(TieredCheckpointIO, **options, memory_dir=str(folder), **rules))
         stack.callback(io.teardown)
         proxy.plan = where(late(5), key="run/1.ckpt")
         for step, tiers in ((1, ["memory", "durable"]), (2, ["memory"]), (3, ["memory", "durable"])):

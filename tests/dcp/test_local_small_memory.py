@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from support.sharded import incomplete
+from support.supporting import build
 from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io import dcp
@@ -224,15 +225,15 @@ def test_two_saves_of_a_name_do_not_commit_at_once(small, memory_dir, tmp_path):
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         # As long as this is held, no drain works: the first one waits in memory, and the second for it.
         busy = try_lock(tier.root / LOCK_FILE)
-        first = dcp.async_save({"n": 1}, **name, **options)
-        second = thread.submit(dcp.save, {"n": 2, "w": torch.ones(1_000_000)}, **name, **options)
+        first = build(dcp.async_save, {"n": 1}, **name, **options)
+        second = thread.submit(build, dcp.save, {"n": 2, "w": torch.ones(1_000_000)}, **name, **options)
         time.sleep(1.0)
         assert not (first.done() or second.done() or manifest.exists())
         release(busy)
         assert [future.result(60).tiers for future in (first, second)] == [{"memory", "durable"}, {"durable"}]
     assert Manifest.from_json(manifest.read_bytes(), where="").content.save_id == second.result().save_id
     assert len(list((tmp_path / "durable" / "latest").iterdir())) == 1
-    dcp.TieredStorageWriter(**options).close()
+    build(dcp.TieredStorageWriter, **options).close()
 
 
 @pytest.mark.matrix

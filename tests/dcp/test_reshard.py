@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.documented import document_of
 from support.losing import lose_memory
 from support.restoring import flip
+from support.supporting import build
 from support.tenants import refuse
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
@@ -298,7 +299,7 @@ def test_where_the_manifest_cannot_be_written_its_files_go(parts, tmp_path, monk
 @pytest.mark.parametrize("parts", [2, pytest.param(1, marks=pytest.mark.matrix)])
 def test_what_takes_the_new_name_meanwhile_is_not_replaced(parts, tmp_path, memory_dir, s3_url, monkeypatch):
     """A training's save, or another reshard: the name was free when this one began."""
-    writer = TieredStorageWriter(dirpath=s3_url, memory_dir=memory_dir, wait=True, drain="thread")
+    writer = build(TieredStorageWriter, dirpath=s3_url, memory_dir=memory_dir, wait=True, drain="thread")
     dcp.save(state(), checkpoint_id="step_4", storage_writer=writer)
     others = {
         "step_5": lambda: dcp.save(state(), checkpoint_id="step_5", storage_writer=writer),
@@ -333,7 +334,7 @@ def ours_store(url):
 
 def test_a_full_checkpoint_of_lightnings_is_one_for_programs_alone(tmp_path, memory_dir):
     """Its optimizers are called otherwise in sharded ones: what can't be resumed from is not offered for it."""
-    io = TieredCheckpointIO(tmp_path / "run", memory_dir=memory_dir, drain="thread")
+    io = build(TieredCheckpointIO, tmp_path / "run", memory_dir=memory_dir, drain="thread")
     saved = {
         "pytorch-lightning_version": "2.5.0",
         "global_step": 3,

@@ -11,6 +11,7 @@ import torch
 from support.launch import free_port, launch, said
 from support.losing import lose_memory
 from support.restoring import flip, of_a_newer_release
+from support.supporting import build
 from support.tenants import mounted_tmpfs
 
 pytest.importorskip("torch_checkpointing", reason="pip install -c constraints.txt '.[torch-checkpointing]'")
@@ -44,7 +45,7 @@ def test_a_killed_training_resumes_bit_identically(tmp_path, memory_dir):
 
 @pytest.fixture
 def config(tmp_path, memory_dir):
-    config = TieredStorageConfig(str(tmp_path / "durable"), {"memory_dir": memory_dir, "wait_timeout_s": 60})
+    config = build(TieredStorageConfig, str(tmp_path / "durable"), {"memory_dir": memory_dir, "wait_timeout_s": 60})
     yield config
     config.close()
 
@@ -123,7 +124,7 @@ def test_a_server_that_does_not_answer_does_not_stop_training(memory_dir, monkey
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
     endpoint = f"http://127.0.0.1:{free_port()}"
     options = {"memory_dir": memory_dir, "endpoint_url": endpoint, "durable_timeout_s": 1, "pending_timeout_s": 1}
-    config = TieredStorageConfig("s3://bucket/run", {**options, "drain": "thread"}, s3_every_n_steps=10)
+    config = build(TieredStorageConfig, "s3://bucket/run", {**options, "drain": "thread"}, s3_every_n_steps=10)
     storage = config.create_storage()
     write(storage, "step_1", a=b"one")
     write(storage, "step_2", a=b"two")

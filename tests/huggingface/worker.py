@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
+from support.supporting import build
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from tiered_checkpoint_io.errors import TieredCheckpointError
@@ -112,7 +113,7 @@ class LoggingTrainer(Trainer):
 
 
 def by_trainer():
-    tiered = TieredCheckpointCallback(**told["options"])
+    tiered = build(TieredCheckpointCallback, **told["options"])
     args = TrainingArguments(
         told["output_dir"],
         per_device_train_batch_size=BATCH,
@@ -135,7 +136,7 @@ def by_trainer():
             return {"failed": type(error).__name__, "said": str(error), "took_s": time.monotonic() - began}
     folder = tiered.restore()
     if "beside" in told:
-        other = TieredCheckpointCallback(**told["options"] | told["beside"])
+        other = build(TieredCheckpointCallback, **told["options"] | told["beside"])
         Trainer(gpt2(), args, train_dataset=data, callbacks=[other])
         other.restore()
     trainer.train(resume_from_checkpoint=folder)
@@ -164,7 +165,7 @@ class Counter:
 
 
 def by_accelerate():
-    checkpoints = AcceleratorCheckpoints(**told["options"])
+    checkpoints = build(AcceleratorCheckpoints, **told["options"])
     accelerator = Accelerator(cpu=True)
     model, counter = gpt2(), Counter()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

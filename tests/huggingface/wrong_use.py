@@ -7,6 +7,7 @@ import sys
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from support.supporting import build
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -36,10 +37,10 @@ def refused(call):
         print(type(error).__name__, error)
 
 
-io = TieredCheckpointIO(folder + "/durable", **options)
+io = build(TieredCheckpointIO, folder + "/durable", **options)
 io.save_checkpoint({"another": 1}, "step=1.ckpt")
 io.teardown()
-tiered = TieredCheckpointCallback(folder + "/durable", **options)
+tiered = build(TieredCheckpointCallback, folder + "/durable", **options)
 refused(tiered.restore)
 ready = trainer(tiered)
 refused(tiered.restore)
@@ -50,7 +51,7 @@ refused(ready.train)
 ready.args.distributed_state.distributed_type = DistributedType.NO
 refused(lambda: TieredCheckpointCallback(folder, save_steps=10))
 accelerator = Accelerator(cpu=True)
-checkpoints = AcceleratorCheckpoints(folder + "/durable", metrics_export=f"textfile={folder}/m.prom", **options)
+checkpoints = build(AcceleratorCheckpoints, folder + "/durable", metrics_export=f"textfile={folder}/m.prom", **options)
 refused(lambda: checkpoints.load(accelerator, "step=1.ckpt"))
 hook = accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
 checkpoints.save(accelerator, 1)  # not due, so nothing is looked at

@@ -80,9 +80,9 @@ def test_arguments_replace_what_the_block_says(tmp_path):
 
 
 def test_an_argument_of_the_io_replaces_a_key_of_a_configuration_even_where_it_is_the_default():
-    config = TieredCheckpointConfig(dirpath="s3://bucket/run", memory_keep_last=5, region="eu-west-1", max_pending=3)
+    config = TieredCheckpointConfig(dirpath="s3://bucket/run", memory_keep_last=5, region="eu-west-1", chunk_size_MB=8)
     made = TieredCheckpointIO(config, memory_keep_last=2, region=None).config
-    assert (made.memory_keep_last, made.region, made.max_pending) == (2, None, 3)
+    assert (made.memory_keep_last, made.region, made.chunk_size_MB) == (2, None, 8)
 
 
 def test_off_may_stand_in_yaml_without_quotes():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from support.launch import launch, said
+from support.supporting import build
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.errors import UsageError
@@ -42,13 +43,13 @@ def test_a_fabric_without_the_io_is_refused():
 
 
 def test_a_filter_of_what_the_state_does_not_have_is_refused(tmp_path, memory_dir):
-    io = TieredCheckpointIO(dirpath=str(tmp_path / "run"), memory_dir=memory_dir, drain="thread")
+    io = build(TieredCheckpointIO, dirpath=str(tmp_path / "run"), memory_dir=memory_dir, drain="thread")
     with pytest.raises(UsageError, match=r"filter names modle, .*the state has model, step"):
         save(Fabric(accelerator="cpu", plugins=[io]), {"model": 1, "step": 3}, 3, filter={"modle": lambda *_: False})
 
 
 def test_one_tier_may_be_named_as_a_text(tmp_path, memory_dir):
-    io = TieredCheckpointIO(dirpath=str(tmp_path / "run"), memory_dir=memory_dir, drain="thread")
+    io = build(TieredCheckpointIO, dirpath=str(tmp_path / "run"), memory_dir=memory_dir, drain="thread")
     fabric = Fabric(accelerator="cpu", plugins=[AsyncCheckpointIO(io)])
     save(fabric, {"step": 3}, 3, tiers="memory")
     save(fabric, {"step": 4}, 4, tiers="durable")

@@ -10,6 +10,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.strategies import DDPStrategy
+from support.supporting import build
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io import fabric as tiered_fabric
@@ -18,7 +19,7 @@ PATIENCE_S = 20.0
 
 
 def by_fabric():
-    io = TieredCheckpointIO(**told["options"])
+    io = build(TieredCheckpointIO, **told["options"])
     strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment(), timeout=timedelta(seconds=PATIENCE_S))
     fabric = Fabric(
         accelerator="cpu", devices=1, num_nodes=2, strategy=strategy, plugins=[AsyncCheckpointIO(io)], loggers=[]
@@ -37,7 +38,7 @@ def by_accelerate():
 
     from tiered_checkpoint_io.huggingface import AcceleratorCheckpoints
 
-    checkpoints, accelerator = AcceleratorCheckpoints(**told["options"]), Accelerator(cpu=True)
+    checkpoints, accelerator = build(AcceleratorCheckpoints, **told["options"]), Accelerator(cpu=True)
     accelerator.prepare(torch.nn.Linear(4, 4))
     if told["resumes"]:
         checkpoints.load(accelerator)

@@ -18,6 +18,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from support import sagemaker_writer
 from support.documented import document_of
 from support.launch import free_port
+from support.supporting import build
 from torch.distributed.checkpoint.metadata import Metadata
 from typer.testing import CliRunner
 
@@ -334,10 +335,10 @@ def test_from_s3_and_nemos_archive(tmp_path, memory_dir, s3_server, s3_bucket):
 
 def test_a_checkpoint_of_this_package_is_not_made_one_anew_without_what_its_manifest_tells(tmp_path, memory_dir):
     run, other = tmp_path / "run", tmp_path / "other"
-    io = TieredCheckpointIO(dirpath=str(run), memory_dir=memory_dir, drain="thread")
+    io = build(TieredCheckpointIO, dirpath=str(run), memory_dir=memory_dir, drain="thread")
     io.save_checkpoint({"global_step": 5, "optimizer_states": []}, f"{run}/sub/a.ckpt")
     io.teardown()
-    writer = TieredStorageWriter(str(run), memory_dir=memory_dir, drain="thread")
+    writer = build(TieredStorageWriter, str(run), memory_dir=memory_dir, drain="thread")
     torch_dcp.save({"weight": torch.ones(3)}, storage_writer=writer, checkpoint_id="step_7")
     writer.close()
     torch.save({"global_step": 3, "optimizer_states": []}, run / "sub" / "plain.ckpt")

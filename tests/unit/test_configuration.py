@@ -8,6 +8,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from tiered_checkpoint_io import TieredCheckpointConfig
+from tiered_checkpoint_io.model.config import keys
 
 ROOT = Path(__file__).parents[2]
 YAML = ROOT / "configs" / "s3_checkpointing" / "default.yaml"
@@ -19,6 +20,8 @@ def defaults():
     """Every key with its default, as YAML has it, in the order of the dataclass."""
     found = {}
     for field in fields(TieredCheckpointConfig):
+        if field.name not in keys():
+            continue
         default = "???" if field.default is MISSING else field.default
         found[field.name] = list(default) if isinstance(default, tuple) else default
     return found

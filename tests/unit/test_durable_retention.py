@@ -15,6 +15,7 @@ from support.draining import Node, names
 from support.draining import objects as files
 from support.fault_proxy import FaultProxy, locked
 from support.sharded import FlatStore, Journals, named, objects, readable
+from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
 from tiered_checkpoint_io import add_metrics as add_metrics_to
@@ -321,7 +322,7 @@ def test_a_locked_checkpoint_keeps_no_other_and_is_named_once(locks, memory_dir,
     store, lock, endpoint = locks
     asked = lock("/manifests/c1.json")
     options = {"memory_dir": memory_dir, "drain": "thread", "endpoint_url": endpoint, "retention": {"latest": 1}}
-    run = TieredCheckpointIO(store.url, **options)
+    run = build(TieredCheckpointIO, store.url, **options)
     for step in range(1, 6):
         run.save_checkpoint({"global_step": step}, f"c{step}")
     run.teardown()
@@ -337,7 +338,7 @@ def test_a_locked_checkpoint_keeps_no_other_and_is_named_once(locks, memory_dir,
     assert "(AccessDenied, HTTP 403)" in told
     # The next run asks again.
     lock()
-    run = TieredCheckpointIO(store.url, **options)
+    run = build(TieredCheckpointIO, store.url, **options)
     run.save_checkpoint({"global_step": 6}, "c6")
     run.teardown()
     assert names(store) == ["c6"]
@@ -382,7 +383,7 @@ def test_policies_of_another_dirpath_are_not_applied(node, tmp_path):
 
 
 def test_the_best_that_is_loaded_goes_by_what_was_added(memory_dir, tmp_path):
-    io = TieredCheckpointIO(tmp_path / "run", memory_dir=memory_dir, drain="thread")
+    io = build(TieredCheckpointIO, tmp_path / "run", memory_dir=memory_dir, drain="thread")
     for step in (1, 2, 3):
         options = {"metric": ("val_loss", step / 10)} if step < 3 else {}
         io.save_checkpoint({"global_step": step}, f"c{step}", storage_options=options)

@@ -17,6 +17,7 @@ from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping
+from tiered_checkpoint_io.model.support import Support
 
 _EXTRA = ("world_size", "save_to_s3", "s3_every_n_steps", "logger")
 _BASE_PATHS = ("s3_tier_base_path", "s3_base_path")
@@ -70,6 +71,12 @@ class Settings:
                 hint="give the number of ranks of the group that saves (of a local checkpoint: of its shards), or leave"
                 " world_size out",
             )
+
+    def with_support(self, support: Support) -> Settings:
+        """Returns the same with these settings for support cases: those of when a writer was made."""
+        if support == self.config.support:
+            return self
+        return replace(self, config=replace(self.config, support=support))
 
     def at(self, dirpath: str) -> Settings:
         """The same for another durable tier."""
@@ -156,6 +163,8 @@ def _settings_of(config: object, given: Mapping[str, Any]) -> Settings:
     settings = Settings(
         validated, has_durable, extra.get("world_size"), save_to_s3, every, extra.get("logger"), is_named
     )
+    if isinstance(config, TieredCheckpointConfig):
+        settings = settings.with_support(config.support)
     if save_to_s3:
         settings.is_durable(0, save_to_s3)
     return settings

@@ -137,7 +137,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         """
         # The object that a user gave may say something else of each save.
         self._thread.begin()
-        self.settings = settings_of(self._given, self._options)
+        self.settings = settings_of(self._given, self._options).with_support(self.settings.config.support)
         path = checkpoint_id if checkpoint_id is not None else self._path
         located = ids.locate(self.settings.config.dirpath, path, self.step)
         if located.step < 0 and self._require_step:

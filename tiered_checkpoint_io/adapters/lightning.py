@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -21,7 +20,7 @@ from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import Concurrency, TieredCheckpointConfig
+from tiered_checkpoint_io.model.config import Concurrency, TieredCheckpointConfig, keys
 from tiered_checkpoint_io.model.retention import Policies
 from tiered_checkpoint_io.model.s3_options import S3Options
 
@@ -63,16 +62,11 @@ class TieredCheckpointIO(CheckpointIO):
         max_read_concurrency: Concurrency = "auto",
         enable_async_checkpointing: bool = True,
         staging: Literal["eager", "overlapped", "auto"] = "eager",
-        max_pending: int = 2,
         on_save_error: Literal["warn", "raise"] = "warn",
         replication_factor: int = 1,
         safe_globals: tuple[str, ...] = (),
-        drain: Literal["process", "thread"] = "process",
         save_on_train_end: bool = True,
         preflight: Literal["error", "warn", "off", False] = "error",
-        durable_timeout_s: int = 15,
-        pending_timeout_s: int = 30,
-        wait_timeout_s: int = 1_800,
         log_dir: str | None = None,
         metrics_export: str | None = None,
         endpoint_url: str | None = None,
@@ -112,22 +106,16 @@ class TieredCheckpointIO(CheckpointIO):
             staging: When a save copies the state: ``eager``, before it returns; ``overlapped``, what only the
                 optimizers change while the next forward and backward run; ``auto``, whichever costs training less. See
                 docs/staging.md.
-            max_pending: Checkpoints that may wait for the durable tier at once.
             on_save_error: ``warn`` and train on, or ``raise``.
             replication_factor: On how many nodes each part is kept in memory, its own included; 1 for no copies.
             safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside tensors and plain
                 data.
-            drain: Upload from a ``process`` of its own, or a ``thread`` of the trainer.
             save_on_train_end: Whether the last state is saved to the durable tier, as ``end_of_training.ckpt``, when
                 ``fit`` ends and the newest of ``TieredModelCheckpoint`` that training can resume from is in memory
                 alone.
             preflight: What follows at the start of ``fit`` where the durable tier can't be used and no retry can mend
                 that: an ``error``, a warning (``warn``; also where only credentials, or rights to write, are
                 missing and node memory holds a checkpoint to resume from), or nothing is tried (``off``).
-            durable_timeout_s: How long a restart waits for a durable tier that does not answer, seconds.
-            pending_timeout_s: How long a save waits for a durable tier that does not answer before the checkpoint
-                stays in memory and training continues, seconds.
-            wait_timeout_s: Bound of every wait for the durable tier, seconds.
             log_dir: Folder for ``{namespace}_checkpointing.log``; None for no file.
             metrics_export: Where the metrics of this node go while training runs, such as ``prometheus=9464``; None
                 for nowhere. TIERED_CHECKPOINT_METRICS in the environment replaces it. See docs/metrics.md.
@@ -143,7 +131,7 @@ class TieredCheckpointIO(CheckpointIO):
             ConfigError: A key or value is not allowed.
         """
         given = locals()
-        options = {field.name: given[field.name] for field in fields(TieredCheckpointConfig) if field.name != "dirpath"}
+        options = {key: given[key] for key in keys() if key != "dirpath"}
         if isinstance(dirpath, TieredCheckpointConfig):
             options = {key: value for key, value in options.items() if key in self._given}
             self.config = TieredCheckpointConfig.from_any(dirpath, **options, **unknown)

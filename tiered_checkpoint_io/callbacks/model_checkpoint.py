@@ -26,6 +26,7 @@ from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.errors import ConfigError, DrainError, StoreError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.config import keys as config_keys
 
 #: ModelCheckpoint's arguments that say when it saves, of which it takes one.
 _TRIGGERS = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
@@ -176,7 +177,7 @@ class TieredModelCheckpoint(DurableEnd):
         Raises:
             ConfigError: A key or value is not allowed.
         """
-        keys = {key: value for key, value in overrides.items() if key in TieredCheckpointConfig.__dataclass_fields__}
+        keys = {key: value for key, value in overrides.items() if key in config_keys()}
         config = TieredCheckpointConfig.from_any(block, **keys)
         own: dict[str, Any] = {
             "dirpath": config.dirpath,
@@ -319,7 +320,7 @@ class TieredModelCheckpoint(DurableEnd):
             return (self._engine.is_unmanaged if self._naming_last else self._engine.exists)(filepath)
         except StoreError as error:
             # Overwriting keeps the old content until the new is good, so training need not stop.
-            self._asks_from = clock.monotonic() + _REST * self._engine.config.durable_timeout_s
+            self._asks_from = clock.monotonic() + _REST * self._engine.config.support.durable_timeout_s
             rank_zero_warn(f"names of this run may repeat those of earlier ones: {error}")
             return False
 

@@ -55,7 +55,7 @@ def on_rank_0(engine: Checkpointer, work: Callable[[], object]) -> None:
 
     So is that of a rank that can't open its memory tier.
     """
-    session, timeout_s = engine.session, float(engine.config.wait_timeout_s)
+    session, timeout_s = engine.session, float(engine.config.support.wait_timeout_s)
     with coordination.ready_together(
         lambda: session.open().tier.root, session.clock, timeout_s=timeout_s, what="Trainer.train"
     ) as group:

@@ -7,7 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
@@ -16,6 +16,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.metrics_export import ALLOWED, targets_in
 from tiered_checkpoint_io.model.retention import Policies, policies_from
 from tiered_checkpoint_io.model.s3_options import S3Options
+from tiered_checkpoint_io.model.support import Support
 from tiered_checkpoint_io.redaction import shown, without_secrets
 
 #: What S3 serves a second and prefix, and the headroom that is left for others.
@@ -37,11 +38,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "memory_keep_last": (1, 1_000),
     "memory_allocation_percentage": (20, 100),
     "chunk_size_MB": (8, 5_120),
-    "max_pending": (1, 1_000),
     "replication_factor": (1, 64),
-    "wait_timeout_s": (1, 7 * 24 * 3600),
-    "durable_timeout_s": (1, 24 * 3600),
-    "pending_timeout_s": (1, 24 * 3600),
 }
 #: In a stored configuration, the keys that have their defaults.
 _UNSET = "unset"
@@ -82,21 +79,15 @@ class TieredCheckpointConfig:
         staging: When a save copies the state: ``eager``, before it returns; ``overlapped``, what only the optimizers
             change while the next forward and backward run; ``auto``, whichever costs training less. See
             docs/staging.md.
-        max_pending: Checkpoints that may wait for the durable tier at once.
         on_save_error: ``warn`` and train on, or ``raise``.
         replication_factor: On how many nodes each part is kept in memory, its own included; 1 for no copies.
         safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside tensors and
             plain data.
-        drain: Upload from a ``process`` of its own, or a ``thread`` of the trainer.
         save_on_train_end: Whether the last state is saved to the durable tier, as ``end_of_training.ckpt``, when
             ``fit`` ends and the newest of ``TieredModelCheckpoint`` that training can resume from is in memory alone.
         preflight: What follows at the start of ``fit`` where the durable tier can't be used and no retry can mend
             that: an ``error``, a warning (``warn``; also where only credentials, or rights to write, are missing and
             node memory holds a checkpoint to resume from), or nothing is tried (``off``).
-        durable_timeout_s: How long a restart waits for a durable tier that does not answer, seconds.
-        pending_timeout_s: How long a save waits for a durable tier that does not answer before the checkpoint stays
-            in memory and training continues, seconds.
-        wait_timeout_s: Bound of every wait for the durable tier, seconds.
         log_dir: Folder for ``{namespace}_checkpointing.log``; None for no file.
         metrics_export: Where the metrics of this node go while training runs, such as ``prometheus=9464``; None for
             nowhere. TIERED_CHECKPOINT_METRICS in the environment replaces it. See docs/metrics.md.
@@ -126,23 +117,20 @@ class TieredCheckpointConfig:
     max_read_concurrency: Concurrency = "auto"
     enable_async_checkpointing: bool = True
     staging: Literal["eager", "overlapped", "auto"] = "eager"
-    max_pending: int = 2
     on_save_error: Literal["warn", "raise"] = "warn"
     replication_factor: int = 1
     safe_globals: tuple[str, ...] = ()
-    drain: Literal["process", "thread"] = "process"
     save_on_train_end: bool = True
     # False is what YAML makes of off.
     preflight: Literal["error", "warn", "off", False] = "error"
-    durable_timeout_s: int = 15
-    pending_timeout_s: int = 30
-    wait_timeout_s: int = 1_800
     log_dir: str | None = None
     metrics_export: str | None = None
     endpoint_url: str | None = None
     region: str | None = None
     profile: str | None = None
     s3_options: S3Options | Mapping[str, str] | None = None
+    #: No key: see :class:`Support`.
+    support: Support = field(default_factory=Support.from_environment, metadata={"is_key": False})
 
     def __post_init__(self) -> None:
         try:
@@ -176,8 +164,9 @@ class TieredCheckpointConfig:
             value = getattr(self, key)
             if value not in allowed:
                 _refuse(key, value, "one of " + ", ".join(allowed))
-        if self.drain == "process" and ids.url_scheme(self.dirpath) == "memory":
-            _refuse("dirpath", self.dirpath, "a place that the drain, a process of its own, sees too; or drain: thread")
+        if ids.url_scheme(self.dirpath) == "memory":
+            # No other process sees what is there.
+            object.__setattr__(self, "support", replace(self.support, drain="thread"))
         for key in ("delta_upload", "enable_async_checkpointing", "save_on_train_end"):
             if not isinstance(getattr(self, key), bool):
                 _refuse(key, getattr(self, key), "true or false")
@@ -232,7 +221,7 @@ class TieredCheckpointConfig:
             ConfigError: An unknown key (with the nearest known one) or a value not allowed; or ``block`` is the whole
                 configuration that has the block.
         """
-        known = [field.name for field in fields(cls)]
+        known = keys()
         # Before its interpolations are resolved: those of the rest are not our business.
         if isinstance(block, Mapping) and BLOCK in block:
             raise ConfigError(f"this is the whole configuration; {BLOCK} is one block of it", hint=f"pass cfg.{BLOCK}")
@@ -253,7 +242,12 @@ class TieredCheckpointConfig:
         for key in _PATHS:
             if hasattr(raw.get(key), "__fspath__"):
                 raw[key] = str(raw[key])
-        return cls(**raw)
+        made = cls(**raw)
+        return replace(made, support=block.support) if isinstance(block, TieredCheckpointConfig) else made
+
+    def with_support(self, **settings: Any) -> TieredCheckpointConfig:
+        """Returns the same configuration with other settings for support cases."""
+        return replace(self, support=replace(self.support, **settings))
 
     def to_json(self) -> str:
         """The configuration as JSON; it holds no secret. It tells which keys have their defaults."""
@@ -269,8 +263,9 @@ class TieredCheckpointConfig:
         """
         try:
             block = json.loads(text)
-            unset = set(block.pop(_UNSET, ()))
-            unknown = block.keys() - {each.name for each in fields(cls)}
+            unset, support = set(block.pop(_UNSET, ())), block.pop("support", {})
+            unknown = block.keys() - set(keys())
+            settings = {each.name: support[each.name] for each in fields(Support) if each.name in support}
         except (ValueError, AttributeError, TypeError) as error:
             hint = "start a trainer, which writes it again"
             raise ConfigError(f"the stored configuration is damaged: {error}", hint=hint) from error
@@ -279,7 +274,8 @@ class TieredCheckpointConfig:
                 f"the trainer's configuration sets {', '.join(newer)}, which this release does not know",
                 hint="upgrade tiered-checkpoint-io where the drain runs",
             )
-        return cls.from_any({key: value for key, value in block.items() if key not in unknown})
+        made = cls.from_any({key: value for key, value in block.items() if key not in unknown})
+        return replace(made, support=Support(**settings))
 
     def write_concurrency(self, writers: int = 1) -> int:
         """Parts in flight for each of ``writers`` nodes that write at once."""
@@ -288,6 +284,12 @@ class TieredCheckpointConfig:
     def read_concurrency(self, readers: int = 1) -> int:
         """Ranges in flight for each of ``readers`` nodes that read at once."""
         return _concurrency(self.max_read_concurrency, GETS_PER_SECOND, readers)
+
+
+@functools.cache
+def keys() -> tuple[str, ...]:
+    """Returns all keys, in their order."""
+    return tuple(each.name for each in fields(TieredCheckpointConfig) if each.metadata.get("is_key", True))
 
 
 @functools.cache
@@ -317,7 +319,8 @@ def as_mapping(block: object, what: str = "s3_checkpointing") -> dict[str, Any]:
         return {}
     if isinstance(block, TieredCheckpointConfig):
         # One that was made from dirpath follows where that is replaced.
-        return {**asdict(block), **({} if block.is_named else {"namespace": ids.AUTO_NAMESPACE})}
+        values = {key: value for key, value in asdict(block).items() if key in keys()}
+        return {**values, **({} if block.is_named else {"namespace": ids.AUTO_NAMESPACE})}
     if type(block).__module__.partition(".")[0] == "omegaconf":
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException

@@ -43,7 +43,7 @@ def probe_bucket(config: TieredCheckpointConfig, folder: str) -> BucketFacts:
         StoreConfigError: There can be no client: a profile is missing, for one.
     """
     options = S3Options.of(config.s3_options)
-    bound = float(config.durable_timeout_s)
+    bound = float(config.support.durable_timeout_s)
     timing = SYSTEM.timing
     once = replace(
         timing,

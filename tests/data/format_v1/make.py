@@ -28,6 +28,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from support.supporting import build
+
 PATIENCE_S = 120
 KILLED = 42
 #: What the overwrite puts last: its switch file, or, of kind local, its manifest.
@@ -59,7 +61,7 @@ def save_full(step, name, options):
 
     from tiered_checkpoint_io import TieredCheckpointIO
 
-    io = TieredCheckpointIO(**options)
+    io = build(TieredCheckpointIO, **options)
     io.save_checkpoint({"w": torch.full((4,), float(step)), "global_step": step, "epoch": 0}, name)
     return io.checkpointer
 
@@ -77,7 +79,7 @@ def save_shards(kind, step, name, options):
     state = {"w": DTensor.from_local(mine, init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False), "step": step}
     if kind == "local":
         state = {"w": mine, "step": step, "shard": dist.get_rank()}
-    writer = TieredStorageWriter(**options, wait=True)
+    writer = build(TieredStorageWriter, **options, wait=True)
     dcp.save(state, checkpoint_id=name, storage_writer=writer, kind=kind)
     dist.barrier()
     return Checkpointer(writer.settings.config, session=writer.session)

@@ -78,7 +78,7 @@ def _config(
     wanted = server.config(dirpath) if dirpath is not None else None
     dirpaths = {each.dirpath for each in configs.values()}
     if wanted is None and len(dirpaths) != 1:
-        if given.keys() - {"durable_timeout_s"}:
+        if given:
             raise typer.BadParameter("options of a server need its dirpath", param_hint="DIRPATH")
         return server.config(NOWHERE), None
     meant = wanted.dirpath if wanted is not None else next(iter(dirpaths))
@@ -87,7 +87,7 @@ def _config(
         assert wanted is not None
         return wanted, None
     with wrong_use():
-        last = TieredCheckpointConfig.from_any(configs[fitting[-1]], **given)
+        last = server.patient(TieredCheckpointConfig.from_any(configs[fitting[-1]], **given))
     return last, fitting[-1]
 
 

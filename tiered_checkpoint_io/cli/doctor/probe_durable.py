@@ -79,7 +79,7 @@ def _cleared(config: TieredCheckpointConfig, folder: str) -> Iterator[None]:
         raise
     except BaseException:
         with contextlib.suppress(TieredCheckpointError):
-            soon = replace(config, durable_timeout_s=_CLEAR_S)
+            soon = config.with_support(durable_timeout_s=_CLEAR_S)
             ask(soon, lambda store: in_parallel(store.delete, [each.key for each in store.list(folder)]))
         raise
 

@@ -62,7 +62,7 @@ class DrainRunner:
             if self._trainer_lock is None:
                 text = "a drain that should have ended still holds the trainers' lock"
                 raise DrainError(text, operation="start", tier="memory", key=str(path))
-            if self._config.drain == "process" and differs(self._queue.announced(), elsewhere()):
+            if self._config.support.drain == "process" and differs(self._queue.announced(), elsewhere()):
                 # What may still live is the drain of a trainer before us: ours waits for its end, and asks for it.
                 self._spawn()
         self.ensure()
@@ -94,7 +94,7 @@ class DrainRunner:
     def _spawn(self) -> None:
         self._spawned_at = self._clock.monotonic()
         try:
-            if self._config.drain != "thread":
+            if self._config.support.drain != "thread":
                 self._child = start_process(self._root, self._log)
                 return
             self._stop = threading.Event()

@@ -70,7 +70,7 @@ class Stream:
             StoreError, TieredCheckpointError: The durable tier refused it.
         """
         session, part = self._session, self._part
-        timeout_s = float(session.config.wait_timeout_s)
+        timeout_s = float(session.config.support.wait_timeout_s)
         session.open().drain.make_way(part.name, part.save_id, timeout_s, session.save_ids.next)
         if part.content.parts > 1:
             self._check(put_part(session.durable(), part, files, journal=self._journal, clock=session.clock))
@@ -92,7 +92,7 @@ class Stream:
         if rows is not None:
             # What waits on this node may still become complete.
             busy = {stored.part.name for stored in tier.parts() if stored.pending}
-            patience_s = float(session.config.wait_timeout_s)
+            patience_s = float(session.config.support.wait_timeout_s)
             survey, clock = session.survey, session.clock
             clear_up(store, part, patience_s=patience_s, busy=busy, log=session.log, survey=survey, clock=clock)
         name, content = part.name, part.content
@@ -118,7 +118,7 @@ class Stream:
                 session.log.warning("deletes that wait for %s may stay undone: %s", name, error)
 
     def _await_others(self) -> dict[int, IndexRow]:
-        clock, timeout_s = self._session.clock, self._session.config.wait_timeout_s
+        clock, timeout_s = self._session.clock, self._session.config.support.wait_timeout_s
         arrivals, store = Arrivals(self._part), self._session.durable()
         end, pause = clock.monotonic() + timeout_s, clock.timing.gather_first_s
         with self._watching() as is_hopeless:
