@@ -11,7 +11,7 @@ import torch
 from support.format_v1 import put_in_place
 from support.launch import launch
 from support.restoring import flip
-from support.supporting import build
+from support.supporting import build, supported
 
 from tiered_checkpoint_io import TieredCheckpointIO, dcp
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
@@ -79,13 +79,11 @@ def loaded(kind, options, names, tmp_path):
 def old(request, tmp_path, memory_dir):
     """A kind, and the options of a job that has its fixtures in both tiers."""
     put_in_place(request.param, tmp_path / "durable", memory_dir)
-    return request.param, {
-        "dirpath": str(tmp_path / "durable"),
-        "memory_dir": memory_dir,
-        "drain": "thread",
-        "on_save_error": "raise",
-        "wait_timeout_s": 60,
-    }
+    with supported(drain="thread", wait_timeout_s=60):
+        yield (
+            request.param,
+            {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "on_save_error": "raise"},
+        )
 
 
 def forget_memory(memory_dir):

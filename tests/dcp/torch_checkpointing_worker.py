@@ -7,6 +7,7 @@ import signal
 import sys
 
 import torch
+from support.supporting import build
 from torch_checkpointing import CheckpointManager, SyncCheckpointSaverConfig
 
 from tiered_checkpoint_io.torch_checkpointing import TieredStorageConfig
@@ -14,7 +15,7 @@ from tiered_checkpoint_io.torch_checkpointing import TieredStorageConfig
 if __name__ == "__main__":
     told = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    tiers = TieredStorageConfig(told["dirpath"], told["options"], s3_every_n_steps=10)
+    tiers = build(TieredStorageConfig, told["dirpath"], told["options"], s3_every_n_steps=10)
     manager = CheckpointManager(CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=tiers))
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 1))

@@ -46,7 +46,7 @@ def io_of(job):
 def session_of(job):
     if IO:
         return IO[0].session
-    return shared_of(settings_of(None, base.reading(job))).session
+    return shared_of(build(settings_of, None, base.reading(job))).session
 
 
 def held(job):

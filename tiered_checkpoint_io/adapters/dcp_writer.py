@@ -80,7 +80,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             thread_count: How many threads of a rank copy; its share of the node's cores by default.
                 A rank writes one file, however many there are.
             wait: Whether a durable save returns only when it is committed there, or nothing moves for
-                ``pending_timeout_s``. By default a synchronous save does, and an asynchronous one does not. The
+                30 s. By default a synchronous save does, and an asynchronous one does not. The
                 other ranks wait in a collective of DCP's: give their process group a timeout that is longer than
                 an upload takes.
             require_step: Whether a checkpoint without a step is refused.
