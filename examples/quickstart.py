@@ -6,8 +6,7 @@ import time
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from tiered_checkpoint_io import TieredCheckpointIO
-from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io import from_config
 
 
 class SlowModel(BoringModel):
@@ -18,12 +17,7 @@ class SlowModel(BoringModel):
         time.sleep(0.05)
 
 
-block = {"dirpath": sys.argv[1], "namespace": "quickstart"}
-trainer = Trainer(
-    plugins=[TieredCheckpointIO.from_config(block)],
-    callbacks=[TieredModelCheckpoint.from_config(block)],
-    max_steps=1000,
-    logger=False,
-)
+io, callback = from_config({"dirpath": sys.argv[1], "namespace": "quickstart"})
+trainer = Trainer(plugins=[io], callbacks=[callback], max_steps=1000, logger=False)
 trainer.fit(SlowModel(), ckpt_path="tiered:latest")
 print(f"trained to step {trainer.global_step}")

@@ -15,6 +15,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+#: A restart waits so long for a durable tier that does not answer, seconds; then it restores from node memory.
+DURABLE_TIMEOUT_S = 15
+#: A save waits so long for a durable tier that does not answer, seconds; then its checkpoint stays in memory.
+PENDING_TIMEOUT_S = 30
+#: Bound of every wait for the durable tier, seconds: longer than the upload of a large checkpoint.
+WAIT_TIMEOUT_S = 1_800
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:

@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from support.supporting import build
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO, TieredStorageReader, TieredStorageWriter, dcp
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
@@ -125,7 +126,7 @@ class Full(Job):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.io = TieredCheckpointIO(**self.logged)
+        self.io = build(TieredCheckpointIO, **self.logged)
 
     def save(self, number, name="", *, durable=True, wait=True, size=SIZE, metric=None):
         state = {"w": torch.full((size,), float(number)), "global_step": number, "epoch": 0}
@@ -155,11 +156,11 @@ class Shards(Job):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.base = TieredStorageWriter(**self.logged)
+        self.base = build(TieredStorageWriter, **self.logged)
 
     def save(self, number, name="", *, durable=True, wait=True, size=SIZE, metric=None):
         state = {"w": torch.full((size,), float(number))}
-        writer = TieredStorageWriter(**self.logged, save_to_s3=durable, wait=wait, require_step=False)
+        writer = build(TieredStorageWriter, **self.logged, save_to_s3=durable, wait=wait, require_step=False)
         writer.facts = {"metric": metric}
         save = dcp.save if wait else dcp.async_save
         save(state, checkpoint_id=name or self.name_of(number), storage_writer=writer, kind=self.kind)
@@ -167,11 +168,11 @@ class Shards(Job):
     def load(self, which, size=SIZE):
         state = {"w": torch.zeros(size)}
         if which == "tiered:latest":
-            dcp.load(state, kind=self.kind, **self.logged)
+            build(dcp.load, state, kind=self.kind, **self.logged)
         elif which.startswith("tiered:"):
-            dcp.load(state, kind=self.kind, storage_reader=SelectingReader(which, **self.logged))
+            dcp.load(state, kind=self.kind, storage_reader=build(SelectingReader, which, **self.logged))
         else:
-            dcp.load(state, checkpoint_id=which, kind=self.kind, **self.logged)
+            build(dcp.load, state, checkpoint_id=which, kind=self.kind, **self.logged)
         return only(state["w"])
 
     @property

@@ -6,6 +6,7 @@ import sys
 import time
 
 import torch
+from support.supporting import build
 
 from tiered_checkpoint_io.clock import Clock
 
@@ -16,13 +17,13 @@ def save(kind, told):
     if kind == "dcp":
         from tiered_checkpoint_io import dcp
 
-        writer = dcp.TieredStorageWriter(step=told["step"], **options)
+        writer = build(dcp.TieredStorageWriter, step=told["step"], **options)
         dcp.save(state, checkpoint_id=told["name"], storage_writer=writer)
         writer.close()
         return
     from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 
-    io = TieredCheckpointIO(**options)
+    io = build(TieredCheckpointIO, **options)
     if told["memory_first"]:
         io.save_checkpoint(state, "in-memory.ckpt", {"tiers": ["memory"]})
     if kind == "fabric":

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.launch import launch, said
+from support.supporting import build
 from support.training import wipe
 
 from tiered_checkpoint_io import TieredCheckpointIO, dcp
@@ -49,11 +50,11 @@ def test_what_a_new_run_saves_is_newer(run, s3_url, memory_dir, kind, memory_fir
     options = {"dirpath": s3_url, "memory_dir": memory_dir, "namespace": "a-third-node", "drain": "thread"}
     if kind == "dcp":
         state = {"model": {"w": torch.zeros(100)}}
-        reader = dcp.load(state, checkpoint_id="before/tiered:latest", **options)
+        reader = build(dcp.load, state, checkpoint_id="before/tiered:latest", **options)
         assert (state["model"]["w"][0].item(), reader.opened.step) == (5, 5)
         reader.close()
         return
-    io = TieredCheckpointIO(**options)
+    io = build(TieredCheckpointIO, **options)
     assert io.load_checkpoint("tiered:latest")["global_step"] == 5
     assert io.checkpointer.restored.name == "before"
     io.teardown()

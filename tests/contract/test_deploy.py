@@ -14,6 +14,7 @@ import torch
 from support.fault_proxy import FaultProxy
 from support.iam import Judge
 from support.refusing import BUCKET, ServerWithRights
+from support.supporting import build
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO
@@ -93,7 +94,7 @@ class Job:
         self.made = []
 
     def io(self, **options):
-        self.made.append(TieredCheckpointIO(**{**self.options, **options}))
+        self.made.append(build(TieredCheckpointIO, **{**self.options, **options}))
         return self.made[-1]
 
     def trains(self):
@@ -118,7 +119,7 @@ class Job:
 
     def tidies(self):
         """Takes an upload up again that broke off, copies, and finds and aborts what a dead node left."""
-        config = TieredCheckpointConfig(dirpath=self.url, **{key: self.options.get(key) for key in SERVER})
+        config = build(TieredCheckpointConfig, dirpath=self.url, **{key: self.options.get(key) for key in SERVER})
         store = S3Store.from_config(replace(config, chunk_size_MB=8), self.url)
         try:
             data, journal = memoryview(bytes(20 * MIB)), MemoryJournal()

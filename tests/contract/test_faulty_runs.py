@@ -20,6 +20,7 @@ from support.fault_proxy import (
     where,
     wrong_bytes,
 )
+from support.supporting import supported
 
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp, list_checkpoints
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
@@ -53,15 +54,8 @@ def impatient():
 
 @pytest.fixture
 def options(s3_url, memory_dir, proxy):
-    return {
-        "dirpath": s3_url,
-        "memory_dir": memory_dir,
-        "endpoint_url": proxy.endpoint_url,
-        "drain": "thread",
-        "chunk_size_MB": 8,
-        "max_pending": 2,
-        "wait_timeout_s": 60,
-    }
+    with supported(drain="thread", max_pending=2, wait_timeout_s=60):
+        yield {"dirpath": s3_url, "memory_dir": memory_dir, "endpoint_url": proxy.endpoint_url, "chunk_size_MB": 8}
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import types
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from support.clocks import hurried, quick
+from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.errors import (
@@ -116,12 +117,12 @@ def cloud(monkeypatch):
 def test_training_resumes_from_node_memory_while_the_cloud_is_away(cloud, memory_dir):
     options = {"memory_dir": memory_dir, "drain": "thread", "namespace": "job", "durable_timeout_s": 1}
     with hurried(retry_deadline_s=0.5):
-        io = TieredCheckpointIO("gs://bucket/run", **options)
+        io = build(TieredCheckpointIO, "gs://bucket/run", **options)
         io.save_checkpoint({"global_step": 7, "epoch": 0}, "gs://bucket/run/c7", storage_options={"tiers": ["memory"]})
         io.teardown()
         for name in ("find", "ls", "info", "cat_file", "open", "rm_file"):
             cloud.instead[name] = _raising(TransportError("no route"))
-        io = TieredCheckpointIO("gs://bucket/run", **options)
+        io = build(TieredCheckpointIO, "gs://bucket/run", **options)
         assert io.load_checkpoint("tiered:latest")["global_step"] == 7
         io.teardown()
 

@@ -14,6 +14,7 @@ from urllib.parse import quote
 import pytest
 import torch
 from support.bad_input import state
+from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO, TieredStorageWriter, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
@@ -110,7 +111,7 @@ def test_no_secret_anywhere(heard, s3_server, s3_url, memory_dir, tmp_path, monk
     root = Path(memory_dir) / f"tiered-{os.getuid()}"
 
     # A life in which all is well.
-    io = TieredCheckpointIO(**options, on_save_error="raise")
+    io = build(TieredCheckpointIO, **options, on_save_error="raise")
     io.save_checkpoint(state(1), "1.ckpt")
     io.save_checkpoint(state(2), "2.ckpt", storage_options={"tiers": ["memory"]})
     io.checkpointer.alias("last.ckpt", "1.ckpt")
@@ -125,12 +126,12 @@ def test_no_secret_anywhere(heard, s3_server, s3_url, memory_dir, tmp_path, monk
     )
     heard.add("objects", TieredModelCheckpoint.from_config(io.config), vars(session.durable()))
     io.teardown()
-    writer = TieredStorageWriter(**options, save_to_s3=True, wait=True)
+    writer = build(TieredStorageWriter, **options, save_to_s3=True, wait=True)
     dcp.save({"w": torch.ones(4)}, checkpoint_id="step_3", storage_writer=writer)
     heard.add("objects", writer, vars(writer))
     writer.close()
-    dcp.load({"w": torch.zeros(4)}, **options)
-    close_shared(settings_of(None, options))
+    build(dcp.load, {"w": torch.zeros(4)}, **options)
+    close_shared(build(settings_of, None, options))
     for words in (["status", "--memory-dir", memory_dir], ["ls", s3_url], ["verify", s3_url]):
         assert heard.command(*words).returncode == 0
     heard.command("drain", "--memory-dir", memory_dir, "--once")
@@ -139,7 +140,7 @@ def test_no_secret_anywhere(heard, s3_server, s3_url, memory_dir, tmp_path, monk
     # One in which the server takes none of the credentials.
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", wrong)
     monkeypatch.setenv("AWS_SESSION_TOKEN", token)
-    failing = TieredCheckpointIO(**options, namespace="failing", on_save_error="raise")
+    failing = build(TieredCheckpointIO, **options, namespace="failing", on_save_error="raise")
     with heard.failing(TieredCheckpointError):
         failing.save_checkpoint(state(4), "4.ckpt")
     heard.add("objects", failing.checkpointer.session.progress(), failing.checkpointer.session.poll())
@@ -164,17 +165,17 @@ def test_no_secret_anywhere(heard, s3_server, s3_url, memory_dir, tmp_path, monk
         store,
     ):
         with heard.failing(ConfigError):
-            TieredCheckpointIO(**{**options, "dirpath": dirpath})
+            build(TieredCheckpointIO, **{**options, "dirpath": dirpath})
         with heard.failing(InvalidNameError):
             made.load(f"{dirpath}/1.ckpt")
     assert heard.command("ls", dirpath).returncode == 2
     for endpoint in (f"http://user:{password}@host", f"user:{password}@host", f"https://host/?token={token}"):
         with heard.failing(ConfigError):
-            TieredCheckpointIO(**options, endpoint_url=endpoint)
+            build(TieredCheckpointIO, **options, endpoint_url=endpoint)
     assert heard.command("ls", s3_url, "--endpoint-url", endpoint).returncode == 2
     for block in ({"aws_secret_access_key": password}, {"storage_options": {"key": "a", "secret": password}}):
         with heard.failing(ConfigError):
-            TieredCheckpointConfig.from_any({**options, **block})
+            build(TieredCheckpointConfig.from_any, {**options, **block})
     for given in ({"key": "AKIA1", "secret": password, "token": token}, [password, token]):
         with heard.failing(TieredCheckpointError):
             io.save_checkpoint(state(5), "5.ckpt", storage_options=given if isinstance(given, dict) else {"s": given})

@@ -14,6 +14,7 @@ from support.counting_proxy import CountingProxy
 from support.fault_proxy import refuse, where
 from support.launch import free_port
 from support.restoring import flip
+from support.supporting import build
 from support.training import Runs
 
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
@@ -93,7 +94,7 @@ def io_of(s3_url, memory_dir, proxy, book):
     def io_of(**changes):
         options = {"dirpath": s3_url, "memory_dir": memory_dir, "endpoint_url": proxy.endpoint_url, "drain": "thread"}
         options |= {"wait_timeout_s": 120, "durable_timeout_s": 1, "logger": book.log}
-        made.append(TieredCheckpointIO(**{**options, **changes}))
+        made.append(build(TieredCheckpointIO, **{**options, **changes}))
         return made[-1]
 
     yield io_of
@@ -202,7 +203,7 @@ def test_a_save_that_waits_stays_in_memory_and_is_uploaded_later(io_of, proxy, b
 def test_so_does_a_sharded_save(s3_url, memory_dir, proxy, book):
     options = {"dirpath": s3_url, "memory_dir": memory_dir, "endpoint_url": proxy.endpoint_url, "drain": "thread"}
     options |= {"pending_timeout_s": 1, "durable_timeout_s": 1, "logger": book.log, "wait_timeout_s": 120}
-    gate, writer = Gate(proxy), TieredStorageWriter(**options, wait=True, save_to_s3=True)
+    gate, writer = Gate(proxy), build(TieredStorageWriter, **options, wait=True, save_to_s3=True)
     for step in (1, 2):
         dcp.save({"w": state(step)["w"]}, checkpoint_id=f"step_{step}", storage_writer=writer)
     assert book.having("cannot ask whether step_1 exists")

@@ -6,6 +6,7 @@ import secrets
 
 import pytest
 from support import clocks
+from support.supporting import build
 
 from tiered_checkpoint_io.errors import (
     ManifestError,
@@ -189,7 +190,7 @@ def test_what_is_above_the_limit_is_refused_and_no_manifest_has_it():
 def test_open_store_picks_by_url(tmp_path, s3_url, s3_server):
     urls = {str(tmp_path): DirectoryStore, s3_url: S3Store, "memory://x/y": RemoteStore}
     for url, kind in urls.items():
-        store = open_store(TieredCheckpointConfig(dirpath=url, drain="thread"))
+        store = open_store(build(TieredCheckpointConfig, dirpath=url, drain="thread"))
         assert type(store) is kind
         assert isinstance(store, Store)
         store.close()

@@ -30,6 +30,7 @@ import boto3
 import torch
 from rich.console import Console
 from rich.table import Table
+from support.supporting import build
 
 from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter, dcp
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
@@ -93,13 +94,13 @@ class World:
 
     def _save(self):
         if self.kind == "full":
-            made = Checkpointer(TieredCheckpointConfig.from_any(**self.options), logger=self.log)
+            made = Checkpointer(build(TieredCheckpointConfig.from_any, **self.options), logger=self.log)
             for step in STEPS:
                 made.save({**state(step), "global_step": step}, f"step={step}.ckpt")
             made.alias("last.ckpt", "step=2.ckpt")
             made.close()
             return
-        writer = TieredStorageWriter(**self.options, logger=self.log, wait=True, save_to_s3=True)
+        writer = build(TieredStorageWriter, **self.options, logger=self.log, wait=True, save_to_s3=True)
         if self.kind == "sharded":
             writer.extra = (_EXTRA, bytes(range(200)))
         for step in STEPS:
@@ -110,7 +111,7 @@ class World:
         """What a restart loads: the step that it is told, and whether that is what was saved under it."""
         if self.kind == "full":
             made = Checkpointer(
-                TieredCheckpointConfig.from_any(**{**self.options, "namespace": namespace}), logger=self.log
+                build(TieredCheckpointConfig.from_any, **{**self.options, "namespace": namespace}), logger=self.log
             )
             loaded = made.load("tiered:latest")
             if not loaded:
@@ -120,7 +121,7 @@ class World:
             named = made.restored.name in (f"step={step}.ckpt", "last.ckpt")
             made.close()
             return step, named and equals(loaded, step)
-        reader = TieredStorageReader(**{**self.options, "namespace": namespace}, logger=self.log)
+        reader = build(TieredStorageReader, **{**self.options, "namespace": namespace}, logger=self.log)
         loaded = blank()
         dcp.load(loaded, storage_reader=reader, no_dist=True, kind=self.kind)
         step = int(loaded["global_step"])

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.draining import names, objects
 from support.restoring import flip
 from support.story import Model
+from support.supporting import build
 
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
@@ -66,7 +67,8 @@ class Checkpoints(RuleBasedStateMachine):
 
     def start(self):
         """A new process on this node; the drain's lock is ours, so that drains run when a rule says so."""
-        self.config = TieredCheckpointConfig.from_any(
+        self.config = build(
+            TieredCheckpointConfig.from_any,
             dirpath=self.store.url,
             memory_dir=str(self.folder),
             namespace="default",

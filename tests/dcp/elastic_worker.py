@@ -11,6 +11,9 @@ import time
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from support.supporting import build
+
 from tiered_checkpoint_io import dcp
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
 
@@ -27,7 +30,7 @@ def main(node, durable, log, pause_at):
     options["on_save_error"] = "raise"
     state, step = {"x": torch.zeros(4)}, 0
     try:
-        reader = dcp.load(state, kind="local", **options)
+        reader = build(dcp.load, state, kind="local", **options)
         step = reader.opened.step
     except CheckpointNotFoundError:
         pass
@@ -36,7 +39,7 @@ def main(node, durable, log, pause_at):
         step += 1
         dist.all_reduce(torch.ones(1))
         state["x"] += 1
-        report = dcp.save(state, checkpoint_id=f"step_{step}", kind="local", **options)
+        report = build(dcp.save, state, checkpoint_id=f"step_{step}", kind="local", **options)
         say(saved=step, save_id=report.save_id)
         while step == pause_at and os.path.exists(f"{log}.pause"):
             time.sleep(0.05)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import worker
+from support.supporting import build
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -155,10 +156,10 @@ def save_local(
     try:
         with counted(calls):
             if sync:
-                report = dcp.save(state, checkpoint_id=name, kind="local", **{**job["options"], **more})
+                report = build(dcp.save, state, checkpoint_id=name, kind="local", **{**job["options"], **more})
                 tiers, failed = sorted(report.tiers) if report else [], session.counts["failed"]
                 return {"calls": calls, "tiers": tiers, "seconds": time.monotonic() - began, "failed": failed}
-            future = dcp.async_save(state, checkpoint_id=name, kind="local", **{**job["options"], **more})
+            future = build(dcp.async_save, state, checkpoint_id=name, kind="local", **{**job["options"], **more})
     finally:
         undo.close()
         if fail == dist.get_rank():
@@ -179,7 +180,7 @@ def load_local(job, number, checkpoint_id=None, shard=None, large=0, **more):
     shard = dist.get_rank() if shard is None else shard
     state, calls = blank(shard, large), []
     with counted(calls):
-        reader = dcp.load(state, checkpoint_id=checkpoint_id, kind="local", **{**worker.reading(job), **more})
+        reader = build(dcp.load, state, checkpoint_id=checkpoint_id, kind="local", **{**worker.reading(job), **more})
     wanted = state_of(shard, number, large=large)
     return {
         "calls": calls,
@@ -198,7 +199,7 @@ def save_now(job, number, kind, late=None, **more):
         if any((Path(options["dirpath"]) / f"step_{number}").glob("rank-*")):
             break
         time.sleep(0.01)
-    saved = dcp.save(state, checkpoint_id=f"step_{number}", kind=kind, **options)
+    saved = build(dcp.save, state, checkpoint_id=f"step_{number}", kind=kind, **options)
     there = (Path(options["dirpath"]) / ids.manifest_key(f"step_{number}")).exists()
     dist.barrier()
     return {"saved": saved is not None, "there": there}
@@ -272,13 +273,13 @@ def save_by(job, number, ranks, coordinator, **more):
     options = {**job["options"], **more}
     state = {"t": torch.full((4,), float(number)), "loader": Loader(number)}
     how = {"process_group": group, "coordinator_rank": coordinator}
-    future = dcp.async_save(state, checkpoint_id=f"step_{number}", **how, **options)
+    future = build(dcp.async_save, state, checkpoint_id=f"step_{number}", **how, **options)
     others = dist.new_group(ranks, use_local_synchronization=True)
     early = [save.name for save in dcp.maybe_finalize_async_calls(blocking=True, process_group=ranks[:1])]
     # The same ranks, of whatever object.
     ended = [save.name for save in dcp.maybe_finalize_async_calls(blocking=True, process_group=others)]
     blank = {"t": torch.zeros(4), "loader": Loader()}
-    reader = dcp.load(blank, checkpoint_id=f"step_{number}", **how, **worker.reading(job))
+    reader = build(dcp.load, blank, checkpoint_id=f"step_{number}", **how, **worker.reading(job))
     held = reader.session.open().tier.parts()
     return {
         "early": early,
@@ -294,7 +295,8 @@ def save_whole(job, number, coordinator=None, refuses=None):
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     weights, states = get_state_dict(model, optimizer)
-    report = dcp.save_full(
+    report = build(
+        dcp.save_full,
         {"model": weights, "optim": states, "step": number, "of": {"loader": worker.Refusing(refuses)}},
         checkpoint_id="export/model.pt",
         coordinator_rank=coordinator,
@@ -335,7 +337,8 @@ def save_shards(job, ranks, coordinator, breaks=(), takes_part=None):
 
     torch.Tensor.copy_ = fails if rank in breaks else copied
     try:
-        report = dcp.save_full(
+        report = build(
+            dcp.save_full,
             state,
             checkpoint_id="export/shards.pt",
             process_group=saving,
@@ -365,12 +368,12 @@ def fsdp_local(job, number):
     model, optimizer = worker.fsdp_job(number)
     before = worker.totals(model, optimizer)
     weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optim": states}, checkpoint_id=f"step_{number}", kind="local", **job["options"])
+    build(dcp.save, {"model": weights, "optim": states}, checkpoint_id=f"step_{number}", kind="local", **job["options"])
     dist.barrier()
     other, fresh = worker.fsdp_job(number + 1)
     weights, states = get_state_dict(other, fresh)
     state = {"model": weights, "optim": states}
-    dcp.load(state, kind="local", **worker.reading(job))
+    build(dcp.load, state, kind="local", **worker.reading(job))
     set_state_dict(other, fresh, model_state_dict=state["model"], optim_state_dict=state["optim"])
     return before == worker.totals(other, fresh)
 

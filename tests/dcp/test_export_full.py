@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.supporting import build
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO
@@ -51,7 +52,7 @@ def state(step):
 
 @pytest.fixture
 def dirpath(tmp_path, memory_dir):
-    io = TieredCheckpointIO(tmp_path / "durable", memory_dir=memory_dir, drain="thread")
+    io = build(TieredCheckpointIO, tmp_path / "durable", memory_dir=memory_dir, drain="thread")
     for step in (500, 100):
         io.save_checkpoint(state(step), f"step={step}.ckpt")
     # Weights alone: later, but nothing to resume from.
@@ -121,7 +122,7 @@ def test_damage_is_found_and_nothing_is_left_of_it(dirpath, tmp_path):
 def test_beside_a_run_that_removes_what_is_read(file_format, dirpath, tmp_path, memory_dir, monkeypatch):
     """The latest is then another one, and nothing is damaged."""
     fetch, turns, noise = find.fetch_chunk, [], torch.Generator()
-    io = TieredCheckpointIO(dirpath, memory_dir=memory_dir, drain="thread")
+    io = build(TieredCheckpointIO, dirpath, memory_dir=memory_dir, drain="thread")
 
     def late(*arguments):
         if turns:

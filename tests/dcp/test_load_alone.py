@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.losing import lose_memory
 from support.restoring import flip
+from support.supporting import build
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 
 from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
@@ -184,11 +185,11 @@ def test_what_lies_in_folders_side_by_side_is_never_mixed_up(config, kind):
     config |= {"kind": kind, "drain": "thread"}
 
     def save(number, name, **more):
-        ours.save(state(number), checkpoint_id=name, **config, **more)
+        build(ours.save, state(number), checkpoint_id=name, **config, **more)
 
     def load(**more):
         loaded = blank()
-        reader = ours.load(loaded, **{**config, **more})
+        reader = build(ours.load, loaded, **{**config, **more})
         return next(number for number in range(100) if is_step(loaded, number)), reader
 
     for step in (1, 2):
@@ -213,7 +214,9 @@ def test_what_lies_in_folders_side_by_side_is_never_mixed_up(config, kind):
     for step in range(3, 40):
         save(50, f"ema/step_{step}", wait=False)
     # A restart passes by the newest beside the one that is meant.
-    ours.save_full(state(60), checkpoint_id="export_step_60.pt", **{k: v for k, v in config.items() if k != "kind"})
+    build(
+        ours.save_full, state(60), checkpoint_id="export_step_60.pt", **{k: v for k, v in config.items() if k != "kind"}
+    )
     load()[1].close()
     assert load(namespace="another-node")[0] == 31
 

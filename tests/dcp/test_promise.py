@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
+from support.supporting import build, supported
 
 from tiered_checkpoint_io import TieredStorageWriter, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
@@ -23,18 +24,18 @@ KINDS = ["sharded", "local", "DCP's own"]
 
 @pytest.fixture
 def options(tmp_path, memory_dir):
-    made = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread"}
-    made |= {"pending_timeout_s": 60, "max_pending": 8}
-    yield made
-    close_shared(settings_of(None, made))
+    with supported(drain="thread", pending_timeout_s=60, max_pending=8):
+        made = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir}
+        yield made
+        close_shared(settings_of(None, made))
 
 
 def save(kind, number, options, **more):
     name, state = f"step_{number}", {"t": torch.full((1000,), float(number))}
     if kind == "DCP's own":
-        writer = TieredStorageWriter(**options, **more)
+        writer = build(TieredStorageWriter, **options, **more)
         return stock.save(state, checkpoint_id=name, storage_writer=writer)
-    return dcp.save(state, checkpoint_id=name, kind=kind, **options, **more)
+    return build(dcp.save, state, checkpoint_id=name, kind=kind, **options, **more)
 
 
 def is_there(options, number):
@@ -47,17 +48,17 @@ def test_it_is_durable_when_a_save_returns_and_not_waited_for_without_wait(kind,
     assert is_there(options, 1)
     elsewhere = {**options, "namespace": "another-node"}
     state = {"t": torch.zeros(1000)}
-    dcp.load(state, kind="local" if kind == "local" else "sharded", **elsewhere).close()
+    build(dcp.load, state, kind="local" if kind == "local" else "sharded", **elsewhere).close()
     assert state["t"].unique().tolist() == [1.0]
     # While another holds this, no drain works.
-    dcp.TieredStorageWriter(**options).close()
+    build(dcp.TieredStorageWriter, **options).close()
     root = MemoryTier.open(options["memory_dir"], ids.namespace_of(options["dirpath"])).root
     busy = try_lock(root / LOCK_FILE, patience_s=60)
     try:
         save(kind, 2, options, wait=False)
         assert not is_there(options, 2)
         if kind == "DCP's own":
-            writer = TieredStorageWriter(**options)
+            writer = build(TieredStorageWriter, **options)
             stock.async_save({"t": torch.ones(2)}, checkpoint_id="step_3", storage_writer=writer).result(60)
             assert not is_there(options, 3)
     finally:
@@ -67,9 +68,9 @@ def test_it_is_durable_when_a_save_returns_and_not_waited_for_without_wait(kind,
 @pytest.mark.parametrize("kind", ["sharded", *(pytest.param(each, marks=pytest.mark.matrix) for each in KINDS[1:])])
 def test_the_wait_is_bounded_and_training_continues_with_the_checkpoint_in_memory(kind, options):
     save(kind, 1, options)
-    dcp.TieredStorageWriter(**options).close()
+    build(dcp.TieredStorageWriter, **options).close()
     busy = try_lock(
-        MemoryTier.open(options["memory_dir"], settings_of(None, options).config.namespace).root / LOCK_FILE,
+        MemoryTier.open(options["memory_dir"], build(settings_of, None, options).config.namespace).root / LOCK_FILE,
         patience_s=60,
     )
     impatient = {**options, "pending_timeout_s": 1}
@@ -78,15 +79,15 @@ def test_the_wait_is_bounded_and_training_continues_with_the_checkpoint_in_memor
         assert not is_there(options, 2)
     finally:
         release(busy)
-    close_shared(settings_of(None, impatient))
+    close_shared(build(settings_of, None, impatient))
     assert is_there(options, 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_that_too_many_others_leave_no_room_for_is_an_error_where_these_are_raised(kind, options, caplog):
     save(kind, 1, options)
-    dcp.TieredStorageWriter(**options).close()
-    memory = MemoryTier.open(options["memory_dir"], settings_of(None, options).config.namespace)
+    build(dcp.TieredStorageWriter, **options).close()
+    memory = MemoryTier.open(options["memory_dir"], build(settings_of, None, options).config.namespace)
     busy = try_lock(memory.root / LOCK_FILE, patience_s=60)
     full = {**options, "pending_timeout_s": 1, "max_pending": 1}
     strict = {**full, "on_save_error": "raise"}
@@ -101,7 +102,7 @@ def test_one_that_too_many_others_leave_no_room_for_is_an_error_where_these_are_
     finally:
         release(busy)
         for used in (full, strict):
-            close_shared(settings_of(None, used))
+            close_shared(build(settings_of, None, used))
     assert [step for step in range(1, 6) if is_there(options, step)] == [1, 2]
     assert {stored.part.name for stored in memory.parts()} >= {"step_5"}
     memory.close()
@@ -124,7 +125,7 @@ def test_one_that_does_not_get_there_is_an_error_or_a_line_of_the_log(kind, opti
         save(kind, 3, strict)
         assert is_there(options, 3)
     finally:
-        close_shared(settings_of(None, strict))
+        close_shared(build(settings_of, None, strict))
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])
@@ -153,7 +154,7 @@ def test_what_ends_the_process_amid_a_save_ends_it(save, by, options):
     """DCP takes it for one more failure of the save, after which training would continue."""
     with pytest.raises(type(by)):
         save({"t": torch.ones(4), "object": Interrupting(by)}, checkpoint_id="step_1", **options)
-    dcp.save({"t": torch.ones(4)}, checkpoint_id="step_2", **options)
+    build(dcp.save, {"t": torch.ones(4)}, checkpoint_id="step_2", **options)
     state = {"t": torch.zeros(4)}
-    assert dcp.load(state, **options).opened.name == "step_2"
+    assert build(dcp.load, state, **options).opened.name == "step_2"
     assert state["t"].tolist() == [1.0] * 4

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
@@ -73,20 +74,20 @@ def test_a_full_checkpoint_has_all_numbers_of_sharded_tensors_or_fails_on_all_ra
 @pytest.mark.parametrize("memory", [True, False], ids=["memory", "durable tier alone"])
 def test_a_restart_passes_by_the_full_checkpoint_that_ended_the_training(kind, memory, memory_dir, tmp_path):
     options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread"}
-    dcp.save({"t": torch.full((3,), 1.0)}, checkpoint_id="step_1", kind=kind, **options)
+    build(dcp.save, {"t": torch.full((3,), 1.0)}, checkpoint_id="step_1", kind=kind, **options)
     # An export is on no schedule.
-    report = dcp.save_full(
-        {"t": torch.full((3,), 9.0)}, checkpoint_id="export/step_7.pt", s3_every_n_steps=5, **options
+    report = build(
+        dcp.save_full, {"t": torch.full((3,), 9.0)}, checkpoint_id="export/step_7.pt", s3_every_n_steps=5, **options
     )
     assert report is not None
     assert (tmp_path / "durable" / "export" / "step_7.pt").exists()
     if not memory:
-        close_shared(settings_of(None, options))
+        close_shared(build(settings_of, None, options))
         options["namespace"] = "another-node"
     state = {"t": torch.zeros(3)}
-    dcp.load(state, kind=kind, **options)
+    build(dcp.load, state, kind=kind, **options)
     assert state["t"].tolist() == [1.0] * 3
-    close_shared(settings_of(None, options))
+    close_shared(build(settings_of, None, options))
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])
@@ -102,13 +103,13 @@ def test_a_failed_upload_is_shown_once(kind, shown_by, memory_dir, tmp_path):
     state = {"t": torch.ones(3)}
     # Of this process' earlier saves nothing is wanted here.
     dcp.maybe_finalize_async_calls(blocking=True)
-    future = dcp.async_save(state, checkpoint_id="step_1", **options)
+    future = build(dcp.async_save, state, checkpoint_id="step_1", **options)
     (ended,) = dcp.maybe_finalize_async_calls(blocking=True)
     assert (ended is future, ended.name, ended.step) == (True, "step_1", 1)
     assert dcp.maybe_finalize_async_calls(blocking=True) == []
     # Something is in the way where the folder of the next one is to be.
     (tmp_path / "durable" / "step_2").write_text("a file")
-    future = dcp.async_save(state, checkpoint_id="step_2", **options)
+    future = build(dcp.async_save, state, checkpoint_id="step_2", **options)
     if shown_by == "finalize":
         with pytest.raises(SaveError, match="step_2 did not reach the durable tier"):
             dcp.maybe_finalize_async_calls(blocking=True)
@@ -118,12 +119,12 @@ def test_a_failed_upload_is_shown_once(kind, shown_by, memory_dir, tmp_path):
     else:
         concurrent.futures.wait([future], 60)
         with pytest.raises(SaveError, match="step_2 did not reach the durable tier"):
-            dcp.async_save(state, checkpoint_id="step_3", **options)
+            build(dcp.async_save, state, checkpoint_id="step_3", **options)
     assert [save.name for save in dcp.maybe_finalize_async_calls() if not save.shown] == []
     (tmp_path / "durable" / "step_2").unlink()
-    dcp.async_save(state, checkpoint_id="step_4", **options).result(60)
+    build(dcp.async_save, state, checkpoint_id="step_4", **options).result(60)
     dcp.maybe_finalize_async_calls(blocking=True)
-    writer = dcp.TieredStorageWriter(**{key: value for key, value in options.items() if key != "kind"})
+    writer = build(dcp.TieredStorageWriter, **{key: value for key, value in options.items() if key != "kind"})
     assert writer.session.counts["failed"] == (0 if shown_by == "future" else 1)
     writer.close()
 

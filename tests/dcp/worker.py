@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import worker_states
+from support.supporting import build
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from worker_states import (  # noqa: F401
@@ -40,7 +41,7 @@ from tiered_checkpoint_io.errors import DrainError
 def writer(job, **more):
     from tiered_checkpoint_io import TieredStorageWriter
 
-    return TieredStorageWriter(**{**job["options"], **more})
+    return build(TieredStorageWriter, **{**job["options"], **more})
 
 
 def described(writer):
@@ -81,7 +82,7 @@ def load_shards(job, seed):
     from tiered_checkpoint_io import TieredStorageReader
 
     state = of_shards_alone(0)
-    dcp.load(state, checkpoint_id=f"step_{seed}", storage_reader=TieredStorageReader(**reading(job)))
+    dcp.load(state, checkpoint_id=f"step_{seed}", storage_reader=build(TieredStorageReader, **reading(job)))
     return {"matches": torch.equal(state["weight"].to_local(), of_shards_alone(seed)["weight"].to_local())}
 
 
@@ -110,7 +111,7 @@ def load(job, seed, checkpoint_id=None, **more):
     from tiered_checkpoint_io import TieredStorageReader
 
     rows = more.pop("rows", ROWS)
-    reader = TieredStorageReader(**{**reading(job), **more})
+    reader = build(TieredStorageReader, **{**reading(job), **more})
     state = blank(rows=rows)
     dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=reader)
     return told(reader, state, seed, rows)
@@ -125,9 +126,9 @@ def refused_loads(job, count):
         state = {**blank(), "absent": torch.zeros(3)}
         try:
             if how == "ours":
-                ours.load(state, **reading(job))
+                build(ours.load, state, **reading(job))
             else:
-                dcp.load(state, storage_reader=TieredStorageReader(**reading(job)))
+                dcp.load(state, storage_reader=build(TieredStorageReader, **reading(job)))
         except dcp.api.CheckpointException as error:
             return "Missing key" in str(error)
         return False
@@ -146,7 +147,7 @@ def load_ours(job, seed, checkpoint_id=None, **more):
     from tiered_checkpoint_io import dcp as ours
 
     state = blank()
-    reader = ours.load(state, checkpoint_id=checkpoint_id, **{**reading(job), **more})
+    reader = build(ours.load, state, checkpoint_id=checkpoint_id, **{**reading(job), **more})
     return told(reader, state, seed)
 
 
@@ -176,7 +177,7 @@ def reshard(job, forget=False):
         for loaded_by in range(1, world + 1):
             if rank < loaded_by:
                 state = blank(mesh=meshes[loaded_by])
-                reader = TieredStorageReader(**reading(job))
+                reader = build(TieredStorageReader, **reading(job))
                 dcp.load(state, storage_reader=reader, process_group=groups[loaded_by])
                 if matches(state, saved_by):
                     good.append([saved_by, loaded_by])
@@ -225,7 +226,7 @@ def load_alone(job, seed, rank):
     from tiered_checkpoint_io import TieredStorageReader
 
     state = {"t": torch.zeros(4)}
-    dcp.load(state, storage_reader=TieredStorageReader(**reading(job)), no_dist=True)
+    dcp.load(state, storage_reader=build(TieredStorageReader, **reading(job)), no_dist=True)
     return state["t"].tolist()
 
 
@@ -236,7 +237,7 @@ def group_load(job, ranks):
     if dist.get_rank() not in ranks:
         return None
     state = {"t": torch.zeros(4)}
-    dcp.load(state, storage_reader=TieredStorageReader(**reading(job)), process_group=group)
+    dcp.load(state, storage_reader=build(TieredStorageReader, **reading(job)), process_group=group)
     return state["t"].tolist()
 
 
@@ -266,7 +267,7 @@ def fsdp_load(job, seed):
     model, optimizer = fsdp_job(seed + 1)
     weights, states = get_state_dict(model, optimizer)
     state = {"model": weights, "optim": states}
-    dcp.load(state, storage_reader=TieredStorageReader(**reading(job)))
+    dcp.load(state, storage_reader=build(TieredStorageReader, **reading(job)))
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     return totals(model, optimizer)
 
@@ -349,7 +350,7 @@ def load_grown(job, seed, grown=0):
 
     state, saved = grown_state(0, grown), grown_state(seed, grown)
     with worker_states.gathered() as sizes:
-        reader = ours.load(state, **reading(job))
+        reader = build(ours.load, state, **reading(job))
     same = all(torch.equal(state[key].to_local(), saved[key].to_local()) for key in saved)
     return {"name": reader.opened.name, "same": same, "gathered": max(sizes), "kept": [*reader.opened.small]}
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from support.clocks import quick
+from support.supporting import build
 
 from tiered_checkpoint_io.engine.ranks.coordination import TorchGroup, node_of
 from tiered_checkpoint_io.engine.restore import restore as restoring
@@ -31,7 +32,8 @@ from tiered_checkpoint_io.stores import open_store
 
 
 def restore(job):
-    config = TieredCheckpointConfig(
+    config = build(
+        TieredCheckpointConfig,
         dirpath=job["dirpath"],
         memory_dir=job["memory_dir"],
         endpoint_url=job.get("endpoint_url"),
@@ -67,7 +69,8 @@ def restore(job):
 def through_io(job):
     from tiered_checkpoint_io import TieredCheckpointIO
 
-    io = TieredCheckpointIO(
+    io = build(
+        TieredCheckpointIO,
         dirpath=job["dirpath"],
         memory_dir=job["memory_dir"],
         endpoint_url=job.get("endpoint_url"),

@@ -7,11 +7,13 @@ from support.first_hour import blocks_of
 DOCUMENT = Path(__file__).parents[2] / "docs" / "python-api.md"
 #: What a reader has already, and hours that pass at once.
 PRELUDE = """
+import os
 import torch
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.clock import Clock
 
-io = TieredCheckpointIO(dirpath="s3://bucket/run", drain="thread")
+os.environ["TIERED_CHECKPOINT_SUPPORT"] = "drain=thread"
+io = TieredCheckpointIO(dirpath="s3://bucket/run")
 for step in (100, 110):
     io.save_checkpoint({"global_step": step, "weights": torch.ones(10)}, f"step={step}.ckpt")
 io.save_checkpoint({"global_step": 120}, "step=120.ckpt", storage_options={"tiers": ["memory"]})

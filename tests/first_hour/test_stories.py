@@ -11,6 +11,7 @@ from pathlib import Path
 from support.counting_proxy import CountingProxy
 from support.first_hour import FOLDER
 from support.launch import free_port
+from support.supporting import supported
 
 
 def test_a_run_that_is_killed_resumes(story):
@@ -82,10 +83,10 @@ def test_a_server_that_is_silent(story, monkeypatch):
     with CountingProxy(server, port):
         story.python("train.py", "max_steps=30", "save_on_train_end=false")
         story.drained()
-    with socket.create_server(("127.0.0.1", port)):
+    limits = supported(durable_timeout_s=1, pending_timeout_s=1, wait_timeout_s=5)
+    with socket.create_server(("127.0.0.1", port)), limits:
         # Connections are made, and never answered.
-        limits = ("durable_timeout_s=1", "pending_timeout_s=1", "wait_timeout_s=5")
-        story.python("train.py", "max_steps=40", "save_on_train_end=false", *limits, preflight_s=1.0)
+        story.python("train.py", "max_steps=40", "save_on_train_end=false", preflight_s=1.0)
     story.shown("silent_server")
 
 

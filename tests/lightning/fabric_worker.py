@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from lightning.fabric import Fabric
+from support.supporting import build
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fabric.py"
 GRID = 2.0**16
@@ -39,7 +40,8 @@ if __name__ == "__main__":
 
     intervals = {"MEMORY_EVERY": told["memory_every"], "DURABLE_EVERY": told["durable_every"]}
     example["train"].__globals__.update(intervals, save=saving)
-    model = example["train"](told["dirpath"], steps=told["steps"], step_s=0, devices=told["devices"], **told["options"])
+    how = {"steps": told["steps"], "step_s": 0, "devices": told["devices"], **told["options"]}
+    model = build(example["train"], told["dirpath"], **how)
     weights = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         weights.update(name.encode() + value.numpy().tobytes())

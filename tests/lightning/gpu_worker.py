@@ -14,6 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from support.supporting import build
+
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO, dcp
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
@@ -80,7 +83,7 @@ def by_lightning():
         "fsdp2": lambda: TieredModelParallelStrategy(1, 1, **options),
         "fsdp2 full": lambda: TieredModelParallelStrategy(1, 1, **options),
     }.get(told["strategy"], lambda: told["strategy"])()
-    io = TieredCheckpointIO(**places, staging=told["staging"], on_save_error="raise", wait_timeout_s=60)
+    io = build(TieredCheckpointIO, **places, staging=told["staging"], on_save_error="raise", wait_timeout_s=60)
     steps = TieredModelCheckpoint(memory_every_n_train_steps=2, s3_every_n_train_steps=10, save_top_k=-1)
     counts = Counts()
     trainer = Trainer(
@@ -127,7 +130,7 @@ def by_a_loop():
     optimizer.step()
     loaded = state()
     with contextlib.suppress(CheckpointNotFoundError):
-        reader = dcp.load(loaded, **places)
+        reader = build(dcp.load, loaded, **places)
         model, moments, step = loaded["model"], loaded["optimizer"], loaded["step"]
         dcp_state.set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=moments)
         came = [step, reader.tier]
@@ -137,7 +140,7 @@ def by_a_loop():
         optimizer.step()
         step += 1
         if step % 2 == 0:
-            dcp.async_save(state(), checkpoint_id=f"step_{step}", save_to_s3=step % 10 == 0, **places).result()
+            build(dcp.async_save, state(), checkpoint_id=f"step_{step}", save_to_s3=step % 10 == 0, **places).result()
         if step == told.get("die_after"):
             os.kill(os.getpid(), signal.SIGKILL)
     found = {"weights": digest(net), "overlapped": 0, "from": came}

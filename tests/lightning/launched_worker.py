@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Trainer
+from support.supporting import build
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
@@ -24,7 +25,7 @@ class Told(Model):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    io = TieredCheckpointIO(**json.loads(sys.argv[1]))
+    io = build(TieredCheckpointIO, **json.loads(sys.argv[1]))
     trainer = Trainer(
         plugins=[AsyncCheckpointIO(io)],
         strategy="ddp",

@@ -14,6 +14,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from support.supporting import build
+
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
 
@@ -41,7 +44,7 @@ class Ready(Callback):
 if __name__ == "__main__":
     told = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    io = AsyncCheckpointIO(TieredCheckpointIO(told["dirpath"], memory_dir=told["memory_dir"], drain="thread"))
+    io = AsyncCheckpointIO(build(TieredCheckpointIO, told["dirpath"], memory_dir=told["memory_dir"], drain="thread"))
     trainer = Trainer(
         plugins=[io],
         callbacks=[TieredModelCheckpoint(memory_every_n_train_steps=1000), PreemptionCheckpoint(), Ready()],

@@ -16,6 +16,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import nn
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from support.supporting import build
+
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import Preempted, PreemptionCheckpoint, TieredModelCheckpoint
 from tiered_checkpoint_io.strategies import TieredModelParallelStrategy
@@ -85,11 +88,11 @@ if __name__ == "__main__":
         "s3_every_n_train_steps": None,
         **told.get("block", {}),
     }
-    io = TieredCheckpointIO.from_config(block)
+    io = build(TieredCheckpointIO.from_config, block)
     ranks = int(os.environ["WORLD_SIZE"])
     strategy = TieredModelParallelStrategy(ranks, 1) if told["strategy"] == "fsdp2" else told["strategy"]
     callbacks = [
-        TieredModelCheckpoint.from_config(block, filename="{step}", save_top_k=told.get("top_k", 0)),
+        build(TieredModelCheckpoint.from_config, block, filename="{step}", save_top_k=told.get("top_k", 0)),
         PreemptionCheckpoint(grace_seconds=told["grace"], signals=("SIGTERM", "SIGUSR1"), requeue=told.get("requeue")),
         Moments(),
         # Saves on all ranks together, where all of them fail.

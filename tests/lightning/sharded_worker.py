@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import fsdp
+from support.supporting import build
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -262,12 +263,13 @@ if __name__ == "__main__":
         **told.get("config", {}),
     }
     Overlapped.let_caller_return = Late.let_caller_return
-    io = TieredCheckpointIO.from_config(block)
+    io = build(TieredCheckpointIO.from_config, block)
     stall(told.get("stall_s", 0))
     unsealed(told.get("unsealed"))
     average = Average()
     callbacks = [
-        TieredModelCheckpoint.from_config(
+        build(
+            TieredModelCheckpoint.from_config,
             block,
             filename="{step}",
             save_last=not told.get("held"),

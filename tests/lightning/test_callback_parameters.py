@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
+from support.supporting import build
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointConfig, TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.model.config import NOT_OF_IO, IOKeys
+from tiered_checkpoint_io.model.config import keys as config_keys
 from tiered_checkpoint_io.model.retention import Best, Latest
 
 OURS = {"memory_every_n_train_steps", "s3_every_n_train_steps", "save_on_train_end"}
@@ -48,17 +51,24 @@ def test_the_callback_takes_what_model_checkpoint_takes():
     assert documented(TieredModelCheckpoint) == set(mine)
 
 
-def test_the_io_takes_every_key_of_the_configuration():
-    mine, hints = arguments(TieredCheckpointIO), typing.get_type_hints(TieredCheckpointConfig)
-    keys = {key.name: (key.default, hints[key.name]) for key in fields(TieredCheckpointConfig) if key.name != "dirpath"}
-    assert {name: mine[name] for name in keys} == keys
-    assert set(mine) - set(keys) == {"dirpath", "logger"}
-    assert documented(TieredCheckpointIO) == {*mine, "unknown"}
-    says, means = (
-        texts(TieredCheckpointIO.__init__.__doc__, "Args"),
-        texts(TieredCheckpointConfig.__doc__, "Attributes"),
-    )
-    assert {name: says[name] for name in keys} == {name: means[name] for name in keys}
+def test_the_io_takes_the_keys_that_it_reads_with_their_defaults_and_types():
+    mine, hints = inspect.signature(TieredCheckpointIO).parameters, typing.get_type_hints(TieredCheckpointConfig)
+    wanted = [each for each in config_keys() if each not in NOT_OF_IO]
+    keys = {each.name: (each.default, hints[each.name]) for each in fields(TieredCheckpointConfig)}
+    assert list(mine)[:2] == ["dirpath", "logger"]
+    assert {name: (each.default, each.annotation) for name, each in mine.items() if name in wanted[1:]} == {
+        name: keys[name] for name in wanted[1:]
+    }
+    assert set(mine) == {*wanted, "logger"}
+    # What type checkers go by: where it is another type, that takes more.
+    told = typing.get_type_hints(IOKeys)
+    assert list(told) == wanted[1:]
+    assert {name for name in told if told[name] != hints[name]} == {
+        "safe_globals",
+        "memory_dir",
+        "spill_dir",
+        "log_dir",
+    }
 
 
 def test_what_the_arguments_say_holds(tmp_path):
@@ -78,9 +88,9 @@ def test_what_the_arguments_say_holds(tmp_path):
     mine, theirs = vars(TieredModelCheckpoint(**given)), vars(ModelCheckpoint(**given))
     for name in set(theirs) - {"best_model_path", "_fs", "kth_value"}:
         assert mine[name] == theirs[name], name
-    io = TieredCheckpointIO(tmp_path, max_pending=7, safe_globals=["a.B"], s3_options=None)
-    assert io.config == TieredCheckpointConfig(dirpath=str(tmp_path), max_pending=7, safe_globals=("a.B",))
-    assert TieredCheckpointIO(io.config, max_pending=3).config.max_pending == 3
+    io = TieredCheckpointIO(tmp_path, chunk_size_MB=8, safe_globals=["a.B"], s3_options=None)
+    assert io.config == TieredCheckpointConfig(dirpath=str(tmp_path), chunk_size_MB=8, safe_globals=("a.B",))
+    assert TieredCheckpointIO(io.config, chunk_size_MB=9).config.chunk_size_MB == 9
     assert TieredCheckpointIO(io.config).config == io.config
     with pytest.raises(ConfigError, match="save_on_train_end is 'no'"):
         TieredModelCheckpoint(save_on_train_end="no")
@@ -104,8 +114,8 @@ def test_from_config_takes_keys_and_arguments(tmp_path):
     assert (callback.memory_every_n_train_steps, callback.save_on_train_end) == (10, False)
     with pytest.raises(ConfigError, match="dirpath is missing"):
         TieredModelCheckpoint.from_config(block)
-    with pytest.raises(ConfigError, match="max_pending is 0"):
-        TieredModelCheckpoint.from_config(block, dirpath=tmp_path, max_pending=0)
+    with pytest.raises(ConfigError, match="memory_keep_last is 0"):
+        TieredModelCheckpoint.from_config({**block, "memory_keep_last": 0}, dirpath=tmp_path)
 
 
 def command_line(**trainer):
@@ -120,7 +130,7 @@ def command_line(**trainer):
 
 def test_a_command_line_sees_and_makes_both(tmp_path, monkeypatch, runs):
     io = {"class_path": "tiered_checkpoint_io.TieredCheckpointIO"}
-    io["init_args"] = {"dirpath": runs.dirpath, "memory_dir": runs.memory_dir, "max_pending": 3}
+    io["init_args"] = {"dirpath": runs.dirpath, "memory_dir": runs.memory_dir, "memory_keep_last": 3}
     # As YAML has it.
     io["init_args"]["preflight"] = yaml.safe_load("off")
     io["init_args"]["retention"] = [{"latest": 3}, {"best": 1, "metric": "loss"}]
@@ -137,7 +147,7 @@ def test_a_command_line_sees_and_makes_both(tmp_path, monkeypatch, runs):
     made = next(each for each in cli.trainer.callbacks if isinstance(each, TieredModelCheckpoint))
     assert (made.monitor, made.save_top_k, made._every_n_train_steps) == ("loss", 3, 50)
     assert isinstance(cli.trainer.strategy.checkpoint_io, AsyncCheckpointIO)
-    assert cli.trainer.strategy.checkpoint_io.config.max_pending == 3
+    assert cli.trainer.strategy.checkpoint_io.config.memory_keep_last == 3
     assert cli.trainer.strategy.checkpoint_io.config.preflight == "off"
     assert cli.trainer.strategy.checkpoint_io.config.retention == (Latest(3), Best(1, "loss"))
     assert cli.trainer.strategy.checkpoint_io.config.memory_dir == str(Path(runs.memory_dir))
@@ -145,7 +155,7 @@ def test_a_command_line_sees_and_makes_both(tmp_path, monkeypatch, runs):
 
 def test_a_command_line_takes_a_url_for_a_place_where_there_are_checkpoints(s3_server, s3_url, memory_dir):
     """A file of configuration is what it looks for there otherwise, and s3fs reads a folder as an empty file."""
-    io = TieredCheckpointIO(s3_url, memory_dir=memory_dir, drain="thread")
+    io = build(TieredCheckpointIO, s3_url, memory_dir=memory_dir, drain="thread")
     for name in ("a", "folder/b"):
         io.save_checkpoint({"global_step": 1}, f"{name}.ckpt")
     io.teardown()

@@ -6,7 +6,15 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointConfig, TieredCheckpointIO
+from tiered_checkpoint_io import (
+    AsyncCheckpointIO,
+    TieredCheckpointConfig,
+    TieredCheckpointIO,
+    TieredStorageReader,
+    TieredStorageWriter,
+    dcp,
+    from_config,
+)
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import ConfigError
 
@@ -80,9 +88,9 @@ def test_arguments_replace_what_the_block_says(tmp_path):
 
 
 def test_an_argument_of_the_io_replaces_a_key_of_a_configuration_even_where_it_is_the_default():
-    config = TieredCheckpointConfig(dirpath="s3://bucket/run", memory_keep_last=5, region="eu-west-1", max_pending=3)
+    config = TieredCheckpointConfig(dirpath="s3://bucket/run", memory_keep_last=5, region="eu-west-1", chunk_size_MB=8)
     made = TieredCheckpointIO(config, memory_keep_last=2, region=None).config
-    assert (made.memory_keep_last, made.region, made.max_pending) == (2, None, 3)
+    assert (made.memory_keep_last, made.region, made.chunk_size_MB) == (2, None, 8)
 
 
 def test_off_may_stand_in_yaml_without_quotes():
@@ -90,15 +98,38 @@ def test_off_may_stand_in_yaml_without_quotes():
     assert TieredCheckpointConfig.from_any(block).preflight == "off"
 
 
+def test_one_block_gives_the_io_and_the_callback(tmp_path):
+    block = {"dirpath": str(tmp_path), "namespace": "gpt-1", "memory_every_n_train_steps": 5}
+    io, callback = from_config(OmegaConf.create(block), monitor="loss", memory_keep_last=3, every_n_epochs=2)
+    assert isinstance(io, AsyncCheckpointIO)
+    assert (io.config.memory_keep_last, io.config.dirpath) == (3, callback.dirpath)
+    assert (callback.memory_every_n_train_steps, callback.monitor, callback._every_n_epochs) == (5, "loss", 2)
+    io, callback = from_config(block, enable_async_checkpointing=False, s3_every_n_train_steps=7)
+    assert isinstance(io, TieredCheckpointIO)
+    assert callback._every_n_train_steps == 7
+
+
 @pytest.mark.parametrize(
-    ("asked", "callback", "warns"),
+    ("make", "key", "says"),
     [
-        ({"memory_every_n_train_steps": 2}, {"every_n_epochs": 1}, True),
-        ({"memory_every_n_train_steps": 2}, {"memory_every_n_train_steps": 2}, False),
-        ({"memory_every_n_train_steps": None}, {"every_n_epochs": 1}, False),
-        ({}, {"every_n_epochs": 1}, False),
+        (
+            TieredCheckpointIO,
+            "memory_every_n_train_steps",
+            "TieredCheckpointIO does not take {}.*TieredModelCheckpoint",
+        ),
+        (TieredCheckpointIO, "s3_every_n_train_steps", "TieredCheckpointIO does not take {}.*TieredModelCheckpoint"),
+        (TieredCheckpointIO, "enable_async_checkpointing", "does not take {} .* AsyncCheckpointIO"),
+        (TieredStorageWriter, "memory_every_n_train_steps", "dcp does not take {}"),
+        (TieredStorageReader, "save_on_train_end", "dcp does not take {}"),
+        (dcp.save, "enable_async_checkpointing", "dcp does not take {} .* async_save"),
+        (TieredModelCheckpoint.from_config, "memory_keep_last", "does not take {} .* TieredCheckpointIO takes it"),
     ],
 )
-def test_memory_steps_that_no_callback_saves_are_warned_of(asked, callback, warns, runs, caplog):
-    runs.fit(TieredModelCheckpoint(**callback), io=runs.io(**asked), max_steps=2)
-    assert ("no callback saves memory steps" in caplog.text) == warns
+def test_a_class_refuses_a_key_that_another_one_reads(make, key, says, tmp_path):
+    block = {"dirpath": str(tmp_path)}
+    arguments = [block] if make == TieredModelCheckpoint.from_config else [{}] if make is dcp.save else []
+    options = {key: 3} if arguments == [block] else {**block, key: 3}
+    with pytest.raises(ConfigError, match=says.format(key)):
+        make(*arguments, **options)
+    # A whole block may hold it.
+    from_config({**block, key: getattr(TieredCheckpointConfig.from_any(block), key)})

@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch import Trainer
 sys.path.insert(0, sys.argv[1])
 from support.training import Model
+from support.supporting import build
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 
@@ -36,7 +37,8 @@ class Training(Model):
                 time.sleep(0.1)
 
 
-io = TieredCheckpointIO(
+io = build(
+    TieredCheckpointIO,
     dirpath=sys.argv[2], memory_dir=sys.argv[3], namespace="gpt-1", wait_timeout_s=60, logger=logger, {options}
 )
 callbacks = {callbacks}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from omegaconf import OmegaConf
+from support.supporting import build
 from support.training import Model, Runs, durable
 
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, SaveError, UsageError
@@ -31,7 +32,7 @@ class NeMoParts(Runs):
 
     def train(self, max_steps, *, rules=None, stop_at=0, callback=None, connector=NeMoCheckpointConnector, **io):
         callback = callback or self.callback()
-        made = NeMoCheckpointIO(self.dirpath, memory_dir=self.memory_dir, wait_timeout_s=60, **io)
+        made = build(NeMoCheckpointIO, self.dirpath, memory_dir=self.memory_dir, wait_timeout_s=60, **io)
         trainer = self.trainer([callback], io=made, asynchronous=False, max_steps=max_steps)
         if rules is not None:
             connector.of(trainer).resume_by(rules)
@@ -78,8 +79,13 @@ def test_the_constructor_is_nemos_keyword_for_keyword():
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_finalize_fn_is_called_once_the_checkpoint_is_committed_and_never_for_one_that_failed(job, asynchronous):
-    io = NeMoCheckpointIO(
-        job.dirpath, memory_dir=job.memory_dir, async_checkpointing=asynchronous, on_save_error="warn", drain="thread"
+    io = build(
+        NeMoCheckpointIO,
+        job.dirpath,
+        memory_dir=job.memory_dir,
+        async_checkpointing=asynchronous,
+        on_save_error="warn",
+        drain="thread",
     )
     called = []
 
@@ -117,7 +123,7 @@ def held(monkeypatch):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_finalize_fn_waits_for_the_commit_also_where_the_save_does_not_wait_any_longer(job, held, asynchronous):
     options = {"memory_dir": job.memory_dir, "drain": "thread", "pending_timeout_s": 1, "max_pending": 1}
-    io = NeMoCheckpointIO(job.dirpath, async_checkpointing=asynchronous, **options)
+    io = build(NeMoCheckpointIO, job.dirpath, async_checkpointing=asynchronous, **options)
     called = []
     # There is no room for the second in the queue: it stays in memory, and the durable tier never gets it.
     for name in ("held-1.ckpt", "held-2.ckpt"):

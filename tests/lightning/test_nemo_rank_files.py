@@ -1,6 +1,7 @@
 """Which checkpoint is resumed from where each rank has a file of its own; needs Lightning alone."""
 
 import pytest
+from support.supporting import build
 from support.training import Runs
 
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, RestoreError
@@ -14,7 +15,7 @@ class Ranks:
 
     def __init__(self, job):
         self.job = job
-        self.io = NeMoCheckpointIO(job.dirpath, memory_dir=job.memory_dir, wait_timeout_s=60, drain="thread")
+        self.io = build(NeMoCheckpointIO, job.dirpath, memory_dir=job.memory_dir, wait_timeout_s=60, drain="thread")
 
     def save(self, name, *steps, **changes):
         """``steps``: that of each rank's shard, the first ranks' alone where there are fewer."""

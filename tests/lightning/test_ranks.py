@@ -39,7 +39,8 @@ class Ranked(Model):
 
 if __name__ == "__main__":
     _, _, dirpath, memory_dir, steps, ranks, strategy, asynchronous = sys.argv
-    block = {"dirpath": dirpath, "memory_dir": memory_dir, "wait_timeout_s": 60,
+    os.environ["TIERED_CHECKPOINT_SUPPORT"] = "wait_timeout_s=60"
+    block = {"dirpath": dirpath, "memory_dir": memory_dir,
              "enable_async_checkpointing": asynchronous == "1", "on_save_error": "raise",
              "s3_every_n_train_steps": 2, "memory_every_n_train_steps": 1,
              "preflight": os.environ.get("PREFLIGHT", "error")}

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.draining import where_of
+from support.supporting import build
 from support.training import Model
 from typer.testing import CliRunner
 
@@ -243,9 +244,9 @@ def test_the_cost_of_a_look_is_small(dead):
 def test_a_loop_with_plain_dcp(kind, memory_dir, tmp_path):
     options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread", "kind": kind}
     for step in (1, 2):
-        dcp.save({"w": torch.full((8,), float(step))}, checkpoint_id=f"step_{step}", step=step, **options)
+        build(dcp.save, {"w": torch.full((8,), float(step))}, checkpoint_id=f"step_{step}", step=step, **options)
     state = {"w": torch.zeros(8)}
-    dcp.load(state, **options).close()
+    build(dcp.load, state, **options).close()
     assert state["w"][0] == 2
     (root,) = Path(memory_dir).glob("tiered-*/*")
     found = values(root)

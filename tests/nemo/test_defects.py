@@ -8,6 +8,7 @@ import torch
 from omegaconf import OmegaConf
 from support.fault_proxy import FaultProxy, refuse
 from support.nemo_training import Model, io_of, restored
+from support.supporting import build
 
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.nemo import S3CheckpointIO, S3Utils, s3_dirpath_utils
@@ -48,7 +49,7 @@ def test_an_upload_that_fails_is_told_of_and_never_leaves_an_empty_bucket(runs, 
 
     with FaultProxy(s3_server.endpoint_url, plan) as proxy:
         options = {**runs.io, "wait_timeout_s": 4, "endpoint_url": proxy.endpoint_url}
-        io = S3CheckpointIO(runs.dirpath, async_checkpointing=True, **options)
+        io = build(S3CheckpointIO, runs.dirpath, async_checkpointing=True, **options)
         io.save_checkpoint(state(1), f"{runs.dirpath}/step=1.ckpt")
         io.checkpointer.session.wait(60)
         broken = True
@@ -133,7 +134,7 @@ def test_a_save_lists_nothing_and_the_old_last_stays_until_the_new_one_is_durabl
         return refuse(403, "AccessDenied") if broken and operation == "put" else None
 
     with FaultProxy(s3_server.endpoint_url, plan) as proxy:
-        io = S3CheckpointIO(runs.dirpath, endpoint_url=proxy.endpoint_url, drain="thread", **runs.io)
+        io = build(S3CheckpointIO, runs.dirpath, endpoint_url=proxy.endpoint_url, drain="thread", **runs.io)
         path = f"{runs.dirpath}/gpt--step=900-val_loss=6.47-last.ckpt"
         io.save_checkpoint(state(1), path)
         seen.clear()

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback
 from omegaconf import OmegaConf
 from support.nemo_training import Falling, Model, callback_of, io_of, restored, same_weights
+from support.supporting import build
 
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint
 from tiered_checkpoint_io.engine.durable.manifests import current
@@ -216,7 +217,7 @@ def test_averages_that_the_users_callback_keeps_go_on_where_they_were(runs):
     from nemo.collections.common.callbacks import EMA
 
     for steps in (10, 15):
-        io = S3CheckpointIO(runs.dirpath, drain="thread", **runs.io)
+        io = build(S3CheckpointIO, runs.dirpath, drain="thread", **runs.io)
         callback = TieredNeMoCheckpoint(every_n_train_steps=5, filename="{step}", save_nemo_on_train_end=False)
         trainer = runs.bare(callbacks=[EMA(0.5), callback], plugins=[io], max_steps=steps, enable_checkpointing=True)
         trainer.fit(Model(OmegaConf.create(runs.config()["model"]), trainer), ckpt_path="tiered:latest")

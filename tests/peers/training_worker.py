@@ -10,6 +10,7 @@ import time
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
+from support.supporting import build
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -94,13 +95,13 @@ if __name__ == "__main__":
     block = {**told["options"], "memory_every_n_train_steps": 1, "wait_timeout_s": 60, "on_save_error": "raise"}
     block |= {"enable_async_checkpointing": True, "s3_every_n_train_steps": None}
     block["save_on_train_end"] = told.get("save_on_train_end", False)
-    io = TieredCheckpointIO.from_config(block)
+    io = build(TieredCheckpointIO.from_config, block)
     watch, model = Watch(), Toy()
     trainer = Trainer(
         plugins=[io],
         strategy=strategy,
         # No step but those of memory.
-        callbacks=[TieredModelCheckpoint.from_config(block, filename="{step}", save_top_k=0), watch],
+        callbacks=[build(TieredModelCheckpoint.from_config, block, filename="{step}", save_top_k=0), watch],
         max_steps=told["steps"],
         accelerator="cpu",
         num_nodes=2,

@@ -21,6 +21,7 @@ import worker as base
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from support.clocks import hurry as hurry_clock
 from support.networks import enter_network
+from support.supporting import build
 
 from tiered_checkpoint_io import dcp as ours
 from tiered_checkpoint_io.adapters.dcp_settings import settings_of, shared_of
@@ -37,7 +38,7 @@ ROWS = 260_000
 def io_of(job):
     """What Lightning's IO is made of (which takes long to import); its ranks have met, as in a Trainer's set-up."""
     if not IO:
-        IO.append(Checkpointer(TieredCheckpointConfig(**base.reading(job))))
+        IO.append(Checkpointer(build(TieredCheckpointConfig, **base.reading(job))))
         IO[0].session.meet_peers()
     return IO[0]
 
@@ -45,7 +46,7 @@ def io_of(job):
 def session_of(job):
     if IO:
         return IO[0].session
-    return shared_of(settings_of(None, base.reading(job))).session
+    return shared_of(build(settings_of, None, base.reading(job))).session
 
 
 def held(job):
@@ -78,14 +79,17 @@ def settle(job):
 
 
 def save(job, seed, **more):
-    ours.save(
-        base.sharded(seed, more.pop("rows", base.ROWS)), checkpoint_id=f"step_{seed}", **{**base_options(job), **more}
+    build(
+        ours.save,
+        base.sharded(seed, more.pop("rows", base.ROWS)),
+        checkpoint_id=f"step_{seed}",
+        **{**base_options(job), **more},
     )
     return settle(job)
 
 
 def save_async(job, seed, **more):
-    ours.async_save(base.sharded(seed), checkpoint_id=f"step_{seed}", **{**base_options(job), **more})
+    build(ours.async_save, base.sharded(seed), checkpoint_id=f"step_{seed}", **{**base_options(job), **more})
     return settle(job)
 
 
@@ -96,7 +100,7 @@ def save_by_thread_of_dcp(job, seed):
 
 def save_and_go(job, seed):
     """Without waiting for any copy."""
-    ours.save(base.sharded(seed), checkpoint_id=f"step_{seed}", **base_options(job))
+    build(ours.save, base.sharded(seed), checkpoint_id=f"step_{seed}", **base_options(job))
     return held(job)
 
 
@@ -105,7 +109,7 @@ def save_local(job, seed, stages=()):
     mine = next((n for n, ranks in enumerate(stages) if dist.get_rank() in ranks), 0)
     name = f"stage{mine}/step_{seed + mine}" if stages else f"step_{seed}"
     state = {"w": torch.full((1000,), 100.0 * seed + dist.get_rank())}
-    ours.async_save(state, checkpoint_id=name, kind="local", process_group=groups[mine], **base_options(job))
+    build(ours.async_save, state, checkpoint_id=name, kind="local", process_group=groups[mine], **base_options(job))
     return settle(job)
 
 
@@ -117,7 +121,7 @@ def load_local(job, name=None, late=None, absent=None):
         await_mark(job, *late) if isinstance(late[1], str) else time.sleep(late[1])
     state, began = {"w": torch.zeros(1000)}, time.monotonic()
     try:
-        reader = ours.load(state, checkpoint_id=name, kind="local", **base.reading(job))
+        reader = build(ours.load, state, checkpoint_id=name, kind="local", **base.reading(job))
     except Exception as error:
         return {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - began}
     return {
@@ -148,7 +152,7 @@ def save_full(job, seed, tiers=("memory",), name=None):
 
 
 def load_full(job, seed, path="tiered:latest"):
-    io = IO[0] if IO else Checkpointer(TieredCheckpointConfig(**base.reading(job)))
+    io = IO[0] if IO else Checkpointer(build(TieredCheckpointConfig, **base.reading(job)))
     state = io.load(path)
     restored = io.restored
     answer = {
@@ -166,7 +170,7 @@ def load_full(job, seed, path="tiered:latest"):
 
 def load(job, seed, rows=base.ROWS, **more):
     state = base.blank(rows=rows)
-    reader = ours.load(state, **{**base.reading(job), **more})
+    reader = build(ours.load, state, **{**base.reading(job), **more})
     return {**base.told(reader, state, seed, rows), "tiers": held(job)}
 
 
@@ -194,7 +198,7 @@ def save_local_now(job, seed, rank, seconds):
     try:
         state = {"w": torch.full((1000,), 100.0 * seed + dist.get_rank())}
         began, options = time.monotonic(), {**base_options(job), "save_to_s3": True}
-        report = ours.save(state, checkpoint_id=f"step_{seed}", kind="local", **options)
+        report = build(ours.save, state, checkpoint_id=f"step_{seed}", kind="local", **options)
         return {"tiers": sorted(report.tiers), "seconds": time.monotonic() - began}
     finally:
         Run.report_end = report_end

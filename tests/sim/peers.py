@@ -23,6 +23,7 @@ from sim.machines import Machine, MachineClock, Odds, operating_system
 from sim.peers_judge import Judge
 from sim.world import Fates, World
 from support.sharded import make_part
+from support.supporting import build
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.chunks import verify
@@ -86,7 +87,8 @@ class Rank:
         clock, machine, world = self.machine.clock, self.machine, self.world
         self.tier = tier = MemoryTier.open(machine.folder, "sim", clock=clock)
         tier.replicas._left = lambda: 0 if machine.full_until > world.now else 1 << 30
-        config = TieredCheckpointConfig.from_any(
+        config = build(
+            TieredCheckpointConfig.from_any,
             dirpath="d",
             memory_dir=machine.folder,
             wait_timeout_s=TIMEOUT_S,

@@ -19,6 +19,7 @@ import torch
 from sim.machines import Machine, Odds, Store, operating_system, start_drain
 from sim.runs_judge import Judge
 from sim.world import Fates, World
+from support.supporting import build
 
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.engine.session import Session
@@ -97,8 +98,12 @@ class Trainer:
 
     def __call__(self):
         run, clock = self.run, self.run.machine.clock
-        config = TieredCheckpointConfig.from_any(
-            dirpath=Store.url, memory_dir=run.machine.folder, **CONFIG, max_pending=self.rng.choice([2, 4])
+        config = build(
+            TieredCheckpointConfig.from_any,
+            dirpath=Store.url,
+            memory_dir=run.machine.folder,
+            **CONFIG,
+            max_pending=self.rng.choice([2, 4]),
         )
         session = Session(config, logger=LOG, clock=clock)
         run.checkpointer = Checkpointer(config, session=session)

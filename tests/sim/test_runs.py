@@ -7,6 +7,7 @@ import torch
 from sim import runs
 from sim.machines import Machine, Odds, Store, operating_system
 from sim.world import Fates, World
+from support.supporting import build
 
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.session import Session
@@ -45,7 +46,7 @@ class Stage:
         """Carries out a story on each machine, at once; each gets its clock and a Checkpointer."""
 
         def process(machine, part):
-            config = TieredCheckpointConfig.from_any(dirpath=Store.url, memory_dir=machine.folder, **runs.CONFIG)
+            config = build(TieredCheckpointConfig.from_any, dirpath=Store.url, memory_dir=machine.folder, **runs.CONFIG)
             part(machine.clock, Checkpointer(config, session=Session(config, logger=runs.LOG, clock=machine.clock)))
 
         with contextlib.ExitStack() as stack:

@@ -12,6 +12,7 @@ import lightning
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from support.supporting import build
 from support.training import durable
 from torch.utils.data import DataLoader
 
@@ -176,7 +177,8 @@ class Ours(Side):
 
     def io(self) -> TieredCheckpointIO:
         # What only this package does, such as the upload at the end of fit, is off.
-        return TieredCheckpointIO(
+        return build(
+            TieredCheckpointIO,
             dirpath=self.dirpath,
             memory_dir=self.memory_dir,
             drain="thread",

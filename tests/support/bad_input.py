@@ -4,6 +4,7 @@ import contextlib
 from pathlib import Path
 
 import torch
+from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
 
@@ -17,10 +18,11 @@ def state(step, size=1000):
 class Kept:
     """One job with one saved checkpoint."""
 
+    # A process of its own, where a test says so: to start it takes longer than most of what is tested here.
+    support = {"wait_timeout_s": 60, "drain": "thread"}
+
     def __init__(self, dirpath, memory_dir):
-        self.options = {"dirpath": str(dirpath), "memory_dir": str(memory_dir), "wait_timeout_s": 60}
-        # A process of its own, where a test says so: to start it takes longer than most of what is tested here.
-        self.options |= {"drain": "thread"}
+        self.options = {"dirpath": str(dirpath), "memory_dir": str(memory_dir)}
         self.made = []
         io = self.io()
         io.save_checkpoint(state(1), KEPT)
@@ -47,7 +49,7 @@ class Kept:
 
     def io(self, **options):
         """An IO of this job, closed at the test's end where the test does not."""
-        io = TieredCheckpointIO(**{**self.options, "on_save_error": "raise", **options})
+        io = build(TieredCheckpointIO, **{**self.support, **self.options, "on_save_error": "raise", **options})
         self.made.append(io)
         return io
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from support.sharded import make_part
 from support.story import op_id
+from support.supporting import build
 
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
@@ -49,7 +50,7 @@ class Node:
 
     @staticmethod
     def config_of(memory_dir, dirpath, **options):
-        return TieredCheckpointConfig.from_any(dirpath=dirpath, memory_dir=memory_dir, **options)
+        return build(TieredCheckpointConfig.from_any, dirpath=dirpath, memory_dir=memory_dir, **options)
 
     def save(self, name, data, *, durable=True, **facts):
         self.number += 1

@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 from support import story
+from support.supporting import build
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -185,7 +186,7 @@ class FullLife:
     def __init__(self, order):
         from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 
-        self.made = Checkpointer(TieredCheckpointConfig.from_any(**options_of(order), drain=order["drain"]))
+        self.made = Checkpointer(build(TieredCheckpointConfig.from_any, **options_of(order), drain=order["drain"]))
         self.made.session.clock = SOON
 
     def save(self, number, name, what):
@@ -213,7 +214,7 @@ class ShardedLife:
     def save(self, number, name, what):
         from tiered_checkpoint_io import TieredStorageWriter, dcp
 
-        self.writer = TieredStorageWriter(**self.options, save_to_s3=what != "memory", wait="waited" in what)
+        self.writer = build(TieredStorageWriter, **self.options, save_to_s3=what != "memory", wait="waited" in what)
         self.writer.session.clock = SOON
         dcp.save(sharded_state(number), checkpoint_id=name, storage_writer=self.writer, no_dist=True, kind=self.kind)
 
@@ -243,7 +244,7 @@ def load_full(order):
 
     from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 
-    made = Checkpointer(TieredCheckpointConfig.from_any(**options_of(order), drain="thread"))
+    made = Checkpointer(build(TieredCheckpointConfig.from_any, **options_of(order), drain="thread"))
     state = made.load(order.get("name", "tiered:latest"))
     found = {"step": None, "equal": True}
     if state:
@@ -264,7 +265,9 @@ def load_sharded(order):
 
     def load():
         blank = {"w": torch.zeros(20_000), "global_step": torch.tensor(-1)}
-        reader = dcp.load(blank, checkpoint_id=order.get("name"), no_dist=True, kind=order["kind"], **options_of(order))
+        reader = build(
+            dcp.load, blank, checkpoint_id=order.get("name"), no_dist=True, kind=order["kind"], **options_of(order)
+        )
         reader.close()
         return blank
 
@@ -276,7 +279,7 @@ def load_sharded(order):
         step = int(state["global_step"])
         found = {"step": step, "equal": torch.equal(state["w"], story.state(step)["w"])}
     if order.get("go_on"):
-        writer = TieredStorageWriter(**options_of(order), save_to_s3=False)
+        writer = build(TieredStorageWriter, **options_of(order), save_to_s3=False)
         dcp.save(
             sharded_state(GOES_ON), checkpoint_id="step_99", storage_writer=writer, no_dist=True, kind=order["kind"]
         )

@@ -12,6 +12,7 @@ import sys
 
 import torch
 from clocks import quick
+from support.supporting import build
 
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.leasing import leases
@@ -31,7 +32,7 @@ def live(lines):
         leases.boot_id = lambda: machine
     clock = quick(**told.pop("times"))
     os.environ.update(told.pop("env"))
-    config = TieredCheckpointConfig.from_any(**told)
+    config = build(TieredCheckpointConfig.from_any, **told)
     made = Checkpointer(config, session=Session(config, clock=clock))
     answer(os.getpid())
     for number, line in enumerate(lines, start=1):

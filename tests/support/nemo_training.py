@@ -12,6 +12,7 @@ from nemo.utils.app_state import AppState
 from nemo.utils.exp_manager import exp_manager
 from nemo.utils.model_utils import inject_model_parallel_rank
 from omegaconf import OmegaConf
+from support.supporting import build
 from support.training import Stop, durable, wipe
 
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -140,7 +141,7 @@ class NeMoRuns:
         self.dirpath = dirpath
         self.memory_dir = memory_dir
         self.root = str(root)
-        self.io = {"memory_dir": memory_dir, "wait_timeout_s": 60, "on_save_error": "raise", **io}
+        self.io = {"memory_dir": memory_dir, "on_save_error": "raise", **io}
 
     def config(self, *parts):
         base = {
@@ -175,7 +176,8 @@ class NeMoRuns:
             tiered_exp_manager(trainer, OmegaConf.create(config))
             return trainer
         block = config["s3_checkpointing"]
-        io = S3CheckpointIO(
+        io = build(
+            S3CheckpointIO,
             dirpath=config["exp_manager"]["checkpoint_callback_params"]["dirpath"],
             chunk_size_MB=block.get("chunk_size_MB"),
             max_read_concurrency=block.get("max_read_concurrency"),

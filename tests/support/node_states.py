@@ -18,6 +18,7 @@ import torch
 from support import crash_states
 from support.draining import names
 from support.sharded import readable
+from support.supporting import build
 from support.sweeping import Lost, Mixed
 
 from tiered_checkpoint_io.clock import Clock, Timing
@@ -84,7 +85,8 @@ class Disk:
     def trainer(self, on_save_error="warn"):
         """A process of the job."""
         places = {"dirpath": self.durable, "memory_dir": self.memory, "spill_dir": self.spill}
-        config = TieredCheckpointConfig.from_any(
+        config = build(
+            TieredCheckpointConfig.from_any,
             **places,
             namespace="default",
             memory_keep_last=1,

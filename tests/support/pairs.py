@@ -16,6 +16,7 @@ from datetime import timedelta
 from support import clocks, story
 from support.dying import options_of
 from support.launch import free_port
+from support.supporting import build
 
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -101,8 +102,12 @@ def replicator_of(order, rank, store):
     os.makedirs(folder, exist_ok=True)
     tier = MemoryTier.open(folder, "default")
     client = StoreClient(store, "pair", timeout_s=SYSTEM.timing.store_answer_s)
-    config = TieredCheckpointConfig(
-        dirpath=order["dirpath"], memory_keep_last=KEEP_LAST, wait_timeout_s=PATIENCE_S, replication_factor=2
+    config = build(
+        TieredCheckpointConfig,
+        dirpath=order["dirpath"],
+        memory_keep_last=KEEP_LAST,
+        wait_timeout_s=PATIENCE_S,
+        replication_factor=2,
     )
     member = Member(tier, client, rank, 2, config, get_logger("default"), SYSTEM)
     made = Replicator(member, [(1,), ()], Counter(), {})
@@ -200,7 +205,7 @@ def train(order, counter, rank):
     os.makedirs(node(order, rank), exist_ok=True)
     os.environ["TIERED_CHECKPOINT_MACHINE"] = node(order, rank)
     options = {**options_of(order), "memory_dir": node(order, rank), "replication_factor": 2, "memory_keep_last": 2}
-    writer = TieredStorageWriter(**options, save_to_s3=False)
+    writer = build(TieredStorageWriter, **options, save_to_s3=False)
     try:
         for number in order["numbers"]:
             dcp.save(shards(number, rank), checkpoint_id=f"step_{number}", storage_writer=writer)
@@ -239,7 +244,7 @@ def load_full(options, _):
 
     from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 
-    made = Checkpointer(TieredCheckpointConfig.from_any(**options, drain="thread"))
+    made = Checkpointer(build(TieredCheckpointConfig.from_any, **options, drain="thread"))
     state = made.load("tiered:latest")
     made.session.release()
     return state["global_step"], torch.equal(state["w"], story.state(state["global_step"])["w"])
@@ -251,7 +256,7 @@ def load_sharded(options, rank):
     from tiered_checkpoint_io import dcp
 
     state = shards(-1, rank)
-    dcp.load(state, **options).close()
+    build(dcp.load, state, **options).close()
     step = int(state["global_step"])
     return step, torch.equal(state["w"].to_local(), story.state(step)["w"].chunk(2)[rank])
 

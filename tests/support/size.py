@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import dataclasses
 import json
 import re
 import subprocess
@@ -187,9 +186,9 @@ def commands() -> int:
 
 def keys() -> int:
     """Counts the keys of the configuration."""
-    from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+    from tiered_checkpoint_io.model.config import keys
 
-    return len(dataclasses.fields(TieredCheckpointConfig))
+    return len(keys())
 
 
 def main() -> int:

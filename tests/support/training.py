@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
+from support.supporting import build
 from torch.utils.data import DataLoader
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
@@ -86,14 +87,15 @@ class Runs:
         self.root = root
 
     def io(self, **options):
-        return TieredCheckpointIO(
+        return build(
+            TieredCheckpointIO,
             **{
                 "dirpath": self.dirpath,
                 "memory_dir": self.memory_dir,
                 "wait_timeout_s": 60,
                 "drain": self.drain,
                 **options,
-            }
+            },
         )
 
     def trainer(self, callbacks, *, io=None, asynchronous=True, plugins=None, **options):

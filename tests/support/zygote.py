@@ -38,7 +38,7 @@ def become(job, files):
         os.dup2(descriptor, target)
     os.chdir(job["cwd"])
     sys.argv = [job["worker"], *job["arguments"]]
-    sys.path.insert(0, os.path.dirname(job["worker"]))
+    sys.path[:0] = [os.path.dirname(job["worker"]), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
     try:
         runpy.run_path(job["worker"], run_name="__main__")
         status = 0

@@ -11,6 +11,7 @@ from support.clocks import hurried
 from support.fault_proxy import FaultProxy
 from support.refusing import BUCKET, ServerWithRights, in_region
 from support.restoring import of_a_newer_release
+from support.supporting import build
 from support.training import Model, Runs
 
 from tiered_checkpoint_io import TieredStorageWriter
@@ -157,7 +158,10 @@ def test_bad_names_and_options_are_refused_and_nothing_is_saved(kept, tmp_path):
         with pytest.raises(InvalidNameError, match=r"its own files.*such as '\.ckpt'"):
             io.save_checkpoint(state(2), name)
     # No command would take such a name: it stands for a choice.
-    writer, alike = TieredStorageWriter(**kept.options), "begins with 'tiered:'.*give it another name"
+    writer, alike = (
+        build(TieredStorageWriter, **kept.options, **kept.support),
+        "begins with 'tiered:'.*give it another name",
+    )
     for act in (
         lambda: io.save_checkpoint(state(2), "tiered:x.ckpt"),
         lambda: io.save_checkpoint(state(2), f"{io.config.dirpath}/tiered:x.ckpt"),

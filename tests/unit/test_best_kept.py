@@ -32,7 +32,7 @@ class Job:
         callback._io.checkpointer = SimpleNamespace(
             dirpath=DIRPATH,
             session=session,
-            config=SimpleNamespace(retention=None, durable_timeout_s=1),
+            config=SimpleNamespace(retention=None, support=SimpleNamespace(durable_timeout_s=1)),
             restored=None,
             exists=lambda path: f"{letter_of(path)}.ckpt" in self.names,
             remove=lambda path, **_: self.delete(path),

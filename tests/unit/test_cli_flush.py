@@ -10,6 +10,7 @@ from support import committing
 from support.documented import document_of
 from support.draining import Node
 from support.sharded import make_part
+from support.supporting import build
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO
@@ -252,7 +253,7 @@ def test_a_part_that_retention_takes_meanwhile_is_gone(memory_dir):
 def test_while_a_run_of_another_job_is_there_nothing_is_written(memory_dir, tmp_path):
     node = Node(memory_dir, str(tmp_path / "run"))
     node.save("step=1.ckpt", b"A", durable=False)
-    io = TieredCheckpointIO(dirpath=node.dirpath, memory_dir=memory_dir, namespace="live", drain="thread")
+    io = build(TieredCheckpointIO, dirpath=node.dirpath, memory_dir=memory_dir, namespace="live", drain="thread")
     io.save_checkpoint({"global_step": 2}, f"{node.dirpath}/step=2.ckpt")
     store = DirectoryStore(node.dirpath)
     done = command("flush", *node.where)
@@ -269,7 +270,7 @@ def test_while_a_run_of_another_job_is_there_nothing_is_written(memory_dir, tmp_
 @pytest.mark.parametrize(("drain", "named"), [("thread", {}), ("thread", {"namespace": "live"}), ("process", {})])
 def test_a_live_trainer_goes_on(drain, named, memory_dir, tmp_path):
     run = str(tmp_path / "run")
-    io = TieredCheckpointIO(dirpath=run, memory_dir=memory_dir, drain=drain, **named)
+    io = build(TieredCheckpointIO, dirpath=run, memory_dir=memory_dir, drain=drain, **named)
     io.save_checkpoint({"global_step": 1}, f"{run}/step=1.ckpt")
     io.save_checkpoint({"global_step": 2}, f"{run}/step=2.ckpt", storage_options={"tiers": ["memory"]})
     done = command("flush", "--memory-dir", memory_dir, "--json")
@@ -290,7 +291,7 @@ def test_a_jobs_epilog_leaves_the_jobs_alone_that_still_run(memory_dir, tmp_path
     jobs = {}
     for name in ("ended", "live"):
         run = str(tmp_path / name)
-        jobs[name] = TieredCheckpointIO(dirpath=run, memory_dir=memory_dir, drain="thread", namespace=name)
+        jobs[name] = build(TieredCheckpointIO, dirpath=run, memory_dir=memory_dir, drain="thread", namespace=name)
         jobs[name].save_checkpoint({"global_step": 1}, f"{run}/step=1.ckpt", storage_options={"tiers": ["memory"]})
     jobs["ended"].teardown()
     assert {name: epilog(name) for name in jobs} == {"ended": ["durable"], "live": []}

@@ -8,6 +8,7 @@ import pytest
 from support.documented import check, document_of
 from support.draining import Node
 from support.sharded import make_part
+from support.supporting import build
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -112,7 +113,7 @@ def test_an_export_tells_its_files(tmp_path, memory_dir):
 
     from tiered_checkpoint_io import TieredCheckpointIO
 
-    io = TieredCheckpointIO(dirpath=str(tmp_path / "run"), memory_dir=memory_dir, drain="thread")
+    io = build(TieredCheckpointIO, dirpath=str(tmp_path / "run"), memory_dir=memory_dir, drain="thread")
     io.save_checkpoint({"global_step": 1, "state_dict": {"w": torch.ones(2)}}, "1.ckpt")
     io.teardown()
     (file,) = told("export", str(tmp_path / "run"), "1.ckpt", str(tmp_path / "model.pt"))["files"]

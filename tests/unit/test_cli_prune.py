@@ -16,6 +16,7 @@ from support.draining import objects as files
 from support.fault_proxy import FaultProxy, locked, refuse
 from support.sharded import named
 from support.sharded import objects as all_objects
+from support.supporting import build
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
@@ -126,7 +127,7 @@ def test_the_best_by_a_metric_that_is_mistyped_are_not_removed(tmp_path):
 
 
 def test_while_a_run_is_there_nothing_is_removed(s3, memory_dir):
-    io = TieredCheckpointIO(s3.url, memory_dir=memory_dir, drain="thread")
+    io = build(TieredCheckpointIO, s3.url, memory_dir=memory_dir, drain="thread")
     io.save_checkpoint({"global_step": 7, "epoch": 0}, f"{s3.url}/c7")
     done = command("prune", s3.url, "--keep-latest", "1", "--yes")
     assert isinstance(done.exception, UsageError)

@@ -10,6 +10,7 @@ from support import committing
 from support.documented import document_of
 from support.draining import Node
 from support.sharded import readable
+from support.supporting import build
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO
@@ -36,7 +37,7 @@ def command(*arguments):
 def run(memory_dir, tmp_path):
     """A run's dirpath, with a full checkpoint by a trainer's IO; its node is lost."""
     dirpath = str(tmp_path / "run")
-    io = TieredCheckpointIO(dirpath=dirpath, memory_dir=memory_dir, namespace="before", drain="thread")
+    io = build(TieredCheckpointIO, dirpath=dirpath, memory_dir=memory_dir, namespace="before", drain="thread")
     io.save_checkpoint({"global_step": 5, "weights": torch.arange(1000.0)}, f"{dirpath}/step=5.ckpt")
     io.teardown()
     assert command("clean", "--memory-dir", memory_dir, "--namespace", "before").exit_code == 0
@@ -101,7 +102,7 @@ def test_two_pulls_that_bring_the_same_part_at_once_both_end_well(run, memory_di
 
 
 def test_where_the_job_here_has_a_namespace_of_its_own_that_is_said(run, memory_dir, tmp_path, monkeypatch):
-    io = TieredCheckpointIO(dirpath=run, memory_dir=memory_dir, namespace="live", drain="thread")
+    io = build(TieredCheckpointIO, dirpath=run, memory_dir=memory_dir, namespace="live", drain="thread")
     io.save_checkpoint({"global_step": 6}, "step=6.ckpt")
     io.teardown()
     at_another, there = (
@@ -119,7 +120,7 @@ def test_where_the_job_here_has_a_namespace_of_its_own_that_is_said(run, memory_
 def test_beside_a_run_that_overwrites_and_removes_what_is_read(to, run, memory_dir, tmp_path, monkeypatch):
     """It is not damaged: the pull takes what the name means by then."""
     fetch, turns = pulling.fetch_chunk, []
-    io = TieredCheckpointIO(dirpath=run, memory_dir=memory_dir, namespace="live", drain="thread")
+    io = build(TieredCheckpointIO, dirpath=run, memory_dir=memory_dir, namespace="live", drain="thread")
 
     def late(*arguments):
         if turns:

@@ -14,6 +14,7 @@ import pytest
 from support.draining import Node
 from support.sharded import readable
 from support.story import op_id
+from support.supporting import build
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain import client
@@ -72,7 +73,7 @@ def test_what_waits_for_the_parts_of_a_lost_node_does_not_hold_up_the_next_start
     release(lock)
     drain(node).run(once=True)
     assert pending(node) == [op_id(2), op_id(3)]
-    with_bound = replace(node.config, wait_timeout_s=3)
+    with_bound = build(replace, node.config, wait_timeout_s=3)
     handle._config, lock = with_bound, try_lock(node.root / LOCK_FILE)
     assert not handle.has_room(op_id(91))
     assert handle.given_up == ""
@@ -85,7 +86,7 @@ def test_what_has_become_complete_is_committed_in_place_of_being_given_up(nodes,
     """A node that is slower than wait_timeout_s: the rank whose part has come is who asks for room, at that moment."""
     caplog.set_level("INFO")
     first, second = nodes
-    handle = DrainHandle(first.tier, replace(first.config, max_pending=2), LOG)
+    handle = DrainHandle(first.tier, build(replace, first.config, max_pending=2), LOG)
     for number in (1, 2):
         first.part(f"{number}.ckpt", number, 0)
     worker = drain(first, clock=Clock(Timing(gather_max_s=0.2, redo_max_s=3600, redo_permanent_s=3600)))
@@ -139,7 +140,7 @@ def test_a_save_that_an_earlier_start_found_late_makes_room_for_the_next_one(nod
     first.part("1.ckpt", 1, 0)
     worker = drain(first, clock=Clock(Timing(gather_first_s=0.2)))
     until(lambda: worker.run(once=True) and first.states(), "it is late")
-    handle = DrainHandle(first.tier, replace(first.config, max_pending=1), LOG)
+    handle = DrainHandle(first.tier, build(replace, first.config, max_pending=1), LOG)
     assert handle.has_room(op_id(90))
     assert handle.given_up == op_id(1)
     handle.close(timeout_s=10)

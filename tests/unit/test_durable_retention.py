@@ -13,6 +13,7 @@ from support.draining import Node, names
 from support.draining import objects as files
 from support.fault_proxy import FaultProxy, locked
 from support.sharded import FlatStore, Journals, named, objects, readable
+from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
 from tiered_checkpoint_io.clock import Clock
@@ -304,7 +305,7 @@ def test_a_locked_checkpoint_keeps_no_other_and_is_named_once(locks, memory_dir,
     store, lock, endpoint = locks
     asked = lock("/manifests/c1.json")
     options = {"memory_dir": memory_dir, "drain": "thread", "endpoint_url": endpoint, "retention": {"latest": 1}}
-    run = TieredCheckpointIO(store.url, **options)
+    run = build(TieredCheckpointIO, store.url, **options)
     for step in range(1, 6):
         run.save_checkpoint({"global_step": step}, f"c{step}")
     run.teardown()
@@ -320,7 +321,7 @@ def test_a_locked_checkpoint_keeps_no_other_and_is_named_once(locks, memory_dir,
     assert "(AccessDenied, HTTP 403)" in told
     # The next run asks again.
     lock()
-    run = TieredCheckpointIO(store.url, **options)
+    run = build(TieredCheckpointIO, store.url, **options)
     run.save_checkpoint({"global_step": 6}, "c6")
     run.teardown()
     assert names(store) == ["c6"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from support.bad_input import KEPT, Kept, state
+from support.supporting import build
 from support.tenants import Tenant, Watch, descriptors_to_spare, mounted_tmpfs, no_more_threads, refuse
 
 from tiered_checkpoint_io import TieredStorageWriter, dcp
@@ -180,7 +181,7 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_sharded_save(spill, behind, 
 
     for number in points(watch, every=4 if worker == "process" else 1):
         live = torch.arange(100_000.0) + number
-        writer = TieredStorageWriter(**options, wait=True)
+        writer = build(TieredStorageWriter, **options, wait=True)
         with watch.from_the(number):
             saved += [number] if done(save, live, number, writer) else []
         tenant.goes()
@@ -212,7 +213,7 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_local_save(spill, behind, wo
 
     for number in points(watch, every=4 if worker == "process" else 1):
         live = torch.arange(100_000.0) + number
-        writer = TieredStorageWriter(**options, wait=not behind)
+        writer = build(TieredStorageWriter, **options, wait=not behind)
         with watch.from_the(number):
             saved += [number] if done(save, live, number, writer) else []
         tenant.goes()
@@ -223,7 +224,7 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_local_save(spill, behind, wo
     assert number > 4
     assert saved[-1:] == [number], "the last one needed no more than there was"
     found = {"w": torch.zeros(100_000)}
-    reader = dcp.load(found, kind="local", **{**options, "save_to_s3": None})
+    reader = build(dcp.load, found, kind="local", **{**options, "save_to_s3": None})
     assert reader.opened.step == number
     reader.close()
 

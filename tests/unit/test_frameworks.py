@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.errors import UsageError
@@ -18,7 +19,8 @@ THREADS, SAVES, BOUND_S = 4, 5, 60.0
 
 @pytest.fixture
 def io(tmp_path, memory_dir):
-    io = TieredCheckpointIO(
+    io = build(
+        TieredCheckpointIO,
         str(tmp_path / "durable"),
         memory_dir=memory_dir,
         wait_timeout_s=60,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.launch import scripts
+from support.supporting import build
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
@@ -33,7 +34,7 @@ def make(memory_dir):
 
     def make(dirpath, **options):
         options = {"on_save_error": "raise", "wait_timeout_s": 60, "drain": "thread", **options}
-        io = TieredCheckpointIO(dirpath=dirpath, memory_dir=memory_dir, **options)
+        io = build(TieredCheckpointIO, dirpath=dirpath, memory_dir=memory_dir, **options)
         made.append(io)
         return io
 

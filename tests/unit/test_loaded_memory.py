@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.bad_input import state
+from support.supporting import build
 from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter
@@ -28,7 +29,7 @@ def start(tmp_path, memory_dir):
 
     def start(**options):
         options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread", **options}
-        made.append(TieredCheckpointIO(**{"on_save_error": "raise", "wait_timeout_s": 30, **options}))
+        made.append(build(TieredCheckpointIO, **{"on_save_error": "raise", "wait_timeout_s": 30, **options}))
         return made[-1]
 
     yield start
@@ -124,8 +125,12 @@ def test_what_fits_on_the_disk_alone_is_loaded_through_it_on_a_new_node(start, t
     """Memory and the folder for temporary files have no room, of full and of sharded checkpoints."""
     saved(start(), range(1, 5), size=LARGE)
     sharded = {"dirpath": str(tmp_path / "sharded"), "drain": "thread"}
-    tiered_dcp.save(
-        {"w": torch.ones(LARGE)}, checkpoint_id="step_5", memory_dir=tier_of(start()).root.parents[1], **sharded
+    build(
+        tiered_dcp.save,
+        {"w": torch.ones(LARGE)},
+        checkpoint_id="step_5",
+        memory_dir=tier_of(start()).root.parents[1],
+        **sharded,
     )
     with mounted_tmpfs(tmp_path / "small", 3 * MIB) as small, mounted_tmpfs(tmp_path / "disk", 12 * MIB) as disk:
         monkeypatch.setattr(tempfile, "tempdir", str(small))
@@ -139,7 +144,7 @@ def test_what_fits_on_the_disk_alone_is_loaded_through_it_on_a_new_node(start, t
         shutil.rmtree(tier_of(io).spill.root / "saves")
         io.teardown()
         read = {"w": torch.zeros(LARGE, dtype=torch.float64)}
-        tiered_dcp.load(read, **node, **sharded)
+        build(tiered_dcp.load, read, **node, **sharded)
         assert read["w"].sum() == LARGE
 
 
@@ -182,14 +187,14 @@ def test_local_checkpoints_of_such_names_are_resumed_from_in_the_order_of_their_
     options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread", "kind": "local"}
     for step in range(10, 210, 10):
         name = f"checkpoint-{step}/step_{step}"
-        tiered_dcp.save({"step": step}, checkpoint_id=name, step=step, save_to_s3=False, **options)
+        build(tiered_dcp.save, {"step": step}, checkpoint_id=name, step=step, save_to_s3=False, **options)
         loaded = {"step": 0}
-        tiered_dcp.load(loaded, **options)
+        build(tiered_dcp.load, loaded, **options)
         assert loaded == {"step": step}
 
 
 def test_dcp_names_that_carry_the_step_outside_step_n_are_one_series(tmp_path, memory_dir):
-    config = TieredCheckpointConfig(dirpath=str(tmp_path / "durable"), memory_dir=memory_dir, drain="thread")
+    config = build(TieredCheckpointConfig, dirpath=str(tmp_path / "durable"), memory_dir=memory_dir, drain="thread")
     for step in range(1, 8):
         writer = TieredStorageWriter(config, step=step, save_to_s3=False)
         dcp.save({"w": torch.ones(10) * step}, checkpoint_id=f"checkpoint-{step}", storage_writer=writer)

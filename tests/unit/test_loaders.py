@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.supporting import supported
 
 from tiered_checkpoint_io import dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
@@ -16,9 +17,10 @@ def state(*more):
 
 @pytest.fixture
 def options(tmp_path, memory_dir):
-    made = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread"}
-    yield made
-    close_shared(settings_of(None, made))
+    with supported(drain="thread"):
+        made = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir}
+        yield made
+        close_shared(settings_of(None, made))
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.bad_input import state
+from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.errors import ConfigError, SaveError
@@ -29,7 +30,8 @@ def job(tmp_path, memory_dir):
     made = []
 
     def job(**options):
-        io = TieredCheckpointIO(
+        io = build(
+            TieredCheckpointIO,
             **{
                 "dirpath": tmp_path / "d",
                 "memory_dir": memory_dir,
@@ -37,7 +39,7 @@ def job(tmp_path, memory_dir):
                 "log_dir": tmp_path / "logs",
                 "drain": "thread",
                 **options,
-            }
+            },
         )
         made.append(io)
         return io
@@ -191,7 +193,7 @@ def test_a_full_disk_costs_lines_and_no_training(tmp_path, memory_dir, capfd):
     (tmp_path / "logs" / "one_checkpointing.log").symlink_to("/dev/full")
     options = {"memory_dir": memory_dir, "log_dir": tmp_path / "logs", "drain": "thread"}
     for name in ("one", "two"):
-        io = TieredCheckpointIO(tmp_path / name, namespace=name, **options)
+        io = build(TieredCheckpointIO, tmp_path / name, namespace=name, **options)
         io.save_checkpoint(state(1), "a.ckpt")
         io.teardown()
         del io

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.draining import Node
 from support.running import Run, runner
+from support.supporting import build
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import dcp
@@ -34,7 +35,7 @@ def job(memory_dir):
 
         def make(dirpath, **options):
             config = {"dirpath": str(dirpath), "memory_dir": memory_dir, "drain": "thread", **options}
-            made = Checkpointer(TieredCheckpointConfig.from_any(config))
+            made = Checkpointer(build(TieredCheckpointConfig.from_any, config))
             stack.callback(made.close)
             return made
 

@@ -7,6 +7,7 @@ from collections import OrderedDict, UserDict
 
 import pytest
 import torch
+from support.supporting import build
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tiered_checkpoint_io import TieredStorageWriter, dcp
@@ -26,8 +27,13 @@ class Job:
     """A state that a test changes, and saves whose copy begins when the test says so."""
 
     def __init__(self, memory_dir, tmp_path, **options):
-        config = TieredCheckpointConfig.from_any(
-            dirpath=str(tmp_path), memory_dir=memory_dir, staging="overlapped", drain="thread", **options
+        config = build(
+            TieredCheckpointConfig.from_any,
+            dirpath=str(tmp_path),
+            memory_dir=memory_dir,
+            staging="overlapped",
+            drain="thread",
+            **options,
         )
         self.checkpointer = Checkpointer(config)
         self.weight = torch.zeros(ROWS)
@@ -335,7 +341,7 @@ def test_a_save_is_eager_where_an_optimizer_holds_what_has_no_memory_of_its_own(
 def test_sharded_and_local_saves_are_eager_which_is_said_once(memory_dir, tmp_path, caplog):
     caplog.set_level("INFO")
     options = {"dirpath": str(tmp_path), "memory_dir": memory_dir, "staging": "overlapped", "drain": "thread"}
-    writer = TieredStorageWriter(**options, wait=True)
+    writer = build(TieredStorageWriter, **options, wait=True)
     for kind in ("sharded", "local"):
         for step in (1, 2):
             state, name = {"w": torch.zeros(8)}, f"{kind}/step_{step}"

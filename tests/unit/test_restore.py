@@ -23,6 +23,7 @@ from support.restoring import (
     of_a_newer_release,
     save_id,
 )
+from support.supporting import build
 
 from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.chunks import drop_temporary, temporary_file
@@ -72,7 +73,9 @@ class World:
         return self.tiers[node]
 
     def restorer(self, node="n", store=None, dirpath=None):
-        config = TieredCheckpointConfig(dirpath=self.store.url, memory_dir=str(self.base / node), wait_timeout_s=20)
+        config = build(
+            TieredCheckpointConfig, dirpath=self.store.url, memory_dir=str(self.base / node), wait_timeout_s=20
+        )
         tier, log = self.tier(node), logging.getLogger("test")
         tiers = Tiers(config, tier, lambda: store or self.store, dirpath or self.store.url, log)
         return functools.partial(restore, tiers)

@@ -9,6 +9,7 @@ import pytest
 from support.restoring import in_ranks, into_durable
 from support.sharded import bytes_of, make_part, views_of
 from support.story import op_id
+from support.supporting import build
 
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.commit import commit, put_part
@@ -38,7 +39,7 @@ class World:
     def __init__(self, memory_dir, durable):
         self.store = DirectoryStore(durable)
         self.tier = MemoryTier.open(memory_dir, "default")
-        self.config = TieredCheckpointConfig(dirpath=durable, memory_dir=memory_dir, wait_timeout_s=20)
+        self.config = build(TieredCheckpointConfig, dirpath=durable, memory_dir=memory_dir, wait_timeout_s=20)
 
     def save(self, number, *, name=None, into=None, files_of_rank=3, **options):
         store = into or self.store

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.errors import InvalidNameError
@@ -11,7 +12,7 @@ from tiered_checkpoint_io.errors import InvalidNameError
 def test_dirpath_itself_is_no_name_of_a_checkpoint(tmp_path, memory_dir, ending):
     root = tmp_path / "run"
     root.mkdir()
-    io = TieredCheckpointIO(root, memory_dir=memory_dir, drain="thread")
+    io = build(TieredCheckpointIO, root, memory_dir=memory_dir, drain="thread")
     with pytest.raises(InvalidNameError):
         io.save_checkpoint({"w": torch.zeros(1)}, f"{root}{ending}")
     io.teardown()

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from support.supporting import build
 
 from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
@@ -31,7 +32,8 @@ def opened(memory_dir, tmp_path, monkeypatch):
     def open_memory(budget_bytes=None, keep_last=2):
         monkeypatch.setattr(session, "node_budget", lambda *_: budget_bytes)
         engine = Checkpointer(
-            TieredCheckpointConfig(
+            build(
+                TieredCheckpointConfig,
                 dirpath=str(tmp_path),
                 memory_dir=memory_dir,
                 memory_keep_last=keep_last,

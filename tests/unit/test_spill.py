@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.bad_input import state
+from support.supporting import build
 from support.tenants import mounted_tmpfs
 from typer.testing import CliRunner
 
@@ -35,7 +36,7 @@ def started(options):
     running = []
 
     def start(**more):
-        running.append(TieredCheckpointIO(**{**options, "on_save_error": "raise", **more}))
+        running.append(build(TieredCheckpointIO, **{**options, "on_save_error": "raise", **more}))
         return running[-1]
 
     yield start

@@ -180,6 +180,7 @@ def test_a_link_in_place_of_the_file_that_names_its_owner_is_not_followed(memori
 CONTAINER = """
     import subprocess, sys, warnings
     from support.bad_input import state
+    from support.supporting import build
     from tiered_checkpoint_io import TieredCheckpointIO
 
     warnings.simplefilter("ignore")
@@ -187,7 +188,8 @@ CONTAINER = """
     for name, size in (("shm", "4m"), ("ckpt", "64m")):
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", f"{folder}/{name}"], check=True)
     places = {"memory_dir": f"{folder}/shm", "spill_dir": f"{folder}/disk"}
-    io = TieredCheckpointIO(f"{folder}/ckpt", on_save_error="raise", preflight="off", drain="thread", **places)
+    options = {"on_save_error": "raise", "preflight": "off", "drain": "thread", **places}
+    io = build(TieredCheckpointIO, f"{folder}/ckpt", **options)
     if loads_first:
         print([each.part.name for each in io.checkpointer.session.open().tier.parts()], flush=True)
     for step in range(first, first + 3):

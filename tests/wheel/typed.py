@@ -34,11 +34,15 @@ assert_type(is_s3_url("s3://bucket"), bool)
 io = TieredCheckpointIO("s3://bucket/run", namespace="run", memory_keep_last=3)
 plugins: list[CheckpointIO] = [io, AsyncCheckpointIO(io)]
 assert_type(TieredCheckpointIO.from_config({"dirpath": "/runs"}), TieredCheckpointIO | AsyncCheckpointIO)
+made, resume = tiered_checkpoint_io.from_config({"dirpath": "/runs"})
+assert_type(made, TieredCheckpointIO | AsyncCheckpointIO)
+assert_type(resume, TieredModelCheckpoint)
+TieredCheckpointIO("s3://bucket/run", memory_every_n_train_steps=5)  # type: ignore[call-arg]
 assert_type(io.config, TieredCheckpointConfig)
 assert_type(io.load_checkpoint("tiered:latest"), dict[str, Any])
 io.save_checkpoint({"step": 1}, "step=1.ckpt", storage_options={"tiers": ["memory"]})
 TieredCheckpointIO("s3://bucket/run", on_save_error="never")  # type: ignore[arg-type]
-TieredCheckpointIO("s3://bucket/run", memry_dir="/dev/shm")  # type: ignore[arg-type]
+TieredCheckpointIO("s3://bucket/run", memry_dir="/dev/shm")  # type: ignore[call-arg]
 TieredCheckpointConfig(dirpath="s3://bucket/run", memry_dir="/dev/shm")  # type: ignore[call-arg]
 tiered_checkpoint_io.TieredChekpointIO  # type: ignore[attr-defined]
 

@@ -66,7 +66,7 @@ class AsyncSave(Future[Any]):
     @property
     def bound_s(self) -> float:
         """How long to wait for it, seconds: it ends by ``wait_timeout_s`` itself, and a little later reports so."""
-        return float(self._session.config.wait_timeout_s) + self._session.clock.timing.future_slack_s
+        return float(self._session.config.support.wait_timeout_s) + self._session.clock.timing.future_slack_s
 
     def follow(self, sealing: Future[str | None] | None, op_id: str | None, value: Any) -> None:
         """Ends, with ``value`` or an error, once this rank's part is sealed and the drain's operation has ended.
@@ -82,7 +82,7 @@ class AsyncSave(Future[Any]):
 
         def wait() -> None:
             try:
-                uploads = op_id if sealing is None else sealing.result(self._session.config.wait_timeout_s)
+                uploads = op_id if sealing is None else sealing.result(self._session.config.support.wait_timeout_s)
                 if uploads is not None:
                     self._wait_for(uploads)
                 self.set_result(value)
@@ -93,7 +93,7 @@ class AsyncSave(Future[Any]):
 
     def _wait_for(self, op_id: str) -> None:
         session = self._session
-        outcome = session.open().drain.wait(op_id, float(session.config.wait_timeout_s))
+        outcome = session.open().drain.wait(op_id, float(session.config.support.wait_timeout_s))
         if outcome.state != "committed":
             given_up = "it is given up, and not tried again"
             raise SaveError(

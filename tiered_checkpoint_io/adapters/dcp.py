@@ -51,8 +51,8 @@ def save(
     """Saves a checkpoint of all ranks through both tiers, and returns once it is committed there.
 
     A save that is to go to the durable tier returns, on all ranks that save, once it is committed on the durable tier;
-    one of memory alone once it is there. Where nothing has moved for ``pending_timeout_s``, or the upload takes longer
-    than ``wait_timeout_s``, it ends without that: with ``on_save_error: warn`` training continues, and the checkpoint
+    one of memory alone once it is there. If nothing has moved for 30 s, or the upload takes longer than 30 minutes,
+    it ends without that: with ``on_save_error: warn`` training continues, and the checkpoint
     stays in node memory, queued for upload; with ``raise`` all ranks get the error.
 
     ``sharded``: as ``torch.distributed.checkpoint.save`` does; any number of ranks can load it.

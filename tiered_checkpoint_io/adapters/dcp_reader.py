@@ -318,7 +318,7 @@ class TieredStorageReader(OverTiers, StorageReader):
             return coordination.Group(node)
         if process_group is not None:
             return coordination.GivenGroup(node, process_group)
-        timeout_s = float(self.settings.config.wait_timeout_s)
+        timeout_s = float(self.settings.config.support.wait_timeout_s)
         return coordination.current_group(root, self.session.clock, timeout_s=timeout_s)
 
 

@@ -16,13 +16,20 @@ from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, UsageErro
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping, refuse_keys_of_others
+from tiered_checkpoint_io.model.support import Support
 
 _EXTRA = ("world_size", "save_to_s3", "s3_every_n_steps", "logger")
 _BASE_PATHS = ("s3_tier_base_path", "s3_base_path")
 #: The attributes of ``SageMakerCheckpointConfig``.
 _SAGEMAKER = ("namespace", "world_size", "s3_tier_base_path", "save_to_s3", "logger")
 _ALIASES = {"in_memory_namespace": "namespace"}
+#: Single keys that it does not read; a whole block may hold them.
+_NOT_OURS = {
+    "memory_every_n_train_steps": "TieredModelCheckpoint takes it; here, save whenever you want a checkpoint",
+    "enable_async_checkpointing": "call async_save instead of save",
+    "save_on_train_end": "TieredModelCheckpoint takes it",
+}
 #: The keys that may be None.
 _NULLABLE = {each.name for each in fields(TieredCheckpointConfig) if "None" in str(each.type)}
 #: Where nothing was said.
@@ -71,6 +78,12 @@ class Settings:
                 " world_size out",
             )
 
+    def with_support(self, support: Support) -> Settings:
+        """Returns the same with these settings for support cases: those of when a writer was made."""
+        if support == self.config.support:
+            return self
+        return replace(self, config=replace(self.config, support=support))
+
     def at(self, dirpath: str) -> Settings:
         """The same for another durable tier."""
         if dirpath == self.config.dirpath:
@@ -92,6 +105,7 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
     Raises:
         ConfigError: A key or value is not allowed.
     """
+    refuse_keys_of_others(options, "tiered_checkpoint_io.dcp", _NOT_OURS)
     given = {key: value for key, value in options.items() if value is not None or key in _NULLABLE}
     if isinstance(config, TieredCheckpointConfig) and not given:
         return _settings_of_validated(config)
@@ -157,6 +171,8 @@ def _settings_of(config: object, given: Mapping[str, Any]) -> Settings:
     settings = Settings(
         validated, has_durable, extra.get("world_size"), save_to_s3, every, extra.get("logger"), is_named
     )
+    if isinstance(config, TieredCheckpointConfig):
+        settings = settings.with_support(config.support)
     if save_to_s3:
         settings.is_durable(0, save_to_s3)
     return settings

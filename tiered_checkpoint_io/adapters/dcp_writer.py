@@ -105,7 +105,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             thread_count: How many threads of a rank copy; its share of the node's cores by default.
                 A rank writes one file, however many there are.
             wait: Whether a durable save returns only when it is committed there, or nothing moves for
-                ``pending_timeout_s``. By default a synchronous save does, and an asynchronous one does not. The
+                30 s. By default a synchronous save does, and an asynchronous one does not. The
                 other ranks wait in a collective of DCP's: give their process group a timeout that is longer than
                 an upload takes.
             require_step: Whether a checkpoint without a step is refused.
@@ -161,7 +161,9 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             self._path = checkpoint_id
         # The object that a user gave may say something else of each later save.
         is_first = self._save.located is None
-        settings = self._save.settings if is_first else settings_of(self._given, self._options)
+        settings = self._save.settings
+        if not is_first:
+            settings = settings_of(self._given, self._options).with_support(settings.config.support)
         located = ids.locate(settings.config.dirpath, self._path, self.step)
         if located.step < 0 and self._require_step:
             raise InvalidNameError(

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, ClassVar, get_type_hints
 
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from typing_extensions import Unpack
 
 from tiered_checkpoint_io.adapters.fresh_start import FreshStart
-from tiered_checkpoint_io.adapters.given import noting_what_is_given
 from tiered_checkpoint_io.adapters.storage_options import is_of_tuner, is_resumable, read_storage_options
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import Concurrency, TieredCheckpointConfig
-from tiered_checkpoint_io.model.retention import Policies
-from tiered_checkpoint_io.model.s3_options import S3Options
+from tiered_checkpoint_io.model.config import NOT_OF_IO, IOKeys, TieredCheckpointConfig, keys, refuse_keys_of_others
 
 REFUSE_LIGHTNING_ASYNC = (
     "lightning's AsyncCheckpointIO around TieredCheckpointIO: it copies the whole state for each save, queues without"
@@ -40,110 +39,34 @@ class TieredCheckpointIO(CheckpointIO):
     Tensors of any shape, dtype and device are copied before a save returns: later changes do not affect the checkpoint.
     """
 
-    _given: frozenset[str]
+    #: Keys that it does not read.
+    _not_ours: ClassVar[Mapping[str, str]] = NOT_OF_IO
 
-    @noting_what_is_given
     def __init__(
         self,
         # With Path, jsonargparse takes a text for the place itself, and reads no file of configuration there.
         dirpath: str | Path | os.PathLike[str] | TieredCheckpointConfig | None = None,
         *,
         logger: Logger | None = None,
-        namespace: str = "auto",
-        memory_dir: str = "/dev/shm",  # noqa: S108 - tmpfs by design; its folder is checked before use
-        spill_dir: str | None = "auto",
-        memory_every_n_train_steps: int | None = 10,
-        s3_every_n_train_steps: int | None = 50,
-        memory_keep_last: int = 2,
-        retention: Policies | None = None,
-        memory_allocation_percentage: int = 50,
-        chunk_size_MB: int = 64,  # noqa: N803 - the name that NeMo's users know
-        max_write_concurrency: Concurrency = "auto",
-        max_read_concurrency: Concurrency = "auto",
-        enable_async_checkpointing: bool = True,
-        staging: Literal["eager", "overlapped"] = "eager",
-        max_pending: int = 2,
-        on_save_error: Literal["warn", "raise"] = "warn",
-        replication_factor: int = 1,
-        safe_globals: tuple[str, ...] = (),
-        drain: Literal["process", "thread"] = "process",
-        save_on_train_end: bool = True,
-        preflight: Literal["error", "warn", "off", False] = "error",
-        durable_timeout_s: int = 15,
-        pending_timeout_s: int = 30,
-        wait_timeout_s: int = 1_800,
-        log_dir: str | None = None,
-        metrics_export: str | None = None,
-        endpoint_url: str | None = None,
-        region: str | None = None,
-        profile: str | None = None,
-        s3_options: S3Options | Mapping[str, str] | None = None,
-        **unknown: NoReturn,  # no value is of this type: type checkers, too, refuse what is misspelt
+        **options: Unpack[IOKeys],
     ) -> None:
         """Validates the configuration; opens nothing.
 
         Args:
             dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory. Or a :class:`TieredCheckpointConfig`:
                 then each further argument that is given replaces the configuration's.
-            logger: Where to log, in place of the package's own logger.
-            namespace: Keeps jobs that share a node apart in memory: letters, digits, ``_`` and ``-``; ``auto`` for one
-                made from dirpath.
-            memory_dir: A folder on tmpfs, or on node-local disk, for the memory tier.
-            spill_dir: A folder on node-local disk for what does not fit into memory; ``auto`` for one in the system's
-                temporary directory, else in ``/var/tmp``, where that is on local disk, else none; None for none.
-            memory_every_n_train_steps: A checkpoint to memory every so many steps; None for none. Read by
-                ``TieredModelCheckpoint.from_config``.
-            s3_every_n_train_steps: A checkpoint to the durable tier every so many steps; None leaves that to
-                ModelCheckpoint's other triggers. Read by ``TieredModelCheckpoint.from_config``.
-            memory_keep_last: How many checkpoints memory keeps; of DCP and local ones, of each series of names.
-            retention: Which checkpoints the durable tier keeps, such as ``{latest: 3, every_steps: 1000}``; without a
-                policy all that are not deleted otherwise. See docs/retention.md.
-            memory_allocation_percentage: Per cent of the node's memory, or of its cgroup's ``memory.max`` or
-                ``memory.high``, that checkpoints take; 20 to 100.
-            chunk_size_MB: Size of one part of an upload, MiB; 8 to 5,120.
-            max_write_concurrency: Parts in flight at once per node, or ``auto``.
-            max_read_concurrency: Ranges in flight at once per node, or ``auto``.
-            enable_async_checkpointing: Whether ``from_config`` gives an ``AsyncCheckpointIO``, whose saves return once
-                the checkpoint is in node memory. ``TieredCheckpointIO`` itself does not read it.
-            staging: When a save copies the state: ``eager``, before it returns; ``overlapped``, what only the
-                optimizers change while the next forward and backward run. See docs/staging.md.
-            max_pending: Checkpoints that may wait for the durable tier at once.
-            on_save_error: ``warn`` and train on, or ``raise``.
-            replication_factor: On how many nodes each part is kept in memory, its own included; 1 for no copies.
-            safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside tensors and plain
-                data.
-            drain: Upload from a ``process`` of its own, or a ``thread`` of the trainer.
-            save_on_train_end: Whether the last state is saved to the durable tier, as ``end_of_training.ckpt``, when
-                ``fit`` ends and the newest of ``TieredModelCheckpoint`` that training can resume from is in memory
-                alone.
-            preflight: What follows at the start of ``fit`` where the durable tier can't be used and no retry can mend
-                that: an ``error``, a warning (``warn``; also where only credentials, or rights to write, are
-                missing and node memory holds a checkpoint to resume from), or nothing is tried (``off``).
-            durable_timeout_s: How long a restart waits for a durable tier that does not answer, seconds.
-            pending_timeout_s: How long a save waits for a durable tier that does not answer before the checkpoint
-                stays in memory and training continues, seconds.
-            wait_timeout_s: Bound of every wait for the durable tier, seconds.
-            log_dir: Folder for ``{namespace}_checkpointing.log``; None for no file.
-            metrics_export: Where the metrics of this node go while training runs, such as ``prometheus=9464``; None
-                for nowhere. TIERED_CHECKPOINT_METRICS in the environment replaces it. See docs/metrics.md.
-            endpoint_url: Of an S3 server other than AWS.
-            region: AWS region.
-            profile: Profile in the AWS configuration files.
-            s3_options: Options of S3 requests by boto3's own names, such as ``{ServerSideEncryption: aws:kms}``:
-                ``ServerSideEncryption``, ``SSEKMSKeyId``, ``ExpectedBucketOwner``, ``RequestPayer``, ``ACL``,
-                ``StorageClass``, ``ChecksumAlgorithm``. Passed on as they are.
-            unknown: Refused, with the nearest key that is known.
+            logger: Where to log, instead of the package's own logger.
+            options: Keys of :class:`TieredCheckpointConfig`, which says what each is; not those that only
+                ``TieredModelCheckpoint`` or :meth:`from_config` reads.
 
         Raises:
             ConfigError: A key or value is not allowed.
         """
-        given = locals()
-        options = {field.name: given[field.name] for field in fields(TieredCheckpointConfig) if field.name != "dirpath"}
+        refuse_keys_of_others(options, type(self).__name__, self._not_ours)
         if isinstance(dirpath, TieredCheckpointConfig):
-            options = {key: value for key, value in options.items() if key in self._given}
-            self.config = TieredCheckpointConfig.from_any(dirpath, **options, **unknown)
+            self.config = TieredCheckpointConfig.from_any(dirpath, **options)
         else:
-            self.config = TieredCheckpointConfig.from_any(None, dirpath=dirpath, **options, **unknown)
+            self.config = TieredCheckpointConfig.from_any(None, dirpath=dirpath, **options)
         self._logger = logger
         self._checkpointer: Checkpointer | None = None
         #: Whether the last load was of a sentinel, and found no checkpoint at all.
@@ -322,6 +245,21 @@ class TieredCheckpointIO(CheckpointIO):
     def __getstate__(self) -> dict[str, Any]:
         # Launchers that spawn pickle the IO; each process opens its own engine.
         return {**self.__dict__, "_checkpointer": None}
+
+
+def _signature() -> inspect.Signature:
+    """Returns the signature of an IO with each key: for ``help``, and for command lines that are made from it."""
+    own = inspect.signature(TieredCheckpointIO.__init__)
+    hints, given = get_type_hints(TieredCheckpointConfig), list(own.parameters.values())[:-1]
+    made = [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name])
+        for each in fields(TieredCheckpointConfig)
+        if each.name in keys() and each.name != "dirpath" and each.name not in NOT_OF_IO
+    ]
+    return own.replace(parameters=[*given, *made])
+
+
+vars(TieredCheckpointIO)["__init__"].__signature__ = _signature()
 
 
 class AsyncCheckpointIO(_WrappingCheckpointIO):

@@ -126,7 +126,6 @@ class StrategyGuard(Callback):
         if not trainer.is_global_zero:
             return
         _warn_of_others(trainer, io)
-        _warn_of_unread(trainer, io)
         _warn_of_undone(trainer, io)
         # In setup, Lightning does not show ckpt_path yet. Where tiered:latest finds nothing, there is nothing to name.
         looked_for_last = trainer.ckpt_path in (ids.LAST, ids.LAST_URL) and io.found_nothing
@@ -292,18 +291,6 @@ def _warn_of_others(trainer: Trainer, io: TieredCheckpointIO) -> None:
                 io.config.dirpath,
                 ids.LATEST,
             )
-
-
-def _warn_of_unread(trainer: Trainer, io: TieredCheckpointIO) -> None:
-    """Warns where memory steps were asked of the IO, which saves what callbacks give it, and no callback has them."""
-    every = io.config.memory_every_n_train_steps if "memory_every_n_train_steps" in io._given else None
-    if every and not any(getattr(each, "memory_every_n_train_steps", None) for each in trainer.checkpoint_callbacks):
-        io.checkpointer.session.log.warning(
-            "TieredCheckpointIO has memory_every_n_train_steps=%d, but no callback saves memory steps: give it to"
-            " TieredModelCheckpoint, or make that by from_config(...); None in TieredCheckpointIO says that none are"
-            " wanted",
-            every,
-        )
 
 
 def _warn_of_undone(trainer: Trainer, io: TieredCheckpointIO) -> None:

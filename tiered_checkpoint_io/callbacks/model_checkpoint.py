@@ -25,8 +25,11 @@ from tiered_checkpoint_io.callbacks.trainer import check_strategy, failing_toget
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.errors import ConfigError, DrainError, StoreError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig, refuse_keys_of_others
+from tiered_checkpoint_io.model.config import keys as config_keys
 
+#: Keys of the configuration that it reads.
+_KEYS = ("dirpath", "memory_every_n_train_steps", "s3_every_n_train_steps", "save_on_train_end")
 #: ModelCheckpoint's arguments that say when it saves, of which it takes one.
 _TRIGGERS = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
 #: A durable tier that was silent is asked again for names after so many times ``durable_timeout_s``.
@@ -168,7 +171,7 @@ class TieredModelCheckpoint(DurableEnd):
 
         Args:
             block: A mapping, an OmegaConf block or a TieredCheckpointConfig.
-            overrides: Single keys that replace those of the block, and arguments of the callback's own.
+            overrides: Arguments of the callback; its keys replace those of the block.
 
         An argument replaces the block's value; ``every_n_train_steps``, ``every_n_epochs`` and
         ``train_time_interval`` replace ``s3_every_n_train_steps``.
@@ -176,7 +179,9 @@ class TieredModelCheckpoint(DurableEnd):
         Raises:
             ConfigError: A key or value is not allowed.
         """
-        keys = {key: value for key, value in overrides.items() if key in TieredCheckpointConfig.__dataclass_fields__}
+        others = {key: "TieredCheckpointIO takes it" for key in config_keys() if key not in _KEYS}
+        refuse_keys_of_others(overrides, cls.__name__, others)
+        keys = {key: value for key, value in overrides.items() if key in _KEYS}
         config = TieredCheckpointConfig.from_any(block, **keys)
         own: dict[str, Any] = {
             "dirpath": config.dirpath,
@@ -319,7 +324,7 @@ class TieredModelCheckpoint(DurableEnd):
             return (self._engine.is_unmanaged if self._naming_last else self._engine.exists)(filepath)
         except StoreError as error:
             # Overwriting keeps the old content until the new is good, so training need not stop.
-            self._asks_from = clock.monotonic() + _REST * self._engine.config.durable_timeout_s
+            self._asks_from = clock.monotonic() + _REST * self._engine.config.support.durable_timeout_s
             rank_zero_warn(f"names of this run may repeat those of earlier ones: {error}")
             return False
 

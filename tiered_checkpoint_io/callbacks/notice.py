@@ -135,7 +135,7 @@ class Agreement:
         self.is_reached = False
         self._notice = notice
         self._session = session
-        self._bound = timedelta(seconds=float(session.config.wait_timeout_s))
+        self._bound = timedelta(seconds=float(session.config.support.wait_timeout_s))
         self._group: Any = None
         #: What this rank sent at the boundary before, and when.
         self._told: tuple[torch.Tensor, Any, float] | None = None

@@ -245,7 +245,7 @@ class PreemptionCheckpoint(Callback):
             log.warning(
                 "not all that this node has saved is on the durable tier yet. It stays in node memory, and %s: %s",
                 "the drain, a process of its own, uploads it; where that is killed, the next start on this node does"
-                if session.config.drain == "process"
+                if session.config.support.drain == "process"
                 else "the next start on this node uploads it",
                 error,
             )

@@ -68,7 +68,7 @@ def _was_requeued(io: TieredCheckpointIO, checkpoint_path: Any, connector: Any) 
     if any((part.name, part.place) == (name, session.place) for part in parts):
         return True
     try:
-        return name in session.known.all(io.config.durable_timeout_s)
+        return name in session.known.all(io.config.support.durable_timeout_s)
     except StoreError as error:
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
         session.log.warning("could not look for %s, the last checkpoint of a requeued job: %s", name, error)

@@ -73,6 +73,6 @@ def _offer_to_leave(session: Session) -> None:
     session.log.info(
         "waiting for the upload of %s, %d s at most; Ctrl-C ends the wait, and leaves %s in node memory",
         "the checkpoint" if len(pending) == 1 else f"the {len(pending)} checkpoints",
-        session.config.wait_timeout_s,
+        session.config.support.wait_timeout_s,
         "it" if len(pending) == 1 else "them",
     )

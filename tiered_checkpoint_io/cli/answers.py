@@ -89,12 +89,13 @@ def answer(
     def count_down(silent_s: float, left_s: float) -> None:
         say(f"{where} has not answered for {silent_s:.0f} s; giving up in {left_s:.0f} s", err=True)
 
+    patience_s, shown = config.support.durable_timeout_s, None if quiet else count_down
     if stop is None:
-        return answer_within(config.durable_timeout_s, noted, what=where, count_down=None if quiet else count_down)
+        return answer_within(patience_s, noted, what=where, count_down=shown)
     # By SIGTERM schedulers end a job, which then must leave nothing.
     with raising(KeyboardInterrupt):
         try:
-            return answer_within(config.durable_timeout_s, noted, what=where, count_down=None if quiet else count_down)
+            return answer_within(patience_s, noted, what=where, count_down=shown)
         except BaseException:
             stop.set()
             for thread in list(_asking):

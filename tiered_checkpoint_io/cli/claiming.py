@@ -43,7 +43,7 @@ def claimed(
         keeper.start()
         yield _waits(config, keeper, stop, store.url, makes_room=makes_room)
     finally:
-        keeper.close(float(config.durable_timeout_s))
+        keeper.close(float(config.support.durable_timeout_s))
         store.close()
 
 
@@ -57,7 +57,7 @@ def _waits(
         if makes_room and isinstance(failure, StoreFullError):
             _refuse_others(keeper, store_url)
             # Once there is room, it would ask a run that is no more able to write its own than we were.
-            keeper.close(float(config.durable_timeout_s))
+            keeper.close(float(config.support.durable_timeout_s))
             break
         if isinstance(failure, TieredCheckpointError) and not failure.retryable:
             # No later try mends it.
@@ -65,7 +65,7 @@ def _waits(
         if not told and waited > SYSTEM.timing.lease_poll_s and not keeper.is_held:
             say(f"watching for up to {SYSTEM.timing.lease_ttl_s:.0f} s whether another run is alive", err=True)
             told = True
-        if waited > SYSTEM.timing.lease_ttl_s + max(_PATIENCE_S, config.durable_timeout_s):
+        if waited > SYSTEM.timing.lease_ttl_s + max(_PATIENCE_S, config.support.durable_timeout_s):
             raise StoreUnavailableError(
                 "could not check whether another run uses this dirpath, so nothing was changed",
                 operation="claim",

@@ -192,7 +192,7 @@ def _upload(tier: MemoryTier, config: TieredCheckpointConfig, timeout: float, *,
     What a trainer saves meanwhile is not waited for: it may never end.
     """
     # A thread of this process would end with it.
-    handle = DrainHandle(tier, replace(config, drain="process"), get_logger(tier.root.name))
+    handle = DrainHandle(tier, config.with_support(drain="process"), get_logger(tier.root.name))
     queued = handle.queue.look(tier)
     waiting = {each.op_id: each.stored.part.content.size for each in queued if each.stored is not None}
     try:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from tiered_checkpoint_io.clock import DURABLE_TIMEOUT_S
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
 from tiered_checkpoint_io.inventory.roots import all_roots, existing
 from tiered_checkpoint_io.memory.tier import namespace_root
@@ -52,9 +53,8 @@ def _folder(text: str) -> str:
 
 
 MemoryDir = Annotated[str, typer.Option(parser=_folder, metavar="PATH", help="The folder that holds the memory tier.")]
-_DEFAULTS = TieredCheckpointConfig(dirpath="/")
-#: Where the memory tier lies, and how long a server is waited for, by default.
-SHM, TIMEOUT_S = _DEFAULTS.memory_dir, _DEFAULTS.durable_timeout_s
+#: Where the memory tier lies by default.
+SHM = str({each.name: each.default for each in fields(TieredCheckpointConfig)}["memory_dir"])
 
 
 def has_memory(memory_dir: str) -> bool:
@@ -82,12 +82,16 @@ class Address:
     @property
     def keys(self) -> dict[str, Any]:
         """The same, as keys of the configuration."""
-        return {{"timeout": "durable_timeout_s"}.get(key, key): value for key, value in asdict(self).items()}
+        return {key: value for key, value in asdict(self).items() if key != "timeout"}
 
     def config(self, dirpath: str) -> TieredCheckpointConfig:
         """The configuration of a durable tier; a value that is not allowed ends the command with status 2."""
         with wrong_use():
-            return TieredCheckpointConfig.from_any(dirpath=dirpath, **self.keys)
+            return self.patient(TieredCheckpointConfig.from_any(dirpath=dirpath, **self.keys))
+
+    def patient(self, config: TieredCheckpointConfig) -> TieredCheckpointConfig:
+        """Returns a configuration with the wait for a silent server that the command names."""
+        return config
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,10 @@ class Server(Address):
 
     timeout: Annotated[
         int, typer.Option(min=1, max=24 * 3600, help="How long to wait for a server that does not answer, seconds.")
-    ] = TIMEOUT_S
+    ] = DURABLE_TIMEOUT_S
+
+    def patient(self, config: TieredCheckpointConfig) -> TieredCheckpointConfig:
+        return config if self.timeout == DURABLE_TIMEOUT_S else config.with_support(durable_timeout_s=self.timeout)
 
 
 @dataclass(frozen=True)

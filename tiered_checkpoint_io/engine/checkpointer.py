@@ -191,16 +191,16 @@ class Checkpointer:
             StoreError: The durable tier could not be asked, or was silent for ``durable_timeout_s``.
         """
         name = ids.name_in(self.dirpath, path)
-        return name in self.session.known.all(self.config.durable_timeout_s) or self._entries.has(name)
+        return name in self.session.known.all(self.config.support.durable_timeout_s) or self._entries.has(name)
 
     def is_unmanaged(self, path: str | os.PathLike[str]) -> bool:
         """Whether what lies under a name has no manifest: others saved it, most likely; raises as :meth:`exists`."""
         name = ids.name_in(self.dirpath, path)
-        return name not in self.session.known.all(self.config.durable_timeout_s) and self._entries.has(name)
+        return name not in self.session.known.all(self.config.support.durable_timeout_s) and self._entries.has(name)
 
     def _children(self, prefix: str) -> Iterable[str]:
         """What lies right below a prefix, but for our own checkpoints: they come and go while training runs."""
-        clock, bound = self.session.clock, float(self.config.durable_timeout_s)
+        clock, bound = self.session.clock, float(self.config.support.durable_timeout_s)
         own = self.session.known.all(bound)
         there = answer_within(bound, lambda: children_of(self.session.durable(), prefix), clock=clock)
         others = [each for each in there if prefix + each.rstrip("/") not in own]
@@ -261,7 +261,7 @@ class Checkpointer:
             alone: As :meth:`load` takes it.
             rejected: Ids of saves that are not to be taken, and why.
         """
-        clock, timeout_s = self.session.clock, float(self.config.wait_timeout_s)
+        clock, timeout_s = self.session.clock, float(self.config.support.wait_timeout_s)
         with coordination.ready_together(
             lambda: self.session.open().tier.root, clock, timeout_s=timeout_s, alone=alone
         ) as group:

@@ -169,7 +169,7 @@ def judge_store(failures: Sequence[TieredCheckpointError], config: TieredCheckpo
     consequence = (
         "what needs this fails until it is fixed, and each failed upload is reported again at the next save"
         if not first.retryable
-        else f"a save waits at most {config.pending_timeout_s} s for the durable tier (pending_timeout_s); after that"
+        else f"a save waits at most {config.support.pending_timeout_s} s for the durable tier; after that"
         " its checkpoint stays in node memory"
     )
     # The restore comes after this, and never takes silence for an empty tier.

@@ -91,7 +91,7 @@ class Session:
         self.known = DurableNameCache(
             lambda: names_of(self.durable()), self._queued_names, lambda: self.open().drain.runner.has_worked, clock
         )
-        wait_s = float(config.wait_timeout_s)
+        wait_s = float(config.support.wait_timeout_s)
         self.survey, self.background, self.turn = Survey(), BackgroundTask(wait_s, self.log), Turn(wait_s)
         self._pins = HostPins()
         self._opened: Opened | None = None
@@ -187,7 +187,7 @@ class Session:
         self.background.wait()
         tier, capturer, drain = opened
         try:
-            self._peering.close(self._in_time(self.config.wait_timeout_s))
+            self._peering.close(self._in_time(self.config.support.wait_timeout_s))
             try:
                 if drain.pending():
                     drain.start()
@@ -199,7 +199,7 @@ class Session:
             self.standing()
             self._opened = None
             capturer.close()
-            drain.close(timeout_s=self.config.wait_timeout_s)
+            drain.close(timeout_s=self.config.support.wait_timeout_s)
             tier.close()
 
     def _not_drained(self, error: Exception) -> None:
@@ -305,7 +305,7 @@ class Session:
         if self._opened is None:
             return
         try:
-            self.open().drain.flush(self.config.wait_timeout_s if timeout_s is None else timeout_s)
+            self.open().drain.flush(self.config.support.wait_timeout_s if timeout_s is None else timeout_s)
         except OSError as unread:
             raise DrainError(f"could not read the queue: {unread}", operation="drain", tier="memory") from unread
 

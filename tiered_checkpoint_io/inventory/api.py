@@ -1,6 +1,6 @@
 """For programs beside the training: what is there, which is the latest, and what becomes durable.
 
-Each call waits ``durable_timeout_s`` (15 s) at most for a server that is silent. None reads a checkpoint's bytes, or
+Each call waits 15 s at most for a server that is silent. None reads a checkpoint's bytes, or
 imports torch.
 """
 
@@ -45,7 +45,7 @@ def list_checkpoints(
         memory_dir: Also what this node's memory holds of it: the folder, mostly ``/dev/shm``. None for the durable tier
             alone.
         options: Of the configuration, what the durable tier needs: ``endpoint_url``, ``region``, ``profile``,
-            ``durable_timeout_s`` ...
+            ``s3_options``.
 
     Raises:
         CheckpointNotFoundError: There is nothing at all at this dirpath.
@@ -249,7 +249,7 @@ class _Tiers:
             return found
 
         what = self.place.dirpath
-        return answer_within(self._config.durable_timeout_s, asked, what=what, clock=self._clock)
+        return answer_within(self._config.support.durable_timeout_s, asked, what=what, clock=self._clock)
 
 
 __all__ = ["CheckpointInfo", "find_latest", "list_checkpoints", "new_checkpoints", "wait_for"]

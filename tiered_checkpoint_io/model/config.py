@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
@@ -16,6 +17,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.metrics_export import ALLOWED, targets_in
 from tiered_checkpoint_io.model.retention import Policies, policies_from
 from tiered_checkpoint_io.model.s3_options import S3Options
+from tiered_checkpoint_io.model.support import Support
 from tiered_checkpoint_io.redaction import shown, without_secrets
 
 #: What S3 serves a second and prefix, and the headroom that is left for others.
@@ -37,11 +39,13 @@ _RANGES: dict[str, tuple[int, int]] = {
     "memory_keep_last": (1, 1_000),
     "memory_allocation_percentage": (20, 100),
     "chunk_size_MB": (8, 5_120),
-    "max_pending": (1, 1_000),
     "replication_factor": (1, 64),
-    "wait_timeout_s": (1, 7 * 24 * 3600),
-    "durable_timeout_s": (1, 24 * 3600),
-    "pending_timeout_s": (1, 24 * 3600),
+}
+#: Keys that a checkpoint IO does not read, and what to do with each.
+NOT_OF_IO = {
+    "memory_every_n_train_steps": "TieredModelCheckpoint takes it",
+    "s3_every_n_train_steps": "TieredModelCheckpoint takes it",
+    "enable_async_checkpointing": "wrap the IO in an AsyncCheckpointIO",
 }
 _OPTIONAL = {"memory_every_n_train_steps", "s3_every_n_train_steps"}
 _S3_ONLY = ("endpoint_url", "region", "profile", "s3_options")
@@ -54,52 +58,46 @@ class TieredCheckpointConfig:
     The defaults are those of ``configs/s3_checkpointing/default.yaml``.
 
     Attributes:
-        dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory.
-        namespace: Keeps jobs that share a node apart in memory: letters, digits, ``_`` and ``-``; ``auto`` for one made
-            from dirpath.
-        memory_dir: A folder on tmpfs, or on node-local disk, for the memory tier.
-        spill_dir: A folder on node-local disk for what does not fit into memory; ``auto`` for one in the system's
-            temporary directory, else in ``/var/tmp``, where that is on local disk, else none; None for none.
-        memory_every_n_train_steps: A checkpoint to memory every so many steps; None for none. Read by
-            ``TieredModelCheckpoint.from_config``.
-        s3_every_n_train_steps: A checkpoint to the durable tier every so many steps; None leaves that to
-            ModelCheckpoint's other triggers. Read by ``TieredModelCheckpoint.from_config``.
-        memory_keep_last: How many checkpoints memory keeps; of DCP and local ones, of each series of names.
-        retention: Which checkpoints the durable tier keeps, such as ``{latest: 3, every_steps: 1000}``; without a
-            policy all that are not deleted otherwise. See docs/retention.md.
-        memory_allocation_percentage: Per cent of the node's memory, or of its cgroup's ``memory.max`` or
-            ``memory.high``, that checkpoints take; 20 to 100.
+        dirpath: Durable tier: an S3 URL, another fsspec URL, or a directory.
+        namespace: Keeps jobs on one node apart: letters, digits, ``_`` and ``-``; ``auto``: made from dirpath.
+        memory_every_n_train_steps: Steps between checkpoints to memory; null for none. Read by
+            ``TieredModelCheckpoint``.
+        s3_every_n_train_steps: Steps between checkpoints to S3; null leaves it to ModelCheckpoint's triggers. Read by
+            ``TieredModelCheckpoint``.
+        memory_keep_last: Checkpoints that memory keeps; of DCP and local ones, of each series of names.
+        retention: Checkpoints that S3 keeps: ``{latest: 3, every_steps: 1000}``; null deletes none. See
+            docs/retention.md.
+        enable_async_checkpointing: Saves return once the checkpoint is in node memory. Read by ``from_config``, which
+            then gives an ``AsyncCheckpointIO``.
+        staging: When a save copies the state: ``eager`` or ``overlapped``. ``eager`` copies it before the save
+            returns; ``overlapped`` copies what only the optimizers change while the next forward and backward run. See
+            docs/staging.md.
+        on_save_error: After a failed save, ``warn`` and train on, or ``raise``.
+        replication_factor: Nodes that keep each part in memory, its own included; 1 for no copies.
+        safe_globals: Classes and functions that checkpoints may hold, as ``module.name``. The first save names those
+            that are missing.
+        memory_dir: Folder of the memory tier, on tmpfs or on node-local disk.
+        spill_dir: Folder on node-local disk for what memory has no room for; ``auto``; null for none. ``auto`` takes
+            the system's temporary directory, else ``/var/tmp``, if that is on local disk.
+        memory_allocation_percentage: Per cent of the node's memory that checkpoints take; 20 to 100. If the node's
+            cgroup has a limit (``memory.max`` or ``memory.high``), per cent of that.
+        endpoint_url: URL of an S3 server other than AWS.
+        region: AWS region.
+        profile: Profile in the AWS configuration files.
+        s3_options: Options of S3 by boto3's names, such as ``{ServerSideEncryption: aws:kms}``. Allowed:
+            ``ServerSideEncryption``, ``SSEKMSKeyId``, ``ExpectedBucketOwner``, ``RequestPayer``, ``ACL``,
+            ``StorageClass``, ``ChecksumAlgorithm``. They are passed on as they are.
         chunk_size_MB: Size of one part of an upload, MiB; 8 to 5,120.
         max_write_concurrency: Parts in flight at once per node, or ``auto``.
         max_read_concurrency: Ranges in flight at once per node, or ``auto``.
-        enable_async_checkpointing: Whether ``from_config`` gives an ``AsyncCheckpointIO``, whose saves return once the
-            checkpoint is in node memory. ``TieredCheckpointIO`` itself does not read it.
-        staging: When a save copies the state: ``eager``, before it returns; ``overlapped``, what only the optimizers
-            change while the next forward and backward run. See docs/staging.md.
-        max_pending: Checkpoints that may wait for the durable tier at once.
-        on_save_error: ``warn`` and train on, or ``raise``.
-        replication_factor: On how many nodes each part is kept in memory, its own included; 1 for no copies.
-        safe_globals: Classes and functions, as ``module.name``, that checkpoints may hold beside tensors and
-            plain data.
-        drain: Upload from a ``process`` of its own, or a ``thread`` of the trainer.
-        save_on_train_end: Whether the last state is saved to the durable tier, as ``end_of_training.ckpt``, when
-            ``fit`` ends and the newest of ``TieredModelCheckpoint`` that training can resume from is in memory alone.
-        preflight: What follows at the start of ``fit`` where the durable tier can't be used and no retry can mend
-            that: an ``error``, a warning (``warn``; also where only credentials, or rights to write, are missing and
-            node memory holds a checkpoint to resume from), or nothing is tried (``off``).
-        durable_timeout_s: How long a restart waits for a durable tier that does not answer, seconds.
-        pending_timeout_s: How long a save waits for a durable tier that does not answer before the checkpoint stays
-            in memory and training continues, seconds.
-        wait_timeout_s: Bound of every wait for the durable tier, seconds.
-        log_dir: Folder for ``{namespace}_checkpointing.log``; None for no file.
-        metrics_export: Where the metrics of this node go while training runs, such as ``prometheus=9464``; None for
-            nowhere. TIERED_CHECKPOINT_METRICS in the environment replaces it. See docs/metrics.md.
-        endpoint_url: Of an S3 server other than AWS.
-        region: AWS region.
-        profile: Profile in the AWS configuration files.
-        s3_options: Options of S3 requests by boto3's own names, such as ``{ServerSideEncryption: aws:kms}``:
-            ``ServerSideEncryption``, ``SSEKMSKeyId``, ``ExpectedBucketOwner``, ``RequestPayer``, ``ACL``,
-            ``StorageClass``, ``ChecksumAlgorithm``. Passed on as they are.
+        preflight: Check S3 before the first batch: ``error``, ``warn`` or ``off``. ``error`` stops a run for which S3
+            can't be used and no retry helps, ``warn`` logs it. Missing credentials, or rights to write, are only
+            logged if node memory holds a checkpoint to resume from.
+        save_on_train_end: Save the last state to S3 when ``fit`` ends, if it is in memory alone. Its name is
+            ``end_of_training.ckpt``.
+        log_dir: Folder of ``{namespace}_checkpointing.log``; null for no file.
+        metrics_export: Targets of this node's metrics, such as ``prometheus=9464``; null for none. The environment
+            variable TIERED_CHECKPOINT_METRICS replaces it. See docs/metrics.md.
 
     Raises:
         ConfigError: A value is not allowed; says the key, the value and what is allowed.
@@ -107,35 +105,32 @@ class TieredCheckpointConfig:
 
     dirpath: str
     namespace: str = "auto"
-    memory_dir: str = "/dev/shm"  # noqa: S108 - tmpfs by design; its folder is checked before use
-    spill_dir: str | None = "auto"
     memory_every_n_train_steps: int | None = 10
     s3_every_n_train_steps: int | None = 50
     memory_keep_last: int = 2
     retention: Policies | None = None
-    memory_allocation_percentage: int = 50
-    chunk_size_MB: int = 64  # noqa: N815 - the name that NeMo's users know
-    max_write_concurrency: Concurrency = "auto"
-    max_read_concurrency: Concurrency = "auto"
     enable_async_checkpointing: bool = True
     staging: Literal["eager", "overlapped"] = "eager"
-    max_pending: int = 2
     on_save_error: Literal["warn", "raise"] = "warn"
     replication_factor: int = 1
     safe_globals: tuple[str, ...] = ()
-    drain: Literal["process", "thread"] = "process"
-    save_on_train_end: bool = True
-    # False is what YAML makes of off.
-    preflight: Literal["error", "warn", "off", False] = "error"
-    durable_timeout_s: int = 15
-    pending_timeout_s: int = 30
-    wait_timeout_s: int = 1_800
-    log_dir: str | None = None
-    metrics_export: str | None = None
+    memory_dir: str = "/dev/shm"  # noqa: S108 - tmpfs by design; its folder is checked before use
+    spill_dir: str | None = "auto"
+    memory_allocation_percentage: int = 50
     endpoint_url: str | None = None
     region: str | None = None
     profile: str | None = None
     s3_options: S3Options | Mapping[str, str] | None = None
+    chunk_size_MB: int = 64  # noqa: N815 - the name that NeMo's users know
+    max_write_concurrency: Concurrency = "auto"
+    max_read_concurrency: Concurrency = "auto"
+    # False is what YAML makes of off.
+    preflight: Literal["error", "warn", "off", False] = "error"
+    save_on_train_end: bool = True
+    log_dir: str | None = None
+    metrics_export: str | None = None
+    #: No key: see :class:`Support`.
+    support: Support = field(default_factory=Support.from_environment, metadata={"is_key": False})
 
     def __post_init__(self) -> None:
         try:
@@ -169,8 +164,9 @@ class TieredCheckpointConfig:
             value = getattr(self, key)
             if value not in allowed:
                 _refuse(key, value, "one of " + ", ".join(allowed))
-        if self.drain == "process" and ids.url_scheme(self.dirpath) == "memory":
-            _refuse("dirpath", self.dirpath, "a place that the drain, a process of its own, sees too; or drain: thread")
+        if ids.url_scheme(self.dirpath) == "memory":
+            # No other process sees what is there.
+            object.__setattr__(self, "support", replace(self.support, drain="thread"))
         for key in ("enable_async_checkpointing", "save_on_train_end"):
             if not isinstance(getattr(self, key), bool):
                 _refuse(key, getattr(self, key), "true or false")
@@ -225,7 +221,7 @@ class TieredCheckpointConfig:
             ConfigError: An unknown key (with the nearest known one) or a value not allowed; or ``block`` is the whole
                 configuration that has the block.
         """
-        known = [field.name for field in fields(cls)]
+        known = keys()
         # Before its interpolations are resolved: those of the rest are not our business.
         if isinstance(block, Mapping) and BLOCK in block:
             raise ConfigError(f"this is the whole configuration; {BLOCK} is one block of it", hint=f"pass cfg.{BLOCK}")
@@ -246,7 +242,12 @@ class TieredCheckpointConfig:
         for key in _PATHS:
             if hasattr(raw.get(key), "__fspath__"):
                 raw[key] = str(raw[key])
-        return cls(**raw)
+        made = cls(**raw)
+        return replace(made, support=block.support) if isinstance(block, TieredCheckpointConfig) else made
+
+    def with_support(self, **settings: Any) -> TieredCheckpointConfig:
+        """Returns the same configuration with other settings for support cases."""
+        return replace(self, support=replace(self.support, **settings))
 
     def to_json(self) -> str:
         """Returns the configuration as JSON; it holds no secret."""
@@ -257,10 +258,11 @@ class TieredCheckpointConfig:
         """Reverses :meth:`to_json`; raises ConfigError if the text is not valid."""
         try:
             block = dict(json.loads(text))
+            support = Support(**block.pop("support", {}))
         except (ValueError, TypeError) as error:
             hint = "start a trainer, which writes it again"
             raise ConfigError(f"the stored configuration is damaged: {error}", hint=hint) from error
-        return cls.from_any(block)
+        return replace(cls.from_any(block), support=support)
 
     def write_concurrency(self, writers: int = 1) -> int:
         """Parts in flight for each of ``writers`` nodes that write at once."""
@@ -269,6 +271,54 @@ class TieredCheckpointConfig:
     def read_concurrency(self, readers: int = 1) -> int:
         """Ranges in flight for each of ``readers`` nodes that read at once."""
         return _concurrency(self.max_read_concurrency, GETS_PER_SECOND, readers)
+
+
+class IOKeys(TypedDict, total=False):
+    """The keys that a checkpoint IO takes beside dirpath, for type checkers: as in TieredCheckpointConfig."""
+
+    namespace: str
+    memory_keep_last: int
+    retention: Policies | None
+    staging: Literal["eager", "overlapped"]
+    on_save_error: Literal["warn", "raise"]
+    replication_factor: int
+    safe_globals: Sequence[str]
+    memory_dir: str | os.PathLike[str]
+    spill_dir: str | os.PathLike[str] | None
+    memory_allocation_percentage: int
+    endpoint_url: str | None
+    region: str | None
+    profile: str | None
+    s3_options: S3Options | Mapping[str, str] | None
+    chunk_size_MB: int
+    max_write_concurrency: Concurrency
+    max_read_concurrency: Concurrency
+    preflight: Literal["error", "warn", "off", False]
+    save_on_train_end: bool
+    log_dir: str | os.PathLike[str] | None
+    metrics_export: str | None
+
+
+@functools.cache
+def keys() -> tuple[str, ...]:
+    """Returns all keys, in their order."""
+    return tuple(each.name for each in fields(TieredCheckpointConfig) if each.metadata.get("is_key", True))
+
+
+def refuse_keys_of_others(given: Iterable[str], who: str, others: Mapping[str, str]) -> None:
+    """Refuses keys that a class does not read.
+
+    Args:
+        given: Keys that its caller named.
+        who: The class.
+        others: Keys that it does not read, and what to do with each.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for key in given:
+        if key in others:
+            raise ConfigError(f"{who} does not take {key}", hint=f"{others[key]}; from_config takes a whole block")
 
 
 @functools.cache
@@ -298,7 +348,8 @@ def as_mapping(block: object, what: str = "s3_checkpointing") -> dict[str, Any]:
         return {}
     if isinstance(block, TieredCheckpointConfig):
         # One that was made from dirpath follows where that is replaced.
-        return {**asdict(block), **({} if block.is_named else {"namespace": ids.AUTO_NAMESPACE})}
+        values = {key: value for key, value in asdict(block).items() if key in keys()}
+        return {**values, **({} if block.is_named else {"namespace": ids.AUTO_NAMESPACE})}
     if type(block).__module__.partition(".")[0] == "omegaconf":
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException

@@ -246,7 +246,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     def _is_there(self, path: str) -> bool:
         if self._shards == 1:
             return super()._is_there(path)
-        names = self._engine.session.known.all(self._engine.config.durable_timeout_s)
+        names = self._engine.session.known.all(self._engine.config.support.durable_timeout_s)
         return path in {self._path_of(name) for name in names}
 
     def _path_of(self, name: str) -> str:
@@ -285,7 +285,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         engine = self._engine
         pattern = re.compile(re.sub(r"\\\{.*?\\\}", ".*", re.escape(self.CHECKPOINT_NAME_LAST)) + r"\.ckpt\Z")
         try:
-            names = engine.session.known.all(engine.config.durable_timeout_s)
+            names = engine.session.known.all(engine.config.support.durable_timeout_s)
         except StoreUnavailableError as error:
             engine.session.log.warning('could not look for the "last" checkpoints of earlier runs: %s', error)
             names = frozenset()

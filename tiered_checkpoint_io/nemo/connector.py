@@ -111,7 +111,7 @@ def _find(io: TieredCheckpointIO, rules: Rules, shards: int, *, restored: bool) 
     dirpath, session = io.config.dirpath, io.checkpointer.session
     if restored:
         try:
-            names = session.known.all(io.config.durable_timeout_s)
+            names = session.known.all(io.config.support.durable_timeout_s)
         except StoreUnavailableError as error:
             # Node memory carries the job while the durable tier does not answer.
             session.log.warning("could not check whether this training has completed: %s", error)

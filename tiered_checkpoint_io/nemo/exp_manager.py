@@ -181,8 +181,8 @@ def _configure_checkpointing(
         io.async_checkpointing = True
     if any(isinstance(callback, upstream.EMA) for callback in callbacks):
         # Each checkpoint is two saves.
-        keep, pending = 2 * io.config.memory_keep_last, 2 * io.config.max_pending
-        io.config = replace(io.config, memory_keep_last=keep, max_pending=pending)
+        config = replace(io.config, memory_keep_last=2 * io.config.memory_keep_last)
+        io.config = config.with_support(max_pending=2 * config.support.max_pending)
     callback = TieredNeMoCheckpoint(**_callback_arguments(params, io.config))
     callbacks.append(callback)
     if create_preemption_callback:

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.adapters.storage_options import read_storage_options
@@ -31,6 +31,9 @@ class NeMoCheckpointIO(TieredCheckpointIO):
     the checkpoint, never where one does not get it, and ``include_optimizer``. A path in a folder such as
     ``mp_rank_00/`` belongs to one rank.
     """
+
+    #: NeMo's callback reads them from its IO.
+    _not_ours: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, dirpath: Any = None, *, async_checkpointing: bool | None = False, **options: Any) -> None:
         """As :class:`TieredCheckpointIO`; with ``async_checkpointing``, a save returns once it is in node memory."""

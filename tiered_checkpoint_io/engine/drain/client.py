@@ -114,10 +114,10 @@ class DrainHandle:
             cancel_id: The id of the request to cancel it.
             besides: The save that is to be queued, of which other ranks of this node may have parts in it.
         """
-        max_pending, warned, self.given_up = self._config.max_pending, False, ""
+        max_pending, warned, self.given_up = self._config.support.max_pending, False, ""
         self._standstill.begin()
-        began, patience_s = self._clock.monotonic(), self._config.pending_timeout_s
-        for _ in self._looks(self._config.wait_timeout_s):
+        began, patience_s = self._clock.monotonic(), self._config.support.pending_timeout_s
+        for _ in self._looks(self._config.support.wait_timeout_s):
             requests = self.queue.requests()
             cancelled = {ids.save_id_of_op(request.target) for request in requests if request.action == "cancel"}
             waiting = [each for each in self.pending_saves() if each != besides and each not in cancelled]
@@ -165,7 +165,7 @@ class DrainHandle:
             self._stuck_since = math.inf
             return set()
         self._stuck_since = min(self._stuck_since, self._clock.monotonic())
-        is_late = self._clock.monotonic() - self._stuck_since >= self._config.pending_timeout_s
+        is_late = self._clock.monotonic() - self._stuck_since >= self._config.support.pending_timeout_s
         return set(waiting) if is_late else set()
 
     def wait(

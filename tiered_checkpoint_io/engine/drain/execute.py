@@ -139,7 +139,7 @@ class Executor:
     def _save(self, operation: Request, stored: StoredPart) -> commit.Fate | Literal["waits"]:
         """Does what can be done now for a part in memory: sends it, waits for those of other nodes, commits."""
         part, rows = stored.part, None
-        is_alone, timeout_s, clock = part.content.parts == 1, self.stores.config.wait_timeout_s, self.clock
+        is_alone, timeout_s, clock = part.content.parts == 1, self.stores.config.support.wait_timeout_s, self.clock
         store, journal = self.stores.get(part.place), self.queue.journal(stored.op_id)
         with self.report.uploading(part.name, part.content.size), reading(stored) as files:
             if not is_alone:

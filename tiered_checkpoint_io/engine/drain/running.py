@@ -56,7 +56,7 @@ class DrainRunner:
         if self._trainer_lock is None:
             self._queue.open()
             self._write_config()
-            if self._join() and self._config.drain == "process":
+            if self._join() and self._config.support.drain == "process":
                 self._follow(self._queue.announced())
         self.ensure()
 
@@ -115,7 +115,7 @@ class DrainRunner:
     def _spawn(self) -> None:
         self._spawned_at = self._clock.monotonic()
         try:
-            if self._config.drain != "thread":
+            if self._config.support.drain != "thread":
                 self._child = start_process(self._root, self._log)
                 return
             self._stop = threading.Event()

@@ -215,7 +215,7 @@ class Drain:
         # Permanent failures are no reason to stay: the next start may have other credentials than ours.
         begun = [begun for op_id, begun in self._executor.begun.items() if op_id in left]
         # Each part that comes is a success.
-        patience_s = self._stores.config.wait_timeout_s
+        patience_s = self._stores.config.support.wait_timeout_s
         waits = any(each.arrivals is not None and now - each.moved < patience_s for each in begun)
         if left and (waits or not overdue) and not (begun and all(each.permanent for each in begun)):
             return False

@@ -77,7 +77,7 @@ class Claims:
         """
         self.check()
         began = self._clock.monotonic()
-        patience_s = self._in_time(min(self._clock.timing.lease_first_look_s, self._config.durable_timeout_s))
+        patience_s = self._in_time(min(self._clock.timing.lease_first_look_s, self._config.support.durable_timeout_s))
         is_new = self._lease is None
         if self._lease is None:
             if current_world_size() == 1 and launch_rank() > 0:

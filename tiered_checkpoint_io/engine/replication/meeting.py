@@ -166,7 +166,7 @@ class Peering:
         node = node_of(tier.root if tier is not None else Path("/"))
         group: Group
         if process_group is None or dist.get_world_size(process_group) == dist.get_world_size():
-            timeout_s = float(self._config.wait_timeout_s)
+            timeout_s = float(self._config.support.wait_timeout_s)
             group = TorchGroup(node, self._clock, timeout_s=timeout_s, what="the set-up of replication")
             # All parts are of these ranks, whatever they have saved.
             series = None

@@ -63,7 +63,7 @@ class Member:
     @property
     def timeout_s(self) -> float:
         """Bound of one part's way, seconds."""
-        return float(self.config.wait_timeout_s)
+        return float(self.config.support.wait_timeout_s)
 
     @property
     def message_s(self) -> float:

@@ -96,7 +96,7 @@ class Tiers(AtPlace):
             RestoreError: Another process did not finish within ``wait_timeout_s``.
         """
         path = self.memory.root / f"restore{which}.lock"
-        descriptor = try_lock(path, patience_s=self.config.wait_timeout_s, clock=self.clock)
+        descriptor = try_lock(path, patience_s=self.config.support.wait_timeout_s, clock=self.clock)
         if descriptor is None:
             raise RestoreError(
                 "another process of this node did not finish restoring in time", operation="restore", key=str(path)
@@ -270,7 +270,7 @@ class Versions:
         """
         if not self._left:
             return None
-        bound = float(tiers.config.durable_timeout_s)
+        bound = float(tiers.config.support.durable_timeout_s)
         ask = functools.partial(discover, tiers, Selector("name", name), {})
         try:
             there = answer_within(bound, ask, clock=tiers.clock)

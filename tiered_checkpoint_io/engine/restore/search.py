@@ -342,7 +342,7 @@ class Search:
         what memory has, the answer itself follows. What has changed since is asked for anew.
         """
         tiers, timing = self._tiers, self._tiers.clock.timing
-        where, bound = tier_label(tiers.dirpath), float(tiers.config.durable_timeout_s)
+        where, bound = tier_label(tiers.dirpath), float(tiers.config.support.durable_timeout_s)
         known: DurableCatalog | None = None
         while known is None or known.rest:
             # None of the newest may be intact: older ones are better than none.

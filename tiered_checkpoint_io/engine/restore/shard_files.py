@@ -260,7 +260,7 @@ class ShardFiles:
                 self._tiers.store,
                 (self._aside or self._folder).path,
                 concurrency=self._concurrency,
-                timeout_s=float(self._tiers.config.wait_timeout_s),
+                timeout_s=float(self._tiers.config.support.wait_timeout_s),
                 clock=self._tiers.clock,
             )
             self._exits.callback(fetched.close)

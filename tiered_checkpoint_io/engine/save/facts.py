@@ -245,7 +245,7 @@ def may_be_taken(session: Session, name: str, step: int, *, durable: bool) -> bo
         # Memory alone asks nothing; it may be flushed later.
         return session.known.may_be_durable(name)
     try:
-        return name in session.known.all(session.config.durable_timeout_s)
+        return name in session.known.all(session.config.support.durable_timeout_s)
     except StoreError as error:
         session.log.warning(
             "cannot ask whether %s exists, so the files beside its shards get other names: %s", name, error

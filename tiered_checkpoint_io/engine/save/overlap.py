@@ -348,7 +348,7 @@ class Overlap:
             return
         current.wanted.set()
         config = self._session.config
-        timeout_s = float(config.wait_timeout_s)
+        timeout_s = float(config.support.wait_timeout_s)
         if not current.copied.wait(timeout_s):
             text = f"the state is not captured after {timeout_s:.0f} s, and the optimizer would change it"
             # What is copied after that is not looked at: it is of no step. Nor is it waited for again.

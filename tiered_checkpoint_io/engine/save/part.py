@@ -180,7 +180,7 @@ class PartSave:
             return
         waiting = [each for each in session.open().drain.queue.requests() if each.action == "retain"]
         # Without a server, saves are given up, and none of these is done; the next one does for them all.
-        if len(waiting) <= session.config.max_pending:
+        if len(waiting) <= session.config.support.max_pending:
             session.submit("retain", RETENTION + owner, facts.save_id)
 
     def prepare_next(self) -> None:
@@ -218,12 +218,13 @@ class PartSave:
             DrainError: It is not there within ``wait_timeout_s``, or it is hopeless.
         """
         drain, config, facts = self.session.open().drain, self.session.config, self.facts
+        timeout_s, moving_s = config.support.wait_timeout_s, config.support.pending_timeout_s
         if (left_out := why_left_out(self.session, facts)) is not None:
             raise self.not_durable(left_out, "it is not queued: save again once the durable tier has the earlier ones")
         if self.op_id is None:
             return True
         try:
-            outcome = drain.wait(self.op_id, config.wait_timeout_s, is_hopeless, moving_s=config.pending_timeout_s)
+            outcome = drain.wait(self.op_id, timeout_s, is_hopeless, moving_s=moving_s)
         except StandstillError as still:
             ends = drain.leave_by is not None
             if ends or config.on_save_error == "warn":

@@ -160,7 +160,7 @@ def _answered(session: Session, ask: Callable[[], _T]) -> _T:
         except LeftBehindError:
             raise
         except UsageError as error:
-            if clock.monotonic() - began >= session.config.pending_timeout_s or session.is_preempted:
+            if clock.monotonic() - began >= session.config.support.pending_timeout_s or session.is_preempted:
                 raise
             if not is_said:
                 session.log.warning("a save waits for the store of torch.distributed: %s", error)
@@ -225,7 +225,7 @@ class _RunWide:
             )
 
     def _wait_for_commit(self, part: PartSave) -> bool:
-        clock, timeout_s = self._session.clock, self._session.config.wait_timeout_s
+        clock, timeout_s = self._session.clock, self._session.config.support.wait_timeout_s
         began = clock.monotonic()
         while (end := self._end(part)) is None:
             waited_s = clock.monotonic() - began
