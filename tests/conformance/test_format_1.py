@@ -4,6 +4,7 @@ import shutil
 
 import torch
 from support.format_1 import DATA, state_of
+from support.supporting import build
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO, dcp
@@ -16,12 +17,12 @@ def test_a_checkpoint_of_each_kind_is_verified_and_loads(tmp_path, memory_dir):
     verified = CliRunner().invoke(app, ["verify", dirpath])
     assert (verified.exit_code, verified.stdout.count("intact"), len(verified.stdout.splitlines())) == (0, 3, 3)
     options = {"dirpath": dirpath, "memory_dir": memory_dir, "drain": "thread"}
-    io = TieredCheckpointIO(**options)
+    io = build(TieredCheckpointIO, **options)
     loaded = {1: io.load_checkpoint("step_1.ckpt")}
     io.teardown()
     for step, kind in ((2, "sharded"), (3, "local")):
         loaded[step] = {"w": torch.zeros(4), "global_step": 0}
-        dcp.load(loaded[step], checkpoint_id=f"step_{step}", kind=kind, **options).close()
+        build(dcp.load, loaded[step], checkpoint_id=f"step_{step}", kind=kind, **options).close()
     for step, state in loaded.items():
         assert torch.equal(state["w"], state_of(step)["w"])
         assert state["global_step"] == step

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.clocks import quick
+from support.supporting import build
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO, list_checkpoints
@@ -149,7 +150,7 @@ class Run:
     def io(self, node):
         (self.memory_dir / node).mkdir(exist_ok=True)
         options = {"memory_dir": str(self.memory_dir / node), "drain": "thread", "wait_timeout_s": 60}
-        return TieredCheckpointIO(str(self.root), retention=[{"latest": 2}], on_save_error="warn", **options)
+        return build(TieredCheckpointIO, str(self.root), retention=[{"latest": 2}], on_save_error="warn", **options)
 
     def trying(self, call, *arguments, **options):
         try:

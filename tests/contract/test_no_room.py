@@ -6,6 +6,7 @@ import pytest
 from support.bad_input import state
 from support.clocks import hurried
 from support.fault_proxy import late, refuse, where
+from support.supporting import build, supported
 from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
@@ -21,13 +22,8 @@ def impatient():
 
 @pytest.fixture
 def options(s3_url, proxy):
-    return {
-        "dirpath": s3_url,
-        "endpoint_url": proxy.endpoint_url,
-        "drain": "thread",
-        "wait_timeout_s": 60,
-        "spill_dir": None,
-    }
+    with supported(drain="thread", wait_timeout_s=60):
+        yield {"dirpath": s3_url, "endpoint_url": proxy.endpoint_url, "spill_dir": None}
 
 
 def elsewhere(options, memory_dir, name):
@@ -41,8 +37,8 @@ def elsewhere(options, memory_dir, name):
 def test_what_the_queue_has_no_room_for_is_skipped_where_memory_has_none_either(options, proxy, tmp_path, memory_dir):
     """It is of memory alone then: no failure of a durable save, which the configuration asks to skip."""
     with mounted_tmpfs(tmp_path / "tight", 16 << 20) as folder, contextlib.ExitStack() as stack:
-        rules = {"on_save_error": "raise", "on_pending": "skip", "max_pending": 1, "pending_timeout_s": 1}
-        io = AsyncCheckpointIO(TieredCheckpointIO(**options, memory_dir=str(folder), **rules))
+        rules = {"on_save_error": "raise", "max_pending": 1, "pending_timeout_s": 1}
+        io = AsyncCheckpointIO(build(TieredCheckpointIO, **options, memory_dir=str(folder), **rules))
         stack.callback(io.teardown)
         proxy.plan = where(refuse(503, "SlowDown"), key="run/1.ckpt")
         for step, tiers in ((1, ["memory", "durable"]), (2, ["memory"]), (3, ["memory", "durable"])):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import worker
+from support.supporting import build
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -70,10 +71,10 @@ def save(entry, saved, writer, arguments):
     if entry == "save_state_dict":
         dcp.save_state_dict(saved, writer, **arguments)
     elif entry == "save":
-        dcp.save(saved, storage_writer=writer, **arguments)
+        build(dcp.save, saved, storage_writer=writer, **arguments)
     else:
         kind = AsyncCheckpointerType(entry)
-        dcp.async_save(saved, storage_writer=writer, async_checkpointer_type=kind, **arguments).result(60)
+        build(dcp.async_save, saved, storage_writer=writer, async_checkpointer_type=kind, **arguments).result(60)
 
 
 def load(entry, loaded, reader, arguments):
@@ -87,10 +88,10 @@ class Ours:
         self._options = {**job["options"], "namespace": case}
 
     def writer(self, told, number):
-        return TieredStorageWriter(**self._options, save_to_s3=False, **self._named(told, number))
+        return build(TieredStorageWriter, **self._options, save_to_s3=False, **self._named(told, number))
 
     def reader(self, told, number):
-        return TieredStorageReader(**self._options, **self._named(told, number))
+        return build(TieredStorageReader, **self._options, **self._named(told, number))
 
     def given(self, number):
         return f"step_{number}"
@@ -143,7 +144,7 @@ def saved_by(tiers, case):
     for number in (1, 2):
         with refusing(outcomes):
             loaded = state(0, group)
-            dcp.load(loaded, storage_reader=tiers.reader("path", number), **how(group))
+            build(dcp.load, loaded, storage_reader=tiers.reader("path", number), **how(group))
             outcomes.append(values(loaded))
     return outcomes
 

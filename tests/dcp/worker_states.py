@@ -5,6 +5,7 @@ import pickle
 
 import torch
 import torch.distributed as dist
+from support.supporting import build
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -130,4 +131,4 @@ def save_nested(job, number, nests):
 
     rank, tensor = dist.get_rank(), torch.full((3,), float(number))
     state = {f"rank{rank}": {"t": tensor}} if rank in nests else {f"rank{rank}.t": tensor}
-    return list(dcp.save(state, checkpoint_id=f"step_{number}", **job["options"]).planner_data.values())
+    return list(build(dcp.save, state, checkpoint_id=f"step_{number}", **job["options"]).planner_data.values())

@@ -15,6 +15,8 @@ import types
 from pathlib import Path
 from typing import Any
 
+from support.supporting import build
+
 FOLDER = Path(__file__).parents[1] / "data" / "blocks"
 
 #: In this order. Devices: these ranks have CPUs alone, where DDP needs a group of its own: with NCCL beside gloo, the
@@ -139,15 +141,15 @@ def stand_in_for_smp(rep_groups, **options):
 
     def async_save(state_dict, *, checkpoint_id, process_group, coordinator_rank):
         how = {**options, **group(process_group, coordinator_rank), "require_step": False}
-        return dcp.async_save(state_dict, checkpoint_id=named(checkpoint_id), **how)
+        return build(dcp.async_save, state_dict, checkpoint_id=named(checkpoint_id), **how)
 
     def load(state_dict, *, process_group, coordinator_rank, storage_reader=None, checkpoint_id=None):
         how = {"checkpoint_id": named(checkpoint_id)} if checkpoint_id else {}
         how |= {"storage_reader": storage_reader} if storage_reader else options
-        dcp.load(state_dict, **how, **group(process_group, coordinator_rank))
+        build(dcp.load, state_dict, **how, **group(process_group, coordinator_rank))
 
     def reader(checkpoint_id):
-        return TieredStorageReader(path=named(checkpoint_id), **options)
+        return build(TieredStorageReader, path=named(checkpoint_id), **options)
 
     ranker = types.SimpleNamespace(
         get_rep_groups=lambda: rep_groups,

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from support.supporting import build
 
 from tiered_checkpoint_io import dcp
 
@@ -33,7 +34,7 @@ def save_sharded(rank, port, options):
     mesh = dist.init_device_mesh("cpu", (RANKS,))
     state = state_of(2)
     state["w"] = dist.tensor.distribute_tensor(state["w"], mesh, [dist.tensor.Shard(0)])
-    dcp.save(state, checkpoint_id="step_2", **options)
+    build(dcp.save, state, checkpoint_id="step_2", **options)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -47,10 +48,10 @@ def main():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        dcp.save_full(state_of(1), checkpoint_id="step_1.ckpt", **options)
+        build(dcp.save_full, state_of(1), checkpoint_id="step_1.ckpt", **options)
         torch.multiprocessing.spawn(save_sharded, (port, options), nprocs=RANKS)
-        dcp.save(state_of(3), checkpoint_id="step_3", kind="local", **options)
-        dcp.TieredStorageWriter(**options).close()
+        build(dcp.save, state_of(3), checkpoint_id="step_3", kind="local", **options)
+        build(dcp.TieredStorageWriter, **options).close()
     shutil.copytree(DIRPATH, DATA, ignore=shutil.ignore_patterns("leases", "tmp*"))
     shutil.rmtree(DIRPATH)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.bad_input import KEPT, Kept, state
 from support.draining import where_of
+from support.supporting import build
 from support.tenants import Tenant, mounted_tmpfs
 from typer.testing import CliRunner
 
@@ -104,7 +105,7 @@ def test_a_tmpfs_that_is_full_from_the_start(small, tmp_path, warned):
     tenant = Tenant(small)
     tenant.fills()
     where = {"dirpath": str(tmp_path / "durable"), "memory_dir": str(small), "drain": "thread"}
-    io = TieredCheckpointIO(**where, on_save_error="raise")
+    io = build(TieredCheckpointIO, **where, on_save_error="raise")
     with pytest.raises(
         SaveError, match=r"^no room for the queue for the durable tier: .*memory_dir is full: .*name a spill_dir"
     ):
