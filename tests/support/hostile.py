@@ -26,7 +26,7 @@ import struct
 import sys
 import uuid
 import zipfile
-from types import FunctionType, ModuleType
+from types import FunctionType
 
 import numpy as np
 import torch
@@ -61,17 +61,41 @@ class Color(enum.Enum):
 
 TRUST = Trust(names=(f"{__name__}.Holder.Held", f"{__name__}.Color"))
 NAMES = [
-    *("os.system", "builtins.eval", "builtins.getattr", "builtins.dict", "builtins.list", "builtins.set", "builtins.str"),
+    *(
+        "os.system",
+        "builtins.eval",
+        "builtins.getattr",
+        "builtins.dict",
+        "builtins.list",
+        "builtins.set",
+        "builtins.str",
+    ),
     *("builtins.tuple", "builtins.frozenset", "builtins.bytearray", "builtins.int", "builtins.type", "builtins.object"),
     *("numpy.ndarray", "numpy.dtype", "numpy.float64", "numpy.int64", "numpy._core.multiarray._reconstruct"),
     *("numpy._core.multiarray.scalar", "collections.OrderedDict", "collections.Counter", "collections.deque"),
     *("collections.defaultdict", "pathlib.PosixPath", "pathlib.PurePosixPath", "datetime.datetime", "decimal.Decimal"),
     *("argparse.Namespace", "types.SimpleNamespace", "omegaconf.dictconfig.DictConfig", "omegaconf.nodes.AnyNode"),
-    *("omegaconf.listconfig.ListConfig", "omegaconf.base.ContainerMetadata", "typing.Any", "torch.Size", "torch.device"),
+    *(
+        "omegaconf.listconfig.ListConfig",
+        "omegaconf.base.ContainerMetadata",
+        "typing.Any",
+        "torch.Size",
+        "torch.device",
+    ),
     *("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_parameter"),
     *("torch._tensor._rebuild_from_type_v2", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.FloatStorage"),
-    *("torch.storage.UntypedStorage", "torch.float32", "torch.serialization._get_layout", "torch._utils._rebuild_qtensor"),
-    *("torch._utils._rebuild_nested_tensor", "torch.distributed.tensor.DTensor", "torch.FloatTensor", "copyreg._reconstructor"),
+    *(
+        "torch.storage.UntypedStorage",
+        "torch.float32",
+        "torch.serialization._get_layout",
+        "torch._utils._rebuild_qtensor",
+    ),
+    *(
+        "torch._utils._rebuild_nested_tensor",
+        "torch.distributed.tensor.DTensor",
+        "torch.FloatTensor",
+        "copyreg._reconstructor",
+    ),
     *(f"{__name__}.Holder", f"{__name__}.Holder.Held", f"{__name__}.Color", "uuid.UUID", "fractions.Fraction"),
 ]
 CONTAINERS = [
@@ -88,7 +112,24 @@ ATTRIBUTES = [
     *("__doc__", "_value_", "__reduce_ex__", "_metadata", "dtype", "shape", "x", "__module__", "_backward_hooks"),
 ]
 INTS = [-1, 0, 1, 2, 3, 7, 255, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63), True]
-LEAVES = [None, "O", "i8", "f8,O", "V16", "|", "<", "x", "0", "cpu", "latin1", "${witness:1}", b"b", b"A" * 8, b"A" * 16, 0.5]
+LEAVES = [
+    None,
+    "O",
+    "i8",
+    "f8,O",
+    "V16",
+    "|",
+    "<",
+    "x",
+    "0",
+    "cpu",
+    "latin1",
+    "${witness:1}",
+    b"b",
+    b"A" * 8,
+    b"A" * 16,
+    0.5,
+]
 
 
 # -------------------------------------------------------------------------------------- real pickles
@@ -302,7 +343,9 @@ def changed(tree, pool, dice, names):
                 # It compares as equal to a dtype, and is none.
                 dice.choice(dtypes)[:] = ["name", f"numpy.{dice.choice(('int64', 'float64'))}"]
             case _:
-                code = dice.choice((b"\x82\x01", b"ios\nsystem\n", b"\x83\x01\x00", b"h\x00", b"2", b"0N", b"Nr\xff\xff\xff\x7f"))
+                code = dice.choice(
+                    (b"\x82\x01", b"ios\nsystem\n", b"\x83\x01\x00", b"h\x00", b"2", b"0N", b"Nr\xff\xff\xff\x7f")
+                )
                 node[:] = ["code", code]
     return tree
 
@@ -344,7 +387,11 @@ def watched():
 def world(things):
     """All of this process that a load could change."""
     found = {str(each): _shown(each) for each in things}
-    files = sorted(os.readlink(each) for each in map("/proc/self/fd/{}".format, os.listdir("/proc/self/fd")) if os.path.exists(each))
+    files = sorted(
+        os.readlink(each)
+        for each in map("/proc/self/fd/{}".format, os.listdir("/proc/self/fd"))
+        if os.path.exists(each)
+    )
     found["process"] = (dict(os.environ), os.getcwd(), files, gc.isenabled(), torch.get_default_dtype(), np.geterr())
     found["random"] = (random.getstate(), torch.get_rng_state().tolist(), sys.getrecursionlimit())
     found["resolvers"] = sorted(OmegaConf._resolvers) if hasattr(OmegaConf, "_resolvers") else None

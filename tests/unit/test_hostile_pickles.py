@@ -123,7 +123,19 @@ def test_no_interpolation_is_resolved_by_a_load(resolved, tmp_path, memory_dir):
         b"\x82\x01.",
         b"",
     ],
-    ids=["deep key", "pairs", "shared key", "memo", "shared element", "deep", "marks", "long", "huge", "extension", "none"],
+    ids=[
+        "deep key",
+        "pairs",
+        "shared key",
+        "memo",
+        "shared element",
+        "deep",
+        "marks",
+        "long",
+        "huge",
+        "extension",
+        "none",
+    ],
 )
 def test_no_pickle_ends_the_process(program):
     """In a child: the unpickler in C does not survive the first."""
@@ -193,7 +205,7 @@ def same(left, right, pairs):
         return left.tolist() == right.tolist()
     if hasattr(left, "__dict__") and not isinstance(left, type):
         return same(vars(left), vars(right), pairs)
-    return left == right or (left != left and right != right)  # noqa: PLR0124 - nan
+    return left == right or (left != left and right != right)
 
 
 def same_tensors(left, right):
@@ -234,7 +246,14 @@ def shapes():
         "tied": {"a": weight, "b": weight, "view": weight[2:], "column": weight.reshape(2, 3)[:, 1]},
         "storage": [torch.ones(2).untyped_storage(), torch.ones(2).storage()],
         "objects": [named, ordered, factory, held, shared],
-        "keys": {(1, ("a", 2)): 1, frozenset({(1, 2)}): 2, np.int64(3): 3, pathlib.Path("/a"): 4, torch.float32: 5, None: 6},
+        "keys": {
+            (1, ("a", 2)): 1,
+            frozenset({(1, 2)}): 2,
+            np.int64(3): 3,
+            pathlib.Path("/a"): 4,
+            torch.float32: 5,
+            None: 6,
+        },
         "numbers": [1 << 70, -(1 << 70), -1, 255, 256, 65536, float("nan"), -0.0, float("inf"), True, "ü\ud800", ""],
     }
 
