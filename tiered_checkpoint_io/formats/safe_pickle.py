@@ -123,14 +123,14 @@ def parse(data: bytes) -> tuple[Any, list[str]]:
 class _Parser:
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self._stack: list[Any] = []
-        self._marks: list[int] = []
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
         self._memo: dict[int, Any] = {}
         self.names: list[Name] = []
 
     def run(self) -> Any:
         """Carries out all operations, the most frequent ones first."""
-        data, stack, memo, position = self._data, self._stack, self._memo, 0
+        data, stack, memo, position = self._data, self.stack, self._memo, 0
         push, operations = stack.append, _OPERATIONS
         while True:
             code = data[position]
@@ -176,35 +176,17 @@ class _Parser:
             else:
                 raise RefusedError(f"it holds an operation that torch.save does not write: {bytes([code])!r}")
 
-    def _mark(self) -> None:
-        self._marks.append(len(self._stack))
+    def pop(self, count: int) -> list[Any]:
+        """Takes the topmost things from the stack."""
+        items = self.stack[-count:]
+        del self.stack[-count:]
+        return items
 
-    def _reduce(self) -> None:
-        args = self._stack.pop()
-        self._stack[-1] = self._called(self._stack[-1], args)
-
-    def _tuple(self) -> None:
-        self._stack.append(tuple(self._pop_mark()))
-
-    def _tuple_of_1(self) -> None:
-        self._stack[-1] = (self._stack[-1],)
-
-    def _tuple_of_2(self) -> None:
-        self._stack[-2:] = ((self._stack[-2], self._stack[-1]),)
-
-    def _tuple_of_3(self) -> None:
-        self._stack[-3:] = (tuple(self._stack[-3:]),)
-
-    def _stored(self) -> None:
-        self._stack[-1] = Stored(self._stack[-1])
-
-    def _set_items(self) -> None:
-        self._set(self._pop_mark())
-
-    def _pop_mark(self) -> list[Any]:
-        mark = self._marks.pop()
-        items = self._stack[mark:]
-        del self._stack[mark:]
+    def pop_mark(self) -> list[Any]:
+        """Takes all above the last mark from the stack."""
+        mark = self.marks.pop()
+        items = self.stack[mark:]
+        del self.stack[mark:]
         return items
 
     def _global(self, position: int) -> int:
@@ -213,22 +195,18 @@ class _Parser:
         self._named(self._data[position:middle].decode(), self._data[middle + 1 : end].decode())
         return end + 1
 
-    def _stack_global(self) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
+    def _named(self, module: Any, name: Any) -> None:
         if type(name) is not str or type(module) is not str:
             raise RefusedError("a name in it is no text")
-        self._named(module, name)
-
-    def _named(self, module: str, name: str) -> None:
         known = _compat_pickle.NAME_MAPPING.get((module, name))
         module, name = known or (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
         found = Name(_current(f"{module}.{name}"))
         if found.full != _GETATTR:
             self.names.append(found)
-        self._stack.append(found)
+        self.stack.append(found)
 
-    def _called(self, what: Any, args: Any, kind: str = "call", options: Any = None) -> Any:
-        if type(what) is not Name or type(args) is not tuple:
+    def _called(self, what: Any, args: Any, kind: str, options: Any) -> Any:
+        if type(what) is not Name or type(args) is not tuple or type(options) not in (dict, type(None)):
             raise RefusedError(f"it calls {_shown(what)}, which is not allowed")
         if what.full == _GETATTR and kind == "call":
             return self._attribute(*args)
@@ -246,59 +224,41 @@ class _Parser:
         owner.is_owner = True
         return found
 
-    def _new(self, options: Any = None) -> None:
-        args = self._stack.pop()
-        self._stack[-1] = self._called(self._stack[-1], args, "new", options)
-
-    def _new_with_options(self) -> None:
-        options = self._stack.pop()
-        if type(options) is not dict:
-            raise RefusedError("options of a call in it are no dictionary")
-        self._new(options)
-
-    def _build(self) -> None:
-        state = self._stack.pop()
-        _step(self._stack[-1], "build", state)
+    def _call(self, kind: str, options: Any = None) -> None:
+        args = self.stack.pop()
+        self.stack[-1] = self._called(self.stack[-1], args, kind, options)
 
     def _append(self, items: list[Any]) -> None:
-        target = self._stack[-1]
+        target = self.stack[-1]
         if type(target) is list:
             target.extend(items)
         else:
-            _step(target, "append", items)
+            self._step("append", items)
 
     def _set(self, items: list[Any]) -> None:
-        target = self._stack[-1]
+        target = self.stack[-1]
         if len(items) % 2:
             raise RefusedError("a key in it has no value")
         if type(target) is dict:
             for key, value in zip(items[::2], items[1::2], strict=True):
                 target[key if type(key) is str else checked_key(key)] = value
         else:
-            _step(target, "set", items)
+            self._step("set", items)
 
     def _add(self, items: list[Any]) -> None:
-        target = self._stack[-1]
+        target = self.stack[-1]
         if type(target) is set:
             target.update(map(checked_key, items))
         else:
-            _step(target, "add", items)
+            self._step("add", items)
 
-    def _pop(self, count: int) -> list[Any]:
-        items = self._stack[-count:]
-        del self._stack[-count:]
-        return items
-
-    def _frozen_set(self) -> None:
-        self._stack.append(frozenset(map(checked_key, self._pop_mark())))
-
-
-def _step(target: Any, kind: str, content: Any) -> None:
-    if type(target) is not Call:
-        raise RefusedError(f"it changes {_shown(target)}, which is not allowed")
-    if not isinstance(target.steps, list):
-        target.steps = []
-    target.steps.append((kind, content))
+    def _step(self, kind: str, content: Any) -> None:
+        target = self.stack[-1]
+        if type(target) is not Call:
+            raise RefusedError(f"it changes {_shown(target)}, which is not allowed")
+        if not isinstance(target.steps, list):
+            target.steps = []
+        target.steps.append((kind, content))
 
 
 def checked_key(key: Any) -> Any:
@@ -350,28 +310,28 @@ _CONSTANTS = {pickle.NONE[0]: None, pickle.NEWTRUE[0]: True, pickle.NEWFALSE[0]:
 #: Operations that say nothing: width of their arguments.
 _IGNORED = {pickle.PROTO[0]: 1, pickle.FRAME[0]: 8}
 _OPERATIONS: dict[int, Callable[[_Parser], Any]] = {
-    pickle.MARK[0]: _Parser._mark,
-    pickle.REDUCE[0]: _Parser._reduce,
-    pickle.TUPLE[0]: _Parser._tuple,
-    pickle.TUPLE1[0]: _Parser._tuple_of_1,
-    pickle.TUPLE2[0]: _Parser._tuple_of_2,
-    pickle.TUPLE3[0]: _Parser._tuple_of_3,
-    pickle.STACK_GLOBAL[0]: _Parser._stack_global,
-    pickle.NEWOBJ[0]: _Parser._new,
-    pickle.NEWOBJ_EX[0]: _Parser._new_with_options,
-    pickle.BUILD[0]: _Parser._build,
-    pickle.APPEND[0]: lambda parser: parser._append(parser._pop(1)),
-    pickle.APPENDS[0]: lambda parser: parser._append(parser._pop_mark()),
-    pickle.SETITEM[0]: lambda parser: parser._set(parser._pop(2)),
-    pickle.SETITEMS[0]: _Parser._set_items,
-    pickle.ADDITEMS[0]: lambda parser: parser._add(parser._pop_mark()),
-    pickle.BINPERSID[0]: _Parser._stored,
-    pickle.EMPTY_DICT[0]: lambda parser: parser._stack.append({}),
-    pickle.EMPTY_LIST[0]: lambda parser: parser._stack.append([]),
-    pickle.EMPTY_SET[0]: lambda parser: parser._stack.append(set()),
-    pickle.FROZENSET[0]: _Parser._frozen_set,
-    pickle.POP[0]: lambda parser: parser._stack.pop(),
-    pickle.POP_MARK[0]: _Parser._pop_mark,
+    pickle.MARK[0]: lambda parser: parser.marks.append(len(parser.stack)),
+    pickle.REDUCE[0]: lambda parser: parser._call("call"),
+    pickle.NEWOBJ[0]: lambda parser: parser._call("new"),
+    pickle.NEWOBJ_EX[0]: lambda parser: parser._call("new", parser.stack.pop()),
+    pickle.BUILD[0]: lambda parser: parser._step("build", parser.stack.pop()),
+    pickle.APPEND[0]: lambda parser: parser._append(parser.pop(1)),
+    pickle.APPENDS[0]: lambda parser: parser._append(parser.pop_mark()),
+    pickle.SETITEM[0]: lambda parser: parser._set(parser.pop(2)),
+    pickle.SETITEMS[0]: lambda parser: parser._set(parser.pop_mark()),
+    pickle.ADDITEMS[0]: lambda parser: parser._add(parser.pop_mark()),
+    pickle.TUPLE[0]: lambda parser: parser.stack.append(tuple(parser.pop_mark())),
+    pickle.TUPLE1[0]: lambda parser: parser.stack.append((parser.stack.pop(),)),
+    pickle.TUPLE2[0]: lambda parser: parser.stack.append(tuple(parser.pop(2))),
+    pickle.TUPLE3[0]: lambda parser: parser.stack.append(tuple(parser.pop(3))),
+    pickle.EMPTY_DICT[0]: lambda parser: parser.stack.append({}),
+    pickle.EMPTY_LIST[0]: lambda parser: parser.stack.append([]),
+    pickle.EMPTY_SET[0]: lambda parser: parser.stack.append(set()),
+    pickle.FROZENSET[0]: lambda parser: parser.stack.append(frozenset(map(checked_key, parser.pop_mark()))),
+    pickle.BINPERSID[0]: lambda parser: parser.stack.append(Stored(parser.stack.pop())),
+    pickle.STACK_GLOBAL[0]: lambda parser: parser._named(*parser.pop(2)),
+    pickle.POP[0]: lambda parser: parser.stack.pop(),
+    pickle.POP_MARK[0]: lambda parser: parser.pop_mark(),
 }
 
 
@@ -633,6 +593,7 @@ def shape_of(shape: Any) -> tuple[int, ...]:
 
 
 def record(call: Call, convert: Converter) -> Any:
+    """Makes an object that consists of attributes: a rule."""
     cls = imported(call.name)
     expect(isinstance(cls, type) and len(call.steps) <= 1, call.name)
     args = convert.passive(call.args)
