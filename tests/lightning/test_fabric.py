@@ -60,8 +60,9 @@ def test_one_tier_may_be_named_as_a_text(tmp_path, memory_dir):
 
 
 def test_a_model_saved_alone_is_not_what_a_loop_resumes_from(tmp_path, memory_dir):
-    io = TieredCheckpointIO(dirpath=str(tmp_path / "run"), memory_dir=memory_dir, memory_every_n_train_steps=2)
-    fabric = Fabric(accelerator="cpu", plugins=[AsyncCheckpointIO(io)])
+    block = {"dirpath": str(tmp_path / "run"), "memory_dir": memory_dir, "memory_every_n_train_steps": 2}
+    io = TieredCheckpointIO.from_config(block)
+    fabric = Fabric(accelerator="cpu", plugins=[io])
     model = torch.nn.Linear(2, 2)
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     state = {"model": model, "optimizer": optimizer, "step": 0}
