@@ -48,7 +48,7 @@ class Use:
 #: Over a run with the checkpoints c1, c2 (pinned), c3 and c4, on a node with m.ckpt in memory and d.ckpt queued.
 USES = {
     "ls": Use("{url} --memory-dir {memory}"),
-    "show": Use("{url} c3 --memory-dir {memory}", "{url} no --memory-dir {memory}"),
+    "ls of one": Use("{url} c3 --memory-dir {memory}", "{url} no --memory-dir {memory}"),
     "verify": Use("{url} --tier durable", "{url} no --tier durable"),
     "export": Use("{url} c3 {tmp}/model.pt", "{url} no {tmp}/model.pt", files=("model.pt",)),
     "flush": Use("m.ckpt --memory-dir {memory}", "no --memory-dir {memory}", makes=("d.ckpt", "m.ckpt")),

@@ -142,7 +142,7 @@ def test_status_and_show_call_durable_only_what_is_there(node, memory_dir):
     assert states == {"old.ckpt": "memory only", "new.ckpt": "durable", "given-up.ckpt": "memory only"}
     assert {cells[0]: cells[7] for cells in rows(command("ls", *where).stdout, ".ckpt")} == states
     for name, state in states.items():
-        (part,) = rows(command("show", node.dirpath, name, *where).stdout.partition("Parts on this node")[2], "0")
+        (part,) = rows(command("ls", node.dirpath, name, *where).stdout.partition("Parts on this node")[2], "0")
         assert (name, part[3]) == (name, state)
 
 

@@ -48,7 +48,7 @@ def test_commands_answer_programs(node, memory_dir, tmp_path):
     assert (first["state"], second["state"], alias["alias_of"]) == ("memory_only", "durable", "1.ckpt")
     assert second["metric"] == {"monitor": "val_loss", "value": None}
     assert len(told("ls", *where)["checkpoints"]) == 2
-    later, earlier = told("show", node.dirpath, "1.ckpt", *where)["saves"]
+    later, earlier = told("ls", node.dirpath, "1.ckpt", *where)["checkpoints"]
     assert (later["manifest_key"], earlier["manifest_key"]) == (None, ".tiered/manifests/1.ckpt.json")
     assert (earlier["aliases"], earlier["writer"]) == (["last.ckpt"], {"torch": "2"})
     assert earlier["files"] == [{"path": "1.ckpt", "size_bytes": 1000}]

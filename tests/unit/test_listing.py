@@ -130,7 +130,7 @@ def test_where_the_durable_tier_is_silent_memory_is_listed(memory_dir, monkeypat
 def test_a_sentinel_that_there_is_not_is_refused_with_the_one_there_is(node, memory_dir):
     node.save("1.ckpt", b"A")
     for wrong in ("tiered:last", "tiered://last", "tiered:lastest"):
-        refused = command("show", node.dirpath, wrong, "--memory-dir", memory_dir)
+        refused = command("ls", node.dirpath, wrong, "--memory-dir", memory_dir)
         assert (refused.exit_code, "allowed: a name, or tiered:latest" in " ".join(refused.stderr.split())) == (2, True)
 
 
@@ -144,16 +144,16 @@ def test_nothing_at_a_dirpath_is_an_error_unless_memory_has_something_of_it(node
 def test_show_tells_the_files_of_all_ranks_and_what_the_index_lacks(node, memory_dir):
     store = DirectoryStore(node.dirpath)
     committing.save(store, "step_7", 7, kind="sharded")
-    (shown,) = json.loads(command("show", node.dirpath, "tiered:latest", "--json").stdout)["saves"]
+    (shown,) = json.loads(command("ls", node.dirpath, "tiered:latest", "--json").stdout)["checkpoints"]
     assert [file["path"].partition("-")[0] for file in shown["files"]] == [
         *(f"step_7/__0_{number}" for number in range(2)),
         "step_7/.metadata",
         *(f"step_7/__1_{number}" for number in range(2)),
     ]
-    assert sum(file["size_bytes"] for file in shown["files"]) == shown["checkpoint"]["size_bytes"]
-    assert (shown["checkpoint"]["parts"], shown["held_parts"]) == (2, [])
-    store.put(index_key(shown["checkpoint"]["save_id"]), b"{}")
-    damaged = command("show", node.dirpath, "step_7")
+    assert sum(file["size_bytes"] for file in shown["files"]) == shown["size_bytes"]
+    assert (shown["parts"], shown["held_parts"]) == (2, [])
+    store.put(index_key(shown["save_id"]), b"{}")
+    damaged = command("ls", node.dirpath, "step_7")
     assert (damaged.exit_code, "\nstate: corrupt\n" in damaged.stdout) == (1, True)
     assert "problem: " in damaged.stdout
     assert "index" in damaged.stdout.partition("problem: ")[2]
@@ -178,8 +178,8 @@ def test_metrics_that_are_added_later_belong_to_their_save_under_all_its_names(n
     assert {tuple(each.metrics.items()) for each in list_checkpoints(node.dirpath)} == {tuple(added.items())}
     assert len({hash(each) for each in list_checkpoints(node.dirpath)}) == 3
     assert command("ls", node.dirpath, *where).stdout.count("\tval_loss=0.5, bleu=30\t") == 3
-    assert "\nnote: copy of 1.ckpt\n" in command("show", node.dirpath, "copy.ckpt", *where).stdout
-    shown = command("show", node.dirpath, "1.ckpt", *where)
+    assert "\nnote: copy of 1.ckpt\n" in command("ls", node.dirpath, "copy.ckpt", *where).stdout
+    shown = command("ls", node.dirpath, "1.ckpt", *where)
     assert "\nmetrics: val_loss = 0.5, bleu = 30.0\n" in shown.stdout
     # A later save of the name has none of them.
     node.save("1.ckpt", b"B")

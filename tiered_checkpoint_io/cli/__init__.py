@@ -24,7 +24,6 @@ from tiered_checkpoint_io.cli import (
     pins,
     prune,
     pull,
-    showing,
     verify,
     watch,
 )
@@ -51,7 +50,6 @@ def _options(version: Version = False) -> None:
 
 app.command("status")(spread(memory.status))
 app.command("ls")(spread(listing.list_all))
-app.command("show")(spread(showing.show_checkpoint))
 app.command("verify")(spread(verify.verify))
 app.command("export")(spread(exporting.export))
 app.command("drain")(spread(memory.drain))

@@ -10,31 +10,13 @@ from typing import Annotated, Literal
 
 from tiered_checkpoint_io.cli.checking import Checked
 from tiered_checkpoint_io.engine.drain import operations
-from tiered_checkpoint_io.inventory.details import File, PartHere, Save
+from tiered_checkpoint_io.inventory.details import File, PartHere
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, Tier, time_of
 from tiered_checkpoint_io.metrics import catalog
 from tiered_checkpoint_io.model import retention
 
 Event = Literal["listed", "new", "changed", "removed"]
 FlushState = Literal["durable", "uploaded", "queued", "not_durable"]
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """The checkpoints of both tiers."""
-
-    dirpath: Annotated[str | None, "The durable tier; None where only this node's memory was looked at."]
-    durable_error: Annotated[str | None, "Why the durable tier could not be asked; then the status is 1."]
-    checkpoints: Annotated[Sequence[CheckpointInfo], "The latest save first."]
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """All that is known of the checkpoints of one name."""
-
-    name: Annotated[str, "The name that was asked for."]
-    durable_error: Annotated[str | None, "As in ``ls``."]
-    saves: Annotated[Sequence[Save], "Its saves, the latest first: memory may have a later one than the durable tier."]
 
 
 @dataclass(frozen=True, slots=True)

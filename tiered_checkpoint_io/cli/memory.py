@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.documents import Damaged, Drained, DrainState, Namespace, Outcome, Status, Waiting
+from tiered_checkpoint_io.cli.listing import part_text
 from tiered_checkpoint_io.cli.metrics import Export, source_of, targets_of
 from tiered_checkpoint_io.cli.options import NODE, NODES, Json, Node, Nodes
 from tiered_checkpoint_io.cli.output import INTERRUPTED, is_terminal, printable, say, show, write_json
-from tiered_checkpoint_io.cli.rows import part_text
 from tiered_checkpoint_io.engine.drain import operations, standalone
 from tiered_checkpoint_io.engine.drain.ending import ended_by_signal
 from tiered_checkpoint_io.engine.drain.locks import is_locked

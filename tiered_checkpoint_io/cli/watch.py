@@ -15,10 +15,9 @@ import typer
 
 from tiered_checkpoint_io.cli.answers import ask, raising
 from tiered_checkpoint_io.cli.documents import Change, Event, Ran
-from tiered_checkpoint_io.cli.listing import looker_of
+from tiered_checkpoint_io.cli.listing import looker_of, state_text, table_of
 from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server
 from tiered_checkpoint_io.cli.output import is_terminal, printable, rich_table, say, write_json
-from tiered_checkpoint_io.cli.rows import state_text, table_of
 from tiered_checkpoint_io.engine.durable.manifests import meant_by
 from tiered_checkpoint_io.engine.durable.pins import pin, unpin
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, UsageError
@@ -76,7 +75,7 @@ def watch(
     if after is not None and command is None:
         raise typer.BadParameter("--after needs --exec: it says where that begins")
     if after and not ids.is_save_id(after):
-        raise typer.BadParameter(f"--after {after!r} is no save id; tiered-ckpt show prints them")
+        raise typer.BadParameter(f"--after {after!r} is no save id; tiered-ckpt ls DIRPATH NAME prints them")
     runs = _CommandLine(command, as_json=as_json) if command is not None else None
     news, shown = NewCheckpoints(after), _Shown(as_json=as_json)
     looker = looker_of(config, memory_dir)
