@@ -92,6 +92,8 @@ def test_neither_is_it_where_the_durable_tier_is_silent(memory_dir, monkeypatch)
 
 def test_a_part_that_was_sent_is_so_for_programs_too(node, memory_dir):
     sent(node, "sent", 1, 1, "part")
-    (save,) = json.loads(command("ls", node.dirpath, "sent", "--memory-dir", memory_dir, "--json").stdout)["checkpoints"]
+    (save,) = json.loads(command("ls", node.dirpath, "sent", "--memory-dir", memory_dir, "--json").stdout)[
+        "checkpoints"
+    ]
     (part,) = save["held_parts"]
     assert (part["state"], part["is_pending"]) == ("sent", False)
