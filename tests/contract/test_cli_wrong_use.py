@@ -52,7 +52,6 @@ USES = {
     "verify": Use("{url} --tier durable", "{url} no --tier durable"),
     "export": Use("{url} c3 {tmp}/model.pt", "{url} no {tmp}/model.pt", files=("model.pt",)),
     "flush": Use("m.ckpt --memory-dir {memory}", "no --memory-dir {memory}", makes=("d.ckpt", "m.ckpt")),
-    "drain": Use("--memory-dir {memory} --once", "--namespace no --memory-dir {memory}", makes=("d.ckpt",)),
     "pull": Use("{url} c3 --to {tmp}/pulled", "{url} no --to {tmp}/pulled", files=("pulled/c3",)),
     "pull to memory": Use("{url} c3 --memory-dir {memory} --namespace other", "{url} no --memory-dir {memory}"),
     "prune": Use("{url} --keep-latest 1 --yes", removes=("c1", "c3")),
@@ -218,7 +217,7 @@ def test_a_pipe_that_is_closed(command, scene):
     with scene.monkeypatch.context() as patched, open(writer, "w", buffering=1) as closed:
         patched.setattr(sys, "stdout", closed)
         status, _, err = scene.run(*scene.line())
-    assert (status, err) == (0 if command == "drain" else 141, ""), "a drain prints nothing"
+    assert (status, err) == (141, "")
     scene.nothing_is_half_done(done=True)
 
 
@@ -248,8 +247,8 @@ def test_ctrl_c_in_the_middle(command, scene):
     finally:
         ended.set()
     (line,) = (line for line in err.splitlines() if "has not answered" not in line)
-    # These two end their work by themselves, and leave where the server keeps them from it.
-    said = "queued operations stay queued" if command in ("drain", "prune") else "interrupted"
+    # A prune ends its work by itself, and leaves where the server keeps them from it.
+    said = "queued operations stay queued" if command == "prune" else "interrupted"
     assert (status, said in line) == (130, True), err
     # A drain that works for the command keeps running.
     if command != "flush":

@@ -72,7 +72,7 @@ def test_a_drain_and_the_commands_use_it(site, tmp_path, memory_dir):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    command("drain", *node.where, "--once")
+    command("flush", *node.where)
     assert "durable\tlatest" in command("ls", url, "--memory-dir", memory_dir).replace("\tfull", "")
     assert command("verify", url) == "intact   durable  1.ckpt\n"
     assert (tmp_path / "durable.sqlite").exists()

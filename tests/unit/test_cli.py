@@ -1,7 +1,6 @@
 """The command line over node memory, as a person at a node uses it."""
 
 import functools
-import json
 import os
 import signal
 import socket
@@ -25,7 +24,7 @@ from tiered_checkpoint_io.cli import clean as cleaning
 from tiered_checkpoint_io.engine.drain.locks import is_lost, release, try_lock
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
-from tiered_checkpoint_io.errors import ConfigError, DrainError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -47,7 +46,7 @@ def test_drain_look_verify_and_clean_up(node, memory_dir, tmp_path):
     assert "waits for the durable tier" in command("status", *where).stdout
     with pytest.raises(ConfigError, match="not yet durable"):
         raise command("clean", *where).exception
-    assert command("drain", *where, "--once").exit_code == 0
+    node.drain()
     shown = command("status", *where).stdout
     assert "committed" in shown
     assert "waits for" not in shown
@@ -76,7 +75,7 @@ def test_a_second_drain_stands_by_and_takes_over_from_one_that_dies(node):
     """Two sidecars over one tmpfs."""
 
     def start():
-        ours = [sys.executable, "-m", "tiered_checkpoint_io", "drain", "--stay", *node.where]
+        ours = [sys.executable, "-m", "tiered_checkpoint_io", "flush", "--stay", *node.where]
         return subprocess.Popen(ours, stderr=subprocess.PIPE, text=True)
 
     def wait_for(said, process):
@@ -135,7 +134,7 @@ def test_status_and_show_call_durable_only_what_is_there(node, memory_dir):
     node.delete("old.ckpt")
     given_up = node.save("given-up.ckpt", b"C")
     node.cancel(given_up)
-    assert command("drain", *where, "--once").exit_code == 0
+    node.drain()
     assert names(DirectoryStore(node.dirpath)) == ["new.ckpt"]
     shown = command("status", *where).stdout.partition("Last operations")[0]
     states = {cells[0]: cells[4] for cells in rows(shown, ".ckpt")}
@@ -157,7 +156,7 @@ def test_a_namespace_that_is_not_there_is_an_error(memory_dir):
     assert "no memory tier" in str(refused.exception)
 
 
-@pytest.mark.parametrize("what", ["status", "drain", "clean"])
+@pytest.mark.parametrize("what", ["status", "flush", "clean"])
 def test_a_root_that_is_no_memory_tier_is_left_as_it_is(what, tmp_path):
     precious = namespace_root(str(tmp_path), "precious")
     precious.mkdir(parents=True)
@@ -170,7 +169,7 @@ def test_a_root_that_is_no_memory_tier_is_left_as_it_is(what, tmp_path):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can enter another user's folder")
-@pytest.mark.parametrize("what", [("flush", "--timeout", "5"), ("drain", "--once"), ("clean",)])
+@pytest.mark.parametrize("what", [("flush", "--timeout", "5"), ("flush", "--stay"), ("clean",)])
 def test_root_leaves_the_memory_of_another_user_as_it_is(what, node):
     """What root made there that user's trainer could not open: no checkpoint of it would be uploaded any more."""
     node.save("a.ckpt", b"A", durable=False)
@@ -184,35 +183,6 @@ def test_root_leaves_the_memory_of_another_user_as_it_is(what, node):
     assert {path.stat().st_uid for path in node.root.rglob("*")} == {12345}
     assert len([*node.root.parent.rglob("*")]) + 1 == len(everything)
     assert command("status", *node.where).exit_code == 0
-
-
-def test_what_a_drain_leaves_undone_is_told_and_kept_from_cleaning(node, tmp_path):
-    """A save and an alias, and a place that nobody can write to; with the save alone done, the alias is not."""
-    node.save("a.ckpt", b"A")
-    (tmp_path / "durable").write_bytes(b"in the way")
-    undone = command("drain", *node.where, "--once")
-    assert isinstance(undone.exception, DrainError)
-    assert "1 operation is not done" in str(undone.exception)
-    (tmp_path / "durable").unlink()
-    assert command("drain", *node.where, "--once").exit_code == 0
-    node.alias("last.ckpt", "a.ckpt")
-    with pytest.raises(ConfigError, match="1 operation not yet durable"):
-        raise command("clean", *node.where).exception
-    assert command("drain", *node.where, "--once").exit_code == 0
-    assert command("clean", *node.where).exit_code == 0
-
-
-def test_a_drain_beside_another_says_that_there_is_work_left(node):
-    """As in the epilog of a Slurm job, while the run's own drain waits for a server."""
-    node.save("a.ckpt", b"A")
-    other = try_lock(node.root / LOCK_FILE)
-    done = command("drain", *node.where, "--once", "--json")
-    release(other)
-    assert (done.exit_code, json.loads(done.stdout)["operations_left"]) == (1, 1)
-    assert isinstance(done.exception, DrainError)
-    assert "1 operation is not done" in str(done.exception)
-    assert "another drain works on this namespace" in done.exception.hint
-    assert command("drain", *node.where, "--once").exit_code == 0
 
 
 # ----------------------------------------------------------------------------------- all namespaces
@@ -250,7 +220,7 @@ def test_clean_keeps_a_newest_checkpoint_that_is_nowhere_else(node, memory_dir):
     where = ("--memory-dir", memory_dir)
     node.save("1.ckpt", b"A")
     node.save("2.ckpt", b"B", durable=False)
-    assert command("drain", *where, "--once").exit_code == 0
+    node.drain()
     refused = command("clean", *where)
     assert isinstance(refused.exception, ConfigError)
     assert "newest checkpoint 2.ckpt (step 2) is not on the durable tier" in str(refused.exception)
@@ -258,7 +228,7 @@ def test_clean_keeps_a_newest_checkpoint_that_is_nowhere_else(node, memory_dir):
     # What is not the newest, or can't be resumed from, keeps nothing.
     node.save("3.ckpt", b"C")
     node.save("weights.ckpt", b"W", durable=False, resumable=False)
-    assert command("drain", *where, "--once").exit_code == 0
+    node.drain()
     done = command("clean", *where)
     assert done.exit_code == 0
     assert "removed 2.ckpt (step 2): 1 part" in done.stdout
@@ -270,7 +240,7 @@ def test_clean_ends_a_sidecar_that_has_nothing_to_do(node):
     """As a DaemonSet runs it: it holds the drain's lock for ever. One that works on something is waited for first."""
     where = node.where
     op = node.save("1.ckpt", b"A")
-    ours = [sys.executable, "-m", "tiered_checkpoint_io", "drain", "--stay", *where]
+    ours = [sys.executable, "-m", "tiered_checkpoint_io", "flush", "--stay", *where]
     with subprocess.Popen(ours, stderr=subprocess.PIPE, text=True) as sidecar:
         try:
             until(lambda: node.states() == {op: "committed"})
@@ -324,7 +294,7 @@ def test_clean_keeps_what_it_can_not_read(node, memory_dir, folder, why):
     """It may wait for the durable tier, or be the newest: a newer release wrote it, or its description is damaged."""
     where = ("--memory-dir", memory_dir)
     node.save("1.ckpt", b"A")
-    assert command("drain", *where, "--once").exit_code == 0
+    node.drain()
     node.save("2.ckpt", b"B")
     stored = next(each for each in node.tier.parts() if each.part.name == "2.ckpt")
     written = (stored.folder / "part.json").read_bytes()

@@ -104,7 +104,7 @@ def test_it_keeps_what_a_restart_needs_beside_the_newest(memory_dir, tmp_path):
     for name in ("step=90-EMA.ckpt", "step=90.ckpt"):
         node.save(name, b"A", durable=name == "step=90.ckpt", step=90)
     node.part("local", 3, 0, kind="local", world_size=1)
-    assert CliRunner().invoke(app, ["drain", *node.where, "--once"]).exit_code == 0
+    node.drain()
     assert "newest checkpoint step=90-EMA.ckpt (step 90) is not on the durable tier" in str(clean(node).exception)
     assert CliRunner().invoke(app, ["flush", *node.where]).exit_code == 0
     # A newer one of another payload is no substitute.
@@ -112,7 +112,7 @@ def test_it_keeps_what_a_restart_needs_beside_the_newest(memory_dir, tmp_path):
     node.tier.commit(replace(part, durable=False), files)
     node.number = 4
     node.save("step=91.ckpt", b"A", step=91)
-    assert CliRunner().invoke(app, ["drain", *node.where, "--once"]).exit_code == 0
+    node.drain()
     assert "newest checkpoint memory (step 4) is not on the durable tier" in str(clean(node).exception)
     assert CliRunner().invoke(app, ["flush", *node.where]).exit_code == 0
     assert clean(node).exit_code == 0

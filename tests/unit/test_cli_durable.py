@@ -30,7 +30,7 @@ def node(memory_dir, tmp_path):
     node.save("c[/b].ckpt", b"C" * 100)
     node.alias("a-last.ckpt", "c[/b].ckpt")
     node.save("weights.ckpt", b"W", resumable=False)
-    assert command("drain", *node.where, "--once").exit_code == 0
+    node.drain()
     return node
 
 
@@ -116,7 +116,7 @@ def test_on_a_real_server(s3_server, s3_bucket, memory_dir, monkeypatch):
     node = Node(memory_dir, url, endpoint_url=s3_server.endpoint_url)
     node.save("b.ckpt", b"B" * 5_000_000)
     node.save("a.ckpt", b"A")
-    assert command("drain", *node.where, "--once").exit_code == 0
+    node.drain()
     assert list(listed(command("ls", url, *options))) == ["a.ckpt", "b.ckpt"]
     assert command("verify", url, *options).stdout == "intact   durable  a.ckpt\nintact   durable  b.ckpt\n"
     assert command("verify", url, "tiered:latest", *options).stdout == "intact   durable  a.ckpt\n"

@@ -47,7 +47,7 @@ def server(s3_server, s3_bucket, monkeypatch):
 def test_ctrl_c_amid_a_pull_leaves_nothing_in_memory(server, memory_dir):
     node = Node(memory_dir, server.url)
     node.save("large.ckpt", LARGE)
-    assert CliRunner().invoke(app, ["drain", *node.where, "--once"]).exit_code == 0
+    node.drain()
     server.is_slow = True
     pulled = ("pull", server.url, "--memory-dir", memory_dir, "--namespace", "other")
     assert interrupted(server, "get", *pulled) == (130, "", ["interrupted"])

@@ -29,7 +29,7 @@ start = functools.partial(processes.start, env=KEYS)
 def dirpath(memory_dir, tmp_path):
     node = Node(memory_dir, str(tmp_path / "run[/b]"))
     node.save("c[/b].ckpt", b"C")
-    assert CliRunner().invoke(app, ["drain", *node.where, "--once"]).exit_code == 0
+    node.drain()
     return node.dirpath
 
 
@@ -73,26 +73,13 @@ def test_a_drain_that_waits_for_a_server_ends_soon_after_a_signal(number, expect
     # With a shorter grace, for the sake of quick tests.
     code = "from tiered_checkpoint_io.engine.drain import ending; ending.GRACE_S = 0.5;"
     code += "from tiered_checkpoint_io import cli; cli.main()"
-    process = start("drain", "--stay", *node.where, run=["-c", code])
+    process = start("flush", "--stay", *node.where, run=["-c", code])
     connection, _ = silent.accept()
     with connection:
         process.send_signal(number)
         status, _, err = end(process)
     assert (status, err.count("queued operations stay queued")) == (expected, 1), err
     assert [each.op_id for each in node.queue.look(node.tier)] == [save]
-
-
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, (0, 0)), (signal.SIGINT, (130, 1))])
-def test_commands_that_run_until_they_are_ended_tell_ctrl_c_from_an_end_in_order(number, expected, memory_dir):
-    node = Node(memory_dir, "s3://bucket/run")
-    where = [*node.where, "--export", "prometheus=0"]
-    pytest.importorskip("prometheus_client")
-    for command in (["drain", "--stay"], ["metrics"]):
-        process = start(*command, *where)
-        assert "http://" in process.stderr.readline()
-        process.send_signal(number)
-        status, _, err = end(process)
-        assert (status, err.count("interrupted\n")) == expected, (command, err)
 
 
 def test_a_pipe_that_nothing_reads_is_silent(dirpath, memory_dir):

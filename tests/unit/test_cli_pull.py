@@ -230,7 +230,7 @@ def test_parts_of_some_ranks(memory_dir, tmp_path):
     node = Node(memory_dir, str(tmp_path / "run"))
     for rank in (0, 1):
         node.part("s", 1, rank)
-    assert command("drain", *node.where, "--once").exit_code == 0
+    node.drain()
     pulled = ("pull", node.dirpath, "--memory-dir", memory_dir, "--namespace", "other")
     assert command(*pulled, "--rank", "2").exit_code == 2
     assert json.loads(command(*pulled, "--rank", "1", "--json").stdout)["ranks"] == [1]
@@ -247,7 +247,7 @@ def test_parts_of_some_ranks(memory_dir, tmp_path):
         "export {run} x {empty}",
         "export {run} x {empty} --format safetensors",
         "prune {run} --config {empty}",
-        "drain --once --memory-dir {empty}",
+        "status --prometheus --textfile {empty}",
     ],
 )
 def test_an_empty_path_is_not_the_working_directory(arguments, tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ def node(memory_dir, tmp_path):
     node.save("a.ckpt", b"A" * 100)
     for rank in (0, 1):
         node.part("b", 2, rank)
-    assert command("drain", *node.where, "--once").exit_code == 0
+    node.drain()
     node.save("c.ckpt", b"C" * 100, durable=False)
     slot = node.tier.replicas.acquire(3)
     slot.view[:3] = b"DDD"
@@ -104,7 +104,7 @@ def test_one_tier_and_one_checkpoint(node):
 
 def test_what_can_not_be_read_of_one_checkpoint_does_not_end_it(node, tmp_path, monkeypatch):
     node.alias("last.ckpt", "a.ckpt")
-    assert command("drain", *node.where, "--once").exit_code == 0
+    node.drain()
     read, where = DirectoryStore.read_pieces, str(tmp_path / "run")
 
     def read_pieces(store, key, *arguments, **options):

@@ -37,7 +37,7 @@ def listed(node, memory_dir, *, status=0):
 def test_each_checkpoint_is_one_row_that_says_where_it_is_and_what_became_of_it(node, memory_dir):
     node.save("1.ckpt", b"A" * 1000, metric=Metric("val_loss", 0.25), created=1.8e9)
     node.alias("last.ckpt", "1.ckpt")
-    assert command("drain", *node.where, "--once").exit_code == 0
+    node.drain()
     node.save("2.ckpt", b"B", durable=False)
     node.save("3.ckpt", b"C" * 5000)
     node.alias("last.ckpt", "3.ckpt")
@@ -69,9 +69,9 @@ def test_each_checkpoint_is_one_row_that_says_where_it_is_and_what_became_of_it(
 def test_what_was_deleted_on_the_durable_tier_is_in_memory_alone(node, memory_dir):
     node.save("1.ckpt", b"A")
     node.save("2.ckpt", b"B")
-    assert command("drain", *node.where, "--once").exit_code == 0
+    node.drain()
     node.delete("1.ckpt")
-    assert command("drain", *node.where, "--once").exit_code == 0
+    node.drain()
     assert listed(node, memory_dir)["1.ckpt"]["state"] == "memory_only"
     # Also where the durable tier is not asked, by what the drain has noted.
     here = json.loads(command("ls", "--memory-dir", memory_dir, "--json").stdout)["checkpoints"]
@@ -164,7 +164,7 @@ def test_metrics_that_are_added_later_belong_to_their_save_under_all_its_names(n
     node.save("1.ckpt", b"A", metric=Metric("val_loss", 0.25))
     node.alias("last.ckpt", "1.ckpt")
     node.request("copy", "copy.ckpt", "1.ckpt")
-    assert command("drain", *node.where, "--once").exit_code == 0
+    node.drain()
     saved = {"val_loss": 0.25}
     assert {name: row["metrics"] for name, row in listed(node, memory_dir).items()} == dict.fromkeys(
         ["copy.ckpt", "1.ckpt", "last.ckpt"], saved
@@ -183,5 +183,5 @@ def test_metrics_that_are_added_later_belong_to_their_save_under_all_its_names(n
     assert "\nmetrics: val_loss = 0.5, bleu = 30.0\n" in shown.stdout
     # A later save of the name has none of them.
     node.save("1.ckpt", b"B")
-    assert command("drain", *node.where, "--once").exit_code == 0
+    node.drain()
     assert {each.name: each.metrics for each in list_checkpoints(node.dirpath)}["1.ckpt"] == {}

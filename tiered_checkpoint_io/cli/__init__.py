@@ -19,11 +19,10 @@ from tiered_checkpoint_io.cli import (
     exporting,
     flush,
     listing,
-    memory,
-    metrics,
     pins,
     prune,
     pull,
+    status,
     verify,
     watch,
 )
@@ -48,11 +47,10 @@ def _options(version: Version = False) -> None:
     pass
 
 
-app.command("status")(spread(memory.status))
+app.command("status")(spread(status.status))
 app.command("ls")(spread(listing.list_all))
 app.command("verify")(spread(verify.verify))
 app.command("export")(spread(exporting.export))
-app.command("drain")(spread(memory.drain))
 app.command("clean")(spread(clean.clean))
 app.command("flush")(spread(flush.flush))
 app.command("pull")(spread(pull.pull))
@@ -61,7 +59,6 @@ app.command("prune")(spread(prune.prune))
 app.command("pin")(spread(pins.pin))
 app.command("unpin")(spread(pins.unpin))
 app.command("metric")(spread(pins.metric))
-app.command("metrics")(spread(metrics.metrics))
 app.command("watch")(spread(watch.watch))
 
 

@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from tiered_checkpoint_io.cli.checking import Checked
-from tiered_checkpoint_io.engine.drain import operations
-from tiered_checkpoint_io.inventory.details import File, PartHere
-from tiered_checkpoint_io.inventory.record import CheckpointInfo, Tier, time_of
-from tiered_checkpoint_io.metrics import catalog
+from tiered_checkpoint_io.inventory.details import File
+from tiered_checkpoint_io.inventory.record import CheckpointInfo, time_of
 from tiered_checkpoint_io.model import retention
 
 Event = Literal["listed", "new", "changed", "removed"]
-FlushState = Literal["durable", "uploaded", "queued", "not_durable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,118 +73,12 @@ class Cleaned:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of an operation on the durable tier."""
-
-    action: Annotated[operations.Action, "What it was."]
-    name: Annotated[str, "The checkpoint."]
-    dirpath: Annotated[str, "The durable tier."]
-    step: Annotated[int | None, "The training step; None where it is not known."]
-    outcome: Annotated[operations.OutcomeState, "What became of it."]
-    error: Annotated[str | None, "What went wrong."]
-    size_bytes: Annotated[int, "Bytes of the checkpoint, or of this node's part of it."]
-    duration_s: Annotated[float, "From its start to its end."]
-    finished: Annotated[datetime | None, "When it ended (UTC)."]
-    attempts: Annotated[int, "How often it was tried."]
-
-
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """What a drain has done."""
-
-    root: Annotated[Path, "The memory tier's root."]
-    operations_left: Annotated[int, "What is still to do: with any the status is 1, as with a failed outcome."]
-    outcomes: Annotated[Sequence[Outcome], "What was done, in the order of the operations."]
-
-
-@dataclass(frozen=True, slots=True)
-class Damaged:
-    """A part that can't be read."""
-
-    folder: Annotated[Path, "Where it lies."]
-    tier: Annotated[Tier, "Which memory."]
-    error: Annotated[str, "Why."]
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """An operation that waits for the durable tier."""
-
-    action: Annotated[operations.Action, "What it is."]
-    name: Annotated[str, "The checkpoint."]
-    target: Annotated[str | None, "Of an alias or a copy, the name that it is to stand for."]
-    dirpath: Annotated[str, "The durable tier; empty where it is not known."]
-    server: Annotated[str | None, "The endpoint of that, as of a part."]
-
-
-@dataclass(frozen=True, slots=True)
-class DrainState:
-    """What the drain last said of itself."""
-
-    pid: Annotated[int | None, "Its process; None where none has run."]
-    last_seen: Annotated[datetime | None, "When it last said so (UTC)."]
-    name: Annotated[str | None, "The checkpoint in work."]
-    done_bytes: Annotated[int, "Bytes of it that are on the durable tier."]
-    total_bytes: Annotated[int, "Bytes of it."]
-    rate_bytes_per_s: Annotated[float, "Of the current, or else of the last, upload."]
-    last_error: Annotated[str | None, "The newest failure; null once nothing that failed is left."]
-
-
-@dataclass(frozen=True, slots=True)
-class Namespace:
-    """A namespace of this node's memory."""
-
-    namespace: Annotated[str, "Its name."]
-    root: Annotated[Path, "Where it lies."]
-    dirpath: Annotated[str | None, "The durable tier of its last trainer; None where none has named one yet."]
-    server: Annotated[str | None, "The endpoint of that, as of a part."]
-    parts: Annotated[Sequence[PartHere], "The parts in memory, and those kept for other nodes."]
-    damaged: Annotated[Sequence[Damaged], "Parts that can't be read."]
-    waiting: Annotated[Sequence[Waiting], "Operations that wait for the durable tier, in order."]
-    outcomes: Annotated[Sequence[Outcome], "The last operations on the durable tier, in order."]
-    drain: Annotated[DrainState, "What the drain last said of itself."]
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """This node's memory, one namespace after the other."""
-
-    namespaces: Annotated[Sequence[Namespace], "The namespaces."]
-
-
-@dataclass(frozen=True, slots=True)
 class Verified:
     """What a look at every byte found."""
 
     dirpath: Annotated[str | None, "As given."]
     intact: Annotated[bool, "Whether nothing is damaged, or needs a newer release."]
     checkpoints: Annotated[Sequence[Checked], "A row for each copy, or part of one."]
-
-
-@dataclass(frozen=True, slots=True)
-class FlushedSave:
-    """What became of a save of which this node has parts."""
-
-    name: Annotated[str, "The checkpoint."]
-    dirpath: Annotated[str, "Its durable tier."]
-    step: Annotated[int | None, "The training step; None where it is not known."]
-    state: Annotated[
-        FlushState,
-        "``uploaded``: all that this node has of it; other nodes have not sent all of it yet.",
-    ]
-    ranks: Annotated[Sequence[int], "Whose parts this node has."]
-    missing_ranks: Annotated[Sequence[int], "Whose parts it has not."]
-    size_bytes: Annotated[int, "Bytes of the parts that it has."]
-    error: Annotated[str | None, "Why it is not durable."]
-
-
-@dataclass(frozen=True, slots=True)
-class Flushed:
-    """What was uploaded of this node's memory."""
-
-    namespace: Annotated[str, "The namespace."]
-    flushed: Annotated[bool, "Whether all was uploaded that could be; not where ``--ended`` left it to a trainer."]
-    checkpoints: Annotated[Sequence[FlushedSave], "The checkpoints."]
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,24 +180,6 @@ class Pruned:
     unnamed_objects: Annotated[int, "How many objects no checkpoint owns."]
     unnamed_size_bytes: Annotated[int, "Bytes of these."]
     unfinished_uploads: Annotated[int, "How many uploads were begun and not ended."]
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A value of a metric."""
-
-    name: Annotated[str, "Its full name."]
-    type: Annotated[catalog.Kind, "A counter only grows; a gauge is a value of now."]
-    unit: Annotated[catalog.Unit, "Of its value; empty for a plain number."]
-    labels: Annotated[Mapping[str, str], "What tells its values apart."]
-    value: Annotated[float, "The value."]
-
-
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """The metrics of this node's memory tiers."""
-
-    metrics: Annotated[Sequence[Metric], "Their values."]
 
 
 @dataclass(frozen=True, slots=True)
