@@ -50,10 +50,10 @@ USES = {
     "ls": Use("{url} --memory-dir {memory}"),
     "ls of one": Use("{url} c3 --memory-dir {memory}", "{url} no --memory-dir {memory}"),
     "verify": Use("{url} --tier durable", "{url} no --tier durable"),
-    "export": Use("{url} c3 {tmp}/model.pt", "{url} no {tmp}/model.pt", files=("model.pt",)),
+    "get a file": Use("{url} c3 {tmp}/model.pt", "{url} no {tmp}/model.pt", files=("model.pt",)),
     "flush": Use("m.ckpt --memory-dir {memory}", "no --memory-dir {memory}", makes=("d.ckpt", "m.ckpt")),
-    "pull": Use("{url} c3 --to {tmp}/pulled", "{url} no --to {tmp}/pulled", files=("pulled/c3",)),
-    "pull to memory": Use("{url} c3 --memory-dir {memory} --namespace other", "{url} no --memory-dir {memory}"),
+    "get": Use("{url} c3 {tmp}/got", "{url} no {tmp}/got", files=("got/c3",)),
+    "get to memory": Use("{url} c3 --memory-dir {memory} --namespace other", "{url} no --memory-dir {memory}"),
     "prune": Use("{url} --keep-latest 1 --yes", removes=("c1", "c3")),
     "pin": Use("{url} c3", "{url} no"),
     "unpin": Use("{url} c2"),
@@ -61,7 +61,7 @@ USES = {
     "watch": Use("{url} --idle-timeout 0 --exec true --after= --memory-dir {memory}"),
 }
 #: Each right costs a run of its own; the other commands are further cases.
-QUICK = ("pull", "flush")
+QUICK = ("get", "flush")
 
 
 def policy(rights):
@@ -198,7 +198,7 @@ def test_a_name_that_is_not_there(command, scene):
     scene.nothing_is_half_done(done=False)
 
 
-@pytest.mark.parametrize("command", cases(USES, quick=("export",)))
+@pytest.mark.parametrize("command", cases(USES, quick=("get a file",)))
 def test_a_bucket_that_is_not_there(command, scene):
     scene.begin(command)
     scene.proxy.plan = where(refuse(404, "NoSuchBucket"))
@@ -208,7 +208,7 @@ def test_a_bucket_that_is_not_there(command, scene):
     scene.nothing_is_half_done(done=False)
 
 
-@pytest.mark.parametrize("command", cases(USES, quick=("export",)))
+@pytest.mark.parametrize("command", cases(USES, quick=("get a file",)))
 def test_a_pipe_that_is_closed(command, scene):
     """As behind ``| head -1``: no line more, and what the command does is done."""
     scene.begin(command)

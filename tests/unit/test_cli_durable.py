@@ -86,7 +86,7 @@ def test_a_name_or_path_that_is_not_there_is_an_error_and_no_damage(node, tmp_pa
     (tmp_path / "empty").mkdir()
     assert listed(command("ls", str(tmp_path / "empty"))) == {}
     assert "no checkpoint to verify" in str(command("verify", str(tmp_path / "empty")).exception)
-    for wrong in (("ls", node.dirpath, "--region", "eu-west-1"), ("verify", node.dirpath, "../x"), ("export",)):
+    for wrong in (("ls", node.dirpath, "--region", "eu-west-1"), ("verify", node.dirpath, "../x"), ("get",)):
         assert command(*wrong).exit_code == 2
 
 

@@ -106,7 +106,7 @@ def test_an_export_tells_its_files(tmp_path, memory_dir):
     io = TieredCheckpointIO(dirpath=str(tmp_path / "run"), memory_dir=memory_dir, drain="thread")
     io.save_checkpoint({"global_step": 1, "state_dict": {"w": torch.ones(2)}}, "1.ckpt")
     io.teardown()
-    (file,) = told("export", str(tmp_path / "run"), "1.ckpt", str(tmp_path / "model.pt"))["files"]
+    (file,) = told("get", str(tmp_path / "run"), "1.ckpt", str(tmp_path / "model.pt"))["files"]
     assert file == {"path": str(tmp_path / "model.pt"), "size_bytes": (tmp_path / "model.pt").stat().st_size}
 
 

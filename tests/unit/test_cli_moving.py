@@ -44,13 +44,13 @@ def server(s3_server, s3_bucket, monkeypatch):
         yield proxy
 
 
-def test_ctrl_c_amid_a_pull_leaves_nothing_in_memory(server, memory_dir):
+def test_ctrl_c_during_a_get_leaves_nothing_in_memory(server, memory_dir):
     node = Node(memory_dir, server.url)
     node.save("large.ckpt", LARGE)
     node.drain()
     server.is_slow = True
-    pulled = ("pull", server.url, "--memory-dir", memory_dir, "--namespace", "other")
-    assert interrupted(server, "get", *pulled) == (130, "", ["interrupted"])
+    fetched = ("get", server.url, "--memory-dir", memory_dir, "--namespace", "other")
+    assert interrupted(server, "get", *fetched) == (130, "", ["interrupted"])
     other = node.root.with_name("other")
     assert MemoryTier(other).parts() == []
     assert list((other / "slots").iterdir()) == []
@@ -75,7 +75,7 @@ def test_a_bucket_that_is_not_there_is_one_line(s3_server, memory_dir, tmp_path)
     node.save("a.ckpt", b"A", durable=False)
     for arguments in (
         ("verify", node.dirpath, "--tier", "durable"),
-        ("pull", node.dirpath, "--memory-dir", memory_dir),
+        ("get", node.dirpath, "--memory-dir", memory_dir),
         ("flush", *node.where),
     ):
         status, _, err = end(start(*arguments))

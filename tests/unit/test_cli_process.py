@@ -83,10 +83,10 @@ def test_a_drain_that_waits_for_a_server_ends_soon_after_a_signal(number, expect
 
 
 def test_a_pipe_that_nothing_reads_is_silent(dirpath, memory_dir):
-    for command in ("ls", "verify", "pull"):
+    for command in ("ls", "verify", "get"):
         reader, writer = os.pipe()
         os.close(reader)
-        where = ("--namespace", "default") if command == "pull" else ()
+        where = ("--namespace", "default") if command == "get" else ()
         process = start(command, dirpath, "--memory-dir", memory_dir, *where, stdout=writer)
         os.close(writer)
         assert end(process) == (141, None, "")
@@ -124,7 +124,7 @@ def test_names_that_the_locale_has_no_letters_for_are_escaped(tmp_path):
     said = b"\\u2603.ckpt"
     assert b"intact   durable  " + said + b"\n" == _said_in_latin_1("verify", str(tmp_path / "run"))
     assert said in _said_in_latin_1("ls", str(tmp_path / "run"))
-    assert b"no such checkpoint: " + said in _said_in_latin_1("pull", str(tmp_path), "\u2603.ckpt", status=1)
+    assert b"no such checkpoint: " + said in _said_in_latin_1("get", str(tmp_path), "\u2603.ckpt", status=1)
 
 
 def _said_in_latin_1(*arguments, status=0):

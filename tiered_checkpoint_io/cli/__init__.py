@@ -16,12 +16,11 @@ import typer
 from tiered_checkpoint_io.cli import (
     clean,
     doctor,
-    exporting,
     flush,
+    get,
     listing,
     pins,
     prune,
-    pull,
     status,
     verify,
     watch,
@@ -50,10 +49,9 @@ def _options(version: Version = False) -> None:
 app.command("status")(spread(status.status))
 app.command("ls")(spread(listing.list_all))
 app.command("verify")(spread(verify.verify))
-app.command("export")(spread(exporting.export))
 app.command("clean")(spread(clean.clean))
 app.command("flush")(spread(flush.flush))
-app.command("pull")(spread(pull.pull))
+app.command("get")(spread(get.get))
 app.command("doctor")(spread(doctor.doctor))
 app.command("prune")(spread(prune.prune))
 app.command("pin")(spread(pins.pin))

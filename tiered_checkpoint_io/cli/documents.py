@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from tiered_checkpoint_io.cli.checking import Checked
-from tiered_checkpoint_io.inventory.details import File
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, time_of
 from tiered_checkpoint_io.model import retention
 
@@ -34,13 +33,6 @@ class Ran:
     checkpoint: Annotated[CheckpointInfo, "What it was run for."]
     exit_status: Annotated[int, "Its status; negative, the signal that killed it."]
     duration_s: Annotated[float, "How long it ran."]
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """The files that were written."""
-
-    files: Annotated[Sequence[File], "The files."]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +71,6 @@ class Verified:
     dirpath: Annotated[str | None, "As given."]
     intact: Annotated[bool, "Whether nothing is damaged, or needs a newer release."]
     checkpoints: Annotated[Sequence[Checked], "A row for each copy, or part of one."]
-
-
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    """A checkpoint that was fetched from the durable tier."""
-
-    name: Annotated[str, "Its name."]
-    dirpath: Annotated[str, "The durable tier."]
-    step: Annotated[int | None, "The training step; None where it is not known."]
-    namespace: Annotated[str | None, "In whose memory it is now; None with ``--to``."]
-    folder: Annotated[Path | None, "The folder of ``--to``; None without."]
-    ranks: Annotated[Sequence[int], "Whose parts."]
-    fetched_size_bytes: Annotated[int, "Bytes that were read; 0 where memory had it already, intact."]
 
 
 @dataclass(frozen=True, slots=True)
