@@ -15,7 +15,7 @@ from support.iam import Judge
 from support.processes import PATIENCE_S, end, start
 
 from tiered_checkpoint_io import cli
-from tiered_checkpoint_io.cli import progress
+from tiered_checkpoint_io.cli import output
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.ids import LEASE_PREFIX
 from tiered_checkpoint_io.stores import open_store
@@ -87,7 +87,7 @@ class Scene:
         self.proxy, self.bucket, self.memory_dir = proxy, bucket, memory_dir
         self.tmp_path, self.monkeypatch, self.capfd = tmp_path, monkeypatch, capfd
         # On a busy machine, a command waits longer than 5 s for the drain.
-        monkeypatch.setattr(progress, "EVERY_S", 60.0)
+        monkeypatch.setattr(output, "EVERY_S", 60.0)
         self.count = 0
 
     def begin(self, command):
@@ -221,7 +221,7 @@ def test_a_pipe_that_is_closed(command, scene):
     scene.nothing_is_half_done(done=True)
 
 
-@pytest.mark.parametrize("command", cases(USES, quick=()))
+@pytest.mark.parametrize("command", cases(USES, quick=("get to memory",)))
 def test_ctrl_c_in_the_middle(command, scene):
     """While the server is slow to answer, in the middle of what the command asks it."""
     scene.begin(command)

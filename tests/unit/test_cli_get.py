@@ -40,7 +40,7 @@ def run(memory_dir, tmp_path):
     io = TieredCheckpointIO(dirpath=dirpath, memory_dir=memory_dir, namespace="gpt-1", drain="thread")
     io.save_checkpoint({"global_step": 5, "weights": torch.arange(1000.0)}, f"{dirpath}/step=5.ckpt")
     io.teardown()
-    assert command("clean", "--memory-dir", memory_dir, "--namespace", "gpt-1").exit_code == 0
+    assert command("clean", "--yes", "--memory-dir", memory_dir, "--namespace", "gpt-1").exit_code == 0
     return dirpath
 
 

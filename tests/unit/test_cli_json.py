@@ -53,8 +53,10 @@ def test_commands_answer_programs(node, memory_dir, tmp_path):
     assert earlier["files"] == [{"path": "1.ckpt", "size_bytes": 1000}]
     (namespace,) = told("status", *where)["namespaces"]
     assert [*earlier["held_parts"], *later["held_parts"]] == namespace["parts"]
-    assert told("clean", *where, "--force")["removed"][1]["size_bytes"] == 2
-    assert told("clean", *where)["removed"] == []
+    shown = told("clean", *where, status=1)
+    assert (shown["dry_run"], shown["checkpoints"][1]["size_bytes"], len(shown["warnings"])) == (True, 2, 1)
+    assert told("clean", *where, "--yes")["checkpoints"] == shown["checkpoints"]
+    assert told("clean", *where)["checkpoints"] == []
     assert told("status", *where) == {"version": 1, "command": "status", "namespaces": []}
     # What is damaged has a row, too.
     (tmp_path / "durable/.tiered/manifests/1.ckpt.json").write_text("{")
@@ -111,7 +113,7 @@ def test_an_export_tells_its_files(tmp_path, memory_dir):
 
 
 def test_every_command_with_a_document_is_in_the_documentation():
-    text = (Path(__file__).parents[2] / "docs/command-line-json.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/command-line.md").read_text()
     for name, command in get_command(app).commands.items():
-        row = re.search(rf"^\| .*`{name}[ `].* \| ", text, re.MULTILINE)
+        row = re.search(rf"^\| `.*\b{name}`.* \| `", text, re.MULTILINE)
         assert any("--json" in each.opts for each in command.params) == bool(row), name

@@ -148,7 +148,7 @@ def test_of_several_namespaces_none_is_taken_for_its_name(memory_dir, tmp_path):
     for node in nodes:
         node.save("a.ckpt", b"A")
         node.save("b.ckpt", b"B", durable=False)
-    for what in (["clean"], ["clean", "--force"], ["flush"], ["flush", "--stay"]):
+    for what in (["clean"], ["clean", "--yes"], ["flush"], ["flush", "--stay"]):
         refused = command(memory_dir, *what).exception
         assert isinstance(refused, ConfigError), what
         assert "there are 2 namespaces: default, x" in str(refused)

@@ -11,11 +11,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.claiming import claimed
-from tiered_checkpoint_io.cli.options import NODE, Json, Node
-from tiered_checkpoint_io.cli.output import INTERRUPTED, printable, say, show, write_json
-from tiered_checkpoint_io.cli.progress import Meter, progress
+from tiered_checkpoint_io.cli.answers import ask, claimed
+from tiered_checkpoint_io.cli.options import NODE, Json, Name, Node
+from tiered_checkpoint_io.cli.output import INTERRUPTED, Meter, printable, progress, say, show, write_json
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain import standalone
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
@@ -80,22 +78,27 @@ class FlushedSave:
     error: str | None
 
 
-def flush(
-    name: Annotated[
-        str | None, typer.Argument(help="One checkpoint; by default the newest that training can resume from.")
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All checkpoints in this node's memory.")] = False,
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoints that are uploaded: options of the command, see :func:`spread`."""
+
+    everything: Annotated[bool, typer.Option("--all", help="All checkpoints in this node's memory.")] = False
     stay: Annotated[
         bool, typer.Option("--stay", help="Upload what is queued, and wait for more for ever, as a sidecar.")
-    ] = False,
+    ] = False
     ended: Annotated[
         bool, typer.Option("--ended", help="Skip a namespace that a live trainer uses: for a job's epilog.")
-    ] = False,
+    ] = False
+
+
+def flush(
+    name: Name = None,
+    choice: Choice = Choice(),
     node: Node = NODE,
     timeout: Annotated[int, typer.Option(min=1, max=24 * 3600, metavar="SECONDS", help="Time for all uploads.")] = 600,
     as_json: Json = False,
 ) -> None:
-    """Uploads checkpoints that only this node's memory has, before the node goes.
+    """Uploads checkpoints that only this node's memory has: before the node goes, or as a sidecar by --stay.
 
     Uploads the newest resumable checkpoint of each payload (full, sharded, local) and everything queued, whether the
     trainer is alive or not. If the newest is damaged, also uploads the one before and exits with 1. Averages and the
@@ -103,22 +106,22 @@ def flush(
     a new one, which continues if this command is interrupted. If the parts of a checkpoint are on several nodes, run
     this on each of them. Refused while a run of another job writes to the same dirpath.
     """
-    if everything and name is not None:
+    if choice.everything and name is not None:
         raise typer.BadParameter("give a name, or --all")
-    if stay and (everything or ended or as_json or name is not None):
+    if choice.stay and (choice.everything or choice.ended or as_json or name is not None):
         raise typer.BadParameter("--stay takes only --memory-dir and --namespace")
     root = owned(existing(node.path))
-    if stay:
+    if choice.stay:
         _stay(root)
         return
-    if ended and has_trainer(root):
+    if choice.ended and has_trainer(root):
         if as_json:
             write_json("flush", {"namespace": root.name, "flushed": False, "checkpoints": (), "errors": ()})
         else:
             say(printable(f"{root.name}: left to its trainer, which is alive"))
         return
     # tiered:latest is the default.
-    done = _Flush(root, name=None if name == ids.LATEST else name, everything=everything)
+    done = _Flush(root, name=None if name == ids.LATEST else name, everything=choice.everything)
     done.run(timeout, silent=as_json)
     if as_json:
         document = {"namespace": root.name, "flushed": done.is_good, "checkpoints": done.rows, "errors": done.failures}

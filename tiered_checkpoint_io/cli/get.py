@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask, counter
-from tiered_checkpoint_io.cli.checking import check_part
 from tiered_checkpoint_io.cli.options import (
     SERVER,
     SHM,
@@ -25,13 +24,14 @@ from tiered_checkpoint_io.cli.options import (
     Dirpath,
     Json,
     MemoryDir,
+    Name,
     Server,
     name_of,
     path_of,
     wrong_use,
 )
-from tiered_checkpoint_io.cli.output import printable, say, write_json
-from tiered_checkpoint_io.cli.progress import Meter, progress
+from tiered_checkpoint_io.cli.output import Meter, printable, progress, say, write_json
+from tiered_checkpoint_io.cli.verify import check_part
 from tiered_checkpoint_io.engine.chunks import fetch_chunk
 from tiered_checkpoint_io.engine.durable.damage import contents_there
 from tiered_checkpoint_io.engine.durable.files import files_of
@@ -70,83 +70,109 @@ class Format(str, Enum):
     safetensors = "safetensors"
 
 
-def get(
-    dirpath: Dirpath,
-    name: Annotated[
-        str, typer.Argument(help="The checkpoint; by default the one that a restart would take.", show_default=False)
-    ] = ids.LATEST,
+@dataclass(frozen=True)
+class Target:
+    """The place and the form of a checkpoint that is fetched: options of the command, see :func:`spread`."""
+
     to: Annotated[
-        Path | None, typer.Argument(parser=path_of, metavar="[TO]", help="A file or folder, instead of node memory.")
-    ] = None,
-    file_format: Annotated[
+        Path | None, typer.Argument(parser=path_of, metavar="TO", help="A file or folder, instead of node memory.")
+    ] = None
+    form: Annotated[
         Format | None,
         typer.Option(
             "--format",
             help="torch: one file; safetensors: a file, or a folder of shards; files: a folder of the files as saved."
             " By default the suffix of TO says it.",
         ),
-    ] = None,
+    ] = None
     prefix: Annotated[
         str | None,
         typer.Option(
             metavar="PREFIX", help="For safetensors: only tensors of this prefix, without it; default state_dict."
         ),
-    ] = None,
-    trust: Annotated[bool, typer.Option("--trust", help="Allow objects that may run code when loaded.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Replace files that exist.")] = False,
+    ] = None
+    trust: Annotated[bool, typer.Option("--trust", help="Allow objects that may run code when loaded.")] = False
+    yes: Annotated[bool, typer.Option("--yes", help="Replace files that exist.")] = False
     rank: Annotated[
         list[int] | None, typer.Option(min=0, metavar="RANK", help="Only the part of this rank; may be repeated.")
-    ] = None,
-    memory_dir: MemoryDir = SHM,
+    ] = None
+    memory_dir: MemoryDir = SHM
     namespace: Annotated[
         str | None, typer.Option(metavar="NAME", help="By default the namespace that saved the checkpoint.")
-    ] = None,
+    ] = None
+
+    @property
+    def written_form(self) -> Format:
+        """The form, by the option or the suffix."""
+        return Format.files if self.to is None else self.form or _format_of(self.to)
+
+    def check(self) -> None:
+        """Raises BadParameter for options that do not belong together."""
+        form = self.written_form
+        if (self.to is None and (self.form or self.yes)) or (
+            form is not Format.safetensors and self.prefix is not None
+        ):
+            raise typer.BadParameter("--format and --yes need TO, and --prefix needs safetensors")
+        if form is not Format.files and (self.rank or self.namespace is not None):
+            raise typer.BadParameter(f"--rank and --namespace are not for {form.value}")
+
+
+def get(
+    dirpath: Dirpath,
+    name: Name = None,
+    target: Target = Target(),
     server: Server = SERVER,
     as_json: Json = False,
 ) -> None:
-    """Fetches a checkpoint from the durable tier, and verifies every byte.
+    """Fetches a checkpoint from the durable tier: to this node's memory, to a file, or to a folder.
 
-    Without TO it goes into this node's memory, from which a restart then reads. With TO it is written as a torch file
-    (.pt, .pth, .bin, .ckpt), as safetensors (.safetensors), or else as a folder with its files. It is there with all
-    parts, or not at all.
+    Every byte is verified. Without TO it goes into this node's memory, from which a restart then reads. With TO it is
+    written as a torch file (.pt, .pth, .bin, .ckpt), as safetensors (.safetensors), or else as a folder with its files.
+    It is there with all parts, or not at all.
     """
-    config = server.config(dirpath)
+    config, to = server.config(dirpath), target.to
+    target.check()
     with wrong_use():
-        config = replace(config, memory_dir=memory_dir)
-        config = replace(config, namespace=namespace) if namespace is not None else config
-        wanted = name_of(config, name)
-    form = (file_format or _format_of(to)) if to is not None else Format.files
-    if (to is None and (file_format or yes)) or (form is not Format.safetensors and prefix is not None):
-        raise typer.BadParameter("--format and --yes need TO, and --prefix needs safetensors")
-    if form is not Format.files and (rank or namespace is not None):
-        raise typer.BadParameter(f"--rank and --namespace are not for {form.value}")
-    if to is not None and form is not Format.files:
-        _export(config, server, wanted, _Export(to, form, prefix, trust, yes), as_json=as_json)
+        config = replace(config, memory_dir=target.memory_dir)
+        config = replace(config, namespace=target.namespace) if target.namespace is not None else config
+        wanted = name_of(config, name or ids.LATEST)
+    if to is not None and target.written_form is not Format.files:
+        written = _export(config, server, wanted, to, target)
+        files = [File(str(path), path.stat().st_size) for path in written]
+        if as_json:
+            write_json("get", {**_answer(config, wanted), "files": files})
+            return
+        for each in files:
+            say(f"{printable(each.path)}: {size_text(each.size_bytes)}")
         return
     # Torch takes its time, and the silence of the server is limited.
     importlib.import_module("torch")
     stop = threading.Event()
-    fetch = _Fetch(config, wanted, tuple(rank or ()), namespace, to, yes, stop, as_json)
+    fetch = _Fetch(config, wanted, target, stop, as_json)
     parts, fetched, where = ask(config, fetch.run, stop=stop)
     content, size = parts[0].content, sum(part.content.size for part in fetched)
     if as_json:
         document = {
-            "name": parts[0].name,
-            "dirpath": config.dirpath,
+            **_answer(config, parts[0].name),
             "step": ids.known(content.step),
             "namespace": where if to is None else None,
             "folder": to,
             "ranks": [part.rank for part in parts],
             "fetched_size_bytes": size,
-            "files": [],
         }
         write_json("get", document)
         return
-    target = str(to) if to is not None else f"node memory, namespace {where}"
+    there = str(to) if to is not None else f"node memory, namespace {where}"
     if fetched:
-        say(printable(f"fetched {parts[0].name} ({size_text(size)}) to {target}"))
+        say(printable(f"fetched {parts[0].name} ({size_text(size)}) to {there}"))
     else:
-        say(printable(f"{parts[0].name} is in {target} already, intact"))
+        say(printable(f"{parts[0].name} is in {there} already, intact"))
+
+
+def _answer(config: TieredCheckpointConfig, name: str) -> dict[str, Any]:
+    """Returns the keys of the JSON document, of which each form sets its own."""
+    empty = dict.fromkeys(("step", "namespace", "folder", "fetched_size_bytes"))
+    return {"name": name, "dirpath": config.dirpath, **empty, "ranks": [], "files": []}
 
 
 def _format_of(to: Path) -> Format:
@@ -158,32 +184,14 @@ def _format_of(to: Path) -> Format:
 
 
 # ------------------------------------------------------------------------------------------ export
-@dataclass(frozen=True, slots=True)
-class _Export:
-    """The file or folder that an export writes.
-
-    Attributes:
-        to: Its path.
-        form: Its form.
-        prefix: Prefix of the tensors, for safetensors.
-        trust: Whether objects may run code.
-        yes: Whether files that exist are replaced.
-    """
-
-    to: Path
-    form: Format
-    prefix: str | None
-    trust: bool
-    yes: bool
-
-
-def _export(config: TieredCheckpointConfig, server: Server, wanted: str, export: _Export, *, as_json: bool) -> None:
+def _export(config: TieredCheckpointConfig, server: Server, wanted: str, to: Path, options: Target) -> list[Path]:
+    """Writes a torch file or safetensors; returns the files."""
     from tiered_checkpoint_io.export import export_checkpoint
 
-    to, is_tensors = export.to, export.form is Format.safetensors
+    is_tensors = options.written_form is Format.safetensors
     is_folder = is_tensors and to.suffix != _SAFETENSORS
     old = sorted(to.glob("model*.safetensors*")) if is_folder else [to] if os.path.lexists(to) else []
-    _refuse_existing(old, yes=export.yes)
+    _refuse_existing(old, yes=options.yes)
     into = to if is_folder else to.parent
     with _scratch(into) if old or (is_tensors and not is_folder) else contextlib.nullcontext() as scratch:
         target = to if scratch is None else scratch if is_tensors else scratch / to.name
@@ -192,8 +200,8 @@ def _export(config: TieredCheckpointConfig, server: Server, wanted: str, export:
             wanted,
             target,
             format="safetensors" if is_tensors else "torch",
-            prefix=export.prefix,
-            weights_only=not export.trust,
+            prefix=options.prefix,
+            weights_only=not options.trust,
             **({} if is_folder or not is_tensors else {"max_shard_size": sys.maxsize}),
             **{each.name: getattr(server, each.name) for each in fields(Address)},
         )
@@ -201,22 +209,7 @@ def _export(config: TieredCheckpointConfig, server: Server, wanted: str, export:
             for each in old if is_folder else ():
                 each.unlink()
             written = [_moved(each, into / each.name if is_folder else to) for each in written]
-    sizes = {str(file): file.stat().st_size for file in written}
-    if as_json:
-        document = {
-            "name": wanted,
-            "dirpath": config.dirpath,
-            "step": None,
-            "namespace": None,
-            "folder": into if is_folder else None,
-            "ranks": [],
-            "fetched_size_bytes": sum(sizes.values()),
-            "files": [File(path, size) for path, size in sizes.items()],
-        }
-        write_json("get", document)
-        return
-    for path, size in sizes.items():
-        say(f"{printable(path)}: {size_text(size)}")
+    return written
 
 
 def _refuse_existing(existing: Sequence[Path], *, yes: bool) -> None:
@@ -260,20 +253,14 @@ class _Fetch:
     Attributes:
         config: The durable tier, and node memory.
         wanted: The checkpoint's name, or ``tiered:latest``.
-        ranks: Ranks whose parts are fetched; empty for all.
-        namespace: The namespace of node memory; None for the one that saved the checkpoint.
-        to: A folder, instead of memory.
-        yes: Whether files that exist there are replaced.
+        target: The ranks, and node memory or a folder.
         stop: Ends it.
         silent: Whether no progress is shown.
     """
 
     config: TieredCheckpointConfig
     wanted: str
-    ranks: tuple[int, ...]
-    namespace: str | None
-    to: Path | None
-    yes: bool
+    target: Target
     stop: threading.Event
     silent: bool
 
@@ -306,11 +293,11 @@ class _Fetch:
 
     def _content(self, store: Store, name: str, content: Content) -> tuple[list[Part], list[Part], str]:
         # A restart looks only in the namespace of its job.
-        namespace = self.namespace or content.namespace or self.config.namespace
-        parts = _parts(self.config, store, name, content, self.ranks)
+        namespace = self.target.namespace or content.namespace or self.config.namespace
+        parts = _parts(self.config, store, name, content, self.target.rank or ())
         with contextlib.ExitStack() as held:
-            if self.to is not None:
-                fetched, views = parts, held.enter_context(_files(self.to, parts, yes=self.yes))
+            if self.target.to is not None:
+                fetched, views = parts, held.enter_context(_files(self.target.to, parts, yes=self.target.yes))
             else:
                 tier = _open(self.config, namespace)
                 fetched = [part for part in parts if not _has(tier, part)]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Annotated
 
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.options import SERVER, SHM, AnyDirpath, Json, MemoryDir, Server, has_memory, name_of
+from tiered_checkpoint_io.cli.options import SERVER, SHM, AnyDirpath, Json, MemoryDir, Name, Server, has_memory, name_of
 from tiered_checkpoint_io.cli.output import is_terminal, printable, say, show, write_json
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
 from tiered_checkpoint_io.inventory.details import Details, PartHere, details_of
@@ -40,14 +39,12 @@ _UNITS = ((120, 1, "s"), (7200, 60, "min"), (48 * 3600, 3600, "h"))
 
 def list_all(
     dirpath: AnyDirpath = None,
-    name: Annotated[
-        str | None, typer.Argument(help="Show all that is known of this checkpoint, or of tiered:latest.")
-    ] = None,
+    name: Name = None,
     memory_dir: MemoryDir = SHM,
     server: Server = SERVER,
     as_json: Json = False,
 ) -> None:
-    """Lists the checkpoints of a durable tier and of this node's memory, the latest save first.
+    """Lists the checkpoints of both tiers, the latest save first; or shows one.
 
     Without DIRPATH it lists this node's memory and asks no server. With NAME it shows one checkpoint: facts, tiers,
     parts, files, aliases, and the software that wrote it.
