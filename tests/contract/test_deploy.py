@@ -11,6 +11,7 @@ from string import Template
 
 import pytest
 import torch
+from support.documented import verified
 from support.fault_proxy import FaultProxy
 from support.iam import Judge
 from support.refusing import BUCKET, ServerWithRights
@@ -201,7 +202,7 @@ def test_the_rights_to_evaluate_are_to_read_and_no_more(job):
     reading = job(document("iam/evaluate.json"))
     reading.restores(3)
     done = CliRunner().invoke(app, ["verify", reading.url, "--endpoint-url", reading.options["endpoint_url"]])
-    assert (done.exit_code, done.stdout) == (0, "intact   durable  b.ckpt\n")
+    assert (done.exit_code, done.stdout) == (0, verified(("intact", "durable", "b.ckpt")))
     assert reading.judge.used == {"s3:ListBucket", "s3:GetObject"}
     with pytest.raises(TieredCheckpointError, match="AccessDenied"):
         reading.io(namespace="another").save_checkpoint(state(4), "c.ckpt")

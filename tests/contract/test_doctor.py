@@ -124,7 +124,7 @@ def test_it_looks_by_the_options_of_the_last_run(kept, doctor, tmp_path):
 def test_each_line_says_what_to_do(memory_dir, tmp_path):
     Path(tmp_path / "file").touch()
     done = CliRunner().invoke(app, ["doctor", str(tmp_path / "file"), "--memory-dir", memory_dir])
-    first, *_, last = done.stdout.splitlines()
-    assert first.startswith(f"ok    memory tier: {memory_dir} can hold ")
-    assert last.startswith(f"fail  put: {tmp_path / 'file'}: put failed")
-    assert " -> " in last
+    _, first, *_, last = done.stdout.splitlines()
+    assert first.startswith(f"ok\tmemory tier\t{memory_dir} can hold ")
+    assert last.startswith(f"fail\tput\t{tmp_path / 'file'}: put failed")
+    assert last.count("\t") == 3 and not last.endswith("\t")

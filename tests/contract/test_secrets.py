@@ -134,7 +134,7 @@ def test_no_secret_anywhere(heard, s3_server, s3_url, memory_dir, tmp_path, monk
     close_shared(build(settings_of, None, options))
     for words in (["status", "--memory-dir", memory_dir], ["ls", s3_url], ["verify", s3_url]):
         assert heard.command(*words).returncode == 0
-    heard.command("drain", "--memory-dir", memory_dir, "--once")
+    heard.command("flush", "--memory-dir", memory_dir)
     heard.folder(memory_dir)
 
     # One in which the server takes none of the credentials.

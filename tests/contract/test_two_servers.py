@@ -12,7 +12,7 @@ from support.launch import scripts
 
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
-from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, Drain
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.place import Place, Server, endpoint_text
@@ -152,7 +152,7 @@ def refuse_and_take(first, second, job, s3_bucket, capsys, monkeypatch):
     # By the configuration of the other job, but with keys that this server takes.
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, second.env()[name])
-    app(["drain", "--once", *where_of(job.root)], standalone_mode=False)
+    Drain(job.root).run(once=True)
     assert names_on(first, s3_bucket) == {"y.ckpt"}
     assert names_on(second, s3_bucket) == {"x.ckpt"}
 

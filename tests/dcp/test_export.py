@@ -289,7 +289,7 @@ def test_the_command_exports_what_our_writer_saved_and_finds_damage(s3_url, memo
         ["step_1", str(tmp_path / "one.pt")],
         ["step_1", str(tmp_path / "hf"), "--format", "safetensors"],
     ):
-        assert CliRunner().invoke(app, ["export", s3_url, *arguments]).exit_code == 0
+        assert CliRunner().invoke(app, ["get", s3_url, *arguments]).exit_code == 0
     assert torch.load(tmp_path / "one.pt")["epoch"] == 1
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), state()["state_dict"])
     key = next(info.key for info in store.list("step_1/") if info.key.endswith(".distcp"))

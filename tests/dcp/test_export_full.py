@@ -63,24 +63,28 @@ def dirpath(tmp_path, memory_dir):
 
 
 def exported(*arguments):
-    return CliRunner().invoke(app, ["export", *map(str, arguments)])
+    return CliRunner().invoke(app, ["get", *map(str, arguments)])
 
 
 def test_a_full_checkpoint_is_copied_and_becomes_safetensors(dirpath, tmp_path):
     """What went back to step 100 on purpose is the latest; a name may be a path below dirpath, as in ls."""
     assert exported(dirpath, "tiered:latest", tmp_path / "latest.pt").exit_code == 0
     assert (tmp_path / "latest.pt").read_bytes() == (tmp_path / "durable" / "step=100.ckpt").read_bytes()
-    for name, target in (("step=100.ckpt", "hf"), (f"{dirpath}/step=100.ckpt", "sharded")):
-        size = 5 * 10**9 if target == "hf" else 12_000
-        done = exported(dirpath, name, tmp_path / target, "--format", "safetensors", "--max-shard-size", size)
-        assert done.exit_code == 0, done.output
-        files = [file for file in os.listdir(tmp_path / target) if file.endswith(".safetensors")]
-        assert len(files) == (1 if target == "hf" else 2)
-        assert len(os.listdir(tmp_path / target)) == (1 if target == "hf" else 3), "the copy on the way is gone"
-        loaded = {key: value for file in files for key, value in load_file(tmp_path / target / file).items()}
-        assert {key: (value.dtype, value.tolist()) for key, value in loaded.items()} == {
-            key: (value.dtype, value.tolist()) for key, value in model().items()
-        }
+    wanted = {key: (value.dtype, value.tolist()) for key, value in model().items()}
+
+    def loaded(files):
+        found = {key: value for file in files for key, value in load_file(file).items()}
+        return {key: (value.dtype, value.tolist()) for key, value in found.items()}
+
+    done = exported(dirpath, f"{dirpath}/step=100.ckpt", tmp_path / "hf", "--format", "safetensors")
+    assert done.exit_code == 0, done.output
+    assert exported(dirpath, "step=100.ckpt", tmp_path / "one.safetensors").exit_code == 0
+    export_checkpoint(dirpath, "step=100.ckpt", tmp_path / "shards", format="safetensors", max_shard_size=12_000)
+    assert os.listdir(tmp_path / "hf") == ["model.safetensors"], "the copy on the way is gone"
+    shards = [*(tmp_path / "shards").glob("*.safetensors")]
+    assert (len(shards), len(os.listdir(tmp_path / "shards"))) == (2, 3)
+    for files in ([tmp_path / "hf" / "model.safetensors"], [tmp_path / "one.safetensors"], shards):
+        assert loaded(files) == wanted
     files = export_checkpoint(dirpath, "step=100.ckpt", tmp_path / "all", format="safetensors", prefix="")
     assert "optimizer_states.0.state.0.m" in load_file(files[0])
 

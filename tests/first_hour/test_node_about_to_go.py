@@ -27,7 +27,7 @@ def test_the_last_step_in_memory_is_saved_from_a_node_that_goes(story):
     output, status = story.tiered_ckpt("verify", "s3://bucket/run")
     assert status == 1
     (line,) = [line for line in output.splitlines() if line.startswith("DAMAGED")]
-    assert line.startswith(f"DAMAGED  memory   step=20.ckpt rank 0: {held}: ")
+    assert line.startswith(f"DAMAGED\tmemory\tstep=20.ckpt\t0\town\t{held}: ")
     assert story.tiered_ckpt("flush", "--namespace", "run")[1] == 0
     story.tiered_ckpt("ls", "s3://bucket/run")
     story.loses_memory()

@@ -64,7 +64,7 @@ def test_the_end_of_training_is_uploaded(story):
     story.python("train.py", "max_steps=35")
     story.drained()
     story.tiered_ckpt("ls", "s3://bucket/run")
-    story.tiered_ckpt("clean", "--namespace", "first")
+    story.tiered_ckpt("clean", "--namespace", "first", "--yes")
     story.shown("train_end")
 
 

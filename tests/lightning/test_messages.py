@@ -175,7 +175,7 @@ def test_an_upload_that_fails_is_logged_once_with_what_to_do(job, callbacks):
     (job.durable / name / "in the way").mkdir(parents=True)
     lines = job.read(job(callbacks=callbacks))
     why = "put failed: Is a directory"
-    command = "tiered-ckpt drain --namespace gpt-1 --memory-dir MEMORY"
+    command = "tiered-ckpt flush --namespace gpt-1 --memory-dir MEMORY"
     (failure,) = [line for line in lines if line.startswith("ERROR Step 20:")]
     assert failure.startswith(f"ERROR Step 20: {name} did not reach the durable tier: {why}")
     assert failure.endswith(f"it stays in node memory and is tried again; by hand: {command}")
@@ -219,4 +219,4 @@ def test_a_second_ctrl_c_ends_the_wait_for_an_upload(job):
     assert time.monotonic() - began < 30
     left = lines[-1]
     assert left.startswith("WARNING 1 queued checkpoint was not uploaded (step=10.ckpt): "), job.output.read_text()
-    assert left.endswith("it stays in node memory; retry with: tiered-ckpt drain --namespace gpt-1 --memory-dir MEMORY")
+    assert left.endswith("it stays in node memory; retry with: tiered-ckpt flush --namespace gpt-1 --memory-dir MEMORY")

@@ -1,12 +1,8 @@
 """One catalogue, one collector: each exporter tells the same of a training, and of a node whose trainer is dead."""
 
-import contextlib
-import json
 import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.request
@@ -14,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.draining import where_of
 from support.supporting import build
 from support.training import Model
 from typer.testing import CliRunner
@@ -25,8 +20,9 @@ from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.metrics import exports, recording
-from tiered_checkpoint_io.metrics.catalog import CATALOG, PREFIX, table
+from tiered_checkpoint_io.metrics.catalog import CATALOG, PREFIX, Sample, table
 from tiered_checkpoint_io.metrics.collect import Collector
+from tiered_checkpoint_io.metrics.text import prometheus_text
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 ROW = re.compile(rf"^\| `{PREFIX}\w+` .*\n", re.MULTILINE)
@@ -133,29 +129,31 @@ def test_a_long_validation_is_no_silence(runs, monkeypatch):
     assert [each["step"] for each in read_events(root_of(runs)) if each["event"] == "step"] == [1] * 4
 
 
-def test_the_command_shows_and_writes(dead, tmp_path):
-    where = ("metrics", "--memory-dir", dead.memory_dir)
-    assert f"{PREFIX}durable_step\tnamespace=" in command(*where).stdout
-    document = json.loads(command(*where, "--json").stdout)
-    assert {each["name"]: each["value"] for each in document["metrics"]}[f"{PREFIX}step"] == 17
-    assert command(*where, "--export", f"textfile={tmp_path / 'x.prom'}", "--once").exit_code == 0
-    assert parsed((tmp_path / "x.prom").read_text())["step"] == 17
+def test_status_prints_and_writes_prometheus_text(dead, tmp_path):
+    where = ("status", "--memory-dir", dead.memory_dir, "--prometheus")
+    found = parsed(command(*where).stdout)
+    assert (found["step"], found.keys()) == (17, values(root_of(dead)).keys())
+    told = tmp_path / "x.prom"
+    for _ in range(2):
+        done = command(*where, "--textfile", str(told))
+        assert (done.exit_code, done.stdout, os.listdir(tmp_path).count("x.prom")) == (0, "", 1)
+    assert parsed(told.read_text()).keys() == found.keys()
+    assert not [each for each in os.listdir(tmp_path) if each.startswith(".x.prom")]
+    refused = command(*where, "--textfile", str(tmp_path / "none" / "x.prom"))
+    assert isinstance(refused.exception, ConfigError)
+    for wrong in (("--json",), ("--textfile", "")):
+        assert command(*where, *wrong).exit_code == 2
+    assert command("status", "--memory-dir", dead.memory_dir, "--textfile", "x").exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--export", "prometheus=web"), "prometheus=[HOST:]PORT"),
-        (("--export", "statsd=1"), "metrics can't go to 'statsd=1'"),
-        (("--once",), "--once needs --export"),
-        (("--export", "textfile=x", "--json"), "give one"),
-    ],
-)
-def test_wrong_use(arguments, said, memory_dir, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "300")
-    done = command("metrics", "--memory-dir", memory_dir, *arguments)
-    assert done.exit_code == 2
-    assert said in done.output
+def test_the_text_is_what_prometheus_reads():
+    """Also a namespace with letters that end a label, and the series of one metric together."""
+    parser = pytest.importorskip("prometheus_client.parser")
+    names = ['a"b', "c\\d", "e\nf"]
+    samples = [Sample(metric, 1.5, {"namespace": name}) for name in names for metric in CATALOG if not metric.labels]
+    families = list(parser.text_string_to_metric_families(prometheus_text(samples)))
+    assert len(families) == len({each.name for each in families}) == len(samples) / 3
+    assert all([each.labels["namespace"] for each in family.samples] == names for family in families)
 
 
 def test_the_environment_counts_in_place_of_the_configuration(monkeypatch):
@@ -197,36 +195,6 @@ def test_a_training_goes_on_with_the_exports_that_start(runs, tmp_path, monkeypa
     assert f"metrics can't be served on 127.0.0.1:{port}: Address already in use" in caplog.text
     # Training has ended before the port is given up.
     assert caplog.text.count("; nothing was exported") == 1
-
-
-@pytest.mark.matrix
-def test_the_command_serves_until_it_is_ended(dead):
-    """A process beside a dead trainer; the port that it has is an error to the next one."""
-    ours = [sys.executable, "-m", "tiered_checkpoint_io"]
-    where = [*where_of(root_of(dead)), "--export"]
-    with _running([*ours, "metrics", *where, "prometheus=0"]) as served:
-        address = next(line for line in served.stderr if "http://" in line).split()[-1]
-        with urllib.request.urlopen(address, timeout=10) as answer:
-            assert parsed(answer.read().decode())["step"] == 17
-        port = address.split(":")[-1].partition("/")[0]
-        second = subprocess.run(
-            [*ours, "drain", "--stay", *where, f"prometheus={port}"], capture_output=True, text=True, timeout=60
-        )
-        assert second.returncode == 1
-        assert re.fullmatch(rf"error: metrics can't be served on 127.0.0.1:{port}: Address .*\n", second.stderr)
-        served.send_signal(signal.SIGTERM)
-        assert served.wait(10) == 0
-
-
-@contextlib.contextmanager
-def _running(arguments):
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
 
 
 def test_the_cost_of_a_look_is_small(dead):

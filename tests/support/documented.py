@@ -1,4 +1,4 @@
-"""What a command prints with ``--json``."""
+"""What a command prints: with ``--json``, and in a pipe."""
 
 import json
 
@@ -13,3 +13,9 @@ def check(command, document):
     """The document, which says of which command it is."""
     assert {"version": 1, "command": command}.items() <= document.items()
     return document
+
+
+def verified(*rows):
+    """The output of ``verify`` in a pipe; a row has the state, the tier and the name, and further cells if any."""
+    table = [("state", "tier", "name", "rank", "copy", "note"), *((*row, "", "", "")[:6] for row in rows)]
+    return "".join("\t".join(row) + "\n" for row in table)

@@ -8,6 +8,7 @@ from support.supporting import build
 
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import names_of, read_manifest
 from tiered_checkpoint_io.memory.private import write_atomic
@@ -85,6 +86,10 @@ class Node:
 
     def cancel(self, save_id):
         return self.request("cancel", "cancel", save_id)
+
+    def drain(self):
+        """Uploads what is queued, as the run's own drain does."""
+        Drain(self.root).run(once=True)
 
     def states(self):
         return {outcome.op_id: outcome.state for outcome in self.queue.outcomes()}

@@ -55,7 +55,7 @@ def refused(io, kind, said, *, resumes=False):
     assert not caught.value.retryable
     with pytest.raises(SaveError, match=rf"in memory, but not on the durable tier.*{said}"):
         io.save_checkpoint(state(2), "epoch=0-step=2.ckpt")
-    with pytest.raises(SaveError, match=rf"{said}.*stays in node memory; retry with: tiered-ckpt drain --namespace "):
+    with pytest.raises(SaveError, match=rf"{said}.*stays in node memory; retry with: tiered-ckpt flush --namespace "):
         io.teardown()
     assert time.monotonic() - started < BOUND_S
 

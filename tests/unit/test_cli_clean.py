@@ -1,19 +1,30 @@
-"""``clean`` where memory, which tells where the spill is, was lost or put away already."""
+"""The command that deletes a namespace from node memory: its dry run, and memory that a reboot or a kill took."""
 
 import fcntl
+import functools
 import shutil
+import socket
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
 import pytest
+from support import committing
 from support.documented import document_of
 from support.draining import Node, part_of
-from support.sharded import make_part
+from support.restoring import of_a_newer_release
+from support.sharded import full_part, make_part
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.cli import clean as cleaning
+from tiered_checkpoint_io.engine.drain.locks import is_lost, release, try_lock
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
+from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory import ownership
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
 @pytest.fixture
@@ -35,6 +46,137 @@ def clean(node, *options):
     return CliRunner().invoke(app, line)
 
 
+@pytest.fixture
+def node(memory_dir, tmp_path):
+    return Node(memory_dir, str(tmp_path / "run"))
+
+
+def memory_only(node):
+    node.save("1.ckpt", b"A")
+    node.save("2.ckpt", b"B", durable=False)
+    node.drain()
+
+
+def replicated(node):
+    """All nodes may be cleaned at once."""
+    node.save("2.ckpt", b"A", durable=False, step=2)
+    node.tier.mark_replicated(node.tier.parts()[0])
+
+
+def overwriting(node):
+    """Another node's drain is overwriting the name, and may die: then this replica is all that is left."""
+    store = DirectoryStore(node.dirpath)
+    committing.save(store, "2.ckpt", 1)
+    committing.begin_overwrite(store, "2.ckpt", 2)
+    part, files = full_part("2.ckpt", 2)
+    node.tier.replicas.commit(replace(part, dirpath=node.dirpath), files)
+
+
+def queued(node):
+    node.save("1.ckpt", b"A")
+
+
+def unreadable(node, *, folder="saves", newer=False):
+    node.save("1.ckpt", b"A")
+    node.drain()
+    node.save("2.ckpt", b"B")
+    stored = next(each for each in node.tier.parts() if each.part.name == "2.ckpt")
+    written = (stored.folder / "part.json").read_bytes()
+    (stored.folder / "part.json").write_bytes(of_a_newer_release(written) if newer else written[:-50])
+    if folder == "replicas":
+        (node.root / "replicas" / stored.save_id).mkdir()
+        stored.folder.rename(node.root / "replicas" / stored.save_id / stored.folder.name)
+
+
+NEWEST = "its newest checkpoint 2.ckpt (step 2) is not on the durable tier"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "said"),
+    [
+        (memory_only, NEWEST),
+        (replicated, NEWEST),
+        (overwriting, NEWEST),
+        (queued, "1 operation not yet durable"),
+        (unreadable, "a part can't be read: not JSON"),
+        (functools.partial(unreadable, newer=True), "a part can't be read: format version"),
+        (functools.partial(unreadable, folder="replicas"), "a part can't be read: not JSON"),
+    ],
+    ids=["memory only", "replicated", "overwriting", "queued", "damaged", "newer", "damaged replica"],
+)
+def test_a_dry_run_warns_of_what_would_be_lost_and_yes_deletes_it(node, prepare, said):
+    prepare(node)
+    before = sorted(node.root.rglob("part.json"))
+    told = clean(node)
+    assert (told.exit_code, said in told.stderr, "would go; delete with --yes" in told.stdout) == (1, True, True), (
+        told.stderr
+    )
+    assert sorted(node.root.rglob("part.json")) == before
+    done = clean(node, "--yes")
+    assert (done.exit_code, "ckpt" in done.stdout, node.root.exists()) == (0, True, False), done.exception
+
+
+def test_what_is_durable_or_not_the_newest_is_nothing_to_warn_of(node):
+    memory_only(node)
+    node.save("3.ckpt", b"C")
+    node.save("weights.ckpt", b"W", durable=False, resumable=False)
+    node.drain()
+    told = clean(node)
+    assert (told.exit_code, told.stderr) == (0, "")
+    assert f"4 parts, 0.00 KiB, and {node.root} would go" in told.stdout
+    done = clean(node, "--yes")
+    assert (done.exit_code, f"removed 4 parts, 0.00 KiB, and {node.root}" in done.stdout) == (0, True)
+
+
+def test_it_warns_if_it_can_not_ask(memory_dir):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        node = Node(memory_dir, "s3://bucket/run", endpoint_url=endpoint, durable_timeout_s=1)
+        node.save("1.ckpt", b"A", durable=False)
+        told = clean(node)
+    assert told.exit_code == 1
+    assert "could not check whether its newest checkpoint 1.ckpt" in told.stderr
+    assert len(node.tier.parts()) == 1
+
+
+def test_it_ends_a_sidecar_that_has_nothing_to_do(node):
+    """As a DaemonSet runs it: it holds the drain's lock for ever."""
+    op = node.save("1.ckpt", b"A")
+    ours = [sys.executable, "-m", "tiered_checkpoint_io", "flush", "--stay", *node.where]
+    with subprocess.Popen(ours, stderr=subprocess.PIPE, text=True) as sidecar:
+        try:
+            deadline = time.monotonic() + 60
+            while node.states() != {op: "committed"}:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            done = clean(node, "--yes")
+            assert (done.exit_code, "1.ckpt" in done.stdout, node.root.exists()) == (0, True, False), done
+            assert (sidecar.wait(30), "error" in sidecar.stderr.read()) == (0, False)
+        finally:
+            sidecar.kill()
+
+
+def test_it_leaves_what_a_trainer_uses_or_a_drain_works_on(node):
+    node.save("1.ckpt", b"A")
+    for name in (TRAINERS_FILE, JOB_FILE, LOCK_FILE):
+        user = try_lock(node.root / name)
+        refused = clean(node, "--yes")
+        assert isinstance(refused.exception, ConfigError)
+        assert "a trainer or drain uses it" in str(refused.exception)
+        assert not is_lost(user)
+        release(user)
+    # A killed command has put something away: it goes with the next one, unless another command is at work there.
+    left = node.root.with_name(f".{node.root.name}.cleaned-0123")
+    (left / "saves").mkdir(parents=True)
+    another = try_lock(left / TRAINERS_FILE)
+    clean(node)
+    assert left.exists()
+    release(another)
+    assert clean(node, "--yes").exit_code == 0
+    assert not left.exists()
+    assert not node.root.exists()
+
+
 def test_after_a_reboot_it_has_to_be_told_where_the_spill_is(spilled, tmp_path):
     shutil.rmtree(spilled.root)
     done = clean(spilled)
@@ -42,13 +184,11 @@ def test_after_a_reboot_it_has_to_be_told_where_the_spill_is(spilled, tmp_path):
     assert "nothing in memory at " in done.stdout
     assert "a spill_dir other than auto is not known here: give --spill-dir" in done.stdout
     named = ("--spill-dir", str(tmp_path / "disk"))
-    # What waits is kept, as in memory.
-    refused = clean(spilled, *named)
-    assert isinstance(refused.exception, ConfigError)
-    assert "1 operation not yet durable" in str(refused.exception)
-    done = clean(spilled, *named, "--force")
+    told = clean(spilled, *named)
+    assert (told.exit_code, "1 operation not yet durable" in told.stderr) == (1, True)
+    done = clean(spilled, *named, "--yes")
     assert (done.exit_code, spilled.spill.is_dir()) == (0, False)
-    assert "removed b.ckpt (step 2): 1 part" in done.stdout
+    assert "b.ckpt\t2\t1\t" in done.stdout
     assert str(spilled.spill) in done.stdout
     again = clean(spilled, *named)
     assert (again.exit_code, f"no spill of it in {tmp_path / 'disk'}" in again.stdout) == (0, True)
@@ -67,9 +207,9 @@ def test_one_that_was_killed_is_finished_by_the_next(spilled, monkeypatch, kille
 
     with monkeypatch.context() as patched:
         patched.setattr(cleaning.shutil, "rmtree", killed)
-        assert clean(spilled, "--force").exit_code == 130
+        assert clean(spilled, "--yes").exit_code == 130
     assert not spilled.root.exists()
-    assert clean(spilled, "--force").exit_code == 0
+    assert clean(spilled, "--yes").exit_code == 0
     assert not spilled.spill.exists()
     assert not spilled.root.parent.exists(), "nor is anything that was put away left"
 
@@ -78,7 +218,7 @@ def test_a_spill_in_use_is_kept_though_its_memory_is_not_seen_here(spilled, tmp_
     """As by a container with a tmpfs of its own; the spill's folder may be given in another spelling, too."""
     shutil.rmtree(spilled.root)
     (tmp_path / "link").symlink_to(tmp_path / "disk")
-    named = ("--spill-dir", str(tmp_path / "link"), "--force")
+    named = ("--spill-dir", str(tmp_path / "link"), "--yes")
     kept = clean(spilled, *named)
     assert (kept.exit_code, spilled.spill.is_dir()) == (0, True)
     assert f"a trainer or drain whose memory is not seen here uses the spill in {tmp_path / 'link'}" in kept.stdout
@@ -87,14 +227,15 @@ def test_a_spill_in_use_is_kept_though_its_memory_is_not_seen_here(spilled, tmp_
     assert (done.exit_code, spilled.spill.exists()) == (0, False)
 
 
-def test_by_force_the_document_names_what_could_not_be_read(memory_dir, tmp_path):
+def test_the_document_names_what_could_not_be_read(memory_dir, tmp_path):
     node = Node(memory_dir, str(tmp_path / "run"))
     for name in ("a.ckpt", "b.ckpt"):
         node.save(name, b"A", durable=False)
     (damaged,) = [stored.folder for stored in node.tier.parts() if stored.part.name == "b.ckpt"]
     (damaged / "part.json").write_text("{")
-    document = document_of("clean", clean(node, "--force", "--json"))
-    assert [row["name"] for row in document["removed"]] == ["a.ckpt"]
+    document = document_of("clean", clean(node, "--yes", "--json"))
+    assert (document["dry_run"], document["warnings"]) == (False, [])
+    assert [row["name"] for row in document["checkpoints"]] == ["a.ckpt"]
     assert [row["folder"] for row in document["unreadable"]] == [str(damaged)]
     assert "JSON" in document["unreadable"][0]["error"]
 
@@ -104,16 +245,16 @@ def test_it_keeps_what_a_restart_needs_beside_the_newest(memory_dir, tmp_path):
     for name in ("step=90-EMA.ckpt", "step=90.ckpt"):
         node.save(name, b"A", durable=name == "step=90.ckpt", step=90)
     node.part("local", 3, 0, kind="local", world_size=1)
-    assert CliRunner().invoke(app, ["drain", *node.where, "--once"]).exit_code == 0
-    assert "newest checkpoint step=90-EMA.ckpt (step 90) is not on the durable tier" in str(clean(node).exception)
+    node.drain()
+    assert "newest checkpoint step=90-EMA.ckpt (step 90) is not on the durable tier" in clean(node).stderr
     assert CliRunner().invoke(app, ["flush", *node.where]).exit_code == 0
     # A newer one of another payload is no substitute.
     part, files = make_part("memory", 4, 0, kind="local", world_size=1, dirpath=node.dirpath)
     node.tier.commit(replace(part, durable=False), files)
     node.number = 4
     node.save("step=91.ckpt", b"A", step=91)
-    assert CliRunner().invoke(app, ["drain", *node.where, "--once"]).exit_code == 0
-    assert "newest checkpoint memory (step 4) is not on the durable tier" in str(clean(node).exception)
+    node.drain()
+    assert "newest checkpoint memory (step 4) is not on the durable tier" in clean(node).stderr
     assert CliRunner().invoke(app, ["flush", *node.where]).exit_code == 0
     assert clean(node).exit_code == 0
 
@@ -126,7 +267,7 @@ def test_it_tells_of_another_spill_that_it_leaves(spilled, tmp_path, in_use):
     with (other / ownership.OWNER_FILE).open("w") as owner:
         if in_use:
             fcntl.flock(owner, fcntl.LOCK_SH)
-        done = clean(spilled, *named, "--force")
+        done = clean(spilled, *named, "--yes")
     assert (done.exit_code, spilled.spill.exists(), other.is_dir()) == (0, False, True)
     assert f"another spill of this namespace is left at {other}: " in done.stdout
     ownership._drop_in_child()
@@ -134,5 +275,5 @@ def test_it_tells_of_another_spill_that_it_leaves(spilled, tmp_path, in_use):
         assert "uses it" in done.stdout.splitlines()[-1]
     else:
         assert f"run clean again, with {' '.join(named)}" in done.stdout
-        assert clean(spilled, *named).exit_code == 0
+        assert clean(spilled, *named, "--yes").exit_code == 0
         assert not other.exists()

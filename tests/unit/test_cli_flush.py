@@ -58,7 +58,7 @@ def test_the_newest_step_in_memory_becomes_durable_with_the_trainer_dead(memory_
     again = command("flush", *node.where)
     assert (again.exit_code, again.stdout) == (
         0,
-        f"durable     new.ckpt (step 2, 0.10 KiB) at {node.dirpath}\n",
+        f"name\tstep\tsize\tstate\tdirpath\tnote\nnew.ckpt\t2\t0.10 KiB\tdurable\t{node.dirpath}\t\n",
     )
     assert flushed(node, "--all")[1] == {"old.ckpt": "durable", "new.ckpt": "durable", "weights.ckpt": "durable"}
     assert command("verify", node.dirpath, "--tier", "durable").exit_code == 0
@@ -104,7 +104,7 @@ def test_a_save_of_two_nodes_is_committed_once_both_are_flushed(memory_dir, tmp_
     done, states = flushed(second)
     assert (done.exit_code, states) == (0, {"s": "uploaded"})
     line = command("flush", *second.where).stdout
-    assert "not committed yet: the parts of ranks 0 are not on this node, run tiered-ckpt flush on theirs" in line
+    assert "the parts of ranks 0 are not on this node: run tiered-ckpt flush on theirs" in line
     assert flushed(first)[1] == {"s": "durable"}
     assert flushed(second)[1] == {"s": "durable"}
     # What the node whose part is committed can upload again, the other one says.
@@ -137,7 +137,7 @@ def test_the_coordinator_waits_for_the_other_nodes_only_so_long(memory_dir, tmp_
     assert "not durable after 2 s" in str(done.exception)
     node.cancel(node.tier.parts()[0].save_id)
     # The drain that works for the command gives the save up; until then, a second one has nothing done.
-    ended = (command("drain", *node.where).exit_code == 0 or time.sleep(0.1) for _ in range(300))
+    ended = (command("flush", *node.where, "--timeout", "1").exit_code == 0 or time.sleep(0.1) for _ in range(300))
     assert any(ended)
 
 
@@ -161,11 +161,34 @@ def test_what_is_not_on_the_durable_tier_any_more_is_uploaded_again(memory_dir, 
     assert read_manifest(store, "a.ckpt") == other
 
 
+def test_what_is_queued_is_uploaded_too_and_a_failure_of_it_is_an_error(memory_dir, tmp_path):
+    """Also if there is no checkpoint that training can resume from."""
+    node = Node(memory_dir, str(tmp_path / "run"))
+    node.save("weights.ckpt", b"W", resumable=False)
+    node.save("damaged.ckpt", b"D" * 100, resumable=False)
+    (held,) = node.root.glob("saves/*/*/damaged.ckpt")
+    held.write_bytes(b"?" * 100)
+    done = command("flush", *node.where, "--json")
+    document = document_of("flush", done)
+    assert (done.exit_code, document["flushed"], document["checkpoints"]) == (1, False, [])
+    (error,) = document["errors"]
+    assert error.startswith("save of damaged.ckpt failed: ")
+    assert names_of(DirectoryStore(node.dirpath)) == {"weights.ckpt"}
+    # It is in quarantine, and nothing is left to do.
+    assert isinstance(command("flush", *node.where).exception, CheckpointNotFoundError)
+
+
+def test_a_sidecar_takes_no_checkpoint(memory_dir, tmp_path):
+    node = Node(memory_dir, str(tmp_path / "run"))
+    for wrong in (("a.ckpt",), ("--all",), ("--json",), ("--ended",)):
+        assert command("flush", "--stay", *wrong, *node.where).exit_code == 2
+
+
 @pytest.mark.matrix
 def test_an_upload_that_was_given_up_is_asked_for_again(memory_dir, tmp_path):
     node = Node(memory_dir, str(tmp_path / "run"))
     node.cancel(node.save("a.ckpt", b"A"))
-    assert command("drain", *node.where, "--once").exit_code == 0
+    node.drain()
     assert node.states()[node.tier.parts()[0].op_id] == "skipped"
     assert flushed(node)[1] == {"a.ckpt": "durable"}
 
@@ -176,13 +199,13 @@ def test_what_was_deleted_since_is_not_durable(memory_dir, tmp_path):
     node.save("old.ckpt", b"O")
     node.save("new.ckpt", b"N")
     node.delete("old.ckpt")
-    assert command("drain", *node.where, "--once").exit_code == 0
+    node.drain()
     done, states = flushed(node, "--all")
     assert (done.exit_code, states) == (0, {"new.ckpt": "durable", "old.ckpt": "not_durable"})
     done, states = flushed(node, "old.ckpt")
     assert (done.exit_code, states) == (1, {"old.ckpt": "not_durable"})
     said = command("flush", "old.ckpt", *node.where).stdout
-    assert said == "not durable old.ckpt (step 1, 0.00 KiB): it was deleted from the durable tier\n"
+    assert said.endswith(f"\tnot durable\t{node.dirpath}\tit was deleted from the durable tier\n")
     # A later save of the same name is another one.
     node.save("old.ckpt", b"A")
     assert flushed(node, "old.ckpt")[1] == {"old.ckpt": "durable"}

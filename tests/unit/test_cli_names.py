@@ -1,6 +1,7 @@
 """What is given to commands by name: checkpoints as URLs or choices, folders, and what is mistyped."""
 
 import pytest
+from support.documented import verified
 from support.draining import Node
 from typer.testing import CliRunner
 
@@ -16,7 +17,7 @@ def command(*arguments):
 def node(memory_dir, tmp_path):
     node = Node(memory_dir, str(tmp_path / "run"))
     node.save("a.ckpt", b"A")
-    assert command("drain", *node.where, "--once").exit_code == 0
+    node.drain()
     return node
 
 
@@ -27,14 +28,14 @@ def test_a_memory_dir_that_is_mistyped_is_not_passed_by(node, memory_dir, tier):
     assert isinstance(wrong.exception, ConfigError)
     assert f"there is no folder {memory_dir}/typo" in str(wrong.exception)
     right = command("verify", node.dirpath, "--memory-dir", memory_dir)
-    assert (right.exit_code, right.stdout.count("memory   a.ckpt")) == (0, 1)
+    assert (right.exit_code, right.stdout.count("memory\ta.ckpt")) == (0, 1)
 
 
 def test_a_machine_without_node_memory_verifies_the_durable_tier(node, monkeypatch, tmp_path):
     monkeypatch.setattr("tiered_checkpoint_io.cli.options.SHM", "/dev/shm")
     monkeypatch.setattr("tiered_checkpoint_io.cli.options.os.path.isdir", lambda path: path != "/dev/shm")
     done = command("verify", node.dirpath)
-    assert (done.exit_code, done.stdout) == (0, "intact   durable  a.ckpt\n")
+    assert (done.exit_code, done.stdout) == (0, verified(("intact", "durable", "a.ckpt")))
 
 
 def test_a_memory_dir_below_the_home_is_found(node, memory_dir, monkeypatch):
@@ -55,6 +56,8 @@ def test_a_checkpoint_is_flushed_by_its_url_and_as_the_latest(node):
         assert isinstance(wrong.exception, CheckpointNotFoundError)
         assert f"no such checkpoint: {name}" in str(wrong.exception)
     flushed = command("flush", "tiered:latest", *where)
-    assert (flushed.exit_code, flushed.stdout.startswith("durable     x/b.ckpt (")) == (0, True), flushed.exception
+    assert (flushed.exit_code, "\nx/b.ckpt\t2\t0.00 KiB\tdurable\t" in flushed.stdout) == (0, True), flushed.exception
     flushed = command("flush", f"{node.dirpath}/weights.ckpt", *where)
-    assert (flushed.exit_code, flushed.stdout.startswith("durable     weights.ckpt (")) == (0, True), flushed.exception
+    assert (flushed.exit_code, "\nweights.ckpt\t3\t0.00 KiB\tdurable\t" in flushed.stdout) == (0, True), (
+        flushed.exception
+    )

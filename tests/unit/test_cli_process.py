@@ -3,6 +3,7 @@
 import functools
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import typer
 from support import processes
 from support.committing import save
+from support.documented import verified
 from support.draining import Node
 from support.processes import PATIENCE_S, end
 from typer.testing import CliRunner
@@ -29,7 +31,7 @@ start = functools.partial(processes.start, env=KEYS)
 def dirpath(memory_dir, tmp_path):
     node = Node(memory_dir, str(tmp_path / "run[/b]"))
     node.save("c[/b].ckpt", b"C")
-    assert CliRunner().invoke(app, ["drain", *node.where, "--once"]).exit_code == 0
+    node.drain()
     return node.dirpath
 
 
@@ -73,7 +75,7 @@ def test_a_drain_that_waits_for_a_server_ends_soon_after_a_signal(number, expect
     # With a shorter grace, for the sake of quick tests.
     code = "from tiered_checkpoint_io.engine.drain import ending; ending.GRACE_S = 0.5;"
     code += "from tiered_checkpoint_io import cli; cli.main()"
-    process = start("drain", "--stay", *node.where, run=["-c", code])
+    process = start("flush", "--stay", *node.where, run=["-c", code])
     connection, _ = silent.accept()
     with connection:
         process.send_signal(number)
@@ -82,24 +84,11 @@ def test_a_drain_that_waits_for_a_server_ends_soon_after_a_signal(number, expect
     assert [each.op_id for each in node.queue.look(node.tier)] == [save]
 
 
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, (0, 0)), (signal.SIGINT, (130, 1))])
-def test_commands_that_run_until_they_are_ended_tell_ctrl_c_from_an_end_in_order(number, expected, memory_dir):
-    node = Node(memory_dir, "s3://bucket/run")
-    where = [*node.where, "--export", "prometheus=0"]
-    pytest.importorskip("prometheus_client")
-    for command in (["drain", "--stay"], ["metrics"]):
-        process = start(*command, *where)
-        assert "http://" in process.stderr.readline()
-        process.send_signal(number)
-        status, _, err = end(process)
-        assert (status, err.count("interrupted\n")) == expected, (command, err)
-
-
 def test_a_pipe_that_nothing_reads_is_silent(dirpath, memory_dir):
-    for command in ("ls", "verify", "pull"):
+    for command in ("ls", "verify", "get"):
         reader, writer = os.pipe()
         os.close(reader)
-        where = ("--namespace", "default") if command == "pull" else ()
+        where = ("--namespace", "default") if command == "get" else ()
         process = start(command, dirpath, "--memory-dir", memory_dir, *where, stdout=writer)
         os.close(writer)
         assert end(process) == (141, None, "")
@@ -128,16 +117,16 @@ def test_errors_are_one_line_and_have_a_status(dirpath, tmp_path):
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert err.startswith("error: there is nothing at this dirpath")
     assert end(start("ls", dirpath, "--timeout", "0"))[0] == 2
-    assert end(start("verify", dirpath))[:2] == (0, "intact   durable  c[/b].ckpt\n")
+    assert end(start("verify", dirpath))[:2] == (0, verified(("intact", "durable", "c[/b].ckpt")))
 
 
 def test_names_that_the_locale_has_no_letters_for_are_escaped(tmp_path):
     """As of a terminal or a pipe whose locale is another than UTF-8."""
     save(DirectoryStore(str(tmp_path / "run")), "\u2603.ckpt", 1)
     said = b"\\u2603.ckpt"
-    assert b"intact   durable  " + said + b"\n" == _said_in_latin_1("verify", str(tmp_path / "run"))
+    assert verified(("intact", "durable", said.decode())).encode() == _said_in_latin_1("verify", str(tmp_path / "run"))
     assert said in _said_in_latin_1("ls", str(tmp_path / "run"))
-    assert b"no such checkpoint: " + said in _said_in_latin_1("pull", str(tmp_path), "\u2603.ckpt", status=1)
+    assert b"no such checkpoint: " + said in _said_in_latin_1("get", str(tmp_path), "\u2603.ckpt", status=1)
 
 
 def _said_in_latin_1(*arguments, status=0):
@@ -173,17 +162,48 @@ def test_on_a_terminal_it_is_a_table(dirpath):
     assert "\t" not in shown.decode()
 
 
-def test_help_and_version():
-    for arguments in (
-        ["-h"],
-        *([name, "-h"] for name in typer.main.get_command(app).commands),
-    ):
-        shown = CliRunner().invoke(app, arguments)
-        assert shown.exit_code == 0
-        assert shown.stdout.startswith("Usage: ")
-    assert "Exit status: 0 good" in CliRunner().invoke(app, ["-h"]).stdout
+def test_help_shows_each_summary_whole_and_readable_words():
+    known = typer.main.get_command(app).commands
+    shown = CliRunner().invoke(app, ["-h"]).stdout
+    assert shown.startswith("Usage: ")
+    assert "Exit status: 0 good" in shown
+    assert [title for title in ("Look:", "Move:", "Delete, only with --yes:") if title not in shown] == []
+    assert "..." not in shown.partition("Look:")[2]
+    for name, command in known.items():
+        one = CliRunner().invoke(app, [name, "-h"])
+        assert one.exit_code == 0
+        summary = " ".join(command.help.partition("\n\n")[0].split())
+        assert summary in " ".join(shown.split()), name
+        assert re.findall(r"--[a-z-]+ +(?:TEXT|INTEGER|FLOAT|<(?:str|int|float)>)", one.stdout) == [] or name in (
+            "pin",
+            "unpin",
+            "metric",
+        )
     version = CliRunner().invoke(app, ["--version"])
     assert (version.exit_code, version.stdout) == (0, f"tiered-ckpt {__version__}\n")
+
+
+def test_every_listing_in_a_pipe_has_a_header_and_tabs(dirpath, memory_dir):
+    where = ("--memory-dir", memory_dir)
+    lines = {
+        "name": (
+            ("ls", dirpath, *where),
+            ("prune", dirpath, "--keep-latest", "1"),
+            ("flush", *where),
+            ("clean", *where),
+            ("status", *where),
+        ),
+        "state": (("verify", dirpath, *where),),
+        "status": (("doctor", dirpath, *where),),
+        "time": (("watch", dirpath, "--idle-timeout", "0", *where),),
+    }
+    for first, commands in lines.items():
+        for command in commands:
+            done = CliRunner().invoke(app, command)
+            rows = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
+            header, *cells = rows[:2] if command[0] == "status" else rows
+            assert (done.exit_code, header[0], len(cells) > 0) == (0, first, True), (command, done.stdout)
+            assert {len(each) for each in cells} == {len(header)}, command
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])

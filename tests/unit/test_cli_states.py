@@ -1,4 +1,4 @@
-"""What ``ls``, ``show`` and ``status`` say of checkpoints that other nodes upload, or commit."""
+"""What ``ls`` and ``status`` say of checkpoints that other nodes upload, or commit."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ def rows_of(done):
 
 
 def state_of(done):
-    """The fourth column of the only part that ``show`` lists."""
+    """The fourth column of the only part that ``ls`` shows of a checkpoint."""
     part = done.stdout.partition("Parts on this node:")[2].partition("Files:")[0]
     (row,) = [line.split("\t") for line in part.strip().splitlines()[1:]]
     return row[3]
@@ -67,7 +67,7 @@ def test_what_other_nodes_upload_or_commit_is_not_called_durable(node, memory_di
     assert command("ls", *where).exit_code == 0, "nothing is damaged"
     # With the durable tier asked, there is no such doubt.
     assert {row["problem"] for row in rows_of(command("ls", node.dirpath, *where, "--json")).values()} == {""}
-    shown = {name: state_of(command("show", node.dirpath, name, *where)) for name in rows}
+    shown = {name: state_of(command("ls", node.dirpath, name, *where)) for name in rows}
     assert shown == {
         "full.ckpt": "not known here",
         "kept": "not known here",
@@ -92,6 +92,8 @@ def test_neither_is_it_where_the_durable_tier_is_silent(memory_dir, monkeypatch)
 
 def test_a_part_that_was_sent_is_so_for_programs_too(node, memory_dir):
     sent(node, "sent", 1, 1, "part")
-    (save,) = json.loads(command("show", node.dirpath, "sent", "--memory-dir", memory_dir, "--json").stdout)["saves"]
+    (save,) = json.loads(command("ls", node.dirpath, "sent", "--memory-dir", memory_dir, "--json").stdout)[
+        "checkpoints"
+    ]
     (part,) = save["held_parts"]
     assert (part["state"], part["is_pending"]) == ("sent", False)

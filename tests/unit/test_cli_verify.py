@@ -13,7 +13,7 @@ from support.processes import end, start
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.cli import progress as shown
+from tiered_checkpoint_io.cli import output as shown
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreArchivedError
 from tiered_checkpoint_io.inventory.roots import roots_of
 from tiered_checkpoint_io.memory.private import write_atomic
@@ -40,7 +40,7 @@ def node(memory_dir, tmp_path):
     node.save("a.ckpt", b"A" * 100)
     for rank in (0, 1):
         node.part("b", 2, rank)
-    assert command("drain", *node.where, "--once").exit_code == 0
+    node.drain()
     node.save("c.ckpt", b"C" * 100, durable=False)
     slot = node.tier.replicas.acquire(3)
     slot.view[:3] = b"DDD"
@@ -81,7 +81,7 @@ def test_damage_is_named_by_file_tier_and_rank(node, tmp_path):
     }
     lines = command("verify", node.dirpath, *node.where).stdout.splitlines()
     (line,) = [line for line in lines if "c.ckpt" in line]
-    assert line == f"DAMAGED  memory   c.ckpt rank 0: {held}: bytes 0-100 of 'c.ckpt' differ from their hash"
+    assert line == f"DAMAGED\tmemory\tc.ckpt\t0\town\t{held}: bytes 0-100 of 'c.ckpt' differ from their hash"
     # Damage is left where it is: a restart quarantines it, and looks for the next copy.
     assert held.exists()
 
@@ -96,7 +96,7 @@ def test_one_tier_and_one_checkpoint(node):
     # A restart takes the replica: it is the latest save.
     assert [row["name"] for row in verified(node, "tiered:latest")[1]] == ["d.ckpt"]
     alone = command("verify", *node.where)
-    assert (alone.exit_code, alone.stdout.count("memory "), alone.stdout.count("durable")) == (0, 5, 0)
+    assert (alone.exit_code, alone.stdout.count("memory\t"), alone.stdout.count("durable")) == (0, 5, 0)
     assert command("verify", "--tier", "durable").exit_code == 2
     missing = command("verify", node.dirpath, "never.ckpt", *node.where)
     assert isinstance(missing.exception, CheckpointNotFoundError)
@@ -104,7 +104,7 @@ def test_one_tier_and_one_checkpoint(node):
 
 def test_what_can_not_be_read_of_one_checkpoint_does_not_end_it(node, tmp_path, monkeypatch):
     node.alias("last.ckpt", "a.ckpt")
-    assert command("drain", *node.where, "--once").exit_code == 0
+    node.drain()
     read, where = DirectoryStore.read_pieces, str(tmp_path / "run")
 
     def read_pieces(store, key, *arguments, **options):
@@ -158,8 +158,8 @@ def test_on_a_terminal_lines_stand_above_the_bar(node):
     assert end(process)[0] == 0
     screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed.decode()).replace("\r", "\n").splitlines()
     assert [line for line in screen if "a.ckpt" in line] == [
-        "intact   memory   a.ckpt rank 0",
-        "intact   durable  a.ckpt",
+        "intact    memory    a.ckpt  rank 0  own",
+        "intact    durable   a.ckpt",
     ]
     # The cursor is there again.
     assert printed.rfind(b"\x1b[?25h") > printed.rfind(b"\x1b[?25l") > 0

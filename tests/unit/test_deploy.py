@@ -116,7 +116,7 @@ def commands():
 def test_commands_are_understood():
     known = typer.main.get_command(cli.app).commands
     used = list(commands())
-    assert {"drain", "flush", "status"} <= {name for name, *_ in used}
+    assert {"flush", "status"} <= {name for name, *_ in used}
     for name, *arguments in used:
         known[name].make_context(name, arguments)
 
@@ -126,13 +126,15 @@ def test_the_sidecar_flushes_once_it_is_told_to_end(tmp_path, has_saved):
     (sidecar, *_) = containers(next(spec for path, spec in pods() if path.name == "emptydir.yaml"))
     note = f'echo "$1" >> {tmp_path}/steps'
     drain = f"trap 'echo ended >> {tmp_path}/steps; exit 0' TERM; {note}; sleep 30 & wait; exit 1"
-    fake = f"#!/bin/bash\ncase $1 in drain) {drain};; esac\n{note}\n[ $1 != status ] || exit {0 if has_saved else 1}\n"
+    fake = (
+        f"#!/bin/bash\ncase $* in *--stay*) {drain};; esac\n{note}\n[ $1 != status ] || exit {0 if has_saved else 1}\n"
+    )
     (tmp_path / "tiered-ckpt").write_text(fake)
     (tmp_path / "tiered-ckpt").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     process = subprocess.Popen([*sidecar["command"], *sidecar["args"]], env=environment, start_new_session=True)
     try:
-        until = "drain" if has_saved else "status"
+        until = "flush" if has_saved else "status"
         end = time.monotonic() + 30
         while not (tmp_path / "steps").exists() or until not in (tmp_path / "steps").read_text():
             assert time.monotonic() < end
@@ -143,7 +145,7 @@ def test_the_sidecar_flushes_once_it_is_told_to_end(tmp_path, has_saved):
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    steps = ["status", "drain", "ended", "flush"] if has_saved else ["status", "flush"]
+    steps = ["status", "flush", "ended", "flush"] if has_saved else ["status", "flush"]
     assert (tmp_path / "steps").read_text().split() == steps
 
 

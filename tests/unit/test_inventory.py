@@ -11,10 +11,8 @@ from support import committing
 from support.clocks import VirtualClock
 from support.draining import Node
 from support.story import op_id
-from typer.testing import CliRunner
 
 from tiered_checkpoint_io import find_latest, list_checkpoints, new_checkpoints, wait_for
-from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.durable.manifests import manifest_cache, names_of
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -36,7 +34,7 @@ def node(memory_dir, tmp_path):
 
 
 def drain(node):
-    assert CliRunner().invoke(app, ["drain", *node.where, "--once"]).exit_code == 0
+    node.drain()
 
 
 def test_each_durable_checkpoint_is_new_once_also_across_a_restart(node):

@@ -37,7 +37,7 @@ def listed(node, memory_dir, *, status=0):
 def test_each_checkpoint_is_one_row_that_says_where_it_is_and_what_became_of_it(node, memory_dir):
     node.save("1.ckpt", b"A" * 1000, metric=Metric("val_loss", 0.25), created=1.8e9)
     node.alias("last.ckpt", "1.ckpt")
-    assert command("drain", *node.where, "--once").exit_code == 0
+    node.drain()
     node.save("2.ckpt", b"B", durable=False)
     node.save("3.ckpt", b"C" * 5000)
     node.alias("last.ckpt", "3.ckpt")
@@ -69,9 +69,9 @@ def test_each_checkpoint_is_one_row_that_says_where_it_is_and_what_became_of_it(
 def test_what_was_deleted_on_the_durable_tier_is_in_memory_alone(node, memory_dir):
     node.save("1.ckpt", b"A")
     node.save("2.ckpt", b"B")
-    assert command("drain", *node.where, "--once").exit_code == 0
+    node.drain()
     node.delete("1.ckpt")
-    assert command("drain", *node.where, "--once").exit_code == 0
+    node.drain()
     assert listed(node, memory_dir)["1.ckpt"]["state"] == "memory_only"
     # Also where the durable tier is not asked, by what the drain has noted.
     here = json.loads(command("ls", "--memory-dir", memory_dir, "--json").stdout)["checkpoints"]
@@ -130,7 +130,7 @@ def test_where_the_durable_tier_is_silent_memory_is_listed(memory_dir, monkeypat
 def test_a_sentinel_that_there_is_not_is_refused_with_the_one_there_is(node, memory_dir):
     node.save("1.ckpt", b"A")
     for wrong in ("tiered:last", "tiered://last", "tiered:lastest"):
-        refused = command("show", node.dirpath, wrong, "--memory-dir", memory_dir)
+        refused = command("ls", node.dirpath, wrong, "--memory-dir", memory_dir)
         assert (refused.exit_code, "allowed: a name, or tiered:latest" in " ".join(refused.stderr.split())) == (2, True)
 
 
@@ -144,16 +144,16 @@ def test_nothing_at_a_dirpath_is_an_error_unless_memory_has_something_of_it(node
 def test_show_tells_the_files_of_all_ranks_and_what_the_index_lacks(node, memory_dir):
     store = DirectoryStore(node.dirpath)
     committing.save(store, "step_7", 7, kind="sharded")
-    (shown,) = json.loads(command("show", node.dirpath, "tiered:latest", "--json").stdout)["saves"]
+    (shown,) = json.loads(command("ls", node.dirpath, "tiered:latest", "--json").stdout)["checkpoints"]
     assert [file["path"].partition("-")[0] for file in shown["files"]] == [
         *(f"step_7/__0_{number}" for number in range(2)),
         "step_7/.metadata",
         *(f"step_7/__1_{number}" for number in range(2)),
     ]
-    assert sum(file["size_bytes"] for file in shown["files"]) == shown["checkpoint"]["size_bytes"]
-    assert (shown["checkpoint"]["parts"], shown["held_parts"]) == (2, [])
-    store.put(index_key(shown["checkpoint"]["save_id"]), b"{}")
-    damaged = command("show", node.dirpath, "step_7")
+    assert sum(file["size_bytes"] for file in shown["files"]) == shown["size_bytes"]
+    assert (shown["parts"], shown["held_parts"]) == (2, [])
+    store.put(index_key(shown["save_id"]), b"{}")
+    damaged = command("ls", node.dirpath, "step_7")
     assert (damaged.exit_code, "\nstate: corrupt\n" in damaged.stdout) == (1, True)
     assert "problem: " in damaged.stdout
     assert "index" in damaged.stdout.partition("problem: ")[2]

@@ -131,15 +131,15 @@ def test_commands_find_the_only_namespace_and_list_several(memory_dir, tmp_path)
     where = {"memory_dir": memory_dir}
     only = Node(dirpath=str(tmp_path / "one"), namespace=ids.namespace_of(str(tmp_path / "one")), **where)
     only.save("a.ckpt", b"A")
-    assert command(memory_dir, "drain", "--once").exit_code == 0
+    assert command(memory_dir, "flush").exit_code == 0
     assert set(only.states().values()) == {"committed"}
     second = Node(dirpath=str(tmp_path / "two"), namespace="two", **where)
     second.save("b.ckpt", b"B")
-    refused = command(memory_dir, "drain", "--once").exception
+    refused = command(memory_dir, "flush").exception
     assert isinstance(refused, ConfigError)
     assert only.root.name in str(refused)
     assert "--namespace" in refused.hint
-    assert command(memory_dir, "drain", "--once", "--namespace", "two").exit_code == 0
+    assert command(memory_dir, "flush", "--namespace", "two").exit_code == 0
     assert os.path.isdir(only.root)
 
 
@@ -149,13 +149,11 @@ def test_of_several_namespaces_none_is_taken_for_its_name(memory_dir, tmp_path):
     for node in nodes:
         node.save("a.ckpt", b"A")
         node.save("b.ckpt", b"B", durable=False)
-    page = str(tmp_path / "page.html")
-    for what in (["clean"], ["clean", "--force"], ["flush"], ["drain", "--once"], ["report", "-o", page]):
+    for what in (["clean"], ["clean", "--yes"], ["flush"], ["flush", "--stay"]):
         refused = command(memory_dir, *what).exception
         assert isinstance(refused, ConfigError), what
         assert "there are 2 namespaces: default, x" in str(refused)
         assert "--namespace" in refused.hint
     assert [[stored.pending for stored in node.tier.parts()] for node in nodes] == [[True, False]] * 2
-    assert not os.path.exists(page)
-    assert command(memory_dir, "drain", "--once", "--namespace", "default").exit_code == 0
+    nodes[0].drain()
     assert [set(node.states().values()) for node in nodes] == [{"committed"}, set()]

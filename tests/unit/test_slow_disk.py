@@ -47,9 +47,9 @@ def test_a_pull_to_a_slow_disk_syncs_all_files_and_then_names_them(memory_dir, t
     node = Node(memory_dir, str(tmp_path / "run"))
     for rank in (0, 1):
         node.part("step_1", 1, rank)
-    assert CliRunner().invoke(app, ["drain", *node.where, "--once"]).exit_code == 0
+    node.drain()
     calls.clear()
-    line = ["pull", node.dirpath, "step_1", "--to", str(tmp_path / "here"), "--timeout", "1"]
+    line = ["get", node.dirpath, "step_1", str(tmp_path / "here"), "--timeout", "1"]
     done = CliRunner().invoke(app, line)
     assert (done.exit_code, "has not answered" in done.output) == (0, False), done.exception
     there = {path.name for path in (tmp_path / "here").rglob("*") if path.is_file()}

@@ -192,7 +192,7 @@ def test_the_command_line_shows_it_and_cleans_it(options, started):
     where = ["--memory-dir", options["memory_dir"]]
     assert "durable (on disk)" in " ".join(CliRunner().invoke(app, ["status", *where]).output.split())
     io.teardown()
-    assert CliRunner().invoke(app, ["clean", *where]).exit_code == 0
+    assert CliRunner().invoke(app, ["clean", *where, "--yes"]).exit_code == 0
     assert not root.exists()
 
 

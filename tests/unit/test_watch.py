@@ -24,7 +24,7 @@ def node(memory_dir, tmp_path):
 
 
 def drain(node):
-    assert CliRunner().invoke(app, ["drain", *node.where, "--once"]).exit_code == 0
+    node.drain()
 
 
 def watch(node, memory_dir, command, after="", **options):
@@ -88,7 +88,7 @@ def test_a_command_is_not_run_for_what_was_overwritten_before_its_turn(node, mem
         node.save(name, b"A")
     drain(node)
     node.save("last.ckpt", b"B")
-    upload = f"{sys.executable} -m tiered_checkpoint_io drain {' '.join(node.where)} --once"
+    upload = f"{sys.executable} -m tiered_checkpoint_io flush {' '.join(node.where)} > /dev/null"
     done = watch(node, memory_dir, f"echo $TIERED_CKPT_NAME $TIERED_CKPT_STEP; {upload}")
     assert capfd.readouterr().out.splitlines() == ["first.ckpt 1"]
     assert (done.exit_code, done.stderr) == (
@@ -135,7 +135,8 @@ def test_sigterm_ends_it_with_the_command_and_all_that_that_started(node, memory
         process.wait()
     assert (process.returncode, err) == (0, "")
     # When it is looked at, it waits for its upload, or is durable already.
-    assert out.splitlines()[0].split("\t")[1:3] == ["new", "1.ckpt"]
+    header, first = (line.split("\t") for line in out.splitlines()[:2])
+    assert (header[:3], first[1:3]) == (["time", "event", "name"], ["new", "1.ckpt"])
     until(lambda: not os.path.exists(f"/proc/{int(pids.read_text())}"))
 
 

@@ -6,24 +6,25 @@ what reads the output has ended, as for other commands in a pipe.
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import signal
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from tiered_checkpoint_io.cli import (
     clean,
     doctor,
-    exporting,
     flush,
+    get,
     listing,
-    memory,
-    metrics,
     prune,
-    pull,
-    showing,
+    status,
     verify,
     watch,
 )
@@ -32,7 +33,35 @@ from tiered_checkpoint_io.cli.options import Version, spread
 from tiered_checkpoint_io.cli.output import INTERRUPTED, leave_terminal, printable, say
 from tiered_checkpoint_io.errors import TieredCheckpointError
 
+#: Commands in the order and the groups of --help.
+_GROUPS: dict[str, dict[str, Callable[..., None]]] = {
+    "Look": {
+        "ls": listing.list_all,
+        "status": status.status,
+        "verify": verify.verify,
+        "watch": watch.watch,
+        "doctor": doctor.doctor,
+    },
+    "Move": {"get": get.get, "flush": flush.flush},
+    "Delete, only with --yes": {"clean": clean.clean, "prune": prune.prune},
+}
+
+
+class _Grouped(TyperGroup):
+    """Lists commands in groups, with their whole summaries."""
+
+    def format_commands(self, _: Any, formatter: Any) -> None:
+        for title, commands in _GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, _summary(run)) for name, run in commands.items()])
+
+
+def _summary(run: Callable[..., None]) -> str:
+    return " ".join((inspect.getdoc(run) or "").partition("\n\n")[0].split())
+
+
 app = typer.Typer(
+    cls=_Grouped,
     help="Checkpoints in node memory and on the durable tier.",
     epilog="Exit status: 0 good; 1 an error, or something is damaged; 2 wrong use; 130 after Ctrl-C.",
     no_args_is_help=True,
@@ -48,19 +77,9 @@ def _options(version: Version = False) -> None:
     pass
 
 
-app.command("status")(spread(memory.status))
-app.command("ls")(spread(listing.list_all))
-app.command("show")(spread(showing.show_checkpoint))
-app.command("verify")(spread(verify.verify))
-app.command("export")(spread(exporting.export))
-app.command("drain")(spread(memory.drain))
-app.command("clean")(spread(clean.clean))
-app.command("flush")(spread(flush.flush))
-app.command("pull")(spread(pull.pull))
-app.command("doctor")(spread(doctor.doctor))
-app.command("prune")(spread(prune.prune))
-app.command("metrics")(spread(metrics.metrics))
-app.command("watch")(spread(watch.watch))
+for _commands in _GROUPS.values():
+    for _name, _run in _commands.items():
+        app.command(_name)(spread(_run))
 
 
 def main() -> None:

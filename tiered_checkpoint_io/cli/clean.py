@@ -1,19 +1,19 @@
-"""The command that deletes a namespace's checkpoints from node memory, and what it refuses to delete."""
+"""The command that deletes a namespace's checkpoints from node memory."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.documents import Cleaned, Removed, Unreadable
 from tiered_checkpoint_io.cli.options import NODE, Json, Node, path_of
-from tiered_checkpoint_io.cli.output import printable, say, write_json
+from tiered_checkpoint_io.cli.output import printable, say, show, write_json
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.stores import last_config
@@ -34,36 +34,54 @@ from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.model.retention import unit_of
 from tiered_checkpoint_io.stores import config_at, place_of
 
+_USED = "a trainer or drain uses it"
 _NOT_KNOWN = "a spill_dir other than auto is not known here: give --spill-dir"
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A checkpoint of this node's memory that goes.
+
+    Attributes:
+        name: Its name.
+        dirpath: The durable tier that it belongs to.
+        save_id: The save that made it.
+        step: The training step; None if it is not known.
+        parts: Number of its parts here.
+        size_bytes: Bytes of these parts.
+    """
+
+    name: str
+    dirpath: str
+    save_id: str
+    step: int | None
+    parts: int
+    size_bytes: int
 
 
 def clean(
     node: Node = NODE,
-    force: Annotated[
-        bool,
-        typer.Option(
-            help="Also what waits for the durable tier, is in use or unreadable, and a newest checkpoint nowhere else."
-        ),
-    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, only show what would go.")] = False,
     spill_dir: Annotated[
         Path | None,
         typer.Option(
-            parser=path_of, metavar="PATH", help="The job's spill_dir, where memory is gone that tells it: by a reboot."
+            parser=path_of,
+            metavar="PATH",
+            help="The job's spill_dir, if a reboot deleted the memory that names it.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Deletes a namespace's checkpoints from node memory, and from its spill on the node's disk.
+    """Deletes a namespace's checkpoints from node memory, and from its spill.
 
-    Refused where something waits for the durable tier, is in use, or can't be read, and where the newest checkpoint, or
-    what was saved of its step beside it, is not on the durable tier. A drain that has nothing to do is ended.
+    Without --yes it only shows what would go, and warns of what would be lost: uploads that are pending, parts that
+    can't be read, and a newest checkpoint that the durable tier does not have. Then the exit status is 1. Refused while
+    a trainer uses the memory, or a drain works on it; a drain that has nothing to do is ended.
     """
     root = node.path
-    parts: list[StoredPart] = []
-    unread: list[tuple[Path, Exception]] = []
     with contextlib.ExitStack() as held:
         left = _left_over(root, held)
-        # What was put away, and not deleted yet, tells as well where the spill is.
+        # What an earlier command has put away, and not deleted yet, names the spill as well.
         config = next(filter(None, map(last_config, [root, *left])), None)
         spills = _spills(root, config, spill_dir)
         folders = [*([root] if root.is_dir() else []), *(each.root for each in spills)]
@@ -71,51 +89,90 @@ def clean(
             if not any((root / folder).is_dir() for folder in FOLDERS):
                 hint = "check --memory-dir and --namespace"
                 raise ConfigError(f"{root} is no memory tier, and was left as it is", hint=hint)
-            if not force:
-                owned(root)
-        if folders:
-            locks = {name: try_lock(root / name) for name in (*TRAINERS, LOCK_FILE)} if root.is_dir() else {}
-            for lock in filter(None, locks.values()):
-                held.callback(release, lock)
-            busy = {name for name, lock in locks.items() if lock is None}
-            memory = MemoryTier(root)
-            memory.place = place_of(config) if config is not None else None
-            parts, unread = _parts(memory, memory.replicas, *spills), _unread(memory, memory.replicas, *spills)
-            if not force:
-                # A drain that has nothing to do is no reason to keep anything.
-                in_use = bool(busy - {LOCK_FILE}) or (bool(busy) and undone(root) > 0)
-                _refuse(root, config, parts, unread, in_use=in_use)
-        going = [_put_away(root, force=force)] if root.is_dir() else []
-        # The spill first: where this is killed, what was put away tells the next one where it is.
-        for folder in (*(each.root for each in spills), *going):
-            if folder.is_dir():
-                shutil.rmtree(folder)
-        for folder in left:
-            shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        root.parent.rmdir()
-    saves = _saves(parts)
+            owned(root)
+        memory = MemoryTier(root)
+        memory.place = place_of(config) if config is not None else None
+        tiers = (memory, memory.replicas, *spills) if folders else ()
+        parts, unread = _parts(*tiers), _unread(*tiers)
+        is_used = _is_used(root, held)
+        warnings = _warnings(root, config, parts, unread, is_used=is_used) if folders and not yes else []
+        if yes:
+            if is_used:
+                raise ConfigError(f"{root} was left as it is: {_USED}", hint="end it first")
+            _delete(root, spills, left)
+    if yes:
+        with contextlib.suppress(OSError):
+            root.parent.rmdir()
+    rows = [_removed(save) for save in _saves(parts)]
     if as_json:
-        lost = [Unreadable(folder, str(error)) for folder, error in unread]
-        write_json("clean", Cleaned(root, [_removed(save) for save in saves], lost))
-        return
-    if not folders:
-        searched = f" in {spill_dir}" if spill_dir is not None else ""
-        spill = f"no spill of it{searched}" if searched or config is not None else _NOT_KNOWN
-        if _others(root, config, spill_dir):
-            spill = (
-                f"a trainer or drain whose memory is not seen here uses the spill{searched}, which was left as it is"
-            )
-        say(printable(f"nothing in memory at {root}; {spill}"))
-        return
-    for save in saves:
-        say(f"removed {printable(_named(save[0].part))}: {_count(len(save), 'part')}, {size_text(_size(save))}")
-    for folder, error in unread:
-        say(printable(f"removed {folder}, which could not be read: {error}"))
-    count, size = _count(len(parts) + len(unread), "part"), size_text(_size(parts))
-    say(printable(f"removed {count}, {size}, and {', '.join(map(str, folders))}"))
-    for folder in _others(root, config, spill_dir):
-        say(printable(f"another spill of this namespace is left at {folder}: {_used_by(folder)}"))
+        lost = [{"folder": folder, "error": str(error)} for folder, error in unread]
+        document = {"root": root, "dry_run": not yes, "warnings": warnings, "checkpoints": rows, "unreadable": lost}
+        write_json("clean", document)
+    elif not folders:
+        say(printable(_nothing(root, config, spill_dir)))
+    else:
+        _show(rows, unread, folders, warnings, yes=yes)
+        for folder in _others(root, config, spill_dir):
+            say(printable(f"another spill of this namespace is left at {folder}: {_used_by(folder)}"))
+    raise typer.Exit(1 if warnings else 0)
+
+
+def _is_used(root: Path, held: contextlib.ExitStack) -> bool:
+    """Locks out trainers and drains until ``held`` ends; returns whether one of them was there before."""
+    locks = {name: try_lock(root / name) for name in (*TRAINERS, LOCK_FILE)} if root.is_dir() else {}
+    for lock in filter(None, locks.values()):
+        held.callback(release, lock)
+    busy = {name for name, lock in locks.items() if lock is None}
+    # A drain that has nothing to do is no reason to keep anything.
+    return bool(busy - {LOCK_FILE}) or (bool(busy) and undone(root) > 0)
+
+
+def _delete(root: Path, spills: Sequence[MemoryTier], left: Sequence[Path]) -> None:
+    """Deletes the memory of a namespace, and its spills.
+
+    Memory is renamed first, so that no process finds it or queues anything there; a drain without work that holds its
+    lock leaves, because its file is gone. The spill goes before the memory, which names the spill to the next command
+    if this one is killed.
+    """
+    going = []
+    if root.is_dir():
+        going.append(root.with_name(f"{_left_by(root)}{SYSTEM.token(8)}"))
+        root.rename(going[0])
+    for folder in (*(each.root for each in spills), *going):
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    for folder in left:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _show(
+    rows: Sequence[Removed],
+    unread: Sequence[tuple[Path, Exception]],
+    folders: Sequence[Path],
+    warnings: Sequence[str],
+    *,
+    yes: bool,
+) -> None:
+    cells = [
+        (each.name, str(each.step) if each.step is not None else "", str(each.parts), size_text(each.size_bytes), "")
+        for each in rows
+    ]
+    cells += [(str(folder), "", "1", "", f"can't be read: {error}") for folder, error in unread]
+    show("", cells, "name", "step", "parts", "size", "note")
+    for warning in warnings:
+        say(printable(f"warning: {warning}"), err=True)
+    count = _count(sum(each.parts for each in rows) + len(unread), "part")
+    size = size_text(sum(each.size_bytes for each in rows))
+    what = f"{count}, {size}, and {', '.join(map(str, folders))}"
+    say(printable(f"removed {what}" if yes else f"{what} would go; delete with --yes"))
+
+
+def _nothing(root: Path, config: TieredCheckpointConfig | None, spill_dir: Path | None) -> str:
+    searched = f" in {spill_dir}" if spill_dir is not None else ""
+    spill = f"no spill of it{searched}" if searched or config is not None else _NOT_KNOWN
+    if _others(root, config, spill_dir):
+        spill = f"a trainer or drain whose memory is not seen here uses the spill{searched}, which was left as it is"
+    return f"nothing in memory at {root}; {spill}"
 
 
 def _left_over(root: Path, held: contextlib.ExitStack) -> list[Path]:
@@ -179,53 +236,29 @@ def _unread(*tiers: MemoryTier) -> list[tuple[Path, Exception]]:
     return sorted(found, key=lambda each: each[0])
 
 
-def _put_away(root: Path, *, force: bool) -> Path:
-    """Renames the memory of a namespace, so that no process finds it, and nothing can be queued there any more.
-
-    A drain without work that holds its lock leaves, since its file is gone.
-
-    Raises:
-        ConfigError: Something was queued in the last moment; all is as it was.
-    """
-    going = root.with_name(f"{_left_by(root)}{SYSTEM.token(8)}")
-    root.rename(going)
-    if not force and undone(going):
-        going.rename(root)
-        raise ConfigError(f"{root} was left as it is: something was queued just now", hint="run the drain first")
-    return going
-
-
 def _left_by(root: Path) -> str:
-    """How the names begin that :func:`_put_away` gives, under which a killed command has left something."""
+    """How the names begin that :func:`_delete` gives, under which a killed command has left something."""
     return f".{root.name}.cleaned-"
 
 
-def _refuse(
+def _warnings(
     root: Path,
     config: TieredCheckpointConfig | None,
-    parts: list[StoredPart],
-    unread: list[tuple[Path, Exception]],
+    parts: Sequence[StoredPart],
+    unread: Sequence[tuple[Path, Exception]],
     *,
-    in_use: bool,
-) -> None:
-    """Raises where the parts must not be deleted.
-
-    Raises:
-        ConfigError: They are in use, or are needed.
-    """
+    is_used: bool,
+) -> list[str]:
+    """Returns reasons not to delete the parts."""
     pending = max(undone(root), sum(each.pending for each in parts))
-    if in_use:
-        why, hint = "a trainer or drain uses it", "end that first, or give --force"
-    elif pending:
-        why, hint = f"{_count(pending, 'operation')} not yet durable", "run the drain first, or give --force"
-    elif unread:
-        why, hint = f"a part can't be read: {unread[0][1]}", "if it is not needed any more, give --force"
-    else:
-        tiers = sorted({each.part.place for each in parts}, key=str)
-        why = next(filter(None, (_nowhere_else(config, tier, parts) for tier in tiers)), "")
-        hint = "if it is not needed any more, give --force"
-    if why:
-        raise ConfigError(f"{root} was left as it is: {why}", hint=hint)
+    tiers = sorted({each.part.place for each in parts}, key=str)
+    found = [
+        f"{_USED}, so nothing can be deleted" if is_used else "",
+        f"{_count(pending, 'operation')} not yet durable: upload first, by tiered-ckpt flush" if pending else "",
+        *(f"a part can't be read: {error}" for _, error in unread[:1]),
+        *(_nowhere_else(config, tier, parts) for tier in tiers),
+    ]
+    return list(filter(None, found))
 
 
 def _nowhere_else(config: TieredCheckpointConfig | None, place: Place, parts: Iterable[StoredPart]) -> str:
@@ -273,13 +306,8 @@ def _saves(parts: Iterable[StoredPart]) -> list[list[StoredPart]]:
 
 
 def _removed(save: list[StoredPart]) -> Removed:
-    part = save[0].part
-    step = ids.known(part.content.step)
-    return Removed(part.name, part.dirpath, part.save_id, step, len(save), _size(save))
-
-
-def _size(parts: Iterable[StoredPart]) -> int:
-    return sum(each.part.content.size for each in parts)
+    part, size = save[0].part, sum(each.part.content.size for each in save)
+    return Removed(part.name, part.dirpath, part.save_id, ids.known(part.content.step), len(save), size)
 
 
 def _count(number: int, what: str) -> str:

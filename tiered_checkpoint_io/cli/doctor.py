@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 import typer
 
-from tiered_checkpoint_io.cli.documents import Check, Examined
 from tiered_checkpoint_io.cli.options import ADDRESS, SHM, Address, AnyDirpath, Json, MemoryDir
-from tiered_checkpoint_io.cli.output import printable, say, write_json
+from tiered_checkpoint_io.cli.output import show, write_json
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.inventory.roots import roots_of
@@ -25,16 +24,34 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?", re.IGNORECASE)
 _NOWHERE = "/"
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One try.
+
+    Attributes:
+        what: The thing tried: ``memory tier``, ``spill``, ``room``, ``durable tier``, or a request.
+        status: ``warn`` if training begins all the same; ``fail`` if not.
+        measured: The result.
+        do: A remedy; None or empty for nothing.
+    """
+
+    what: str
+    status: Literal["ok", "warn", "fail"]
+    measured: str
+    do: str | None = ""
+
+
 def doctor(
     dirpath: AnyDirpath = None,
     memory_dir: MemoryDir = SHM,
     address: Address = ADDRESS,
     state_size: Annotated[
-        str | None, typer.Option(help="What parameters and buffers take of this node, such as 40GiB.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Size of the parameters and buffers of this node, such as 40GiB."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Tries what saves will need of this node and of the durable tier, and says what to mend.
+    """Tries everything that saves need of this node and of the durable tier, and says what to mend.
 
     The tries are those of a training before its first batch. An object below .tiered/preflight/ is written, read and
     deleted. The exit status is 1 if a try fails.
@@ -43,11 +60,16 @@ def doctor(
     config = replace(_config(dirpath, address, memory_dir), memory_dir=os.path.abspath(memory_dir))
     checks = _node(config, needed) + (_durable(config) if dirpath is not None else [])
     if as_json:
-        write_json("doctor", Examined(dirpath and config.dirpath, config.memory_dir, needed, checks))
+        document = {
+            "dirpath": dirpath and config.dirpath,
+            "memory_dir": config.memory_dir,
+            "state_size_bytes": needed,
+            "checks": checks,
+        }
+        write_json("doctor", document)
     else:
-        for each in checks:
-            do = f" -> {each.do}" if each.do else ""
-            say(printable(f"{each.status:<4}  {each.what}: {each.measured}{do}"))
+        cells = [(each.status, each.what, each.measured, each.do or "") for each in checks]
+        show("", cells, "status", "what", "found", "what to do")
     raise typer.Exit(any(each.status == "fail" for each in checks))
 
 

@@ -1,26 +1,26 @@
-"""The command that uploads what is in node memory alone, because the node is about to go."""
+"""The command that uploads checkpoints that only node memory has: once, or for ever as a sidecar."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.claiming import claimed
-from tiered_checkpoint_io.cli.documents import Flushed, FlushedSave, FlushState
-from tiered_checkpoint_io.cli.options import NODE, Json, Node
-from tiered_checkpoint_io.cli.output import printable, say, write_json
-from tiered_checkpoint_io.cli.progress import Meter, progress
+from tiered_checkpoint_io.cli.answers import ask, claimed
+from tiered_checkpoint_io.cli.options import NODE, Json, Name, Node
+from tiered_checkpoint_io.cli.output import INTERRUPTED, Meter, printable, progress, say, show, write_json
 from tiered_checkpoint_io.clock import SYSTEM
+from tiered_checkpoint_io.engine.drain import standalone
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
+from tiered_checkpoint_io.engine.drain.ending import ended_by_signal
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
+from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -49,83 +49,174 @@ _LOOK_S = 0.2
 #: So many ranks are named in a line.
 _NAMED = 16
 
+FlushState = Literal["durable", "uploaded", "queued", "not_durable"]
+_STATES: dict[FlushState, str] = {"not_durable": "not durable"}
+
+
+@dataclass(frozen=True, slots=True)
+class FlushedSave:
+    """The state of a save after a flush.
+
+    Attributes:
+        name: The checkpoint.
+        dirpath: Its durable tier.
+        step: The training step; None if it is not known.
+        state: ``uploaded``: this node has sent its parts; the parts of other nodes are missing.
+        ranks: Ranks whose parts this node has.
+        missing_ranks: Ranks whose parts other nodes have.
+        size_bytes: Bytes of the parts that this node has.
+        error: The reason if it is not durable.
+    """
+
+    name: str
+    dirpath: str
+    step: int | None
+    state: FlushState
+    ranks: Sequence[int]
+    missing_ranks: Sequence[int]
+    size_bytes: int
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoints that are uploaded: options of the command, see :func:`spread`."""
+
+    everything: Annotated[bool, typer.Option("--all", help="All checkpoints in this node's memory.")] = False
+    stay: Annotated[
+        bool, typer.Option("--stay", help="Upload what is queued, and wait for more for ever, as a sidecar.")
+    ] = False
+    ended: Annotated[
+        bool, typer.Option("--ended", help="Skip a namespace that a live trainer uses: for a job's epilog.")
+    ] = False
+
 
 def flush(
-    name: Annotated[str | None, typer.Argument(help="One checkpoint, or tiered:latest: the default.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All checkpoints in this node's memory.")] = False,
-    ended: Annotated[
-        bool, typer.Option("--ended", help="Leave a namespace alone that a live trainer uses: for a job's epilog.")
-    ] = False,
+    name: Name = None,
+    choice: Choice = Choice(),
     node: Node = NODE,
-    timeout: Annotated[
-        int, typer.Option(min=1, max=24 * 3600, help="How long to wait for the uploads in all, seconds.")
-    ] = 600,
-    json: Json = False,
+    timeout: Annotated[int, typer.Option(min=1, max=24 * 3600, metavar="SECONDS", help="Time for all uploads.")] = 600,
+    as_json: Json = False,
 ) -> None:
-    """Uploads what is in this node's memory alone: before the node goes, whether the trainer lives or not.
+    """Uploads checkpoints that only this node's memory has: before the node goes, or as a sidecar by --stay.
 
-    By default the newest checkpoint that training can resume from, of each payload, and all that is queued; where that
-    is damaged in memory, the one before it as well, and the status is 1. With a checkpoint goes what
-    lies beside it under its name: averages, and what other process groups saved. The drain uploads it like
-    any other: the one that runs, or a new one, which continues where this command is interrupted. Of a checkpoint whose
-    parts are on several nodes, run this on each of them: it is committed once all parts are there. Refused while a run
-    of another job writes to the same dirpath.
+    Uploads the newest resumable checkpoint of each payload (full, sharded, local) and everything queued, whether the
+    trainer is alive or not. If the newest is damaged, also uploads the one before and exits with 1. Averages and the
+    checkpoints of other process groups go with the checkpoint of the same step. The running drain does the upload, or
+    a new one, which continues if this command is interrupted. If the parts of a checkpoint are on several nodes, run
+    this on each of them. Refused while a run of another job writes to the same dirpath.
     """
-    if everything and name is not None:
+    if choice.everything and name is not None:
         raise typer.BadParameter("give a name, or --all")
-    # That is the default.
-    name = None if name == ids.LATEST else name
+    if choice.stay and (choice.everything or choice.ended or as_json or name is not None):
+        raise typer.BadParameter("--stay takes only --memory-dir and --namespace")
     root = owned(existing(node.path))
-    if ended and has_trainer(root):
-        if json:
-            write_json("flush", Flushed(root.name, False, ()))
+    if choice.stay:
+        _stay(root)
+        return
+    if choice.ended and has_trainer(root):
+        if as_json:
+            write_json("flush", {"namespace": root.name, "flushed": False, "checkpoints": (), "errors": ()})
         else:
             say(printable(f"{root.name}: left to its trainer, which is alive"))
         return
-    tier, queue = tier_at(root), Queue(root)
-    saves = to_flush(tier.parts(), name=name, everything=everything)
-    if not saves:
-        text = "no checkpoint that training can resume from" if name is None else f"no such checkpoint: {name}"
-        hint = "see what is there: tiered-ckpt status"
-        raise CheckpointNotFoundError(text, operation="flush", tier="memory", key=str(root), hint=hint)
-    config = _config(root, saves[0].place)
-    with contextlib.ExitStack() as held:
-        for place in sorted({save.place for save in saves}, key=str):
-            if _is_another_jobs(config, place, root.name):
-                held.enter_context(claimed(config_at(config, place), threading.Event(), place.dirpath))
-        rows, tried = list[FlushedSave](), list[HeldSave]()
-        error: DrainError | None = None
-        is_damaged, began = False, SYSTEM.monotonic()
-        known: set[str] = set()
-        lost: set[Unit] = set()
-        while saves and error is None:
-            _mark(config, tier, queue, saves)
-            error = _upload(tier, config, max(1.0, timeout - (SYSTEM.monotonic() - began)), silent=json)
-            rows += [_row(config, tier, queue, save) for save in saves]
-            tried += saves
-            damaged = {save.content.save_id for save in saves if _is_damaged(queue, save)}
-            is_damaged = is_damaged or bool(damaged)
-            # What was found damaged is in quarantine now: another one is the newest.
-            is_next = damaged and name is None and not everything
-            known |= {save.content.save_id for save in saves}
-            lost |= {save.unit for save in saves if save.content.save_id in damaged}
-            left = to_flush(tier.parts(), without=lost) if is_next else []
-            saves = [save for save in left if save.content.save_id not in known]
-    pairs = zip(tried, rows, strict=True)
-    there = {save.content.save_id for save, row in pairs if row.state in ("durable", "uploaded")}
-    good = (
-        error is None
-        and not is_damaged
-        and all(any(save.content.save_id in there for save in group) for group in by_payload(tried) or [tried])
-    )
-    if json:
-        write_json("flush", Flushed(root.name, good, rows))
+    # tiered:latest is the default.
+    done = _Flush(root, name=None if name == ids.LATEST else name, everything=choice.everything)
+    done.run(timeout, silent=as_json)
+    if as_json:
+        document = {"namespace": root.name, "flushed": done.is_good, "checkpoints": done.rows, "errors": done.failures}
+        write_json("flush", document)
     else:
-        for row in rows:
-            say(_line(row))
-    if error is not None:
-        raise error
-    raise typer.Exit(0 if good else 1)
+        show("", map(_cells, done.rows), "name", "step", "size", "state", "dirpath", "note")
+        for line in done.failures:
+            say(printable(f"error: {line}"), err=True)
+    if done.error is not None:
+        raise done.error
+    raise typer.Exit(0 if done.is_good else 1)
+
+
+def _stay(root: Path) -> None:
+    """Uploads what is queued until a signal ends this; stands by while another drain works."""
+    log = get_logger(root.name)
+    # One that is ended while it waits for work has not failed.
+    with ended_by_signal(log, late=0) as stop:
+        standalone.run(Drain(root, logger=log, stop=stop, stay=True), root, log, stop, stay=True)
+    if stop.is_interrupt:
+        raise typer.Exit(INTERRUPTED)
+
+
+class _Flush:
+    """One flush of a namespace.
+
+    Attributes:
+        rows: The state of each save.
+        failures: Errors of other operations that failed meanwhile.
+        error: The reason why not all is uploaded.
+        is_good: Whether all is uploaded that had to be.
+    """
+
+    def __init__(self, root: Path, *, name: str | None, everything: bool) -> None:
+        """Chooses the saves.
+
+        Raises:
+            CheckpointNotFoundError: There is no such save, and nothing is queued.
+        """
+        self._root, self._tier, self._queue = root, tier_at(root), Queue(root)
+        self._is_choice = name is None and not everything
+        self._saves = to_flush(self._tier.parts(), name=name, everything=everything)
+        queued = self._queue.look(self._tier)
+        if not self._saves and (name is not None or not queued):
+            text = "no checkpoint that training can resume from" if name is None else f"no such checkpoint: {name}"
+            hint = "see what is there: tiered-ckpt status"
+            raise CheckpointNotFoundError(text, operation="flush", tier="memory", key=str(root), hint=hint)
+        place = self._saves[0].place if self._saves else queued[0].place
+        self._config = _config(root, place)
+        self._before = set(self._queue.outcomes())
+        self.rows, self.failures = list[FlushedSave](), list[str]()
+        self.error: DrainError | None = None
+        self.is_good = False
+
+    def run(self, timeout: float, *, silent: bool) -> None:
+        """Uploads the saves and what is queued; ``timeout`` is for all of it."""
+        began, tried = SYSTEM.monotonic(), list[HeldSave]()
+        damaged: set[str] = set()
+        lost: set[Unit] = set()
+        with contextlib.ExitStack() as held:
+            for place in sorted({save.place for save in self._saves}, key=str):
+                if _is_another_jobs(self._config, place, self._root.name):
+                    held.enter_context(claimed(config_at(self._config, place), threading.Event(), place.dirpath))
+            saves = self._saves
+            while True:
+                _mark(self._config, self._tier, self._queue, saves)
+                left_s = max(1.0, timeout - (SYSTEM.monotonic() - began))
+                self.error = _upload(self._tier, self._config, left_s, silent=silent)
+                self.rows += [_row(self._config, self._tier, self._queue, save) for save in saves]
+                tried += saves
+                found = {save.content.save_id for save in saves if _is_damaged(self._queue, save)}
+                damaged |= found
+                lost |= {save.unit for save in saves if save.content.save_id in found}
+                if self.error is not None or not found or not self._is_choice:
+                    break
+                # The damaged one is in quarantine now: another one is the newest.
+                known = {save.content.save_id for save in tried}
+                saves = [s for s in to_flush(self._tier.parts(), without=lost) if s.content.save_id not in known]
+                if not saves:
+                    break
+        self._judge(tried, damaged)
+
+    def _judge(self, tried: Sequence[HeldSave], damaged: Collection[str]) -> None:
+        pairs = zip(tried, self.rows, strict=True)
+        there = {save.content.save_id for save, row in pairs if row.state in ("durable", "uploaded")}
+        ours = {each.op_id for save in tried for each in save.parts}
+        last = {each.op_id: each for each in self._queue.outcomes() if each not in self._before}
+        self.failures = [
+            f"{each.action} of {each.name} failed: {each.error}"
+            for each in last.values()
+            if each.state == "failed" and each.op_id not in ours
+        ]
+        groups = by_payload(tried) or ([list(tried)] if tried else [])
+        is_there = all(any(save.content.save_id in there for save in group) for group in groups)
+        self.is_good = self.error is None and not damaged and not self.failures and is_there
 
 
 def _config(root: Path, place: Place) -> TieredCheckpointConfig:
@@ -297,13 +388,12 @@ def _manifest(config: TieredCheckpointConfig, save: HeldSave) -> Manifest | None
     return ask(config_at(config, save.place), lambda store: read_manifest(store, save.name), save.place.dirpath)
 
 
-def _line(row: FlushedSave) -> str:
-    """A row for people."""
-    step = f"step {row.step}, " if row.step is not None else ""
-    text = f"{row.state.replace('_', ' '):<12}{row.name} ({step}{size_text(row.size_bytes)})"
-    text += f" at {row.dirpath}" if row.state == "durable" else ""
+def _cells(row: FlushedSave) -> tuple[str, ...]:
+    notes = [row.error] if row.error else []
     missing = row.missing_ranks
     if missing and row.state != "durable":
         ranks = ", ".join(map(str, missing[:_NAMED])) + (" ..." if len(missing) > _NAMED else "")
-        text += f"; not committed yet: the parts of ranks {ranks} are not on this node, run tiered-ckpt flush on theirs"
-    return printable(f"{text}: {row.error}" if row.error else text)
+        notes.append(f"the parts of ranks {ranks} are not on this node: run tiered-ckpt flush on theirs")
+    step = str(row.step) if row.step is not None else ""
+    state = _STATES.get(row.state, row.state)
+    return row.name, step, size_text(row.size_bytes), state, row.dirpath, "; ".join(notes)

@@ -31,9 +31,14 @@ def _print_version(wanted: bool) -> None:
 Version = Annotated[
     bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
 ]
-Dirpath = Annotated[str, typer.Argument(help="The durable tier: an S3 URL, any fsspec URL, or a directory.")]
+Dirpath = Annotated[
+    str, typer.Argument(metavar="DIRPATH", help="The durable tier: an S3 URL, any fsspec URL, or a directory.")
+]
 AnyDirpath = Annotated[
-    str | None, typer.Argument(help="The durable tier; without one, only this node's memory is looked at.")
+    str | None, typer.Argument(metavar="DIRPATH", help="The durable tier; without one, only this node's memory.")
+]
+Name = Annotated[
+    str | None, typer.Argument(metavar="NAME", help="One checkpoint: its name, path or URL, or tiered:latest.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, for programs.")]
 
@@ -75,9 +80,9 @@ def wrong_use() -> Iterator[None]:
 class Address:
     """How a durable tier is reached: options of a command, see :func:`spread`."""
 
-    endpoint_url: Annotated[str | None, typer.Option(help="Of an S3 server other than AWS.")] = None
-    region: Annotated[str | None, typer.Option(help="The AWS region.")] = None
-    profile: Annotated[str | None, typer.Option(help="Of the AWS configuration files.")] = None
+    endpoint_url: Annotated[str | None, typer.Option(metavar="URL", help="Of an S3 server other than AWS.")] = None
+    region: Annotated[str | None, typer.Option(metavar="NAME", help="The AWS region.")] = None
+    profile: Annotated[str | None, typer.Option(metavar="NAME", help="Of the AWS configuration files.")] = None
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -99,7 +104,8 @@ class Server(Address):
     """The same, and how long it is waited for."""
 
     timeout: Annotated[
-        int, typer.Option(min=1, max=24 * 3600, help="How long to wait for a server that does not answer, seconds.")
+        int,
+        typer.Option(min=1, max=24 * 3600, metavar="SECONDS", help="Time to wait for a server that does not answer."),
     ] = DURABLE_TIMEOUT_S
 
     def patient(self, config: TieredCheckpointConfig) -> TieredCheckpointConfig:
@@ -112,7 +118,8 @@ class Node:
 
     memory_dir: MemoryDir = SHM
     namespace: Annotated[
-        str | None, typer.Option(help="The job's namespace; may be left out where this node's memory has just one.")
+        str | None,
+        typer.Option(metavar="NAME", help="The job's namespace; needed only if this node's memory has several."),
     ] = None
 
     @property
@@ -141,7 +148,9 @@ class Node:
 class Nodes(Node):
     """One memory tier of this node, or all of this user's."""
 
-    namespace: Annotated[str | None, typer.Option(help="One job's namespace; all of this user by default.")] = None
+    namespace: Annotated[
+        str | None, typer.Option(metavar="NAME", help="One job's namespace; all of this user by default.")
+    ] = None
 
     def paths(self) -> list[Path]:
         """Their roots; raises ConfigError where what is named is not there."""

@@ -1,4 +1,4 @@
-"""What commands print: tables on a terminal, and plain lines where something else reads them."""
+"""The output of commands: tables and progress on a terminal, tabs in a pipe, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import math
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import datetime
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tiered_checkpoint_io.inventory.record import iso
+from tiered_checkpoint_io.logs import size_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,6 +30,8 @@ INTERRUPTED, READER_GONE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 JSON_VERSION = 1
 #: On a terminal of so many columns, cells of so many characters, and names of so many, are not folded.
 _WIDE, _SHORT, _NAME = 100, 11, 30
+#: Between two lines of progress in a pipe, seconds.
+EVERY_S = 5.0
 
 
 #: Prints a line above what moves on the terminal, while something does.
@@ -68,7 +73,7 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 def write_json(command: str, document: object) -> None:
-    """Prints what a command found, a dataclass of :mod:`documents`, as the one JSON document on stdout."""
+    """Prints the answer of a command, a mapping or a dataclass, as the one JSON document on stdout."""
     say(json.dumps({"version": JSON_VERSION, "command": command, **as_json(document)}, allow_nan=False))
 
 
@@ -97,6 +102,28 @@ def show(title: str, rows: Iterable[tuple[str, ...]], *columns: str) -> None:
     from rich.console import Console
 
     Console().print(rich_table(title, cells, columns))
+
+
+def row_writer(**widths: int) -> Callable[..., None]:
+    """Returns a function that prints one row at a time: in a pipe with tabs below a header, else in columns.
+
+    Args:
+        widths: The columns, and their least widths on a terminal, where empty cells are left out.
+    """
+    began = False
+
+    def write(*cells: str) -> None:
+        nonlocal began
+        shown = list(map(printable, cells))
+        if is_terminal():
+            say("  ".join(cell.ljust(width) for cell, width in zip(shown, widths.values(), strict=True) if cell))
+            return
+        if not began:
+            say("\t".join(widths))
+        began = True
+        say("\t".join(shown))
+
+    return write
 
 
 def rich_table(title: str, rows: Iterable[Sequence[str]], columns: Iterable[str]) -> Table:
@@ -129,3 +156,90 @@ def is_terminal() -> bool:
 def printable(text: str) -> str:
     """Text without what would move a terminal's cursor, or end a line or a column."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+# ---------------------------------------------------------------------------------------- progress
+class Meter:
+    """Counts the bytes that are done; for many threads."""
+
+    def __init__(self, shown: Callable[[int], None]) -> None:
+        """Takes what is called with the bytes done so far, after each change."""
+        self._shown = shown
+        self._lock = threading.Lock()
+        self._done = 0
+
+    def add(self, count: int) -> None:
+        """Counts further bytes."""
+        with self._lock:
+            self._done += count
+            self._shown(self._done)
+
+    def at(self, done: int) -> None:
+        """Sets how many bytes are done; never goes back."""
+        with self._lock:
+            if done > self._done:
+                self._done = done
+                self._shown(done)
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int, *, silent: bool) -> Iterator[Meter]:
+    """Shows on stderr how far a transfer is while the block runs.
+
+    Args:
+        what: What is done, in a word or two.
+        total: Bytes in all.
+        silent: Show nothing, as beside ``--json``.
+    """
+    if silent:
+        yield Meter(lambda _: None)
+    elif sys.stderr.isatty():
+        with _bar(what, total) as shown:
+            yield Meter(shown)
+    else:
+        yield Meter(_lines(what, total))
+
+
+def line(what: str, done: int, total: int, seconds: float) -> str:
+    """A transfer in one line; pure."""
+    speed = done / max(seconds, 1e-9)
+    left = f", {(total - done) / speed:.0f} s left" if done and total >= done else ""
+    return f"{what}: {size_text(done)} of {size_text(total)}, {size_text(int(speed))}/s{left}"
+
+
+def _lines(what: str, total: int) -> Callable[[int], None]:
+    started = last = time.monotonic()
+
+    def shown(done: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= EVERY_S:
+            last = now
+            say(printable(line(what, done, total, now - started)), err=True)
+
+    return shown
+
+
+@contextlib.contextmanager
+def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+
+    def above(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    with (
+        Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as shown,
+        lines_above(above),
+    ):
+        task = shown.add_task(printable(what), total=total)
+        yield lambda done: shown.update(task, completed=done)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.claiming import claimed
-from tiered_checkpoint_io.cli.documents import Decided, Pruned, Refused
+from tiered_checkpoint_io.cli.answers import ask, claimed
 from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, path_of, wrong_use
 from tiered_checkpoint_io.cli.output import INTERRUPTED, printable, say, show, write_json
 from tiered_checkpoint_io.engine.drain.ending import ended_by_signal
@@ -58,45 +57,61 @@ class _Done(NamedTuple):
         return [each for each in self.attempts if each.refusal is not None]
 
 
-def prune(
-    dirpath: Dirpath,
-    keep_latest: Annotated[int | None, typer.Option(help="Keep so many latest steps.")] = None,
-    keep_every_steps: Annotated[int | None, typer.Option(help="Keep one in so many steps.")] = None,
-    keep_best: Annotated[int | None, typer.Option(help="Keep so many of the best by --metric.")] = None,
-    metric: Annotated[str | None, typer.Option(help="The metric for --keep-best, such as val_loss.")] = None,
-    mode: Annotated[str | None, typer.Option(help="min (the default) or max: which values are better.")] = None,
+@dataclass(frozen=True)
+class Keep:
+    """The policies: options of the command, see :func:`spread`."""
+
+    keep_latest: Annotated[int | None, typer.Option(metavar="N", help="Keep the N latest steps.")] = None
+    keep_every_steps: Annotated[int | None, typer.Option(metavar="N", help="Keep one in N steps.")] = None
+    keep_best: Annotated[int | None, typer.Option(metavar="N", help="Keep the N best by --metric.")] = None
+    metric: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The metric for --keep-best, such as val_loss.")
+    ] = None
+    mode: Annotated[str | None, typer.Option(metavar="MODE", help="The better values: min (the default) or max.")] = (
+        None
+    )
     config_file: Annotated[
         Path | None,
         typer.Option(
             "--config",
             parser=path_of,
             metavar="PATH",
-            help="A YAML file with the key retention, in place of these options.",
+            help="A YAML file with the key retention, instead of these options.",
         ),
-    ] = None,
+    ] = None
+
+    def policies(self) -> tuple[Policy, ...]:
+        """Returns the policies of the options, or of the file; never none."""
+        if self.keep_best is not None and self.metric is None:
+            raise typer.BadParameter("--keep-best needs --metric, such as --metric val_loss")
+        given = {
+            "latest": self.keep_latest,
+            "every_steps": self.keep_every_steps,
+            "best": self.keep_best,
+            "metric": self.metric,
+            "mode": self.mode,
+        }
+        return _policies({key: value for key, value in given.items() if value is not None}, self.config_file)
+
+
+def prune(
+    dirpath: Dirpath,
+    keep: Keep = Keep(),
     yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, only show what would go.")] = False,
     older_than: Annotated[
-        float, typer.Option(min=0, help="Report remains of saves and uploads that are older than so many hours.")
+        float, typer.Option(min=0, metavar="HOURS", help="Report remains of saves and uploads that are older.")
     ] = 24.0,
     server: Server = SERVER,
     json: Json = False,
 ) -> None:
-    """Removes checkpoints of the durable tier that no policy keeps. Without --yes it only shows what would go, and why
-    each of the others stays.
+    """Deletes checkpoints from the durable tier that no policy keeps.
+
+    Without --yes it only shows what would go, and why each of the others stays.
 
     Always kept: the newest that training can resume from, aliases and what they stand for, and copies such as
     last.ckpt. Refused with --yes while a run writes to the dirpath.
     """
-    given = {
-        "latest": keep_latest,
-        "every_steps": keep_every_steps,
-        "best": keep_best,
-        "metric": metric,
-        "mode": mode,
-    }
-    if keep_best is not None and metric is None:
-        raise typer.BadParameter("--keep-best needs --metric, such as --metric val_loss")
-    policies = _policies({key: value for key, value in given.items() if value is not None}, config_file)
+    policies = keep.policies()
     config = server.config(dirpath)
     older_than_s = older_than * 3600.0
     plan = ask(config, lambda store: _plan(store, policies, older_than_s))
@@ -190,20 +205,23 @@ def _refuse_unknown_metrics(found: Sequence[Checkpoint], policies: Sequence[Poli
 def _show(config: TieredCheckpointConfig, plan: _Plan, done: _Done, *, json: bool, dry_run: bool) -> None:
     going, gone, left = plan.going, done.gone, plan.left
     if json:
-        document = Pruned(
-            dirpath=config.dirpath,
-            dry_run=dry_run,
-            checkpoints=[_decided(each, plan.reasons[each.name]) for each in reversed(in_order(plan.found))],
-            unreadable=sorted(plan.unread),
-            removed=[each.name for each in gone],
-            removed_size_bytes=sum(each.size for each in gone),
-            refused=[Refused(each.checkpoint.name, each.is_gone, str(each.refusal)) for each in done.refused],
-            refused_again=[str(each) for each in done.refused_again],
-            incomplete_saves=left.incomplete,
-            unnamed_objects=left.objects,
-            unnamed_size_bytes=left.size,
-            unfinished_uploads=left.uploads,
-        )
+        document = {
+            "dirpath": config.dirpath,
+            "dry_run": dry_run,
+            "checkpoints": [_decided(each, plan.reasons[each.name]) for each in reversed(in_order(plan.found))],
+            "unreadable": sorted(plan.unread),
+            "removed": [each.name for each in gone],
+            "removed_size_bytes": sum(each.size for each in gone),
+            "refused": [
+                {"name": each.checkpoint.name, "removed": each.is_gone, "error": str(each.refusal)}
+                for each in done.refused
+            ],
+            "refused_again": [str(each) for each in done.refused_again],
+            "incomplete_saves": left.incomplete,
+            "unnamed_objects": left.objects,
+            "unnamed_size_bytes": left.size,
+            "unfinished_uploads": left.uploads,
+        }
         write_json("prune", document)
         return
     rows = [(each, ", ".join(plan.reasons[each.name])) for each in reversed(in_order(plan.found))]
@@ -280,15 +298,15 @@ def _leftover_lines(left: Leftovers) -> list[str]:
     return lines
 
 
-def _decided(each: Checkpoint, reasons: Sequence[str]) -> Decided:
-    return Decided(
-        name=each.name,
-        kept=bool(reasons),
-        reasons=reasons,
-        step=ids.known(each.step),
-        save_id=each.save_id,
-        size_bytes=each.size,
-        created=time_of(each.created),
-        alias_of=each.alias_of,
-        metrics=each.metrics,
-    )
+def _decided(each: Checkpoint, reasons: Sequence[str]) -> dict[str, Any]:
+    return {
+        "name": each.name,
+        "kept": bool(reasons),
+        "reasons": reasons,
+        "step": ids.known(each.step),
+        "save_id": each.save_id,
+        "size_bytes": each.size,
+        "created": time_of(each.created),
+        "alias_of": each.alias_of,
+        "metrics": each.metrics,
+    }

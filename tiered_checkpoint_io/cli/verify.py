@@ -2,34 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.checking import (
-    Checked,
-    CopyState,
-    Report,
-    check_part,
-    unreadable,
+from tiered_checkpoint_io.cli.options import (
+    NODES,
+    SERVER,
+    AnyDirpath,
+    Json,
+    Name,
+    Nodes,
+    Server,
+    has_memory,
+    name_of,
 )
-from tiered_checkpoint_io.cli.documents import Verified
-from tiered_checkpoint_io.cli.options import NODES, SERVER, Json, Nodes, Server, has_memory, name_of
-from tiered_checkpoint_io.cli.output import printable, say, write_json
-from tiered_checkpoint_io.cli.progress import Meter, progress
+from tiered_checkpoint_io.cli.output import Meter, is_terminal, progress, row_writer, write_json
+from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.durable.damage import Damage, content_or_damage
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, FormatVersionError, StoreArchivedError
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    StoreArchivedError,
+)
 from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, checkpoints, latest, read
 from tiered_checkpoint_io.inventory.roots import tier_at
-from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content
 from tiered_checkpoint_io.stores import Store, place_of
+
+CopyState = Literal["intact", "damaged", "newer", "changed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a look at one copy of a checkpoint, or at one part of it, found."""
+
+    name: Annotated[str, "The checkpoint's; of what can't be read, the folder or key."]
+    tier: Annotated[Literal["memory", "durable"], "Where it lies."]
+    state: Annotated[
+        CopyState, "``newer``: it needs a newer release; ``changed``: removed or overwritten while it was read."
+    ]
+    rank: Annotated[int | None, "Whose part it is, or the damaged file's; None for all of them."] = None
+    copy: Annotated[Literal["own", "replica", "spill"] | None, "What it is in memory."] = None
+    file: Annotated[str | None, "The damaged file."] = None
+    error: Annotated[str | None, "What is wrong."] = None
+    step: Annotated[int | None, "The training step; None where it is not known."] = None
+    size_bytes: Annotated[int, "Bytes of it."] = 0
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is wrong with it."""
+        return self.state in ("intact", "changed")
+
+
+Report = Callable[[Checked], None]
 
 
 class Tier(str, Enum):
@@ -45,19 +79,17 @@ _WHY = {"changed": "removed or overwritten while it was read", "newer": "it need
 
 
 def verify(
-    dirpath: Annotated[
-        str | None, typer.Argument(help="The durable tier; without it, only this node's memory is read.")
-    ] = None,
-    name: Annotated[str | None, typer.Argument(help="One checkpoint, or tiered:latest; all by default.")] = None,
+    dirpath: AnyDirpath = None,
+    name: Name = None,
     tier: Annotated[Tier | None, typer.Option(help="Only this tier; both by default.")] = None,
     nodes: Nodes = NODES,
     server: Server = SERVER,
-    json: Json = False,
+    as_json: Json = False,
 ) -> None:
-    """Reads checkpoints and compares every byte with its hash: on the durable tier, and in this node's memory.
+    """Reads checkpoints of both tiers, and compares every byte with its hash.
 
     In memory: this node's own parts, replicas of other nodes' parts, and the spill; with DIRPATH, those that belong to
-    it. Names the file, the tier and the rank of what is damaged. Changes nothing. Exit status 1 where anything is
+    it. Names the file, the tier and the rank of any damage, and changes nothing. The exit status is 1 if anything is
     damaged.
     """
     if dirpath is None and tier is Tier.durable:
@@ -65,12 +97,13 @@ def verify(
     config = server.config(dirpath) if dirpath is not None else None
     wanted = name_of(config, name) if config is not None and name is not None else None
     rows: list[Checked] = []
+    write = row_writer(state=8, tier=8, name=0, rank=0, copy=0, note=0)
     asks = config is not None and tier is not Tier.memory
 
     def report(row: Checked) -> None:
         rows.append(row)
-        if not json:
-            say(_line(row))
+        if not as_json:
+            write(*_cells(row))
 
     looks = tier is not Tier.durable and (nodes.is_named or has_memory(nodes.memory_dir))
     tiers = [tier_at(each) for each in nodes.paths()] if looks else []
@@ -85,11 +118,11 @@ def verify(
             held, found = _latest(held, found)
         elif wanted is not None:
             held = [(each, stored) for each, stored in held if stored.part.name == wanted]
-    _check_memory(tiers if wanted is None else [], held, report, silent=json)
+    _check_memory(tiers if wanted is None else [], held, report, silent=as_json)
     if config is not None and asks:
 
         def check(store: Store) -> None:
-            _check_durable(store, _look(store, wanted, held) if found is None else found, report, silent=json)
+            _check_durable(store, _look(store, wanted, held) if found is None else found, report, silent=as_json)
 
         ask(config, check)
     if not rows:
@@ -99,8 +132,8 @@ def verify(
         hint = "list what is there: tiered-ckpt ls, and tiered-ckpt status"
         raise CheckpointNotFoundError(text, operation="verify", tier=tier.value if tier else None, key=where, hint=hint)
     good = all(row.is_good for row in rows)
-    if json:
-        write_json("verify", Verified(dirpath, good, rows))
+    if as_json:
+        write_json("verify", {"dirpath": dirpath, "intact": good, "checkpoints": rows})
     raise typer.Exit(0 if good else 1)
 
 
@@ -129,6 +162,39 @@ def _latest(held: _Parts, found: Sequence[DurableCheckpoint]) -> tuple[_Parts, l
         [(tier, stored) for tier, stored in held if stored.save_id == meant.save_id],
         [each for each in found if meant.durable is not None and each.name == meant.name],
     )
+
+
+def check_part(tier: MemoryTier, stored: StoredPart, meter: Meter) -> Checked:
+    """Reads a part in memory; one that was removed meanwhile is not damaged."""
+    part = stored.part
+    copy: Literal["own", "replica", "spill"] = (
+        "replica" if stored.is_replica else "spill" if tier.is_spilled(stored.folder) else "own"
+    )
+
+    def checked(state: CopyState, file: str | None = None, error: str | None = None) -> Checked:
+        step, size = ids.known(part.content.step), part.content.size
+        return Checked(part.name, "memory", state, part.rank, copy, file, error, step, size)
+
+    try:
+        with reading(stored) as views:
+            for entry in part.content.files:
+                where = str(stored.file(entry.basename))
+                chunks.verify(entry, views[entry.basename], where=where, progress=meter.add)
+    except CheckpointNotFoundError:
+        return checked("changed")
+    except CorruptCheckpointError as error:
+        return checked("damaged", error.key, error.message)
+    return checked("intact")
+
+
+def unreadable(tier: MemoryTier) -> list[Checked]:
+    """What lies in memory and can't be understood."""
+    return [
+        Checked(
+            str(folder), "memory", "newer" if isinstance(error, FormatVersionError) else "damaged", error=str(error)
+        )
+        for folder, error in tier.unreadable()
+    ]
 
 
 def _check_memory(tiers: Sequence[MemoryTier], held: _Parts, report: Report, *, silent: bool) -> None:
@@ -174,11 +240,9 @@ def _checked(store: Store, each: DurableCheckpoint, known: dict[str, Content | D
     return replace(row, state="damaged", rank=damage.rank, file=damage.file or None, error=damage.error)
 
 
-def _line(row: Checked) -> str:
-    """A row for people."""
-    rank = f" rank {row.rank}" if row.rank is not None else ""
-    copy = f" ({row.copy})" if row.copy not in (None, "own") else ""
-    why = _WHY.get(row.state, "")
+def _cells(row: Checked) -> tuple[str, ...]:
     error = f"{row.file}: {row.error}" if row.file else row.error
-    said = ": ".join(filter(None, (why, error)))
-    return printable(f"{_WORDS[row.state]:<9}{row.tier:<9}{row.name}{rank}{copy}{': ' if said else ''}{said}")
+    note = ": ".join(filter(None, (_WHY.get(row.state, ""), error)))
+    # A terminal shows no header.
+    rank = "" if row.rank is None else f"rank {row.rank}" if is_terminal() else str(row.rank)
+    return _WORDS[row.state], row.tier, row.name, rank, row.copy or "", note

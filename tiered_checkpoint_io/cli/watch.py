@@ -10,16 +10,14 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask, raising
-from tiered_checkpoint_io.cli.documents import Change, Event, Ran
-from tiered_checkpoint_io.cli.listing import looker_of
+from tiered_checkpoint_io.cli.listing import looker_of, state_text, table_of
 from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server
-from tiered_checkpoint_io.cli.output import is_terminal, printable, rich_table, say, write_json
-from tiered_checkpoint_io.cli.rows import state_text, table_of
+from tiered_checkpoint_io.cli.output import is_terminal, printable, rich_table, row_writer, say, write_json
 from tiered_checkpoint_io.inventory.look import RepeatedLook
 from tiered_checkpoint_io.inventory.new_checkpoints import NewCheckpoints, held
 from tiered_checkpoint_io.inventory.record import CheckpointInfo, iso
@@ -38,6 +36,9 @@ _STDERR = 2
 _PREFIX = "TIERED_CKPT_"
 
 
+Event = Literal["listed", "new", "changed", "removed"]
+
+
 class _Terminated(BaseException):
     """SIGTERM came."""
 
@@ -53,14 +54,19 @@ def watch(
         typer.Option(metavar="SAVE_ID", help="With --exec: begin after this save; '' for all that is there."),
     ] = None,
     idle_timeout: Annotated[
-        float | None, typer.Option(min=0, help="End after so many seconds without a new durable checkpoint.")
+        float | None,
+        typer.Option(min=0, metavar="SECONDS", help="End after this time without a new durable checkpoint."),
     ] = None,
-    every: Annotated[float, typer.Option(min=0.1, max=3600, help="How often to look, seconds.")] = _EVERY_S,
+    every: Annotated[
+        float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Time between two looks.")
+    ] = _EVERY_S,
     memory_dir: MemoryDir = SHM,
     server: Server = SERVER,
     as_json: Json = False,
 ) -> None:
-    """Watches both tiers: a table on a terminal, else a line for each change; until SIGTERM or Ctrl-C.
+    """Watches both tiers until SIGTERM or Ctrl-C; runs a command for each durable checkpoint by --exec.
+
+    Shows a table on a terminal, else a line for each change.
 
     With --exec CMD a shell runs CMD once for each checkpoint that becomes durable, in the order of the saves, one at a
     time. "$1" is its URL; TIERED_CKPT_URL, _NAME, _DIRPATH, _SAVE_ID, _STEP, _EPOCH, _KIND, _SIZE_BYTES, _CREATED,
@@ -71,7 +77,7 @@ def watch(
     if after is not None and command is None:
         raise typer.BadParameter("--after needs --exec: it says where that begins")
     if after and not ids.is_save_id(after):
-        raise typer.BadParameter(f"--after {after!r} is no save id; tiered-ckpt show prints them")
+        raise typer.BadParameter(f"--after {after!r} is no save id; tiered-ckpt ls DIRPATH NAME prints them")
     runs = _CommandLine(command, as_json=as_json) if command is not None else None
     news, shown = NewCheckpoints(after), _Shown(as_json=as_json)
     looker = looker_of(config, memory_dir)
@@ -145,7 +151,14 @@ class _CommandLine:
             say(printable(f"error: the command for {each.name} {how}"), err=True)
         if self._as_json:
             lasted = round(time.monotonic() - began, 3)
-            write_json("watch", Ran("ran", datetime.now(timezone.utc), each, status, lasted))
+            document = {
+                "event": "ran",
+                "time": datetime.now(timezone.utc),
+                "checkpoint": each,
+                "exit_status": status,
+                "duration_s": lasted,
+            }
+            write_json("watch", document)
 
 
 def _variables(each: CheckpointInfo) -> dict[str, str]:
@@ -204,6 +217,7 @@ class _Shown:
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
         self._before: dict[tuple[str, str], CheckpointInfo] | None = None
+        self._write = row_writer(time=0, event=0, name=0, step=0, size=0, state=0)
 
     def update(self, found: Sequence[CheckpointInfo]) -> None:
         now = {(each.name, each.save_id): each for each in found}
@@ -223,11 +237,10 @@ class _Shown:
     def _say(self, event: Event, each: CheckpointInfo) -> None:
         at = datetime.now(timezone.utc)
         if self._as_json:
-            write_json("watch", Change(event, at, each))
+            write_json("watch", {"event": event, "time": at, "checkpoint": each})
             return
-        step = f"step {each.step}" if each.step is not None else ""
-        cells = (str(iso(at)), event, each.name, step, size_text(each.size_bytes), state_text(each))
-        say("\t".join(map(printable, cells)))
+        step = str(each.step) if each.step is not None else ""
+        self._write(str(iso(at)), event, each.name, step, size_text(each.size_bytes), state_text(each))
 
 
 class _Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -55,22 +55,32 @@ class PartHere:
     is_latest: Annotated[bool, "Whether tiered:latest would take its save, of what its namespace has in memory."]
 
 
-@dataclass(frozen=True, slots=True)
-class Save:
-    """One save of a name."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Details(CheckpointInfo):
+    """All that is known of one save of a name: its row in a listing, and the rest.
 
-    checkpoint: Annotated[CheckpointInfo, "Its row in ``ls``; corrupt also where its index is; ``ls`` does not look."]
-    manifest_key: Annotated[str | None, "Its manifest below dirpath; None where it has none."]
-    namespace: Annotated[str, "The namespace that saved it; empty where it is not known."]
-    world_size: Annotated[int | None, "How many ranks the job had."]
-    writer: Annotated[Mapping[str, str], "The versions of the software that wrote it."]
-    aliases: Annotated[Sequence[str], "The names of its aliases."]
-    previous_save_ids: Annotated[Sequence[str], "What its objects may hold while it is being overwritten."]
-    files: Annotated[Sequence[File], "All where the durable tier has them, else those of the parts here."]
-    held_parts: Annotated[Sequence[PartHere], "Its parts in this node's memory."]
+    Attributes:
+        manifest_key: Its manifest below dirpath; None if it has none.
+        namespace: The namespace that saved it; empty if it is not known.
+        world_size: Number of ranks of the job.
+        writer: Versions of the software that wrote it.
+        aliases: Names of its aliases.
+        previous_save_ids: Saves that its objects may hold during an overwrite.
+        files: All files if the durable tier has them, else those of the parts here.
+        held_parts: Its parts in this node's memory.
+    """
+
+    manifest_key: str | None
+    namespace: str
+    world_size: int | None
+    writer: Mapping[str, str]
+    aliases: Sequence[str]
+    previous_save_ids: Sequence[str]
+    files: Sequence[File]
+    held_parts: Sequence[PartHere]
 
 
-def details_of(name: str, look: Look, store: Store | None) -> list[Save]:
+def details_of(name: str, look: Look, store: Store | None) -> list[Details]:
     """All saves of a name, the latest first: a name may have one on the durable tier, and a later one in memory.
 
     Args:
@@ -86,7 +96,7 @@ def details_of(name: str, look: Look, store: Store | None) -> list[Save]:
     return [_details(row, rows, look, store) for row in meant]
 
 
-def _details(row: CheckpointInfo, rows: list[CheckpointInfo], look: Look, store: Store | None) -> Save:
+def _details(row: CheckpointInfo, rows: list[CheckpointInfo], look: Look, store: Store | None) -> Details:
     durable = look.durable.manifests if look.durable is not None else []
     manifest = next((each for each in durable if each.name == row.name and "durable" in row.where), None)
     target = next((each for each in durable if manifest is not None and each.name == manifest.alias_of), manifest)
@@ -101,8 +111,8 @@ def _details(row: CheckpointInfo, rows: list[CheckpointInfo], look: Look, store:
             files = files_of(store, content).sizes if store is not None else files
         except CorruptCheckpointError as error:
             row = replace(row, state="corrupt", problem=str(error))
-    return Save(
-        checkpoint=row,
+    return Details(
+        **{each.name: getattr(row, each.name) for each in fields(row)},
         manifest_key=ids.manifest_key(row.name) if manifest is not None else None,
         namespace=content.namespace if content is not None else "",
         world_size=content.world_size if content is not None else None,

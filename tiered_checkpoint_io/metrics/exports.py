@@ -1,4 +1,4 @@
-"""Sends metrics where ``metrics_export`` says, in the background: of trainers, drains and commands."""
+"""Sends metrics where ``metrics_export`` says, in the background: of trainers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def write(target: MetricsTarget, samples: Iterable[Sample]) -> None:
     Raises:
         OSError: It can't be written.
     """
-    from tiered_checkpoint_io.metrics.prometheus import write_textfile
+    from tiered_checkpoint_io.metrics.text import write_textfile
 
     write_textfile(Path(target.path), samples)
 

@@ -1,11 +1,10 @@
-"""Metrics for Prometheus, by prometheus-client: served over HTTP, or as a file for node_exporter."""
+"""Metrics for Prometheus, by prometheus-client: served over HTTP."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
-from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -52,11 +51,6 @@ class Server:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-def write_textfile(path: Path, samples: Iterable[Sample]) -> None:
-    """Writes a file for node_exporter, so that a reader sees the old content or the new."""
-    write_to_textfile(str(path), _registry(samples))
 
 
 def _registry(source: Source | Iterable[Sample]) -> CollectorRegistry:

@@ -179,4 +179,4 @@ def not_uploaded(pending: Sequence[Saved], config: TieredCheckpointConfig, error
 def drain_command(config: TieredCheckpointConfig) -> str:
     """What to type to have the queue of a job worked on."""
     place = "" if config.memory_dir == _SHM else f" --memory-dir {config.memory_dir}"
-    return f"tiered-ckpt drain --namespace {config.namespace}{place}"
+    return f"tiered-ckpt flush --namespace {config.namespace}{place}"

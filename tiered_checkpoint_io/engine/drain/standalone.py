@@ -20,9 +20,7 @@ _STAND_BY_S = 1.0
 _NICENESS = 10
 
 
-def run(
-    worker: Drain, root: Path, log: Logger, stop: threading.Event, *, once: bool = False, stay: bool = False
-) -> bool:
+def run(worker: Drain, root: Path, log: Logger, stop: threading.Event, *, stay: bool = False) -> bool:
     """Lets a drain work, or stand by where another one works.
 
     Returns:
@@ -31,11 +29,11 @@ def run(
     Raises:
         DrainError: See :meth:`Drain.follows`.
     """
-    worked = worker.run(once=once)
+    worked = worker.run()
     if not worked:
         stands_by = stay or worker.follows()
         log.info("another drain works on %s; %s", root, "standing by" if stands_by else "leaving")
-        while (stay or worker.follows()) and not stop.wait(_STAND_BY_S) and not worker.run(once=once):
+        while (stay or worker.follows()) and not stop.wait(_STAND_BY_S) and not worker.run():
             pass
     return worked
 

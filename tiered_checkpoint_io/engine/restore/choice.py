@@ -265,7 +265,7 @@ _PASSED_OVER: Mapping[str, tuple[Kind, ...]] = {"sharded": ("local",), "local": 
 _HOW_TO_LOAD: Mapping[Kind, str] = {
     "full": "load it by TieredCheckpointIO",
     "sharded": "load it by tiered_checkpoint_io.dcp or with a sharded strategy of this package, or make a full one of"
-    " it: tiered-ckpt export",
+    " it: tiered-ckpt get",
     "local": "load it by tiered_checkpoint_io.dcp with kind='local'",
 }
 

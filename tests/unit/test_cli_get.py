@@ -1,4 +1,4 @@
-"""The command that brings a checkpoint from the durable tier to this node's memory, or to a folder."""
+"""The command that fetches a checkpoint from the durable tier to this node's memory, to a file, or to a folder."""
 
 import json
 import os
@@ -14,7 +14,8 @@ from support.supporting import build
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO
-from tiered_checkpoint_io.cli import app, pulling
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.cli import get as getting
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -37,89 +38,86 @@ def command(*arguments):
 def run(memory_dir, tmp_path):
     """A run's dirpath, with a full checkpoint by a trainer's IO; its node is lost."""
     dirpath = str(tmp_path / "run")
-    io = build(TieredCheckpointIO, dirpath=dirpath, memory_dir=memory_dir, namespace="before", drain="thread")
+    io = build(TieredCheckpointIO, dirpath=dirpath, memory_dir=memory_dir, namespace="gpt-1", drain="thread")
     io.save_checkpoint({"global_step": 5, "weights": torch.arange(1000.0)}, f"{dirpath}/step=5.ckpt")
     io.teardown()
-    assert command("clean", "--memory-dir", memory_dir, "--namespace", "before").exit_code == 0
+    assert command("clean", "--yes", "--memory-dir", memory_dir, "--namespace", "gpt-1").exit_code == 0
     return dirpath
 
 
-def test_a_restart_reads_from_memory_what_was_pulled(run, memory_dir):
-    done = command("pull", run, "--memory-dir", memory_dir, "--json")
-    document = document_of("pull", done)
+def test_a_restart_of_the_job_reads_from_memory(run, memory_dir):
+    """It looks only in its own namespace, which the manifest names."""
+    done = command("get", run, "--memory-dir", memory_dir, "--json")
+    document = document_of("get", done)
     assert (done.exit_code, document["name"], document["step"], document["ranks"]) == (0, "step=5.ckpt", 5, [0])
-    io = TieredCheckpointIO(dirpath=run, memory_dir=memory_dir)
+    io = TieredCheckpointIO(dirpath=run, memory_dir=memory_dir, namespace="gpt-1")
     state = io.load_checkpoint("tiered:latest")
     assert io.checkpointer.restored.tier == "memory"
     assert torch.equal(state["weights"], torch.arange(1000.0))
     io.teardown()
     # Again: nothing is fetched; a damaged copy is taken away first.
-    again = command("pull", run, "--memory-dir", memory_dir)
+    again = command("get", run, "--memory-dir", memory_dir)
     assert (again.exit_code, "already, intact" in again.stdout) == (0, True)
-    (held,) = (namespace_root(memory_dir, document["namespace"])).glob("saves/*/*/step=5.ckpt")
+    assert document["namespace"] == "gpt-1"
+    (held,) = namespace_root(memory_dir, "gpt-1").glob("saves/*/*/step=5.ckpt")
     held.write_bytes(b"?" * held.stat().st_size)
-    assert "pulled step=5.ckpt" in command("pull", run, "step=5.ckpt", "--memory-dir", memory_dir).stdout
+    assert "fetched step=5.ckpt" in command("get", run, "step=5.ckpt", "--memory-dir", memory_dir).stdout
     assert command("verify", run, "--memory-dir", memory_dir).exit_code == 0
 
 
-def test_a_pull_beside_another_finds_what_that_has_brought(run, memory_dir, monkeypatch):
+def test_one_beside_another_finds_what_that_has_brought(run, memory_dir, monkeypatch):
     """As where each task of a node runs it."""
-    pull, fetch, others = ("pull", run, "--memory-dir", memory_dir), pulling.fetch_chunk, []
+    line, fetch, others = ("get", run, "--memory-dir", memory_dir), getting.fetch_chunk, []
 
     def late(*arguments):
         if not others:
             others.append(None)
-            others[0] = command(*pull)
+            others[0] = command(*line)
         fetch(*arguments)
 
-    monkeypatch.setattr(pulling, "fetch_chunk", late)
-    assert [command(*pull).exit_code, others[0].exit_code] == [0, 0]
-    (root,) = (path for path in namespace_root(memory_dir, "x").parent.iterdir() if path.name != "before")
+    monkeypatch.setattr(getting, "fetch_chunk", late)
+    assert [command(*line).exit_code, others[0].exit_code] == [0, 0]
+    root = namespace_root(memory_dir, "gpt-1")
     assert [len(MemoryTier(root).parts()), len(os.listdir(root / "slots"))] == [1, 0], (
         "nothing is left of what it had brought itself"
     )
     assert command("verify", run, "--memory-dir", memory_dir).exit_code == 0
 
 
-def test_two_pulls_that_bring_the_same_part_at_once_both_end_well(run, memory_dir, monkeypatch):
+def test_two_that_bring_the_same_part_at_once_both_end_well(run, memory_dir, monkeypatch):
     """They meet where each has begun the part's folder."""
-    pull, prepare, others = ("pull", run, "--memory-dir", memory_dir), memory.prepare_markers, []
+    line, prepare, others = ("get", run, "--memory-dir", memory_dir), memory.prepare_markers, []
 
     def late(*arguments, **options):
         if not others:
             others.append(None)
-            others[0] = command(*pull)
+            others[0] = command(*line)
         prepare(*arguments, **options)
 
     monkeypatch.setattr(memory, "prepare_markers", late)
-    first = command(*pull)
+    first = command(*line)
     assert [first.exit_code, others[0].exit_code] == [0, 0], (first.exception, others[0].exception)
-    (root,) = (path for path in namespace_root(memory_dir, "x").parent.iterdir() if path.name != "before")
+    root = namespace_root(memory_dir, "gpt-1")
     (stored,) = MemoryTier(root).parts()
     assert os.listdir(stored.folder.parent) == ["rank-00000"]
     assert os.listdir(root / "slots") == []
     assert command("verify", run, "--memory-dir", memory_dir).exit_code == 0
 
 
-def test_where_the_job_here_has_a_namespace_of_its_own_that_is_said(run, memory_dir, tmp_path, monkeypatch):
-    io = build(TieredCheckpointIO, dirpath=run, memory_dir=memory_dir, namespace="live", drain="thread")
-    io.save_checkpoint({"global_step": 6}, "step=6.ckpt")
-    io.teardown()
-    at_another, there = (
-        command("pull", run, "--memory-dir", memory_dir, *named) for named in ((), ("--namespace", "live"))
-    )
-    assert (at_another.exit_code, "give --namespace live" in at_another.stderr) == (0, True)
-    assert (there.exit_code, there.stderr) == (0, "")
-    # A shell leaves the ~ in --to=~/x.
+def test_to_another_namespace_and_below_the_home(run, memory_dir, tmp_path, monkeypatch):
+    done = command("get", run, "--memory-dir", memory_dir, "--namespace", "gpt-2")
+    assert (done.exit_code, "namespace gpt-2" in done.stdout) == (0, True)
+    assert [each.part.name for each in MemoryTier(namespace_root(memory_dir, "gpt-2")).parts()] == ["step=5.ckpt"]
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert command("pull", run, "--to=~/x", "--memory-dir", memory_dir).stderr == ""
-    assert (tmp_path / "home" / "x" / "step=6.ckpt").exists()
+    (tmp_path / "home").mkdir()
+    assert command("get", run, "tiered:latest", "~/x").exit_code == 0
+    assert (tmp_path / "home" / "x" / "step=5.ckpt").exists()
 
 
 @pytest.mark.parametrize("to", ["memory", "folder"])
 def test_beside_a_run_that_overwrites_and_removes_what_is_read(to, run, memory_dir, tmp_path, monkeypatch):
-    """It is not damaged: the pull takes what the name means by then."""
-    fetch, turns = pulling.fetch_chunk, []
+    """It is not damaged: the command takes what the name means by then."""
+    fetch, turns = getting.fetch_chunk, []
     io = build(TieredCheckpointIO, dirpath=run, memory_dir=memory_dir, namespace="live", drain="thread")
 
     def late(*arguments):
@@ -135,35 +133,36 @@ def test_beside_a_run_that_overwrites_and_removes_what_is_read(to, run, memory_d
         io.remove_checkpoint("step=5.ckpt")
         io.checkpointer.session.wait()
 
-    monkeypatch.setattr(pulling, "fetch_chunk", late)
-    where = ("--to", str(tmp_path / "here")) if to == "folder" else ("--memory-dir", memory_dir, "--namespace", "other")
+    monkeypatch.setattr(getting, "fetch_chunk", late)
+    folder = [str(tmp_path / "here")] if to == "folder" else []
+    where = () if folder else ("--memory-dir", memory_dir, "--namespace", "other")
     turns[:] = [replace, overwrite]
-    done = command("pull", run, *where, "--json")
+    done = command("get", run, "tiered:latest", *folder, *where, "--json")
     assert (done.exit_code, json.loads(done.stdout)["name"]) == (0, "step=7.ckpt"), done.exception
     turns[:] = [overwrite] * 3
     overwrite()
-    done = command("pull", run, "step=5.ckpt", *where)
+    done = command("get", run, "step=5.ckpt", *folder, *where)
     assert isinstance(done.exception, StoreChangedError)
     assert "step=5.ckpt was removed or overwritten while it was read" in str(done.exception)
     io.teardown()
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_of_an_overwrite_that_has_not_come_to_its_end_the_checkpoint_before_is_pulled(kind, memory_dir, tmp_path):
+def test_of_an_overwrite_that_has_not_come_to_its_end_the_checkpoint_before_is_fetched(kind, memory_dir, tmp_path):
     """The node died amid the upload: a restart takes what the file still is."""
     store, to = DirectoryStore(str(tmp_path / "run")), tmp_path / "here"
     committing.save(store, "a", 1, kind=kind)
     committing.begin_overwrite(store, "a", 2, kind=kind)
-    pull = ("pull", store.url, "--memory-dir", memory_dir)
-    for where in ((), ("--to", str(to))):
-        done = command(*pull, *where, "--json")
+    line = ("get", store.url, "--memory-dir", memory_dir)
+    for where in ((), ("tiered:latest", str(to))):
+        done = command(*line, *where, "--json")
         assert (done.exit_code, json.loads(done.stdout)["step"]) == (0, 1), done.exception
     assert {path.name for path in to.rglob("*") if path.is_file()} == {
         path.name for path in (tmp_path / "run").glob("a" if kind == "full" else "a/*") if "00000002" not in path.name
     }
     if kind == "sharded":
         # Another node asks for its part alone, of which both are there: it must be of the same save.
-        done = command(*pull, "--namespace", "other", "--rank", "1", "--json")
+        done = command(*line, "--namespace", "other", "--rank", "1", "--json")
         assert (done.exit_code, json.loads(done.stdout)["step"]) == (0, 1), done.exception
     # Begun anew, it has changed over, and the manifest does not say so yet.
     switch = tmp_path / "run" / ("a" if kind == "full" else "a/.metadata")
@@ -172,26 +171,26 @@ def test_of_an_overwrite_that_has_not_come_to_its_end_the_checkpoint_before_is_p
     committing.save(store, "a", 2, kind=kind)
     assert readable(store, "a") == 2
     store.put(manifest_key("a"), manifest)
-    done = command(*pull, "--json")
+    done = command(*line, "--json")
     assert (done.exit_code, json.loads(done.stdout)["step"]) == (0, 2), done.exception
     # What is neither the one nor the other is damaged.
     switch.write_bytes(before[::-1])
-    done = command(*pull, "--to", str(tmp_path / "none"))
+    done = command(*line, "tiered:latest", str(tmp_path / "none"))
     assert isinstance(done.exception, CorruptCheckpointError)
     assert not [path for path in (tmp_path / "none").rglob("*") if path.is_file()]
 
 
-def test_what_an_overwrite_was_to_bring_decides_on_nothing_that_is_pulled(memory_dir, tmp_path, monkeypatch):
+def test_what_an_overwrite_was_to_bring_decides_on_nothing_that_is_fetched(memory_dir, tmp_path, monkeypatch):
     """Neither how many parts it would have, nor how much room it would take."""
     store = DirectoryStore(str(tmp_path / "run"))
-    pull = ("pull", store.url, "--memory-dir", memory_dir, "--json")
+    line = ("get", store.url, "--memory-dir", memory_dir, "--json")
     committing.save(store, "parts", 1, kind="sharded")
     committing.begin_overwrite(store, "parts", 2, kind="sharded")
     manifest = read_manifest(store, "parts")
     fewer = replace(manifest.content, parts=1, coordinator=0)
     assert manifest.content.parts > 1
     store.put(manifest_key("parts"), replace(manifest, content=fewer).to_json())
-    done = command(*pull, "parts", "--rank", "1")
+    done = command(*line, "parts", "--rank", "1")
     assert (done.exit_code, json.loads(done.stdout)["step"]) == (0, 1), done.exception
     committing.save(store, "a", 1)
     committing.begin_overwrite(store, "a", 2)
@@ -205,24 +204,53 @@ def test_what_an_overwrite_was_to_bring_decides_on_nothing_that_is_pulled(memory
         return acquire(tier, size)
 
     monkeypatch.setattr(MemoryTier, "acquire", full)
-    done = command(*pull, "a")
+    done = command(*line, "a")
     assert (done.exit_code, json.loads(done.stdout)["step"], len(refused)) == (0, 1, 1), done.exception
 
 
-def test_to_a_folder_and_what_goes_wrong(run, memory_dir, tmp_path):
-    to = tmp_path / "here"
-    assert command("pull", run, "--to", str(to), "--memory-dir", memory_dir).exit_code == 0
-    assert torch.load(to / "step=5.ckpt")["global_step"] == 5
-    assert isinstance(command("pull", run, "--to", str(to)).exception, ExportError)
-    assert isinstance(command("pull", run, "never.ckpt").exception, CheckpointNotFoundError)
-    assert command("pull", run, "--namespace", "../x").exit_code == 2
+@pytest.mark.parametrize("to", ["here", "model.pt", "model.safetensors", "hf"])
+def test_a_file_that_exists_is_replaced_only_with_yes(to, run, tmp_path):
+    """Whole, or not at all: what goes wrong leaves the earlier file, and nothing beside it."""
+    line = ["get", run, "step=5.ckpt", str(tmp_path / to)]
+    line += ["--format", "safetensors", "--prefix", ""] if to in ("hf", "model.safetensors") else []
+    assert command(*line).exit_code == 0
+
+    def files():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and "run" not in path.parts}
+
+    made = files()
+    (path,) = made
+    if "torch" not in line and to in ("here", "model.pt"):
+        assert torch.load(path)["global_step"] == 5
+    path.write_bytes(b"earlier")
+    kept = command(*line)
+    assert isinstance(kept.exception, ExportError)
+    assert f"{path} exists already" in str(kept.exception)
+    assert "--yes" in kept.exception.hint
+    assert files() == {path: b"earlier"}
+    good = (tmp_path / "run" / "step=5.ckpt").read_bytes()
+    (tmp_path / "run" / "step=5.ckpt").write_bytes(good[:-1] + b"?")
+    assert isinstance(command(*line, "--yes").exception, CorruptCheckpointError)
+    assert files() == {path: b"earlier"}
+    (tmp_path / "run" / "step=5.ckpt").write_bytes(good)
+    assert command(*line, "--yes").exit_code == 0
+    assert files() == made
+
+
+def test_what_goes_wrong(run, memory_dir, tmp_path):
+    assert isinstance(command("get", run, "never.ckpt").exception, CheckpointNotFoundError)
+    x = str(tmp_path / "x")
+    wrong = [["--namespace", "../x"], ["--yes"], ["--format", "torch"], ["step=5.ckpt", x, "--prefix", "a."]]
+    wrong += [["step=5.ckpt", f"{x}.pt", "--rank", "0"], ["step=5.ckpt", x, "--format", "zip"]]
+    for arguments in wrong:
+        assert command("get", run, *arguments).exit_code == 2, arguments
     damaged = tmp_path / "run" / "step=5.ckpt"
     damaged.write_bytes(b"?" * damaged.stat().st_size)
-    for arguments in (("--memory-dir", memory_dir), ("--to", str(tmp_path / "new"))):
-        assert isinstance(command("pull", run, *arguments).exception, CorruptCheckpointError)
+    for arguments in (("--memory-dir", memory_dir), ("step=5.ckpt", str(tmp_path / "new"))):
+        assert isinstance(command("get", run, *arguments).exception, CorruptCheckpointError)
     # Nothing is left of them.
     assert not [path for path in (tmp_path / "new").rglob("*") if path.is_file()]
-    (root,) = (path for path in namespace_root(memory_dir, "x").parent.iterdir() if path.name != "before")
+    root = namespace_root(memory_dir, "gpt-1")
     assert [*MemoryTier(root).parts(), *os.listdir(root / "slots")] == []
 
 
@@ -231,24 +259,23 @@ def test_parts_of_some_ranks(memory_dir, tmp_path):
     node = Node(memory_dir, str(tmp_path / "run"))
     for rank in (0, 1):
         node.part("s", 1, rank)
-    assert command("drain", *node.where, "--once").exit_code == 0
-    pulled = ("pull", node.dirpath, "--memory-dir", memory_dir, "--namespace", "other")
-    assert command(*pulled, "--rank", "2").exit_code == 2
-    assert json.loads(command(*pulled, "--rank", "1", "--json").stdout)["ranks"] == [1]
+    node.drain()
+    line = ("get", node.dirpath, "--memory-dir", memory_dir, "--namespace", "other")
+    assert command(*line, "--rank", "2").exit_code == 2
+    assert json.loads(command(*line, "--rank", "1", "--json").stdout)["ranks"] == [1]
     tier = MemoryTier(namespace_root(memory_dir, "other"))
     assert [stored.part.rank for stored in tier.parts()] == [1]
-    assert command(*pulled).exit_code == 0
+    assert command(*line).exit_code == 0
     assert [(stored.part.rank, stored.pending) for stored in tier.parts()] == [(0, False), (1, False)]
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        "pull {run} --to {empty}",
-        "export {run} x {empty}",
-        "export {run} x {empty} --format safetensors",
+        "get {run} x {empty}",
+        "get {run} x {empty} --format safetensors",
         "prune {run} --config {empty}",
-        "drain --once --memory-dir {empty}",
+        "status --prometheus --textfile {empty}",
     ],
 )
 def test_an_empty_path_is_not_the_working_directory(arguments, tmp_path, monkeypatch):
