@@ -161,7 +161,7 @@ def _row(each: CheckpointInfo, names: dict[str, str], now: datetime) -> tuple[st
         str(each.step) if each.step is not None else "" if is_known else "?",
         size_text(each.size_bytes) if is_known else "?",
         age_text(each.created, now),
-        metrics,
+        metric,
         ", ".join(each.where),
         f"{kind}, not resumable" if is_known and not each.resumable else kind,
         state_text(each),
