@@ -4,10 +4,12 @@ import json
 import re
 import shutil
 import subprocess
+import threading
 import time
 import urllib.parse
 import urllib.request
-from contextlib import closing
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,36 @@ from support.training import Runs
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.metrics.collect import Source
-from tiered_checkpoint_io.metrics.prometheus import Server
+from tiered_checkpoint_io.metrics.text import prometheus_text
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "tiered-checkpoint.json"
 WAIT_S = 60.0
 #: What only a job that keeps replicas has.
 OF_REPLICAS = "tiered_checkpoint_replicated_step"
+
+
+@contextmanager
+def served(source):
+    """Serves metrics as node_exporter serves a textfile; gives the port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            text = prometheus_text(source()).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
 
 
 def expressions():
@@ -75,8 +101,7 @@ def test_every_panel_has_data_of_a_run_that_was_killed_and_goes_on(tmp_path, mem
     schedule = {"memory_every_n_train_steps": 5, "s3_every_n_train_steps": 10}
     runs.fit(TieredModelCheckpoint(**schedule), stop_at=17, max_steps=20)
     (root,) = Path(memory_dir).glob("tiered-*/*")
-    server = Server(Source(lambda: [root]), "127.0.0.1", 0)
-    with closing(server), closing(Prometheus(tmp_path, server.port)) as prometheus:
+    with served(Source(lambda: [root])) as port, closing(Prometheus(tmp_path, port)) as prometheus:
         # A rate needs what was before, too.
         before = _until(lambda: prometheus.series("tiered_checkpoint_saves_total"))
         runs.fit(TieredModelCheckpoint(**schedule), max_steps=40)

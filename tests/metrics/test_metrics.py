@@ -2,10 +2,7 @@
 
 import os
 import re
-import socket
-import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.errors import ConfigError
-from tiered_checkpoint_io.metrics import exports, recording
+from tiered_checkpoint_io.metrics import recording
 from tiered_checkpoint_io.metrics.catalog import CATALOG, PREFIX, Sample, table
 from tiered_checkpoint_io.metrics.collect import Collector
 from tiered_checkpoint_io.metrics.text import prometheus_text
@@ -72,7 +69,7 @@ def test_the_document_has_the_catalogue():
             assert each.unit in each.name
 
 
-def test_a_dead_trainer_and_one_that_resumes(dead, tmp_path):
+def test_a_dead_trainer_and_one_that_resumes(dead):
     root = root_of(dead)
     found = values(root)
     expected = {"running": 1, "step": 17, "memory_step": 15, "durable_step": 10, "steps_at_risk": 7}
@@ -86,33 +83,17 @@ def test_a_dead_trainer_and_one_that_resumes(dead, tmp_path):
     assert found["free_bytes memory"] > 0
     assert "replicated_step" not in found
 
-    told = tmp_path / "m.prom"
-    io = dead.io(metrics_export=f"prometheus=0, textfile={told}")
     seen = {}
 
     class Asked(Model):
         def on_train_batch_end(self, *_):
-            (server,) = (
-                each for each in self.trainer.callbacks[-1]._recording._exports._running if hasattr(each, "port")
-            )
-            if told.exists():
-                seen.setdefault("told", parsed(told.read_text())["running"])
-            if "step" not in seen:
-                url = f"http://127.0.0.1:{server.port}/metrics"
-                with urllib.request.urlopen(url, timeout=10) as answer:
-                    seen.update(parsed(answer.read().decode()))
+            seen.setdefault("found", values(root))
 
-    guard = "StrategyGuard"
     checkpoints = TieredModelCheckpoint(memory_every_n_train_steps=5, s3_every_n_train_steps=10)
-    trainer = dead.trainer([checkpoints], io=io, max_steps=20)
-    trainer.callbacks.sort(key=lambda each: type(each).__name__ == guard)
-    trainer.fit(Asked(), ckpt_path="tiered:latest")
-    # A figure may be a moment old: on a busy machine it is of the batch that has just ended.
-    assert seen["step"] in (15, 16)
-    assert (seen["running"], seen["restores_total"], seen["repeated_steps_total"], seen["told"]) == (1, 1, 2, 1)
-    assert seen["lost_seconds_total repeated_steps"] > 0
-    # Ended: nothing is left running. A textfile would have its last values for ever.
-    assert not told.exists()
+    dead.trainer([checkpoints], io=dead.io(), max_steps=20).fit(Asked(), ckpt_path="tiered:latest")
+    found = seen["found"]
+    assert (found["running"], found["step"], found["restores_total"], found["repeated_steps_total"]) == (1, 16, 1, 2)
+    assert found["lost_seconds_total repeated_steps"] > 0
     ended = steady(values(root))
     assert (ended["running"], ended["step"], ended["durable_step"], ended["steps_at_risk"]) == (0, 20, 20, 0)
 
@@ -154,47 +135,6 @@ def test_the_text_is_what_prometheus_reads():
     families = list(parser.text_string_to_metric_families(prometheus_text(samples)))
     assert len(families) == len({each.name for each in families}) == len(samples) / 3
     assert all([each.labels["namespace"] for each in family.samples] == names for family in families)
-
-
-def test_the_environment_counts_in_place_of_the_configuration(monkeypatch):
-    monkeypatch.delenv(exports.ENVIRONMENT, raising=False)
-    assert exports.targets_of_trainer(None) == []
-    assert [each.path for each in exports.targets_of_trainer("textfile=a")] == ["a"]
-    monkeypatch.setenv(exports.ENVIRONMENT, "textfile=b")
-    assert [each.path for each in exports.targets_of_trainer("textfile=a")] == ["b"]
-    monkeypatch.setenv(exports.ENVIRONMENT, "")
-    assert exports.targets_of_trainer("textfile=a") == []
-
-
-def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch):
-    monkeypatch.delitem(sys.modules, "tiered_checkpoint_io.metrics.prometheus", raising=False)
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(
-        ConfigError, match=r"prometheus_client is not installed — pip install 'tiered-checkpoint-io\[metrics\]'"
-    ):
-        exports.parse_targets("prometheus=9464")
-
-
-def test_a_training_goes_on_with_the_exports_that_start(runs, tmp_path, monkeypatch, caplog):
-    """An earlier process still has the port."""
-    told = tmp_path / "m.prom"
-    steps = []
-
-    class Told(Model):
-        def on_train_batch_end(self, *_):
-            deadline = time.monotonic() + 60
-            while not told.exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            steps.append(parsed(told.read_text())["running"])
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        io = runs.io(metrics_export=f"prometheus={port}, textfile={told}")
-        runs.trainer([TieredModelCheckpoint(memory_every_n_train_steps=1)], io=io, max_steps=2).fit(Told())
-    assert steps == [1, 1]
-    assert f"metrics can't be served on 127.0.0.1:{port}: Address already in use" in caplog.text
-    # Training has ended before the port is given up.
-    assert caplog.text.count("; nothing was exported") == 1
 
 
 def test_the_cost_of_a_look_is_small(dead):

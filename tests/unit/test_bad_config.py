@@ -82,8 +82,6 @@ BAD = [
     ("preflight", True, "error, warn, off", {}),
     ("log_dir", "", "text", {}),
     ("log_dir", 7, "text", {}),
-    ("metrics_export", "", "text", {}),
-    ("metrics_export", "prometheus=9464, statsd=1", "prometheus=[HOST:]PORT", {}),
     ("endpoint_url", "127.0.0.1:9000", "https:// or http://", S3),
     ("endpoint_url", "ftp://host", "https:// or http://", S3),
     ("endpoint_url", "", "text, or null", S3),

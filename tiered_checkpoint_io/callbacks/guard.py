@@ -26,10 +26,8 @@ from tiered_checkpoint_io.engine.ranks.coordination import train_here
 from tiered_checkpoint_io.engine.restore.loaders import report_left_out
 from tiered_checkpoint_io.engine.restore.restore import Restored
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
-from tiered_checkpoint_io.metrics.exports import targets_of_trainer
 from tiered_checkpoint_io.metrics.recording import Recording
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.metrics_export import MetricsTarget
 
 
 class StrategyGuard(Callback):
@@ -49,7 +47,6 @@ class StrategyGuard(Callback):
     def __init__(self) -> None:
         self._recording = Recording()
         self._first_save = FirstSave()
-        self._targets: list[MetricsTarget] = []
         self._overlapping: OverlappedCapture | None = None
         #: Whether a callback was Lightning's own when ckpt_path was resolved.
         self._adopted = False
@@ -65,8 +62,6 @@ class StrategyGuard(Callback):
         Raises:
             UsageError: A strategy does, or a ModelCheckpoint; or there are fewer machines than ``replication_factor``.
             StoreError, ConfigError, MemoryTierError: As :func:`preflight`, on all ranks.
-            ConfigError: Metrics are to go where they can't: metrics_export or TIERED_CHECKPOINT_METRICS can't be
-                understood, or names what is not installed.
         """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is None:
@@ -74,8 +69,6 @@ class StrategyGuard(Callback):
         check_strategy(trainer.strategy)
         train_here()
         count_as_last(trainer, io)
-        # On all ranks alike.
-        self._targets = targets_of_trainer(io.config.metrics_export) if stage == "fit" else []
         if stage == "fit":
             for callback in trainer.checkpoint_callbacks:
                 # Classes derived from it are their authors' business.
@@ -121,7 +114,7 @@ class StrategyGuard(Callback):
         why = "Lightning restores it only where an epoch was not finished"
         report_left_out(io.checkpointer.session, "the checkpoint", len(left), why, says=trainer.is_global_zero)
         self._held.train(pl_module)
-        self._recording.begin(trainer.local_rank, trainer.global_step, io.checkpointer.session, self._targets)
+        self._recording.begin(trainer.local_rank, trainer.global_step, io.checkpointer.session)
         self._first_save.begin(trainer)
         if not trainer.is_global_zero:
             return

@@ -1,16 +1,12 @@
-"""What a training adds to its node's record of events, and where its node's metrics go while it runs."""
+"""Events that a training adds to the record of its node."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from tiered_checkpoint_io.engine.drain.events import note
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import TieredCheckpointError
-from tiered_checkpoint_io.metrics.collect import Source
-from tiered_checkpoint_io.metrics.exports import Exports
-from tiered_checkpoint_io.model.metrics_export import MetricsTarget
 
 #: How often the step that training has reached is noted: as often as metrics are asked for.
 _STEP_EVERY_S = 15.0
@@ -21,22 +17,18 @@ class Recording:
 
     def __init__(self) -> None:
         self._root: Path | None = None
-        self._exports = Exports()
         self._noted = 0.0
 
-    def begin(self, local_rank: int, step: int, session: Session, targets: Iterable[MetricsTarget]) -> None:
-        """Notes that training starts, and begins to export; a target where that fails for long is left out.
+    def begin(self, local_rank: int, step: int, session: Session) -> None:
+        """Notes that training starts.
 
         Args:
             local_rank: Of this process on its node.
             step: From which training starts.
             session: The job's.
-            targets: Where metrics go.
         """
         if local_rank != 0:
             return
-        # A training that failed may have begun before this one, and have had no end.
-        self._exports.close()
         try:
             root = self._root = session.open().tier.root
         except TieredCheckpointError as error:
@@ -44,9 +36,6 @@ class Recording:
             session.log.error("no metrics of this node: %s", error)
             return
         note(root, "start", clock=session.clock, step=step)
-        source = Source(lambda: [root], session.clock)
-        for target in targets:
-            self._exports.start_patiently(target, source, session.log)
 
     def reach(self, step: int, session: Session) -> None:
         """Notes the step that training has reached, every few seconds; the same one while it is validated."""
@@ -56,9 +45,8 @@ class Recording:
             note(self._root, "step", clock=session.clock, step=step)
 
     def end(self, step: int, session: Session, error: BaseException | None = None) -> None:
-        """Notes that training has ended, and by what; ends the exports."""
+        """Notes that training has ended, and by what."""
         if self._root is not None:
             why = type(error).__name__ if error is not None else ""
             note(self._root, "end", clock=session.clock, step=step, error=why)
         self._root = None
-        self._exports.close()

@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.metrics_export import ALLOWED, targets_in
 from tiered_checkpoint_io.model.retention import Policies, policies_from
 from tiered_checkpoint_io.model.s3_options import S3Options
 from tiered_checkpoint_io.model.support import Support
@@ -96,8 +95,6 @@ class TieredCheckpointConfig:
         save_on_train_end: Save the last state to S3 when ``fit`` ends, if it is in memory alone. Its name is
             ``end_of_training.ckpt``.
         log_dir: Folder of ``{namespace}_checkpointing.log``; null for no file.
-        metrics_export: Targets of this node's metrics, such as ``prometheus=9464``; null for none. The environment
-            variable TIERED_CHECKPOINT_METRICS replaces it. See docs/metrics.md.
 
     Raises:
         ConfigError: A value is not allowed; says the key, the value and what is allowed.
@@ -128,7 +125,6 @@ class TieredCheckpointConfig:
     preflight: Literal["error", "warn", "off", False] = "error"
     save_on_train_end: bool = True
     log_dir: str | None = None
-    metrics_export: str | None = None
     #: No key: see :class:`Support`.
     support: Support = field(default_factory=Support.from_environment, metadata={"is_key": False})
 
@@ -182,17 +178,13 @@ class TieredCheckpointConfig:
     def _check_s3(self) -> None:
         if self.s3_options is not None:
             object.__setattr__(self, "s3_options", S3Options.of(self.s3_options))
-        for key in ("endpoint_url", "region", "profile", "log_dir", "metrics_export"):
+        for key in ("endpoint_url", "region", "profile", "log_dir"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, str) or not value):
                 _refuse(key, value, "text, or null")
         for key in _S3_ONLY:
             if getattr(self, key) is not None and ids.url_scheme(self.dirpath) != "s3":
                 _refuse(key, getattr(self, key), "null, because dirpath is not an S3 URL")
-        try:
-            targets_in(self.metrics_export or "")
-        except ConfigError:
-            _refuse("metrics_export", self.metrics_export, f"{ALLOWED}, or null")
         if self.endpoint_url is not None:
             parts = urlsplit(self.endpoint_url)
             if "@" in self.endpoint_url or "?" in self.endpoint_url:
@@ -296,7 +288,6 @@ class IOKeys(TypedDict, total=False):
     preflight: Literal["error", "warn", "off", False]
     save_on_train_end: bool
     log_dir: str | os.PathLike[str] | None
-    metrics_export: str | None
 
 
 @functools.cache
