@@ -39,15 +39,6 @@ STATE = """
 import torch
 state, step, rank, shards = {"step": 5, "weights": torch.ones(1000)}, 100, 0, 1
 """
-SHARDED = (
-    STATE
-    + """
-from tiered_checkpoint_io import dcp
-
-weights = {"weights": torch.ones(1000)}
-dcp.async_save(weights, checkpoint_id="step_500", dirpath="s3://bucket/sharded", namespace="job").result(60)
-"""
-)
 CHECKED = """
 from tiered_checkpoint_io import TieredCheckpointConfig
 print(TieredCheckpointConfig.from_any(cfg.s3_checkpointing))
@@ -60,7 +51,6 @@ PRELUDES = {
     ("README.md", "In your script", 3): STATE,
     ("docs/sharded.md", "Lightning: FSDP, FSDP2, tensor parallel", 0): "",
     ("docs/sharded.md", "torch.distributed.checkpoint (DCP)", 0): STATE,
-    ("docs/sharded.md", "For inference", 0): SHARDED,
     **{
         ("docs/migration.md", heading, number): prelude
         for heading, number, prelude in (

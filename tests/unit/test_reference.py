@@ -18,7 +18,6 @@ PACKAGES = [
             "strategies",
             "dcp",
             "retention",
-            "export",
             "nemo",
             "errors",
         )

@@ -23,7 +23,6 @@ from tiered_checkpoint_io import (
 )
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint, tiers_for_step
 from tiered_checkpoint_io.errors import StoreError, TieredCheckpointError
-from tiered_checkpoint_io.export import export_checkpoint
 from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy
 
 assert_type(tiered_checkpoint_io.__version__, str)
@@ -56,7 +55,6 @@ fsdp2: ModelParallelStrategy = TieredModelParallelStrategy()
 saved: Future[Any] = dcp.async_save({"a": 1}, checkpoint_id="step_1", dirpath="/runs")
 assert_type(dcp.load({"a": 1}, storage_reader=TieredStorageReader({"dirpath": "/runs"})), TieredStorageReader)
 dcp.save({"a": 1}, storage_writer=TieredStorageWriter(dirpath="/runs", step=1), kind="local")
-assert_type(export_checkpoint("/runs", "step_1", Path("model.pt")), list[Path])
 
 
 def hint(error: TieredCheckpointError) -> str | None:

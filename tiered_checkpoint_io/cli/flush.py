@@ -207,12 +207,14 @@ class _Flush:
     def _judge(self, tried: Sequence[HeldSave], damaged: Collection[str]) -> None:
         pairs = zip(tried, self.rows, strict=True)
         there = {save.content.save_id for save, row in pairs if row.state in ("durable", "uploaded")}
-        ours = {each.op_id for save in tried for each in save.parts}
+        # An operation that is still queued is tried again.
+        said = {each.op_id for save in tried for each in save.parts}
+        said |= {each.op_id for each in self._queue.look(self._tier)}
         last = {each.op_id: each for each in self._queue.outcomes() if each not in self._before}
         self.failures = [
             f"{each.action} of {each.name} failed: {each.error}"
             for each in last.values()
-            if each.state == "failed" and each.op_id not in ours
+            if each.state == "failed" and each.op_id not in said
         ]
         groups = by_payload(tried) or ([list(tried)] if tried else [])
         is_there = all(any(save.content.save_id in there for save in group) for group in groups)

@@ -1,4 +1,4 @@
-"""Checkpoints as files for others: see :func:`export_checkpoint`."""
+"""Checkpoints as files for other programs; internal: ``tiered-ckpt get`` is its front."""
 
 from tiered_checkpoint_io.export.checkpoint import export_checkpoint
 
