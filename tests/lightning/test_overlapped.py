@@ -2,19 +2,18 @@
 
 import copy
 import functools
-import os
-import random
 import threading
+from types import SimpleNamespace
 
 import lightning
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.overlapping import OverlappedCapture
 from tiered_checkpoint_io.engine.save.full import FullSaver
 from tiered_checkpoint_io.engine.save.overlap import Overlap
 from tiered_checkpoint_io.engine.save.part import PartSave
@@ -25,7 +24,6 @@ OPTIMIZERS = {
     "AdamW fused": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
     "SGD": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
     "SGD fused": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, fused=True),
-    "LBFGS": functools.partial(torch.optim.LBFGS, lr=0.01, max_iter=3),
 }
 #: How long a capture is put off, if nothing waits for it: longer than a batch takes.
 LATE_S = 0.5
@@ -34,47 +32,24 @@ LATE_S = 0.5
 class Normed(LightningModule):
     """Each batch depends on the number of batches alone: Lightning does not wind a plain loader forward."""
 
-    def __init__(self, optimizer, way):
+    def __init__(self, optimizer):
         super().__init__()
         torch.manual_seed(1)
         layers = (torch.nn.Linear(6, 40), torch.nn.BatchNorm1d(40), torch.nn.Tanh(), torch.nn.Linear(40, 2))
         self.net, self.other = torch.nn.Sequential(*layers), torch.nn.Linear(6, 2)
         self.register_buffer("seen", torch.zeros(1))
-        self.optimizer, self.way = optimizer, way
-        self.automatic_optimization = way == "automatic"
+        self.optimizer = optimizer
 
-    def loss(self):
+    def training_step(self, *_):
         self.seen += 1
         batch = torch.sin(torch.arange(48.0, device=self.device).view(8, 6) * (1 + self.seen % 7))
         return (self.net(batch) - self.other(batch)).pow(2).mean()
-
-    def training_step(self, *_):
-        if self.automatic_optimization:
-            return self.loss()
-        optimizers = self.optimizers()
-        for each in optimizers if isinstance(optimizers, list) else [optimizers]:
-            each.zero_grad()
-            loss = self.loss()
-            self.manual_backward(loss)
-            if self.way == "raw" and each is optimizers[0]:
-                # Lightning does not count it.
-                each.optimizer.step()
-            else:
-                each.step(*([self.again] if isinstance(each.optimizer, torch.optim.LBFGS) else []))
-        return loss
-
-    def again(self):
-        loss = self.loss()
-        self.manual_backward(loss)
-        return loss
 
     def validation_step(self, *_):
         return self.net(torch.ones(8, 6, device=self.device)).mean()
 
     def configure_optimizers(self):
-        if self.way == "automatic":
-            return self.optimizer(self.parameters())
-        return [self.optimizer(self.net.parameters()), torch.optim.SGD(self.other.parameters(), lr=0.1)]
+        return self.optimizer(self.parameters())
 
     def train_dataloader(self):
         return DataLoader(torch.zeros(8, 1))
@@ -129,79 +104,6 @@ def same(one, other):
     return one == other
 
 
-def interleaved(seed, runs, monkeypatch):
-    """A training, at random; each of its checkpoints, and a resume from one of them, are as if saves were eager."""
-    draw = random.Random(seed)
-    way = draw.choice(["automatic", "automatic", "manual", "raw"])
-    names = [each for each in OPTIMIZERS if way != "raw" or each != "LBFGS"]
-    optimizer = draw.choice(names)
-    averaging = draw.choice(["", "", "swa", "ema"]) if way == "automatic" and optimizer != "LBFGS" else ""
-    accumulated = draw.choice([1, 1, 2, 3]) if way == "automatic" else 1
-    options = {
-        "max_epochs": 3,
-        "max_steps": -1,
-        "accumulate_grad_batches": accumulated,
-        "gradient_clip_val": draw.choice([None, 0.5]) if way == "automatic" and "fused" not in optimizer else None,
-        "val_check_interval": draw.choice([1.0, 0.5]),
-        "num_sanity_val_steps": draw.choice([0, 1]),
-    }
-    every = draw.choice([1, 2, 3])
-    durable = draw.choice([None, 4])
-    steps = {"memory_every_n_train_steps": every, "s3_every_n_train_steps": durable, "save_top_k": -1}
-
-    def fit(ckpt_path):
-        extra = []
-        if averaging == "swa":
-            extra = [StochasticWeightAveraging(0.01, swa_epoch_start=1)]
-        elif averaging and hasattr(lightning_callbacks, "EMAWeightAveraging"):
-            extra = [lightning_callbacks.EMAWeightAveraging(decay=0.9)]
-        model = Normed(OPTIMIZERS[optimizer], way)
-        io = runs.io(staging="overlapped", memory_keep_last=100, max_pending=100, on_save_error="raise")
-        trainer, _ = runs.fit(
-            *extra, TieredModelCheckpoint(**steps), model=model, io=io, ckpt_path=ckpt_path, **options
-        )
-        return trainer, model
-
-    moments = Moments(monkeypatch)
-    trainer, model = fit(None)
-    print(f"{seed=} {way} {optimizer} {averaging} {accumulated=} {options} {steps}: {moments.overlapped} overlapped")
-    states = dict(moments.states)
-    for name, state in states.items():
-        found = trainer.io.load_checkpoint(name, weights_only=False)
-        assert same(found, state), name
-    trainer.io.teardown()
-    middle = sorted(name for name in states if name.startswith("memory/"))
-    # Of an epoch that was begun, Lightning 2.4 trains some batches twice, whatever saved it.
-    if middle and averaging != "swa" and not lightning.__version__.startswith("2.4"):
-        overlapped = moments.overlapped
-        _, resumed = fit(draw.choice(middle))
-        assert same(dict(resumed.state_dict()), dict(model.state_dict()))
-        return overlapped
-    return moments.overlapped
-
-
-#: Of CI, which tries a part of them.
-ONE_OF, SEED = int(os.environ.get("ONE_OF") or 1), int(os.environ.get("SEED") or 0)
-
-
-def test_a_few_interleavings(runs, monkeypatch):
-    counts = []
-    for seed in (0, 4):
-        with monkeypatch.context() as patch:
-            counts.append(interleaved(seed, runs, patch))
-        runs.wipe()
-    assert sum(counts) > 10, counts
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("first", range(4 * (SEED % ONE_OF), 200, 4 * ONE_OF))
-def test_two_hundred_interleavings(first, runs, monkeypatch):
-    for seed in range(first, first + 4):
-        with monkeypatch.context() as patch:
-            interleaved(seed, runs, patch)
-        runs.wipe()
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("optimizer", ["AdamW foreach", "AdamW fused", "SGD fused"])
@@ -213,7 +115,7 @@ def test_a_cuda_training_resumes_from_an_overlapped_save_as_from_an_eager_one(op
 
             def fit(ckpt_path, staging=staging):
                 io = runs.io(staging=staging, memory_keep_last=100, on_save_error="raise")
-                model = Normed(OPTIMIZERS[optimizer], "automatic")
+                model = Normed(OPTIMIZERS[optimizer])
                 callback = TieredModelCheckpoint(memory_every_n_train_steps=2, save_top_k=-1)
                 options = {"accelerator": "gpu", "devices": 1, "max_steps": 13}
                 return runs.fit(callback, model=model, io=io, ckpt_path=ckpt_path, **options)[0], model
@@ -230,60 +132,6 @@ def test_a_cuda_training_resumes_from_an_overlapped_save_as_from_an_eager_one(op
             assert (moments.overlapped > 0) == (staging == "overlapped")
         runs.wipe()
     assert same(*ends)
-
-
-class Averaged(Normed):
-    """Validates with other weights, as optimizers without a schedule have it."""
-
-    def on_validation_model_eval(self):
-        super().on_validation_model_eval()
-        self.kept = self.net[0].weight.detach().clone()
-        self.net[0].weight.data.mul_(0.5)
-
-    def on_validation_model_train(self):
-        super().on_validation_model_train()
-        self.net[0].weight.data.copy_(self.kept)
-
-
-def test_other_weights_for_validation_are_not_in_the_save_before_it(runs, monkeypatch, caplog):
-    moments = Moments(monkeypatch)
-    model = Averaged(OPTIMIZERS["AdamW foreach"], "automatic")
-    io = runs.io(staging="overlapped", memory_keep_last=100)
-    callback = TieredModelCheckpoint(memory_every_n_train_steps=1, save_top_k=-1)
-    trainer, _ = runs.fit(callback, model=model, io=io, ckpt_path=None, max_steps=8, val_check_interval=2)
-    assert not [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
-    assert moments.overlapped >= 7
-    for name, state in moments.states.items():
-        assert same(trainer.io.load_checkpoint(name, weights_only=False), state), name
-    assert "run" not in vars(trainer.fit_loop.epoch_loop.val_loop)
-    trainer.io.teardown()
-
-
-class Careless(Normed):
-    """Halves its weights now and then, in a way that no version counter shows."""
-
-    def training_step(self, *_):
-        if self.global_step == 9:
-            self.net[0].weight.data.mul_(0.5)
-        return super().training_step()
-
-
-def test_what_else_changes_a_weight_fails_that_save_and_later_ones_are_eager(runs, monkeypatch, caplog):
-    moments = Moments(monkeypatch)
-    model = Careless(OPTIMIZERS["SGD fused"], "automatic")
-    io = runs.io(staging="overlapped", memory_keep_last=100)
-    callback = TieredModelCheckpoint(memory_every_n_train_steps=3)
-    trainer, _ = runs.fit(callback, model=model, io=io, ckpt_path=None, max_steps=16)
-    (line,) = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
-    assert "memory/epoch=1-step=9.ckpt failed: the checkpoint is not saved: a parameter" in line
-    assert "use staging: eager" in line
-    assert moments.overlapped == 3, "steps 3, 6 and 9"
-    assert trainer.io.checkpointer.session.progress().counters["failed"] == 1
-    names = [name for name in moments.states if name.startswith("memory/") and "=9" not in name]
-    assert len(names) == 4
-    for name in names:
-        assert same(trainer.io.load_checkpoint(name, weights_only=False), moments.states[name])
-    trainer.io.teardown()
 
 
 def test_what_a_save_that_failed_beside_training_was_to_replace_goes_once_the_next_is_durable(runs, monkeypatch):
@@ -331,29 +179,6 @@ def test_a_capture_that_takes_too_long_is_given_up_and_stops_no_training(every, 
     trainer.io.teardown()
 
 
-class InBackward(Normed):
-    """Its optimizer steps during the backward pass."""
-
-    def configure_optimizers(self):
-        self.net[0].weight.register_post_accumulate_grad_hook(self.step)
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-    def step(self, weight):
-        weight.data.add_(weight.grad, alpha=-0.01)
-
-
-def test_optimizers_that_step_in_backward_save_eagerly(runs, monkeypatch, caplog):
-    caplog.set_level("INFO")
-    moments = Moments(monkeypatch)
-    io = runs.io(staging="overlapped")
-    model = InBackward(None, "automatic")
-    runs.fit(TieredModelCheckpoint(memory_every_n_train_steps=3), model=model, io=io, ckpt_path=None, max_steps=7)
-    assert moments.overlapped == 0
-    lines = [each.getMessage() for each in caplog.records if "staging is overlapped" in each.getMessage()]
-    assert len(lines) == 1
-    assert "a parameter's optimizer steps during the backward pass" in lines[0]
-
-
 def test_without_a_trainer_saves_are_eager_which_is_said_once(runs, caplog):
     caplog.set_level("INFO")
     io = runs.io(staging="overlapped")
@@ -363,4 +188,13 @@ def test_without_a_trainer_saves_are_eager_which_is_said_once(runs, caplog):
         weight += 1
     assert [io.load_checkpoint(f"{step}.ckpt")["state_dict"]["w"][0] for step in (1, 2)] == [0, 1]
     assert len([each for each in caplog.records if "captured before a save returns" in each.getMessage()]) == 1
+    io.teardown()
+
+
+def test_on_a_device_whose_addresses_tell_nothing_saves_are_eager(runs, caplog):
+    caplog.set_level("INFO")
+    io = runs.io(staging="overlapped")
+    trainer = SimpleNamespace(strategy=SingleDeviceStrategy(torch.device("meta")), is_global_zero=True, callbacks=[])
+    assert OverlappedCapture.join(trainer, io) is None
+    assert "addresses on meta do not tell what memory tensors share" in caplog.text
     io.teardown()

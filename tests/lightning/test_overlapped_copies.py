@@ -40,7 +40,7 @@ def test_where_a_gpu_has_no_room_for_copies_saves_are_eager(what, runs, monkeypa
     moments = Moments(monkeypatch)
     io = runs.io(staging="overlapped", memory_keep_last=100, on_save_error="raise")
     callback = TieredModelCheckpoint(memory_every_n_train_steps=2, save_top_k=-1)
-    model = Normed(OPTIMIZERS["AdamW foreach"], "automatic")
+    model = Normed(OPTIMIZERS["AdamW foreach"])
     trainer, _ = runs.fit(callback, model=model, io=io, ckpt_path=None, max_steps=7)
     assert moments.overlapped == 0
     assert len([line for line in caplog.messages if "the GPU has no room for the copies" in line]) == 1
@@ -81,57 +81,10 @@ def test_what_a_gpu_copies_at_once_is_copied_before_another_stream_takes_it(runs
     io = runs.io(staging="overlapped", memory_keep_last=100, on_save_error="raise")
     callback = TieredModelCheckpoint(memory_every_n_train_steps=2, save_top_k=-1)
     options = {"accelerator": "gpu", "devices": 1, "max_steps": 8}
-    model = Normed(OPTIMIZERS["AdamW foreach"], "automatic")
+    model = Normed(OPTIMIZERS["AdamW foreach"])
     trainer, _ = runs.fit(callback, model=model, io=io, ckpt_path=None, **options)
     assert len(states) >= 4
     for name, state in states.items():
-        assert same(trainer.io.load_checkpoint(name, weights_only=False), state), name
-    trainer.io.teardown()
-
-
-class ExtrapolatedClosure(torch.optim.SGD):
-    """Changes its parameters before it calls the closure, as schedulefree's optimizers of such names do."""
-
-    def step(self, closure=None):
-        with torch.no_grad():
-            for each in self.param_groups[0]["params"]:
-                each.data.mul_(0.99)
-        return super().step(closure)
-
-
-class Sharp(ExtrapolatedClosure):
-    """Is stepped by hand alone."""
-
-
-class Bounded(Normed):
-    """Looks its features up, which shortens them in the forward pass."""
-
-    def __init__(self, optimizer, way):
-        super().__init__(optimizer, way)
-        self.features = torch.nn.Embedding(4, 6, max_norm=0.5)
-
-    def loss(self):
-        return super().loss() + self.net(self.features(torch.arange(2).repeat(4))).sum()
-
-
-@pytest.mark.parametrize(
-    ("model", "optimizer", "way"),
-    [
-        (Normed, ExtrapolatedClosure, "automatic"),
-        (Normed, Sharp, "manual"),
-        (Bounded, torch.optim.SGD, "automatic"),
-    ],
-)
-def test_what_is_changed_before_the_trainer_tells_of_it_is_copied_by_then(
-    model, optimizer, way, runs, monkeypatch, caplog
-):
-    moments = Moments(monkeypatch)
-    made = model(lambda parameters: optimizer(parameters, lr=0.01, momentum=0.9), way)
-    io = runs.io(staging="overlapped", memory_keep_last=100, on_save_error="raise")
-    trainer, _ = runs.fit(TieredModelCheckpoint(**TO_MEMORY), model=made, io=io, ckpt_path=None, max_steps=10)
-    assert moments.overlapped >= 3
-    assert not [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
-    for name, state in moments.states.items():
         assert same(trainer.io.load_checkpoint(name, weights_only=False), state), name
     trainer.io.teardown()
 
@@ -150,7 +103,7 @@ def test_beside_nemos_averages_saves_are_eager(runs, monkeypatch, caplog):
     caplog.set_level("INFO")
     moments = Moments(monkeypatch)
     io = runs.io(staging="overlapped", memory_keep_last=100)
-    model = Normed(OPTIMIZERS["SGD"], "automatic")
+    model = Normed(OPTIMIZERS["SGD"])
     trainer, _ = runs.fit(EMA(), TieredModelCheckpoint(**TO_MEMORY), model=model, io=io, ckpt_path=None, max_steps=8)
     assert moments.overlapped == 0
     assert moments.states

@@ -33,7 +33,7 @@ def finishing(saver, part, *taken):
 
 FullSaver._finish = finishing
 runs = Runs(dirpath, memory_dir, Path(root))
-model = Normed(OPTIMIZERS["AdamW foreach"], "automatic")
+model = Normed(OPTIMIZERS["AdamW foreach"])
 io = runs.io(staging="overlapped")
 runs.fit(TieredModelCheckpoint(memory_every_n_train_steps=3), model=model, io=io, ckpt_path=None, max_steps=16)
 """
