@@ -9,7 +9,8 @@ from support.overlapped_fits import Fits
 #: Of CI, which tries a part of them.
 ONE_OF, SEED = int(os.environ.get("ONE_OF") or 1), int(os.environ.get("SEED") or 0)
 COUNT, AT_ONCE = 400, 20
-SHORT = range(int(os.environ.get("FROM") or 0), int(os.environ.get("TO") or 10))
+#: Each of these finds a defect that was put into the code.
+SHORT = {"full": (0, 1, 2, 5, 6, 7, 11, 16, 19, 21), "sharded": (0, 1, 2, 6, 7, 10, 16)}
 
 
 @pytest.fixture
@@ -28,9 +29,9 @@ def judged(fits, seeds, *, sharded):
     assert fits.counts["overlapped"] > len(seeds)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["full", "sharded"])
-def test_each_checkpoint_of_a_training_is_the_state_at_its_save(sharded, fits):
-    judged(fits, SHORT, sharded=sharded)
+@pytest.mark.parametrize("kind", SHORT)
+def test_each_checkpoint_of_a_training_is_the_state_at_its_save(kind, fits):
+    judged(fits, SHORT[kind], sharded=kind == "sharded")
 
 
 @pytest.mark.matrix
