@@ -127,7 +127,8 @@ class Job:
             begun = store._client.ask("create_multipart_upload", "x", S3Options.of(config.s3_options).of_writes())[
                 "UploadId"
             ]
-            journal.write({"url": store.url, "key": "x", "upload_id": begun, "size": len(data), "part_size": 8 * MIB})
+            noted = {"url": store.url, "key": "x", "upload_id": begun, "size": len(data), "part_size": 8 * MIB}
+            journal.write({**noted, "mark": "m", "origin": ""})
             store.upload("x", data, journal=journal)
             # In parts, as what is large: these are asked after before the copy appears.
             store._copy_whole = store._copy_part = 8 * MIB

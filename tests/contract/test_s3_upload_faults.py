@@ -309,7 +309,8 @@ def test_parts_of_other_sizes_are_not_trusted(open_store, uploads, s3_server, s3
         Bucket=bucket, Key=f"{prefix}/x", UploadId=upload_id, PartNumber=1, Body=b"1" * (5 * MIB)
     )
     journal = MemoryJournal()
-    journal.write({"url": s3_url, "key": "x", "upload_id": upload_id, "size": 20 * MIB, "part_size": 8 * MIB})
+    begun = {"url": s3_url, "key": "x", "upload_id": upload_id, "size": 20 * MIB, "part_size": 8 * MIB}
+    journal.write({**begun, "mark": "m", "origin": ""})
     data = os.urandom(20 * MIB)
     store = open_store()
     store.upload("x", memoryview(data), journal=journal)

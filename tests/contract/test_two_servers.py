@@ -24,11 +24,12 @@ DEADLINE_S = 90
 SCRIPT = """
 import json, os, sys
 import torch
+from support.supporting import build
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 options, steps = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-job = Checkpointer(TieredCheckpointConfig.from_any(**options))
+job = Checkpointer(build(TieredCheckpointConfig.from_any, **options))
 for number, (what, *names) in enumerate(steps):
     if what in ("save", "queue"):
         state = {"global_step": number, "who": options["dirpath"], "w": torch.full((100,), float(number))}

@@ -294,9 +294,12 @@ def test_a_durable_save_out_of_descriptors_ends_soon_and_is_caught_up(kept):
     session = io.checkpointer.session.open()
     told = {outcome.op_id: outcome.error for outcome in session.drain.queue.outcomes()}
     for stored in session.tier.parts():
-        # What failed is given up once a later save is there.
+        # What failed is given up once a later save is there, or has to have room in the queue.
         is_there = (Path(kept.options["dirpath"]) / stored.part.name).exists()
-        assert is_there or "superseded by" in told[stored.op_id], "all that is in memory is caught up"
+        given_up = told.get(stored.op_id, "")
+        assert is_there or "superseded by" in given_up or "to keep the queue bounded" in given_up, (
+            "all else is caught up"
+        )
     assert is_there, "the newest is"
     assert 2 < len(refused) < 16
     assert all("Too many open files" in text for text in refused), refused
