@@ -50,7 +50,9 @@ def test_a_set_of_spans_has_the_bytes_of_its_tensors():
         around = Spans(*spans_over(owned))
         meets = around.meet(*spans_over(saved))
         assert all(met or not bytes_of(each) & own for each, met in zip(saved, meets, strict=True))
-        assert whole.cover(*spans_over([each for each in owned if each.is_contiguous() and each.numel()])).all()
+        full = [each for each in owned if each.is_contiguous() and each.numel()]
+        assert whole.cover(*spans_over(full)).all()
+        assert Spans(*spans_over(full)).size == len(set().union(*map(bytes_of, full)))
     assert covered > 100
 
 

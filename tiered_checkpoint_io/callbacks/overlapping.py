@@ -106,7 +106,9 @@ class OverlappedCapture(Callback):
         """
         return not self._trainer.lightning_module.automatic_optimization or type(optimizer).__name__.endswith("Closure")
 
-    on_before_optimizer_step = on_train_epoch_start = on_validation_start = on_sanity_check_start = _wait
+    # At the end of an epoch weights are exchanged, also by callbacks that come after one that saves.
+    on_before_optimizer_step = on_train_epoch_start = on_train_epoch_end = _wait
+    on_validation_start = on_sanity_check_start = _wait
     on_test_start = on_predict_start = on_train_end = on_fit_end = teardown = _wait
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
@@ -115,10 +117,6 @@ class OverlappedCapture(Callback):
             self._wait()
         except SaveError as error:
             self._session.log.error("%s", error)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Waits, because weights are exchanged here; what is saved after that may overlap the next epoch."""
-        self._overlap.wait()
 
     def on_train_batch_start(self, *_: Any) -> None:
         """From here on saves are eager: the module's own code runs, and its optimizers."""

@@ -233,8 +233,10 @@ class Overlap:
             What is left to do. None where all is to be captured before the save returns.
         """
         begun = self._copy_others(storages)
-        self._current = begun[0] if begun is not None else None
-        return self._current
+        if begun is None:
+            return None
+        self._current = begun[0]
+        return begun[0]
 
     def begin_taken(self, taken: Skeleton) -> tuple[Skeleton, Overlapped] | None:
         """As :meth:`begin`, of a state that is planned in the background, from what was taken of it.
@@ -272,8 +274,7 @@ class Overlap:
             return None
         storages = {each._cdata: each for each in (storage_of(found[number]) for number in others)}
         copied = sum(map(torch.UntypedStorage.nbytes, storages.values()))
-        # Of what shares a storage, each counts: this is about time alone.
-        if copied > (ends - begins).sum() * _MOST_EAGER:
+        if copied and copied > Spans(begins, ends).size * _MOST_EAGER:
             self._say_too_much()
             return None
         try:

@@ -35,6 +35,11 @@ class Spans:
         self._begins = begins[np.concatenate(([0], gaps + 1))] if len(begins) else begins
         self._ends = reach[np.concatenate((gaps, [len(begins) - 1]))] if len(begins) else reach
 
+    @property
+    def size(self) -> int:
+        """The count of the bytes."""
+        return int((self._ends - self._begins).sum())
+
     def cover(self, begins: Integers, ends: Integers) -> Mask:
         """Tells of other spans whether the set has all their bytes; False for those that begin outside."""
         at = np.searchsorted(self._begins, begins, "right") - 1
