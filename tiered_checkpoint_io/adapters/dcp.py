@@ -252,8 +252,7 @@ def load(
 
     Raises:
         CheckpointNotFoundError: There is none.
-        RestoreError: There are some, but none is intact, or they are in several folders and none was named; or another
-            number of shards made a local one.
+        RestoreError: None is intact; or several folders have some and none was named; or other shards made a local one.
         CheckpointException: Anything else that failed on some rank.
     """
     reader = storage_reader or TieredStorageReader(**options)
