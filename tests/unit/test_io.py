@@ -338,4 +338,3 @@ def test_a_restore_from_memory_maps_the_file_once_and_verifies_what_it_maps(make
         io.save_checkpoint({"x": torch.randn(400_000)}, f"step={step}.ckpt", storage_options={"tiers": ["memory"]})
     assert torch.equal(loaded["half"], kept)
     assert not loaded["whole"].any()
-
