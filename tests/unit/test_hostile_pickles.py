@@ -116,6 +116,8 @@ def test_no_interpolation_is_resolved_by_a_load(resolved, tmp_path, memory_dir):
     for held in ({config: 1}, {(1, config): 2}, {config}, frozenset([config])):
         assert "a DictConfig is not allowed as a key" in refusal(file_of(held))
     refusal(file_of(Forged(torch._utils._rebuild_tensor_v2, (config, 0, (1,), (1,), False, pairs()))))
+    unit = (4, "<", None, None, None, -1, -1, 0, several)
+    refusal(file_of(Forged(np.dtype, ("M8",), unit)))
     options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "on_save_error": "raise"}
     ours.save({"held": argparse.Namespace(config=config)}, checkpoint_id="step_1", planner=Dropping(), **options)
     state = {"held": None}
