@@ -15,7 +15,7 @@ def test_a_checkpoint_of_each_kind_is_verified_and_loads(tmp_path, memory_dir):
     dirpath = str(tmp_path / "run")
     shutil.copytree(DATA, dirpath)
     verified = CliRunner().invoke(app, ["verify", dirpath])
-    assert (verified.exit_code, verified.stdout.count("intact"), len(verified.stdout.splitlines())) == (0, 3, 3)
+    assert (verified.exit_code, verified.stdout.count("intact"), len(verified.stdout.splitlines())) == (0, 3, 4)
     options = {"dirpath": dirpath, "memory_dir": memory_dir, "drain": "thread"}
     io = build(TieredCheckpointIO, **options)
     loaded = {1: io.load_checkpoint("step_1.ckpt")}

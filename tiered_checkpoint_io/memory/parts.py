@@ -151,12 +151,14 @@ def mark(folder: Path, name: str, *, synced: bool = False) -> None:
 
     Raises:
         FileNotFoundError: The part is gone.
+        MemoryFullError: A power loss took the prepared marker, and there is no space for another.
     """
     try:
         os.rename(folder / f".{name}", folder / name)
     except FileNotFoundError:
         if not (folder / name).exists():
-            raise
+            # Prepared markers are not synced: a power loss may leave the part without them.
+            write_private(folder / name, b"")
     if synced:
         try:
             sync_folder(folder)
