@@ -267,9 +267,13 @@ def _tensor_of_class(call: Call, convert: Converter) -> torch.Tensor:
     if name == _NESTED and type(state) is dict:
         # Its constructor has set and checked the others.
         state = {key: each for key, each in state.items() if not hasattr(made, key)}
-    state = attributes(cls, state)
+    is_of_user = name in convert.allowed.named
+    state = attributes(object if is_of_user else cls, state)
     if cls.__setstate__ is not torch.Tensor.__setstate__:
         made.__setstate__(state)
+    elif is_of_user:
+        # A class of the user's own may have attributes of any name, such as that of a method of tensors.
+        made.__dict__.update(state)
     else:
         _set_attributes(made, state)
     return cast("torch.Tensor", made)
