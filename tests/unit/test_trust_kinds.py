@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from omegaconf import ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io import dcp as ours
@@ -95,6 +95,7 @@ PLAIN = {
     "dates": [dt.datetime(2020, 1, 1, tzinfo=dt.timezone.utc), dt.timedelta(3)],
     "values": [decimal.Decimal("1.5"), uuid.UUID(int=5), 1 << 300, 2j, b"bytes", range(3), slice(1, 2)],
     "omegaconf": OmegaConf.create({"a": 1, "b": [1, "x", {"c": None, "d": 2.5}], "e": "${a}", "p": pathlib.Path("/p")}),
+    "class of hyperparameters": DictConfig,
     "omegaconf's list": OmegaConf.create([1, {"a": 2}]),
     "namespace": argparse.Namespace(lr=0.1),
 }

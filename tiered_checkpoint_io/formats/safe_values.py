@@ -61,6 +61,9 @@ _TYPES: dict[str, tuple[str, ...]] = {
     "fractions": ("Fraction",),
     "uuid": ("UUID",),
     "typing": ("Any",),
+    # Lightning notes the class of hyperparameters beside them.
+    "omegaconf.dictconfig": ("DictConfig",),
+    "omegaconf.listconfig": ("ListConfig",),
     "numpy": (
         *("bool", "bool_", "complex128", "complex64", "datetime64", "float16", "float32", "float64", "bytes_", "str_"),
         *("timedelta64", *_SCALARS),
