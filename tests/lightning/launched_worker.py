@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Trainer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.supporting import build
+from support.training import Model
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.training import Model
 
 
 class Told(Model):
