@@ -74,6 +74,8 @@ class Checkpoints(RuleBasedStateMachine):
             namespace="default",
             memory_keep_last=KEEP,
             max_pending=100,
+            # No process of a drain begins by itself.
+            drain="thread",
         )
         self.made = Checkpointer(self.config, logger=LOG)
         self.root = namespace_root(str(self.folder), "default")
