@@ -1,4 +1,4 @@
-"""Policies of what the durable tier keeps. See docs/retention.md."""
+"""Policies of retention on the durable tier: docs/operations.md."""
 
 from tiered_checkpoint_io.model.retention import Best, EverySteps, Latest
 

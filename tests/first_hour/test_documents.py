@@ -81,7 +81,7 @@ def blocks(document, language):
 
 DOCUMENTS = (
     "README.md",
-    *(f"docs/{page}.md" for page in ("sharded", "migration", "retention", "configuration", "command-line")),
+    *(f"docs/{page}.md" for page in ("sharded", "migration", "operations", "configuration", "command-line")),
 )
 PYTHON, YAML, BASH = (
     {key: text for document in DOCUMENTS for key, text in blocks(document, language).items()}

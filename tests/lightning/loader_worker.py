@@ -1,6 +1,6 @@
 """A training whose batches come from a worker of its DataLoader; is told how that starts, and whether it persists.
 
-Each worker has a process group of its own, as docs/deployment.md says.
+Each worker has a process group of its own, as docs/operations.md says.
 """
 
 import json

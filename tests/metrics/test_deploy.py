@@ -39,7 +39,7 @@ needs_promtool = pytest.mark.skipif(
 
 @needs_promtool
 def test_the_formulas_of_the_page_give_a_value_of_each_job(tmp_path):
-    page = (DEPLOY.parent / "docs" / "metrics.md").read_text().partition("## All metrics\n")[2].partition("\n## ")[0]
+    page = (DEPLOY.parent / "docs" / "operations.md").read_text().partition("## Metrics\n")[2].partition("\n## ")[0]
     formulas = [each for each in re.findall(r"`([^`\n]+)`", page) if PREFIX in each and "(" in each]
     assert len(formulas) == 3
     of_labels = {"tier": ["memory", "durable"], "cause": ["stall", "restore", "repeated_steps"]}

@@ -54,7 +54,7 @@ class PreemptionCheckpoint(Callback):
     use where this callback handles that signal. Wherever it stands among a trainer's callbacks, it runs as the last.
 
     torchrun and Slurm signal all processes of a rank. If a DataLoader has workers, give each worker a process group of
-    its own by ``worker_init_fn``: see docs/deployment.md.
+    its own by ``worker_init_fn``: see docs/operations.md.
     """
 
     # No Checkpoint of Lightning's: a trainer with one of these makes no ModelCheckpoint by itself, refuses

@@ -32,7 +32,7 @@ _Row = tuple[str, ...]
 def status(
     nodes: Nodes = NODES,
     prometheus: Annotated[
-        bool, typer.Option("--prometheus", help="Print metrics as Prometheus' text instead: docs/metrics.md.")
+        bool, typer.Option("--prometheus", help="Print metrics as Prometheus' text instead: docs/operations.md.")
     ] = False,
     textfile: Annotated[
         Path | None,

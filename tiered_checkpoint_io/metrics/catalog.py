@@ -1,8 +1,8 @@
-"""All metrics: their names, types, units and meanings (pure). docs/metrics.md is tested against it."""
+"""All metrics: their names, types, units and meanings (pure)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -117,12 +117,3 @@ LOST = _metric(
 ELAPSED = _metric("run_seconds", "gauge", "seconds", "Time since the first event of the run.")
 
 CATALOG: tuple[Metric, ...] = tuple(each for each in globals().values() if isinstance(each, Metric))
-
-
-def table() -> Iterator[str]:
-    """The lines of the table in docs/metrics.md."""
-    yield "| Metric | Type | Unit | Labels | Meaning |"
-    yield "|---|---|---|---|---|"
-    for each in CATALOG:
-        labels = ", ".join(f"`{label}`" for label in each.labels)
-        yield f"| `{each.name}` | {each.kind} | {each.unit or 'count'} | {labels} | {each.meaning} |"

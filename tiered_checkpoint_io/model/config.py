@@ -65,7 +65,7 @@ class TieredCheckpointConfig:
             ``TieredModelCheckpoint``.
         memory_keep_last: Checkpoints that memory keeps; of DCP and local ones, of each series of names.
         retention: Checkpoints that S3 keeps: ``{latest: 3, every_steps: 1000}``; null deletes none. See
-            docs/retention.md.
+            docs/operations.md.
         enable_async_checkpointing: Saves return once the checkpoint is in node memory. Read by ``from_config``, which
             then gives an ``AsyncCheckpointIO``.
         staging: When a save copies the state: ``eager`` or ``overlapped``. ``eager`` copies it before the save
