@@ -1,25 +1,20 @@
 """Node memory that is too small, full, not memory, or not ours: said once, and nothing is lost."""
 
-import contextlib
-import os
 import shutil
-import threading
-from pathlib import Path
 
 import pytest
 import torch
-from support.bad_input import KEPT, Kept, state
+from support.bad_input import Kept, state
 from support.supporting import build
 from support.tenants import Tenant, mounted_tmpfs
 
 from tiered_checkpoint_io import TieredCheckpointIO
-from tiered_checkpoint_io.engine.checkpointer import TIERS
 from tiered_checkpoint_io.engine.drain.locks import try_lock
-from tiered_checkpoint_io.errors import ExportError, MemoryTierError, MemoryUnsafeError, SaveError
+from tiered_checkpoint_io.errors import ExportError, SaveError
 from tiered_checkpoint_io.export.files import new_file
-from tiered_checkpoint_io.memory import node, slot
+from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory import tier as memory
-from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, memory_limit
+from tiered_checkpoint_io.memory.node import memory_left, memory_limit
 
 MIB = 1 << 20
 #: What containers have for /dev/shm, where nobody says otherwise.
@@ -116,55 +111,6 @@ def test_a_tmpfs_that_is_full_from_the_start(small, tmp_path, warned):
     io.teardown()
 
 
-@pytest.mark.parametrize("moment", ["before space is taken", "after space is taken"])
-def test_a_tmpfs_that_becomes_full_in_mid_save(kept_in_small, small, monkeypatch, moment, warned):
-    """Between the look at what is left and the taking of it, and behind it, where a small file is still to come."""
-    io = kept_in_small.io(memory_keep_last=5)
-    io.save_checkpoint(state(2), "2.ckpt", storage_options=MEMORY_ONLY)
-    tenant = Tenant(small)
-    take, cut, turns = slot.take_space, os.ftruncate, []
-
-    def taking(descriptor, start, end, **how):
-        if end - start > 16 * MIB and not turns:
-            turns.append("taken")
-            if moment == "before space is taken":
-                tenant.fills(leave=MIB)
-        return take(descriptor, start, end, **how)
-
-    def cutting(descriptor, size):
-        cut(descriptor, size)
-        if size > 16 * MIB and turns == ["taken"] and moment == "after space is taken":
-            # What was taken in excess of the checkpoint has just been given back.
-            turns.append("cut")
-            tenant.fills()
-
-    monkeypatch.setattr(slot, "take_space", taking)
-    monkeypatch.setattr(os, "ftruncate", cutting)
-    with warned(SKIPPED):
-        io.save_checkpoint(large(3, mib=20), "3.ckpt", storage_options=MEMORY_ONLY)
-    turns.clear()
-    tenant.goes()
-    if moment == "before space is taken":
-        with warned("memory tier can't hold.* goes through"):
-            io.save_checkpoint(large(4, mib=20), "4.ckpt")
-        assert torch.load(Path(io.config.dirpath) / "4.ckpt")["global_step"] == 4
-    else:
-        with pytest.raises(SaveError, match="^no room for 4.ckpt: .*name a spill_dir"):
-            io.save_checkpoint(large(4, mib=20), "4.ckpt")
-    monkeypatch.undo()
-    # The tenant is still there; what was in memory is, too.
-    assert io.load_checkpoint("2.ckpt")["global_step"] == 2
-    assert io.checkpointer.restored.tier == "memory"
-    tenant.goes()
-    io.save_checkpoint(large(5, mib=20), "5.ckpt", storage_options=MEMORY_ONLY)
-    assert io.load_checkpoint("5.ckpt")["global_step"] == 5
-    # No failed save holds any room.
-    used = os.statvfs(small)
-    assert (used.f_blocks - used.f_bavail) * used.f_frsize < 45 * MIB
-    io.remove_checkpoint("5.ckpt")
-    io.remove_checkpoint("2.ckpt")
-
-
 def test_other_processes_take_the_memory_of_the_node_or_job(kept, tmp_path, monkeypatch, warned):
     """What the kernel says is left, as a file that the test writes: to take it in earnest would end other tests."""
     (tmp_path / "proc").mkdir()
@@ -198,63 +144,12 @@ def test_other_processes_take_the_memory_of_the_node_or_job(kept, tmp_path, monk
     io.remove_checkpoint("6.ckpt")
 
 
-@pytest.mark.matrix
-@pytest.mark.timeout(60)
-def test_a_tenant_that_comes_and_goes_all_the_time(small, tmp_path):
-    """At any moment between a look at what is left and a write to it; were that not reserved, a signal would end us."""
-    tenant, over = Tenant(small), threading.Event()
-
-    def restless():
-        while not over.is_set():
-            with contextlib.suppress(OSError):
-                tenant.fills()
-            over.wait(0.002)
-            tenant.goes()
-
-    kept = Kept(tmp_path / "kept", small)
-    io = kept.io(memory_keep_last=2, on_save_error="warn")
-    thread = threading.Thread(target=restless)
-    thread.start()
-    try:
-        # Ever larger, so that no slot can be used again.
-        reports = [
-            io.checkpointer.save(large(step, mib=step), f"{step}.ckpt", tiers=TIERS if step % 3 == 0 else {"memory"})
-            for step in range(2, 14)
-        ]
-    finally:
-        over.set()
-        thread.join()
-    assert all(reports[1::3]), "what may go to the durable tier gets there one way or the other"
-    newest = max(report.step for report in reports if report is not None)
-    assert torch.equal(io.load_checkpoint("tiered:latest")["w"], large(newest, mib=newest)["w"])
-    kept.close()
-
-
 def test_an_export_to_a_full_file_system_is_an_error(small):
     """What is put together in a mapped file has to have its space before it is written to."""
     Tenant(small).fills(leave=MIB)
     with pytest.raises(ExportError, match="No space left"), new_file(small / "target", 8 * MIB):
         pass
     assert not (small / "target").exists()
-
-
-def test_a_folder_on_disk_works_with_a_warning(tmp_path, warned):
-    if is_tmpfs(tmp_path):
-        pytest.skip("the temporary folder is on tmpfs")
-    (tmp_path / "disk").mkdir()
-    with warned("memory_dir .*disk.* is not on tmpfs: .* as fast as that disk") as caught:
-        kept = Kept(tmp_path / "kept", tmp_path / "disk")
-    assert len(caught) == 1
-    kept.still_loads()
-
-
-def test_no_such_folder(tmp_path):
-    kept = Kept.__new__(Kept)
-    kept.options, kept.made = {"dirpath": str(tmp_path / "d"), "memory_dir": str(tmp_path / "none")}, []
-    with pytest.raises(MemoryTierError, match="memory_dir does not exist.*none.*make it"):
-        kept.io().load_checkpoint("tiered:latest")
-    with pytest.raises(SaveError, match="memory_dir does not exist"):
-        kept.io().save_checkpoint(state(1), "a.ckpt")
 
 
 @pytest.mark.parametrize(
@@ -295,49 +190,4 @@ def test_training_goes_on_where_memory_is_removed_beside_it(drain, how, memory_d
     assert io.load_checkpoint("tiered:latest")["global_step"] == 6
     io.teardown()
     assert kept.io(namespace="another-node").load_checkpoint("tiered:latest")["global_step"] == 5
-    kept.close()
-
-
-def test_memory_that_is_not_ours_is_refused_and_left(kept, tmp_path):
-    ours = Path(kept.options["memory_dir"]) / f"tiered-{os.getuid()}"
-    away = ours.rename(ours.with_name("away"))
-    target = tmp_path / "elsewhere"
-    target.mkdir()
-
-    def refused(said):
-        with pytest.raises(MemoryUnsafeError, match=rf"{said}.*tiered-{os.getuid()}.*remove it, or name another"):
-            kept.io().load_checkpoint("tiered:latest")
-        with pytest.raises(SaveError, match=said):
-            kept.io().save_checkpoint(state(2), "2.ckpt")
-
-    ours.symlink_to(target)
-    refused("is a symbolic link")
-    assert not list(target.iterdir())
-    ours.unlink()
-    ours.mkdir(mode=0o755)
-    refused("is open to others")
-    ours.chmod(0o700)
-    if os.getuid() == 0:
-        os.chown(ours, 12345, -1)
-        refused("belongs to user 12345")
-    assert not list(ours.iterdir())
-    ours.rmdir()
-    away.rename(ours)
-    assert kept.io().load_checkpoint(KEPT)["global_step"] == 1
-
-
-def test_mounts_whose_names_are_not_utf_8(memory_dir, tmp_path, monkeypatch):
-    """Of anything mounted on the node, such as a disk that an older system has named."""
-    strange = tmp_path / "a b\t\\040"
-    mounts = Path("/proc/self/mounts").read_bytes()
-    mounts += b"x /mnt/Donn\xe9es ext4 rw 0 0\n"
-    mounts += b"y " + os.fsencode(tmp_path) + rb"/a\040b\011\134040 tmpfs rw 0 0" + b"\n"
-    read = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda self: mounts if str(self) == "/proc/self/mounts" else read(self))
-    monkeypatch.setattr(Path, "read_text", lambda self, *how: self.read_bytes().decode(*how))
-    assert is_tmpfs("/dev/shm")
-    assert is_tmpfs(str(strange))
-    assert is_tmpfs(f"{strange}/below")
-    kept = Kept(tmp_path / "kept", memory_dir)
-    kept.still_loads()
     kept.close()

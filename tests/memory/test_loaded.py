@@ -182,17 +182,6 @@ def test_a_look_whether_it_is_read_does_not_hide_a_part(start, monkeypatch):
     assert not parts.is_read(stored)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_local_checkpoints_of_such_names_are_resumed_from_in_the_order_of_their_steps(tmp_path, memory_dir):
-    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread", "kind": "local"}
-    for step in range(10, 210, 10):
-        name = f"checkpoint-{step}/step_{step}"
-        build(tiered_dcp.save, {"step": step}, checkpoint_id=name, step=step, save_to_s3=False, **options)
-        loaded = {"step": 0}
-        build(tiered_dcp.load, loaded, **options)
-        assert loaded == {"step": step}
-
-
 def test_dcp_names_that_carry_the_step_outside_step_n_are_one_series(tmp_path, memory_dir):
     config = build(TieredCheckpointConfig, dirpath=str(tmp_path / "durable"), memory_dir=memory_dir, drain="thread")
     for step in range(1, 8):

@@ -1,22 +1,23 @@
 """The operation log: killed writers, damage, forks, a full file system, a process without descriptors."""
 
+import fcntl
 import mmap
 import os
 import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 from support.tenants import Tenant, descriptors_to_spare, mounted_tmpfs
 
-from tiered_checkpoint_io.engine.drain import log as module
 from tiered_checkpoint_io.engine.drain.log import OperationLog
 from tiered_checkpoint_io.errors import MemoryFullError
 
 BODY = "y" * 300
+#: Where the two halves of a log begin, and how long each is.
+HALVES, HALF = 8192, 1 << 20
 
 
 def opened(path):
@@ -28,18 +29,12 @@ def path(memory_dir):
     return f"{memory_dir}/log"
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """Halves that are full after some 200 records."""
-    monkeypatch.setattr(module, "_HALF", 1 << 16)
-
-
 def numbers(log, prefix):
     return sorted(int(number) for number in log.entries(prefix))
 
 
 # ------------------------------------------------------------------------------------ two writers
-def test_writers_see_each_other_through_many_changes_of_half(path, small):
+def test_writers_see_each_other_through_many_changes_of_half(path):
     one, other = opened(path), opened(path)
     for number in range(2000):
         (one, other)[number % 2].write({f"now/{number}": BODY, f"now/{number - 20}": None})
@@ -47,27 +42,6 @@ def test_writers_see_each_other_through_many_changes_of_half(path, small):
     for log in (one, other, opened(path)):
         assert numbers(log, "now/") == list(range(1980, 2000))
     assert one.poll() == other.poll()
-
-
-@pytest.mark.matrix
-def test_threads_of_one_process_exclude_each_other(path, small):
-    """Also with one log each, of the same file: what is closed by one gives up no lock of the other."""
-    shared = opened(path)
-
-    def count(log, name):
-        for number in range(300):
-            log.write({name: number})
-            opened(path).get(name)
-
-    threads = [
-        threading.Thread(target=count, args=(log, name))
-        for log, name in ((shared, "a"), (shared, "b"), (opened(path), "c"))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert opened(path).entries("") == {"a": 299, "b": 299, "c": 299}
 
 
 def worker(path, name, ack):
@@ -94,7 +68,7 @@ def forked(path, name, ack):
 
 @pytest.mark.matrix
 @pytest.mark.timeout(60)
-def test_whatever_was_acknowledged_outlives_two_writers_that_are_killed_at_random(path, small):
+def test_whatever_was_acknowledged_outlives_two_writers_that_are_killed_at_random(path):
     chance = random.Random(5)
     acks = {name: mmap.mmap(-1, 16) for name in "ab"}
     writers = {name: forked(path, name, ack) for name, ack in acks.items()}
@@ -125,7 +99,7 @@ def test_whatever_was_acknowledged_outlives_two_writers_that_are_killed_at_rando
 
 def test_two_pid_namespaces_share_one(path):
     count = (
-        "import sys; sys.path.insert(0, 'tests/unit')\n"
+        "import sys\n"
         "from tiered_checkpoint_io.engine.drain.log import OperationLog\n"
         "log = OperationLog(sys.argv[1])\n"
         "for n in range(500): log.write({f'{sys.argv[2]}{n}': n})\n"
@@ -139,40 +113,33 @@ def test_two_pid_namespaces_share_one(path):
     assert len(opened(path).entries("")) == 1000
 
 
-def test_one_that_outlives_its_module_ends_in_silence(path):
-    """As the interpreter ends, modules are emptied one by one."""
-    keeps = (
-        "import os, sys\n"
-        "from tiered_checkpoint_io.engine.drain.log import OperationLog\n"
-        "log = OperationLog(sys.argv[1])\n"
-        "log.open()\n"
-        "os.kept = [log, os]\n"
-    )
-    done = subprocess.run([sys.executable, "-c", keeps, path], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_forked_child_keeps_no_lock_alive_and_may_read(path):
-    log = opened(path)
+def test_a_forked_child_keeps_no_lock_alive_and_may_read(path, monkeypatch):
+    log, children, lock = opened(path), [], fcntl.flock
     log.write({"a": 1})
     ready, go = os.pipe()
-    with log._guard, log._locked():
-        child = os.fork()
-        if child == 0:
-            os.close(go)
-            os.read(ready, 1)
-            os._exit(0 if log.get("a") == 1 else 1)
-        os.close(ready)
-    other = opened(path)
-    other.write({"b": 2})
+
+    def forking(descriptor, kind):
+        lock(descriptor, kind)
+        if kind & fcntl.LOCK_EX and not children:
+            children.append(os.fork())
+            if not children[0]:
+                os.close(go)
+                os.read(ready, 1)
+                os._exit(0 if log.get("a") == 1 else 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", forking)
+        log.write({"b": 2})
+    os.close(ready)
+    opened(path).write({"c": 3})
     os.close(go)
-    assert os.waitpid(child, 0)[1] == 0
-    assert log.get("b") == 2
+    assert os.waitpid(children[0], 0)[1] == 0
+    assert log.get("c") == 3
 
 
 # --------------------------------------------------------------------------------------- scarcity
 @pytest.mark.parametrize("what", ["space", "files", "descriptors"])
-def test_it_goes_on_for_ever_where_nothing_is_left(what, tmp_path, small):
+def test_it_goes_on_for_ever_where_nothing_is_left(what, tmp_path):
     with mounted_tmpfs(tmp_path / "tight", 4 << 20, inodes=40) as folder:
         log, tenant = opened(folder / "log"), Tenant(folder)
         log.open()
@@ -194,18 +161,18 @@ def test_where_there_is_no_space_for_the_file_it_is_an_error_and_reads_as_empty(
         assert log.get("a") is None
 
 
-def test_too_much_is_an_error_and_changes_nothing(path, small):
+def test_too_much_is_an_error_and_changes_nothing(path):
     log = opened(path)
     with pytest.raises(MemoryFullError, match="too much is queued"):
         for number in range(1000):
-            log.write({f"now/{number}": BODY})
+            log.write({f"now/{number}": 30 * BODY})
     assert number > 100
     assert numbers(opened(path), "now/") == list(range(number))
 
 
 # ----------------------------------------------------------------------------------------- damage
-@pytest.mark.parametrize("at", [0, 20, 40, 8192, 8192 + (1 << 16), 8192 + 3000, 8192 + (1 << 16) + 3000])
-def test_damage_costs_records_with_a_warning_and_all_processes_agree_again(at, path, small, caplog):
+@pytest.mark.parametrize("at", [0, 20, 40, HALVES, HALVES + HALF, HALVES + 3000, HALVES + HALF + 3000])
+def test_damage_costs_records_with_a_warning_and_all_processes_agree_again(at, path, caplog):
     live = opened(path)
     for number in range(20):
         live.write({f"now/{number}": BODY})

@@ -1,6 +1,4 @@
-"""The memory tier: safe folders, and death at any moment."""
-
-# ruff: noqa: F811 - a fixture of another module is an argument here
+"""Node memory: safe folders, deaths at any moment, and how much the node has."""
 
 import mmap
 import os
@@ -13,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from support.parts import RUN, content_of, files_in, save
 
 from tiered_checkpoint_io.errors import (
     MemoryTierError,
@@ -22,7 +21,7 @@ from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory.parts import opened, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
-from .test_memory import MIB, RUN, content_of, files_in, mapped_by_others, save, tier  # noqa: F401 - fixtures
+MIB = 1 << 20
 
 
 def test_folders_that_are_not_ours_alone_are_refused_and_left(memory_dir, tmp_path):
@@ -79,6 +78,20 @@ def test_a_link_in_place_of_a_file_is_not_followed(tier, tmp_path):
     stored.file("step=1.ckpt").symlink_to(tmp_path / "secret")
     with pytest.raises(OSError, match="symbolic links"), reading(stored):
         pass
+
+
+def test_mounts_whose_names_are_not_utf_8(memory_dir, tmp_path, monkeypatch):
+    """Of anything mounted on the node, such as a disk that an older system has named."""
+    strange = tmp_path / "a b\t\\040"
+    mounts = Path("/proc/self/mounts").read_bytes()
+    mounts += b"x /mnt/Donn\xe9es ext4 rw 0 0\n"
+    mounts += b"y " + os.fsencode(tmp_path) + rb"/a\040b\011\134040 tmpfs rw 0 0" + b"\n"
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: mounts if str(self) == "/proc/self/mounts" else read(self))
+    monkeypatch.setattr(Path, "read_text", lambda self, *how: self.read_bytes().decode(*how))
+    assert node.is_tmpfs(memory_dir)
+    assert node.is_tmpfs(str(strange))
+    assert node.is_tmpfs(f"{strange}/below")
 
 
 def test_a_missing_memory_dir_and_one_on_disk(tmp_path):
@@ -197,8 +210,8 @@ def test_killed_at_any_moment_the_newest_committed_part_is_whole(memory_dir):
 
 def test_trash_that_a_live_process_is_still_sorting_out_does_it_no_harm(tier, memory_dir, monkeypatch):
     stored = save(tier, b"old" * 1000, 1)
-    with opened(stored, keep=True):
-        kept = mapped_by_others(stored)
+    with opened(stored, keep=True), open(stored.file("step=1.ckpt"), "rb") as file:
+        kept = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     real = os.rename
 
     def cleared_right_after(source, target, **options):
@@ -216,7 +229,48 @@ def test_trash_that_a_live_process_is_still_sorting_out_does_it_no_harm(tier, me
     assert kept[:] == b"old" * 1000
 
 
-def test_the_mapping_is_the_file_that_torch_and_others_read(tier):
-    stored = save(tier, b"abc" * 5000, 1)
-    with open(stored.file("step=1.ckpt"), "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
-        assert mapping[:] == b"abc" * 5000
+# ------------------------------------------------------------------------------------------- room
+def test_the_limit_of_any_cgroup_above_binds(tmp_path, memory_dir):
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert node.memory_limit(proc, cgroup) == machine
+    (cgroup / "job" / "step").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text("0::/job/step\n")
+    (cgroup / "job" / "step" / "memory.max").write_text("max\n")
+    assert node.memory_limit(proc, cgroup) == machine
+    (cgroup / "job" / "memory.max").write_text("7000000\n")
+    assert node.memory_limit(proc, cgroup) == 7_000_000
+    (cgroup / "job" / "step" / "memory.high").write_text("6000000\n")
+    assert node.memory_limit(proc, cgroup) == 6_000_000
+    (cgroup / "memory").mkdir()
+    (cgroup / "memory" / "memory.limit_in_bytes").write_text("5000000\n")
+    (proc / "self" / "cgroup").write_text("4:cpu,memory:/only/the/host/knows\n0::/\n")
+    assert node.memory_limit(proc, cgroup) == 5_000_000
+
+
+def test_what_is_left_is_what_nobody_uses_in_any_cgroup_above(tmp_path):
+    proc, cgroup, mib = tmp_path / "proc", tmp_path / "cgroup", 1 << 20
+    (proc / "self").mkdir(parents=True)
+    (cgroup / "job" / "step").mkdir(parents=True)
+    whole = node.memory_limit(proc, cgroup)
+    margin = min(1 << 30, whole // 64)
+    assert node.memory_left(proc, cgroup) == whole - margin, "nothing tells of less"
+    (proc / "meminfo").write_text("MemTotal:  99 kB\nMemAvailable:    512000 kB\nHugePages_Total:  0\n")
+    assert node.memory_left(proc, cgroup) == 500 * mib - margin
+    (proc / "self" / "cgroup").write_text("0::/job/step\n")
+    (cgroup / "job" / "step" / "memory.max").write_text("max\n")
+    (cgroup / "job" / "memory.max").write_text(f"{256 * mib}\n")
+    (cgroup / "job" / "memory.current").write_text(f"{200 * mib}\n")
+    (cgroup / "job" / "memory.stat").write_text(
+        f"anon 7\nshmem {90 * mib}\nactive_file {10 * mib}\ninactive_file {20 * mib}\n"
+    )
+    assert node.memory_left(proc, cgroup) == (256 - 200 + 10 + 20 - 4) * mib
+    (cgroup / "job" / "memory.high").write_text(f"{240 * mib}\n")
+    assert node.memory_left(proc, cgroup) == (240 - 200 + 10 + 20) * mib - 240 * mib // 64
+    (cgroup / "memory").mkdir()
+    for name, value in {"limit_in_bytes": 64 * mib, "usage_in_bytes": 70 * mib}.items():
+        (cgroup / "memory" / f"memory.{name}").write_text(f"{value}\n")
+    (cgroup / "memory" / "memory.stat").write_text(f"cache {9 * mib}\ntotal_inactive_file {2 * mib}\n")
+    (proc / "self" / "cgroup").write_text("4:cpu,memory:/only/the/host/knows\n0::/\n")
+    assert node.memory_left(proc, cgroup) == (64 - 70 + 2 - 1) * mib

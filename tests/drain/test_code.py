@@ -1,11 +1,9 @@
 """Whose code the drain's process runs: its trainer's, wherever that has it from."""
 
-# ruff: noqa: F811 - a fixture of another module is an argument here
-
+import re
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -13,10 +11,6 @@ import pytest
 from support.draining import Node
 
 import tiered_checkpoint_io
-from tiered_checkpoint_io.engine.drain import process
-from tiered_checkpoint_io.errors import DrainError
-
-from .test_drain import handle_of  # noqa: F401 - a fixture
 
 PACKAGE = Path(tiered_checkpoint_io.__file__).parent
 TRAINER = """
@@ -70,12 +64,27 @@ def test_the_drain_runs_the_code_of_its_trainer_and_of_no_other_installation(cop
     assert (node.root / "status/drain.log").read_text() == f"this is {standalone} {node.root}\n"
 
 
-def test_a_drain_that_cannot_import_its_code_is_said_at_once(memory_dir, tmp_path, handle_of, monkeypatch):
-    monkeypatch.setattr(process, "_PLACE", tmp_path / "removed")
-    node = Node(memory_dir, str(tmp_path / "durable"))
+GONE = """
+import logging, pathlib, shutil, sys
+sys.path.insert(0, sys.argv[1])
+from tiered_checkpoint_io.engine.drain.client import DrainHandle
+from tiered_checkpoint_io.errors import DrainError
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+root = pathlib.Path(sys.argv[2])
+config = TieredCheckpointConfig.from_json((root / "drain.json").read_text())
+handle = DrainHandle(MemoryTier(root), config, logging.getLogger())
+shutil.rmtree(sys.argv[1])
+handle.start()
+try:
+    handle.flush(100)
+except DrainError as error:
+    print(error)
+"""
+
+
+def test_a_drain_that_cannot_import_its_code_is_said_at_once(copy, memory_dir, tmp_path):
+    node, place = Node(memory_dir, str(tmp_path / "durable")), copy("clone")
     node.save("a.ckpt", b"A")
-    handle, began = handle_of(node), time.monotonic()
-    handle.start()
-    with pytest.raises(DrainError, match=r"can't import what it needs.*stay in node memory.*no longer at .*removed"):
-        handle.flush(120)
-    assert time.monotonic() - began < 60
+    said = python(GONE, place, node.root, cwd=tmp_path)
+    assert re.search(rf"can't import what it needs.*stay in node memory.*no longer at .*{place}", said), said

@@ -2,9 +2,11 @@
 
 import errno
 import gc
+import itertools
 import mmap
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,12 @@ import torch
 from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io.engine.ranks.views import bytes_of, privately_mapped
-from tiered_checkpoint_io.memory import pages
+from tiered_checkpoint_io.memory.node import is_tmpfs
 from tiered_checkpoint_io.memory.pages import HUGE, Mapped, make_huge, take_space
 
 MIB = 1 << 20
 SIZE = 16 * MIB + 5000
+HOURS = itertools.count(1)
 
 
 @pytest.fixture
@@ -26,31 +29,39 @@ def descriptor(memory_dir):
 
 
 @pytest.fixture
-def asked_anew(monkeypatch):
-    """Whatever the kernel gave before."""
-    for until in ("_resting_until", "_slow_until"):
-        monkeypatch.setattr(pages, until, 0.0)
+def asked_again(monkeypatch):
+    """An hour later: whatever the kernel gave before counts no more."""
+    shift, now = 3600.0 * next(HOURS), time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + shift)
+
+
+@pytest.fixture
+def takes(monkeypatch, asked_again):
+    """Sets how long the kernel takes for one call, seconds."""
+
+    def takes(seconds):
+        calls = itertools.count()
+        monkeypatch.setattr(time, "thread_time", lambda: seconds * next(calls))
+
+    return takes
 
 
 @pytest.fixture(params=["as this kernel does", "none", "some", "slowly"])
-def kernel(request, monkeypatch, asked_anew):
+def kernel(request, monkeypatch, takes):
     """What the kernel gives: none at all, or none any more after the first few; or it takes its time."""
-    if request.param == "none":
-        monkeypatch.setattr(pages, "_MADV_COLLAPSE", 999)
-    elif request.param == "some":
-        monkeypatch.setattr(pages, "_STEP", 4 * MIB)
-        advise, left = Mapped.advise, iter([True, True, True])
+    if request.param in ("none", "some"):
+        advise, left = Mapped.advise, iter([True, True, True] if request.param == "some" else [])
         monkeypatch.setattr(Mapped, "advise", lambda *args: next(left, False) and advise(*args))
     elif request.param == "slowly":
-        monkeypatch.setattr(pages, "_SLOW_S", 0.0)
+        takes(0.01)
     return request.param
 
 
 @pytest.fixture
-def huge_pages(monkeypatch, asked_anew):
+def huge_pages(takes, memory_dir):
     """Where the kernel gives them, however slowly."""
-    monkeypatch.setattr(pages, "_TOO_SLOW_S", 60.0)
-    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+    takes(0.0)
+    with tempfile.TemporaryFile(dir=memory_dir) as file:
         if not take_space(file.fileno(), 0, 8 * MIB, patient=True):
             pytest.skip("this kernel gives none")
 
@@ -81,7 +92,7 @@ def test_all_space_is_taken_and_no_more_and_bytes_that_are_there_stay(descriptor
     if kernel == "none":
         assert huge == start
     assert os.fstat(descriptor).st_size == SIZE
-    assert taken(descriptor) == -(-SIZE // pages.mmap.PAGESIZE) * pages.mmap.PAGESIZE
+    assert taken(descriptor) == -(-SIZE // mmap.PAGESIZE) * mmap.PAGESIZE
     with open(descriptor, "rb", closefd=False) as file:
         assert file.read() == kept.ljust(SIZE, b"\0")
 
@@ -104,7 +115,7 @@ def test_what_is_taken_is_mapped_by_huge_pages_where_the_kernel_has_them(descrip
 def test_a_small_file_and_one_on_a_disk_are_as_ever(descriptor, tmp_path):
     assert take_space(descriptor, 0, 4 * MIB) == 0
     with tempfile.TemporaryFile(dir=tmp_path) as file:
-        if not pages._is_on_tmpfs(file.fileno()):
+        if not is_tmpfs(tmp_path):
             assert take_space(file.fileno(), 0, SIZE) == 0
             assert taken(file.fileno()) >= SIZE
 
@@ -134,33 +145,6 @@ def test_a_private_mapping_never_changes_the_file_and_goes_with_the_last_tensor(
     assert privately_mapped(descriptor, 0).nbytes() == 0
 
 
-def test_a_file_may_be_open_for_reading_alone_where_the_mapping_is_private(tmp_path):
-    (tmp_path / "file").write_bytes(b"abc")
-    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
-    view = Mapped(descriptor, 3, shared=False).view
-    with pytest.raises(PermissionError):
-        Mapped(descriptor, 3, shared=True)
-    os.close(descriptor)
-    view[1:] = b"xy"
-    assert bytes(view) == b"axy"
-    assert (tmp_path / "file").read_bytes() == b"abc"
-
-
-def test_a_forked_child_leaves_alone_what_lies_where_its_parents_mappings_do(descriptor):
-    os.pwrite(descriptor, b"abc", 0)
-    mapped = Mapped(descriptor, 3, shared=True)
-    address = mapped.address
-    child = os.fork()
-    if not child:
-        other = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | pages._MAP_FIXED
-        pages._map(address, mmap.PAGESIZE, mmap.PROT_READ, other, -1, 0)
-        del mapped
-        os._exit(0 if maps(address) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    del mapped
-    assert not maps(address)
-
-
 def test_a_forked_child_does_not_keep_what_is_shared_and_can_end_what_is_private(descriptor):
     os.pwrite(descriptor, bytes(SIZE), 0)
     shared, private = Mapped(descriptor, SIZE, shared=True), Mapped(descriptor, SIZE, shared=False)
@@ -175,21 +159,21 @@ def test_a_forked_child_does_not_keep_what_is_shared_and_can_end_what_is_private
     assert all(map(maps, addresses))
 
 
-def test_a_kernel_that_has_none_is_left_alone_for_a_while(descriptor, asked_anew, monkeypatch):
+def test_a_kernel_that_has_none_is_left_alone_for_a_while(descriptor, asked_again, monkeypatch):
     asked = []
-    monkeypatch.setattr(Mapped, "advise", lambda *args: asked.append(args[1]) or args[1] != pages._MADV_COLLAPSE)
+    monkeypatch.setattr(Mapped, "advise", lambda *args: asked.append(args[1]) or args[1] == mmap.MADV_DONTFORK)
     for end in (SIZE, 2 * SIZE):
         assert take_space(descriptor, 0, end) == 0
-    assert asked.count(pages._MADV_COLLAPSE) <= 1
+    assert len(set(asked) - {mmap.MADV_DONTFORK}) <= 1
+    assert asked.count(mmap.MADV_DONTFORK) <= 1, "a second time, it is not even asked"
     assert taken(descriptor) >= 2 * SIZE
 
 
-def test_who_waits_takes_small_pages_where_huge_ones_take_long(descriptor, huge_pages, monkeypatch):
-    monkeypatch.setattr(pages, "_slow_until", 0.0)
-    monkeypatch.setattr(pages, "_SLOW_S", 0.0)
+def test_a_save_takes_small_pages_while_huge_ones_take_long(descriptor, huge_pages, takes):
+    takes(0.01)
     assert take_space(descriptor, 0, SIZE) == HUGE
     assert take_space(descriptor, HUGE, SIZE) == HUGE
-    assert take_space(descriptor, 2 * SIZE, 3 * SIZE, patient=True) > 2 * SIZE, "who does not wait takes huge ones"
+    assert take_space(descriptor, 2 * SIZE, 3 * SIZE, patient=True) > 2 * SIZE, "preparation takes huge ones"
     assert taken(descriptor) >= 2 * SIZE
 
 

@@ -1,0 +1,170 @@
+"""Which node memory owns a spill, if several have it under one path, as containers on one disk do."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tiered_checkpoint_io.clock import SYSTEM
+from tiered_checkpoint_io.errors import MemoryTierError
+from tiered_checkpoint_io.memory.ownership import OWNER_FILE, claim
+
+CLAIM = """
+    import os, sys
+    from pathlib import Path
+    from tiered_checkpoint_io.clock import SYSTEM
+    from tiered_checkpoint_io.memory import node
+    from tiered_checkpoint_io.memory.ownership import claim
+    base, memory, make, boot = sys.argv[1:]
+    if boot:
+        node.boot_id = lambda: boot
+    for line in iter(lambda: "look", None):
+        found = claim(Path(base), Path(memory), SYSTEM, make=make == "make")
+        print(found and found.name, flush=True)
+        if sys.stdin.readline() == "fork\\n":
+            # A worker that outlives its trainer.
+            if os.fork() == 0:
+                os.close(1)
+                sys.stdin.read()
+            os._exit(0)
+"""
+
+
+class Process:
+    """A process that claims a spill for a memory, and lives on."""
+
+    def __init__(self, base, memory, *, make=True, boot=""):
+        line = [sys.executable, "-c", textwrap.dedent(CLAIM), str(base), str(memory), "make" if make else "", boot]
+        self._process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.name = self._process.stdout.readline().strip()
+
+    def again(self):
+        """Claims it once more."""
+        self._process.stdin.write("again\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline().strip()
+
+    def forks_and_ends(self):
+        self._process.stdin.write("fork\n")
+        self._process.stdin.flush()
+        self._process.wait(30)
+
+    def end(self):
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture
+def process(tmp_path):
+    """Starts processes of memory ``a`` or ``b``, whose spill is on one disk."""
+    for name in ("disk", "a", "b"):
+        (tmp_path / name).mkdir(0o700)
+    with contextlib.ExitStack() as stack:
+
+        def process(memory, **options):
+            made = Process(tmp_path / "disk" / "job", tmp_path / memory, **options)
+            stack.callback(made.end)
+            return made
+
+        yield process
+
+
+def test_a_spill_is_of_one_memory_until_the_last_process_of_that_has_ended(process, tmp_path):
+    assert process("b", make=False).name == "None", "nobody made one"
+    first, again = process("a"), process("a")
+    assert (first.name, again.name, process("b", make=False).name) == ("job", "job", "None")
+    other = process("b")
+    assert other.name == "job-2"
+    first.end()
+    assert process("b", make=False).name == "job-2"
+    again.forks_and_ends()
+    other.end()
+    assert process("b", make=False).name == "job-2", "its own rather than one that is free"
+    shutil.rmtree(tmp_path / "disk" / "job-2")
+    assert process("b", make=False).name == "job", "that of a dead one, worker or not"
+
+
+def test_after_a_reboot_a_spill_goes_to_the_memory_that_comes_first(process):
+    process("a").end()
+    assert process("b", make=False, boot="another").name == "job"
+
+
+def test_what_was_removed_beside_it_keeps_its_owner(process, tmp_path):
+    base = tmp_path / "disk" / "job"
+    one = process("a")
+    os.utime(base / OWNER_FILE, (1, 1))
+    assert one.again() == "job"
+    assert (base / OWNER_FILE).stat().st_mtime > 1, "else what clears temporary folders would take it"
+    shutil.rmtree(tmp_path / "a")
+    (tmp_path / "a").mkdir()
+    assert (one.again(), process("a").name) == ("job", "job")
+    shutil.rmtree(base)
+    assert (one.again(), process("b").name) == ("job", "job-2")
+
+
+def test_a_link_in_place_of_the_file_that_names_its_owner_is_not_followed(tmp_path):
+    base, memory = tmp_path / "disk" / "job", tmp_path / "a"
+    base.mkdir(0o700, parents=True)
+    memory.mkdir()
+    (tmp_path / "victim").write_text("kept")
+    (base / OWNER_FILE).symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="symbolic links"):
+        claim(base, memory, SYSTEM, make=True)
+    assert (tmp_path / "victim").read_text() == "kept"
+    (base / OWNER_FILE).unlink()
+    base.chmod(0o777)
+    with pytest.raises(MemoryTierError, match="open to others"):
+        claim(base, memory, SYSTEM, make=True)
+
+
+CONTAINER = """
+    import subprocess, sys, warnings
+    from support.bad_input import state
+    from support.supporting import build
+    from tiered_checkpoint_io import TieredCheckpointIO
+
+    warnings.simplefilter("ignore")
+    folder, first, loads_first = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "loads"
+    for name, size in (("shm", "4m"), ("ckpt", "64m")):
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", f"{folder}/{name}"], check=True)
+    places = {"memory_dir": f"{folder}/shm", "spill_dir": f"{folder}/disk"}
+    options = {"on_save_error": "raise", "preflight": "off", "drain": "thread", **places}
+    io = build(TieredCheckpointIO, f"{folder}/ckpt", **options)
+    if loads_first:
+        print([each.part.name for each in io.checkpointer.session.open().tier.parts()], flush=True)
+    for step in range(first, first + 3):
+        io.save_checkpoint(state(step, size=1_500_000), f"{step}.ckpt")
+    print("saved", flush=True)
+    sys.stdin.readline()
+    print(io.load_checkpoint("tiered:latest")["global_step"], flush=True)
+    io.teardown()
+"""
+
+
+@pytest.mark.matrix
+def test_containers_with_one_disk_load_and_keep_only_their_own(tmp_path):
+    """Two runs in the same namespace, each with a /dev/shm and a volume of its own, under the same paths."""
+    if subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode != 0:
+        pytest.skip("no mounts of its own")
+    for name in ("shm", "ckpt", "disk"):
+        (tmp_path / name).mkdir()
+
+    def container(first, *more):
+        script = [sys.executable, "-c", textwrap.dedent(CONTAINER), str(tmp_path), str(first), *more, "-"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.Popen(["unshare", "--mount", *script], env=env, **pipes)
+
+    with container(500) as one:
+        try:
+            assert one.stdout.readline() == "saved\n"
+            with container(1, "loads") as other:
+                assert other.communicate("\n", timeout=60)[0].split("\n") == ["[]", "saved", "3", ""]
+            assert one.communicate("\n", timeout=60)[0] == "502\n"
+        finally:
+            one.kill()
+    assert len(list((tmp_path / "disk").glob("*/*"))) == 2
