@@ -19,8 +19,8 @@ from support.warm import warm_up
 from tiered_checkpoint_io.testing.servers import RcloneServer, S3Server
 
 S3_FIXTURES = {"s3_server", "s3_bucket", "s3_url"}
-#: A process that a test has ended may need a moment to be gone.
-GONE_S = 5.0
+#: A process that a test has ended may need a moment to be gone, on a busy machine.
+GONE_S = 30.0
 #: By these Lightning takes a process for one that a launcher has started, and starts no further ranks.
 LAUNCHED = ("GROUP_RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "WORLD_SIZE")
 

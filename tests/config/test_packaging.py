@@ -77,22 +77,6 @@ def test_names_need_no_package_of_s3_and_no_torch(tmp_path):
 
 
 @pytest.mark.matrix
-def test_the_io_needs_no_hydra_and_no_s3_for_a_directory(tmp_path):
-    code = BLOCK.format(blocked={"boto3", "botocore", "s3fs", "hydra"})
-    code += "from tiered_checkpoint_io import TieredCheckpointIO\nimport tiered_checkpoint_io.callbacks\n"
-    code += f"TieredCheckpointIO(dirpath={str(tmp_path)!r})"
-    done = python(code, "-W", "ignore", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_drain_pays_for_neither_torch_nor_lightning(tmp_path):
-    code = BLOCK.format(blocked={"torch", "lightning", "omegaconf", "hydra", "numpy"})
-    code += "import tiered_checkpoint_io.cli, tiered_checkpoint_io.stores.s3"
-    done = python(code, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.matrix
 def test_without_nemo_its_names_say_what_to_install(tmp_path):
     # A folder of that name is not NeMo.
     (tmp_path / "nemo").mkdir()

@@ -2,11 +2,9 @@
 
 import contextlib
 import logging
-import os
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.draining import Node
@@ -14,7 +12,6 @@ from support.running import Run, runner
 from support.supporting import build
 from typer.testing import CliRunner
 
-from tiered_checkpoint_io import dcp
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.errors import ConfigError
@@ -93,29 +90,10 @@ def test_the_log_says_it_once(job, tmp_path, caplog):
     assert said == [f"no namespace was given: checkpoints are in node memory under {made.config.namespace}"]
 
 
-@pytest.mark.matrix
-def test_jobs_of_memory_alone_are_told_apart_by_their_folders(memory_dir, tmp_path, monkeypatch):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path / name)
-        dcp.save({"w": torch.ones(10)}, checkpoint_id="step_1", kind="local", memory_dir=memory_dir)
-        dcp.TieredStorageWriter(memory_dir=memory_dir).close()
-    assert len(namespaces(memory_dir)) == 2
-    # A checkpoint that is named by its full path is of that dirpath, from wherever that is said.
-    for folder in ("one", "two"):
-        monkeypatch.chdir(tmp_path / folder)
-        state = {"n": 0}
-        dcp.save({"n": 1}, checkpoint_id=str(tmp_path / "run" / "step_1"), kind="local", memory_dir=memory_dir)
-        dcp.load(state, checkpoint_id=str(tmp_path / "run" / "step_1"), kind="local", memory_dir=memory_dir).close()
-        assert state == {"n": 1}
-    assert len(namespaces(memory_dir)) == 3
-
-
 def test_a_resume_from_a_checkpoint_of_another_namespace_says_so(job, tmp_path, caplog):
-    for name in ("theirs",):
-        theirs = job(tmp_path / name, namespace=name)
-        theirs.save({"global_step": 1}, "a.ckpt")
-        theirs.close()
+    theirs = job(tmp_path / "theirs", namespace="theirs")
+    theirs.save({"global_step": 1}, "a.ckpt")
+    theirs.close()
     with caplog.at_level(logging.INFO, logger="tiered_checkpoint_io"):
         assert found(job(tmp_path / "theirs", namespace="theirs")) == 1
         assert found(job(tmp_path / "theirs", namespace="mine")) == 1
@@ -125,22 +103,6 @@ def test_a_resume_from_a_checkpoint_of_another_namespace_says_so(job, tmp_path, 
 
 def command(memory_dir, *arguments):
     return CliRunner().invoke(app, [*arguments, "--memory-dir", memory_dir])
-
-
-def test_commands_find_the_only_namespace_and_list_several(memory_dir, tmp_path):
-    where = {"memory_dir": memory_dir}
-    only = Node(dirpath=str(tmp_path / "one"), namespace=ids.namespace_of(str(tmp_path / "one")), **where)
-    only.save("a.ckpt", b"A")
-    assert command(memory_dir, "flush").exit_code == 0
-    assert set(only.states().values()) == {"committed"}
-    second = Node(dirpath=str(tmp_path / "two"), namespace="two", **where)
-    second.save("b.ckpt", b"B")
-    refused = command(memory_dir, "flush").exception
-    assert isinstance(refused, ConfigError)
-    assert only.root.name in str(refused)
-    assert "--namespace" in refused.hint
-    assert command(memory_dir, "flush", "--namespace", "two").exit_code == 0
-    assert os.path.isdir(only.root)
 
 
 def test_of_several_namespaces_none_is_taken_for_its_name(memory_dir, tmp_path):

@@ -16,7 +16,7 @@ from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.errors import ConfigError, SaveError
-from tiered_checkpoint_io.logs import GIB, get_logger, rate, size_text
+from tiered_checkpoint_io.logs import get_logger
 
 LINE = re.compile(
     r"\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\] \[(?P<namespace>[\w-]+)\] \[(?P<logger>[\w.]+)\]"
@@ -96,15 +96,6 @@ def test_each_job_has_one_file_and_one_line_for_each_event(job, tmp_path):
     assert len([each for each in said if each["text"].startswith("saved")]) == 2
 
 
-def test_jobs_of_one_process_keep_out_of_each_others_files(job, tmp_path):
-    for namespace in ("one", "two"):
-        job(namespace=namespace).save_checkpoint(state(1), "a.ckpt")
-    for namespace in ("one", "two"):
-        assert {each["namespace"] for each in lines(tmp_path / "logs" / f"{namespace}_checkpointing.log")} == {
-            namespace
-        }
-
-
 def test_a_process_that_trains_many_jobs_holds_the_files_of_none_that_is_over(job, tmp_path, memory_dir):
     logs = tmp_path / "logs"
     lasting = job(namespace="lasting")
@@ -146,23 +137,6 @@ def test_a_users_own_logger_gets_it_all_with_their_own_format(job, tmp_path, cap
             next(each[3] for each in said if each[3].startswith("Step 4: saved a.ckpt to memory and "))
         ]
     assert "saved a.ckpt" not in capfd.readouterr().err
-
-
-def test_the_rank_and_the_step_are_those_given(tmp_path):
-    log = get_logger("ns", rank=3, log_dir=str(tmp_path))
-    log.at_step(12).warning("text %d", 5)
-    log.at_step(-1).warning("text")
-    first, second = lines(tmp_path / "ns_checkpointing.log")
-    assert (first["rank"], first["step"], first["text"], first["file"]) == ("3", "12", "text 5", "test_logs.py")
-    assert second["step"] is None
-
-
-def test_a_log_dir_may_be_in_the_home_folder_as_dirpath_may(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    get_logger("ns", log_dir="~/logs").warning("text")
-    assert [each["text"] for each in lines(tmp_path / "home" / "logs" / "ns_checkpointing.log")] == ["text"]
-    assert not (tmp_path / "~").exists()
 
 
 def test_a_log_that_was_moved_away_is_made_anew(tmp_path, capfd):
@@ -214,15 +188,6 @@ def test_a_log_dir_that_can_not_be_written_is_an_error_that_names_it(taken, tmp_
         get_logger("ns", log_dir=str(folder))
 
 
-def test_amounts():
-    assert rate(3 * GIB // 2, 0.75) == "1.50 GiB in 0.750 s (2.00 GiB/s)"
-    assert [size_text(12 << 20), size_text(GIB - (1 << 20)), size_text(30_000)] == [
-        "12.00 MiB",
-        "1023.00 MiB",
-        "29.30 KiB",
-    ]
-
-
 SCRIPT = """
 import logging, logging.config, os, sys
 sys.path.insert(0, {tests!r})
@@ -257,8 +222,6 @@ BOTH = ["INFO news", "WARNING a warning"]
         pytest.param("", 1, BOTH[1:], {}, id="another rank"),
         pytest.param(OURS % "DEBUG", 1, ["DEBUG a detail", "DEBUG news", BOTH[1]], {}, id="another rank at DEBUG"),
         pytest.param(BASIC % "INFO", 0, ["BASIC INFO news", "BASIC WARNING a warning"], {}, id="basicConfig"),
-        pytest.param(BASIC % "WARNING", 0, ["BASIC WARNING a warning"], {}, id="basicConfig of warnings"),
-        pytest.param(OURS % "WARNING", 0, BOTH[1:], {}, id="warnings of ours"),
         pytest.param(
             f"{BASIC % 'WARNING'}; {OURS % 'INFO'}", 0, ["BASIC INFO news", "BASIC WARNING a warning"], {}, id="ours"
         ),
@@ -279,16 +242,9 @@ BOTH = ["INFO news", "WARNING a warning"]
             )
             for disables in (False, True)
         ],
-        pytest.param(
-            "logging.getLogger('tiered_checkpoint_io').addHandler(logging.StreamHandler())",
-            0,
-            ["news", "a warning"],
-            {},
-            id="a handler of ours",
-        ),
     ],
 )
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["after", pytest.param("before", marks=pytest.mark.matrix)])
 def test_the_users_logging_is_kept_and_nothing_is_said_twice(tmp_path, setting, rank, console, files, when):
     said, job = run_script(tmp_path, setting, rank, when)
     assert said == console
@@ -296,7 +252,7 @@ def test_the_users_logging_is_kept_and_nothing_is_said_twice(tmp_path, setting, 
     # The file of log_dir is asked for by itself: of the user's settings, the level of our logger alone concerns it.
     said_again, job = run_script(tmp_path, setting, rank, when, log_dir=tmp_path / "logs")
     assert said_again == console
-    asked = ["INFO", "WARNING"] if rank == 0 and setting != OURS % "WARNING" else ["WARNING"]
+    asked = ["INFO", "WARNING"] if rank == 0 else ["WARNING"]
     asked = ["DEBUG", "DEBUG", "WARNING"] if setting == OURS % "DEBUG" else asked
     assert [each["level"] for each in job] == asked
 
@@ -319,17 +275,3 @@ def run_script(tmp_path, setting, rank, when, log_dir=None):
         for line in (done.stdout + done.stderr).splitlines()
     ]
     return said, lines(log_dir / "gpt-1_checkpointing.log") if log_dir else []
-
-
-def test_a_test_of_the_users_sees_the_records(caplog):
-    caplog.set_level(logging.INFO)
-    get_logger("ns").info("news")
-    assert [(each.name, each.message, each.namespace) for each in caplog.records] == [
-        ("tiered_checkpoint_io", "news", "ns")
-    ]
-
-
-def test_a_part_of_the_package_speaks_of_warnings_on_the_console_of_its_users(tmp_path):
-    said, _ = run_script(tmp_path, "logging.getLogger('tiered_checkpoint_io.retry').warning('again')", 0, "after")
-    assert said[0].endswith("[tiered_checkpoint_io.retry] [WARNING] [job.py:7] [Rank -] again")
-    assert said[1:] == BOTH

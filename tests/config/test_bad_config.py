@@ -175,11 +175,6 @@ def test_an_unknown_key_and_the_nearest_known_one(key, meant, kept_by_all):
         TieredCheckpointIO(**block)
 
 
-def test_an_unknown_key_that_resembles_none(kept_by_all):
-    with pytest.raises(ConfigError, match=r"unknown key 'zzz' .* known keys: dirpath, namespace, memory_every"):
-        TieredCheckpointIO(**kept_by_all.options, zzz=1)
-
-
 @pytest.mark.parametrize("block", [{}, {"dirpath": None}, {"dirpath": "???"}, OmegaConf.create({"dirpath": "???"})])
 def test_no_dirpath(block, kept_by_all):
     with pytest.raises(ConfigError, match="dirpath is missing .* S3 URL, another fsspec URL, or a directory"):

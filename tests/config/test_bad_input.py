@@ -9,7 +9,7 @@ import torch
 from support.bad_input import KEPT, Kept, state
 from support.clocks import hurried
 from support.fault_proxy import FaultProxy
-from support.refusing import BUCKET, ServerWithRights, in_region
+from support.refusing import in_region
 from support.restoring import of_a_newer_release
 from support.supporting import build
 from support.training import Model, Runs
@@ -83,12 +83,6 @@ def test_wrong_credentials(kept_on_s3, monkeypatch, key, code):
     kept_on_s3.mended(2)
 
 
-@pytest.mark.matrix
-def test_no_such_profile(kept_on_s3):
-    refused(kept_on_s3.io(profile="nobody"), StoreConfigError, "nobody.*check profile, region and endpoint_url")
-    kept_on_s3.mended(2)
-
-
 def test_a_wrong_region(kept_on_s3, s3_server):
     """No server here judges regions: a proxy before it gives the answer that S3's documentation gives."""
     with FaultProxy(s3_server.endpoint_url, in_region("eu-central-1", told=False)) as proxy:
@@ -97,39 +91,6 @@ def test_a_wrong_region(kept_on_s3, s3_server):
         proxy.plan = lambda *_: None
         with kept_on_s3.through(proxy):
             kept_on_s3.mended(2)
-
-
-@pytest.mark.matrix
-def test_a_wrong_region_where_s3_tells_the_right_one(kept_on_s3, s3_server):
-    with FaultProxy(s3_server.endpoint_url, in_region("eu-central-1")) as proxy:
-        io = kept_on_s3.io(endpoint_url=proxy.endpoint_url, region="us-west-2")
-        io.save_checkpoint(state(2), "epoch=0-step=2.ckpt")
-        io.teardown()
-        proxy.plan = lambda *_: None
-        with kept_on_s3.through(proxy):
-            kept_on_s3.mended(2)
-
-
-@pytest.mark.matrix
-def test_a_bucket_that_may_only_be_read(memory_dir, monkeypatch):
-    with ServerWithRights() as server:
-        for name, value in server.writer.items():
-            monkeypatch.setenv(name, value)
-        kept = Kept(f"s3://{BUCKET}/run", memory_dir)
-        with monkeypatch.context() as env:
-            for name, value in server.reader.items():
-                env.setenv(name, value)
-            io = kept.io()
-            assert io.load_checkpoint("tiered:latest")["global_step"] == 1
-            started = time.monotonic()
-            with pytest.raises(SaveError, match=r"AccessDenied, HTTP 403.*step=2.ckpt.*rights on this bucket"):
-                io.save_checkpoint(state(2), "epoch=0-step=2.ckpt")
-            with pytest.raises(SaveError, match="AccessDenied"):
-                io.teardown()
-            assert time.monotonic() - started < BOUND_S
-        kept.mended(2)
-        kept.close()
-        kept.still_loads()
 
 
 def test_a_missing_bucket(kept_on_s3, s3_server):
@@ -220,16 +181,6 @@ def test_nor_is_one_in_memory(kept):
     assert kept.io().load_checkpoint("tiered:latest")["global_step"] == 2
 
 
-def test_the_durable_copy_of_what_a_newer_release_left_in_memory(kept):
-    (part,) = Path(kept.options["memory_dir"]).rglob("part.json")
-    text = part.read_bytes()
-    part.write_bytes(as_of_version_7(text))
-    io = kept.io()
-    assert io.load_checkpoint(KEPT)["global_step"] == 1
-    assert io.checkpointer.restored.tier == "durable"
-    part.write_bytes(text)
-
-
 def as_of_version_7(text):
     return of_a_newer_release(text, version=7)
 
@@ -279,12 +230,3 @@ def test_nor_does_a_trainer_start_from_scratch(kept, unreachable, memory_dir, tm
         runs.fit(callback, io=runs.io(**unreachable), model=model, ckpt_path=ckpt_path)
     assert time.monotonic() - started < BOUND_S
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_nor_without_credentials(kept_on_s3, memory_dir, tmp_path, monkeypatch):
-    runs = Runs(kept_on_s3.options["dirpath"], memory_dir, tmp_path)
-    with monkeypatch.context() as env:
-        for key in KEYS:
-            env.delenv(key)
-        with pytest.raises(StoreCredentialsError, match="NoCredentialsError"):
-            runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=5), io=runs.io(namespace="another-node"))
