@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
     from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
     from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
-    from tiered_checkpoint_io.callbacks.from_config import from_config
+    from tiered_checkpoint_io.callbacks.model_checkpoint import from_config
     from tiered_checkpoint_io.engine.ranks.coordination import train_here
     from tiered_checkpoint_io.inventory.api import (
         CheckpointInfo,
@@ -51,7 +51,7 @@ _HOMES = {
     "TieredCheckpointConfig": "tiered_checkpoint_io.model.config",
     "TieredStorageReader": "tiered_checkpoint_io.adapters.dcp_reader",
     "TieredStorageWriter": "tiered_checkpoint_io.adapters.dcp_writer",
-    "from_config": "tiered_checkpoint_io.callbacks.from_config",
+    "from_config": "tiered_checkpoint_io.callbacks.model_checkpoint",
     "CheckpointInfo": "tiered_checkpoint_io.inventory.api",
     "find_latest": "tiered_checkpoint_io.inventory.api",
     "list_checkpoints": "tiered_checkpoint_io.inventory.api",

@@ -175,39 +175,6 @@ def test_tensors_of_several_files_that_others_saved_as_parts(config, device, ran
     reader.close()
 
 
-def test_a_folder_that_plain_dcp_wrote(config, device):
-    """Nothing verifies it, and its bytes lie where they may."""
-    folder = Path(config["dirpath"], "theirs")
-    dcp.save(content(), storage_writer=dcp.FileSystemWriter(folder))
-    loaded = blank(device)
-    ours.load(loaded, checkpoint_id=folder, **config).close()
-    assert is_step(loaded, 1)
-
-
-def test_what_other_ranks_of_the_node_read_too_is_fetched_before_the_first_batch(config, device):
-    """So that they share the whole of it among them, and not a batch at a time."""
-    save({"a": torch.randn(3 * BUFFER // 4)}, config)
-    size = newest_in_memory(config).stat().st_size
-    lose_memory(config["memory_dir"])
-    os.mkdir(config["memory_dir"])
-    reader = TieredStorageReader(**config, no_dist=True)
-    (info,) = reader.read_metadata().storage_data.values()
-    before = reader.session.asked["bytes.down"]
-    reader.opened.files.share({info.relative_path: [5, 7]})
-    entry, at_once = reader.opened.files.begin(info.relative_path, [(0, size)])
-    assert (entry.size, entry.chunk_size) == (size, CHUNK)
-    assert at_once == reader.settings.config.read_concurrency()
-    assert reader.session.asked["bytes.down"] - before == 2 * CHUNK
-    reader.close()
-
-
-def test_two_names_of_one_tensor_leave_one_of_their_contents_in_it(config, device):
-    save({"a": torch.full((CHUNK,), 1.0), "b": torch.full((CHUNK,), 2.0)}, config)
-    shared = torch.zeros(CHUNK, device=device)
-    ours.load({"a": shared, "b": shared}, **config).close()
-    assert shared.unique().tolist() in ([1.0], [2.0])
-
-
 def test_another_default_device_does_not_matter(config, device):
     save({"a": torch.arange(100_000.0)}, config)
     loaded = {"a": torch.zeros(100_000, device=device)}
@@ -246,21 +213,6 @@ def test_damage_between_two_batches_leads_to_the_durable_copy(config, device):
     assert is_step(loaded, 1)
     assert reader.session.asked["bytes.down"] > 0
     assert list(Path(config["memory_dir"]).glob("tiered-*/*/quarantine/*"))
-    reader.close()
-
-
-def test_damage_in_all_copies_is_an_error_or_leads_to_the_step_before(config, device):
-    for step in (1, 2):
-        save(content(step), config, step)
-    for path in (newest_in_memory(config), *Path(config["dirpath"], "step_2").glob("__*")):
-        flip(path, at=path.stat().st_size // 2)
-    loaded = blank(device)
-    with pytest.raises(BaseException, match="differ from their hash"):
-        dcp.load(loaded, checkpoint_id="step_2", storage_reader=TieredStorageReader(**config))
-    assert Late.under_way == 0, "no device copies into tensors that the load has given up"
-    reader = ours.load(loaded, **config)
-    assert is_step(loaded, 1)
-    assert reader.opened.name == "step_1"
     reader.close()
 
 

@@ -1,17 +1,11 @@
 """The end of training: the last steps are not in memory alone, and nothing of an earlier fit is taken for this one's."""
 
-import threading
-
 import pytest
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import _TunerExitException
-from support.training import Model, Stop
+from support.training import Model
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.callbacks.ending import Resumable, is_in_memory_alone
-from tiered_checkpoint_io.engine.save.part import PartSave
-from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
 def every(**more):
@@ -118,24 +112,6 @@ def test_the_run_after_it_goes_on_with_the_epoch_where_training_ended(how, ended
         assert after.seen == whole.seen[ended:], rest
 
 
-class Fewer(torch.utils.data.IterableDataset):
-    """Ends before the length that it names."""
-
-    def __len__(self):
-        return 25
-
-    def __iter__(self):
-        return iter(torch.zeros(20, 8))
-
-
-def test_an_epoch_that_ran_out_of_batches_is_over(runs):
-    first, after = Batches(), Batches()
-    for model, max_epochs in ((first, 1), (after, 2)):
-        model.train_dataloader = lambda: torch.utils.data.DataLoader(Fewer())
-        runs.fit(TieredModelCheckpoint(), model=model, max_steps=-1, max_epochs=max_epochs)
-    assert (first.seen[-1], after.seen[0]) == ((19, 0, 19), (20, 1, 0))
-
-
 class Leaves(Callback):
     """As NeMo's time limit does: ends training in order, amid a batch."""
 
@@ -160,33 +136,6 @@ def test_one_that_leaves_amid_accumulated_gradients_says_what_is_in_memory_alone
     runs.fit(memory_alone(), Leaves(9), accumulate_grad_batches=2)
     assert runs.durable() == []
     assert "upload it before the node goes: tiered-ckpt flush" in caplog.text
-
-
-def test_last_is_no_copy_of_what_was_saved_before_the_batch_counted(runs):
-    """NeMo's preemption and its time limit count the batch that ends, and save "last" then."""
-
-    class Ends(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            if trainer.global_step == 10:
-                progress = trainer.fit_loop.epoch_loop.batch_progress
-                progress.current.completed = progress.total.completed = progress.current.ready
-                callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
-                raise _TunerExitException
-
-    callback = every(memory_every_n_train_steps=None)
-    trainer = runs.trainer([callback])
-    trainer.callbacks.append(Ends())
-    trainer.fit(Model())
-    io = runs.io()
-    for name, batches in (("epoch=0-step=10.ckpt", 9), ("last.ckpt", 10)):
-        loops = io.load_checkpoint(name)["loops"]["fit_loop"]
-        assert loops["epoch_loop.batch_progress"]["current"]["completed"] == batches
-    io.teardown()
-
-
-def test_the_configuration_may_say_no(runs):
-    runs.fit(memory_alone(), max_steps=5, io=runs.io(save_on_train_end=False))
-    assert runs.durable() == []
 
 
 def test_a_crash_is_no_end_and_the_run_after_it_makes_up_for_it(runs):
@@ -241,29 +190,6 @@ def test_a_restart_that_has_nothing_left_to_train_makes_up_for_it_as_well(asynch
     assert [(step, epoch) for step, epoch, _ in restored.seen] == [(24, 2), (25, 2), (26, 2)]
 
 
-def test_a_restart_that_fails_before_it_trains_saves_nothing(runs):
-    class Failing(Callback):
-        def on_load_checkpoint(self, *_):
-            raise Stop
-
-    runs.fit(memory_alone(), max_steps=4, stop_at=4)
-    runs.fit(memory_alone(), Failing(), max_steps=4)
-    assert runs.durable() == []
-    runs.fit(memory_alone(), max_steps=4)
-    assert runs.durable() == ["end_of_training.ckpt"]
-
-
-def test_a_trial_leaves_last_alone(runs):
-    runs.fit(every(), max_steps=10)
-    runs.fit(every(), ckpt_path=None, fast_dev_run=2)
-    runs.fit(every(), ckpt_path="last", fast_dev_run=2)
-    io = runs.io()
-    assert io.load_checkpoint("last.ckpt")["global_step"] == 10
-    io.teardown()
-    trainer, _ = runs.fit(every(), ckpt_path="last", max_steps=12)
-    assert trainer.io.checkpointer.restored.step == 10
-
-
 def test_a_second_fit_with_the_same_callback_is_a_training_of_its_own(runs):
     """The second one's step 10 is another state, and has its own "last", though its step is not among the best."""
     callback = every(monitor="score", mode="max", memory_every_n_train_steps=None)
@@ -281,60 +207,3 @@ def test_a_second_fit_with_the_same_callback_is_a_training_of_its_own(runs):
     trainer.test(Model(), ckpt_path="best", verbose=False)
     again, _ = runs.fit(every(monitor="score", mode="max"), ckpt_path="last", max_steps=12)
     assert again.io.checkpointer.restored.step == 10
-
-
-def test_a_fit_that_goes_back_to_an_older_step_saves_its_own_end(runs):
-    """The same trainer, up to the step at which it had ended before."""
-    callback = every(memory_every_n_train_steps=None, s3_every_n_train_steps=5, save_top_k=-1, save_last=None)
-    trainer, _ = runs.fit(callback, max_steps=10, ckpt_path=None)
-    other = Batches()
-    # The steps that follow are others.
-    other.train_dataloader = lambda: torch.utils.data.DataLoader(torch.ones(40, 8))
-    other.training_step = lambda batch: other.layer(batch).pow(2).mean()
-    trainer.fit(other, ckpt_path=f"{runs.dirpath}/epoch=0-step=5.ckpt")
-    assert [step for step, *_ in other.seen] == [*range(5, 10)]
-    assert runs.io().load_checkpoint("tiered:latest")["state_dict"]["layer.weight"].equal(other.layer.weight)
-
-
-def test_an_overlapped_save_that_failed_in_the_end_is_made_up_for(runs, monkeypatch):
-    """Its caller took it for durable; what memory alone has by then is an earlier step."""
-    seal = PartSave.seal
-
-    def fails(part, *args, **options):
-        if part.facts.durable and part.overlapped is not None:
-            raise OSError("no such device")
-        seal(part, *args, **options)
-
-    monkeypatch.setattr(PartSave, "seal", fails)
-    trainer, _ = runs.fit(every(save_last=None), io=runs.io(staging="overlapped"), max_steps=10)
-    assert trainer.io.checkpointer.session.progress().counters["failed"] == 1
-    assert runs.durable() == ["end_of_training.ckpt"]
-    assert runs.io().load_checkpoint("tiered:latest")["global_step"] == 10
-
-
-def test_the_last_steps_are_not_given_up_for_uploads_that_wait(runs, monkeypatch):
-    """None follows that could be saved in their place, and the end of ``fit`` waits for what is queued."""
-    ended, upload = threading.Event(), DirectoryStore._upload
-
-    def waits(store, key, *args, **options):
-        assert "step" not in key or ended.wait(30)
-        return upload(store, key, *args, **options)
-
-    class Ends(Callback):
-        def on_train_end(self, *_):
-            ended.set()
-
-    monkeypatch.setattr(DirectoryStore, "_upload", waits)
-    io = runs.io(max_pending=1, pending_timeout_s=1)
-    runs.fit(every(save_last=None, s3_every_n_train_steps=2, save_top_k=-1), Ends(), io=io, max_steps=7)
-    assert runs.durable() == ["end_of_training.ckpt", "epoch=0-step=2.ckpt"]
-
-
-def test_which_ends_are_not_durable():
-    report = lambda *tiers: type("Report", (), {"tiers": frozenset(tiers)})  # noqa: E731
-    memory = Resumable().after(8, report("memory"))
-    assert is_in_memory_alone([memory])
-    assert not is_in_memory_alone([memory.after(10, report("memory", "durable"))])
-    assert not is_in_memory_alone([memory, Resumable().after(8, report("durable"))])
-    assert is_in_memory_alone([Resumable().after(5, report("durable")), memory])
-    assert not is_in_memory_alone([Resumable().after(5, None)])

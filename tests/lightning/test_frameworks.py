@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 
 import pytest
 import torch
@@ -66,25 +65,6 @@ def test_fabric_fills_a_state_or_says_that_there_is_no_checkpoint(runs, strict):
     fabric.load("tiered:latest", state, strict=strict)
     assert state["step"] == 5
     io.teardown()
-
-
-def test_a_training_on_another_thread_is_saved_and_goes_on(runs):
-    """As Ray Train runs it: Python takes no signal handlers there, and all else works."""
-    steps = []
-
-    def train(**options):
-        trainer, _ = runs.fit(TieredModelCheckpoint(memory_every_n_train_steps=3), PreemptionCheckpoint(), **options)
-        steps.append((trainer.io.checkpointer.restored and trainer.io.checkpointer.restored.step, trainer.global_step))
-
-    before = signal.getsignal(signal.SIGTERM)
-    for options in ({"stop_at": 10}, {}):
-        thread = threading.Thread(target=train, kwargs=options)
-        thread.start()
-        thread.join(BOUND_S)
-        assert not thread.is_alive()
-    assert steps == [(None, 10), (9, 20)]
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert runs.durable()
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["listed first", "listed last"])

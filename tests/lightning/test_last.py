@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
-from support.training import LogBook, Model, Runs, Stop
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from support.training import Model, Runs
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.drain.queue import Queue
@@ -132,48 +132,6 @@ def test_what_lightnings_on_exception_checkpoint_saved_is_a_last_as_well(runs, s
     trainer.io.teardown()
 
 
-class FailingAtTheEnd(Callback):
-    def on_train_end(self, *_):
-        raise Stop
-
-
-@pytest.mark.parametrize("max_steps", [5, 6])
-def test_a_run_that_saves_nothing_of_its_own_keeps_the_step_that_an_exception_left(runs, max_steps):
-    """Lightning has that checkpoint removed, whatever the run has saved: here nothing was left to train, or one step."""
-
-    def both():
-        return TieredModelCheckpoint(every_n_train_steps=4, save_top_k=-1), OnExceptionCheckpoint(runs.dirpath)
-
-    runs.fit(*both(), FailingAtTheEnd(), max_steps=5, ckpt_path=None)
-    assert runs.durable() == ["epoch=0-step=4.ckpt", "on_exception.ckpt"]
-    trainer, _ = runs.fit(*both(), max_steps=max_steps, ckpt_path=None)
-    assert trainer.io.checkpointer.restored.name == "on_exception.ckpt"
-    trainer.io.teardown()
-    assert runs.durable() == ["end_of_training.ckpt", "epoch=0-step=4.ckpt"]
-    runs.wipe()
-    assert runs.io().load_checkpoint("tiered:latest")["global_step"] == max_steps
-
-
-def test_an_on_exception_checkpoint_without_a_folder_is_found_where_the_configuration_alone_tells_the_server(
-    s3_url, s3_server, memory_dir, tmp_path, monkeypatch
-):
-    """Lightning asks for a path of its own choice where that file is, by fsspec's defaults."""
-    server = {"endpoint_url": s3_server.endpoint_url, "region": os.environ["AWS_DEFAULT_REGION"], "profile": "job"}
-    (tmp_path / "credentials").write_text(
-        f"[job]\naws_access_key_id={s3_server.access_key}\naws_secret_access_key={s3_server.secret_key}\n"
-    )
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    runs = Runs(s3_url, memory_dir, tmp_path)
-    for steps, restored_step in ((5, None), (9, 5)):
-        callbacks = newest(s3_every_n_train_steps=2, save_last=None), OnExceptionCheckpoint("")
-        trainer, _ = runs.fit(*callbacks, io=runs.io(**server), stop_at=steps, ckpt_path=None)
-        restored = trainer.io.checkpointer.restored
-        assert (restored and restored.step) == restored_step
-        assert trainer.io.checkpointer.exists("on_exception.ckpt")
-
-
 @pytest.mark.parametrize("options", [{}, {"monitor": "step", "mode": "max"}, {"save_last": None}])
 def test_a_checkpoint_that_is_saved_again_under_its_name_is_not_deleted(runs, options):
     callback = newest(filename="one", enable_version_counter=False, **options)
@@ -190,22 +148,9 @@ def test_an_on_exception_checkpoint_that_is_in_no_tier_is_warned_of(runs, tmp_pa
     assert caplog.text.count("OnExceptionCheckpoint saves to") == 2, "once a run"
 
 
-@pytest.mark.parametrize("stop_at", [0, 5])
-def test_an_on_exception_checkpoint_in_the_current_folder_is_below_dirpath(stop_at, runs):
-    runs.fit(newest(s3_every_n_train_steps=2), OnExceptionCheckpoint("."), max_steps=6, stop_at=stop_at, ckpt_path=None)
-    assert ("on_exception.ckpt" in runs.durable()) == bool(stop_at)
-
-
 def test_an_on_exception_checkpoint_that_can_not_be_saved_is_an_error_before_training(runs):
     trainer = runs.trainer([newest(), OnExceptionCheckpoint("../elsewhere")])
     with pytest.raises(InvalidNameError, match="has an empty, '.' or '..' component"):
         trainer.fit(Model())
     assert trainer.global_step == 0
     trainer.io.teardown()
-
-
-def test_loggers_see_a_last_that_is_there(runs):
-    book, callback = LogBook(runs.dirpath), newest()
-    runs.fit(callback, logger=book, ckpt_path=None)
-    assert all("last.ckpt" in names for _, last, names in book.told if last)
-    assert book.told[-1][1] == callback.last_model_path

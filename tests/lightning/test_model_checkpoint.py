@@ -2,24 +2,15 @@
 
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 
-import fsspec
 import pytest
-import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsync
-from lightning.pytorch.tuner import Tuner
 from support.training import LogBook, Model
 
 from tiered_checkpoint_io import AsyncCheckpointIO
-from tiered_checkpoint_io.callbacks import TieredModelCheckpoint, model_checkpoint, tiers_for_step
-from tiered_checkpoint_io.callbacks.reporting import Reporter, line_of
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint, tiers_for_step
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
-from tiered_checkpoint_io.engine.drain.queue import DrainProgress
-from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, StoreUnavailableError, UsageError
-from tiered_checkpoint_io.model import ids
 
 
 def newest(**more):
@@ -97,75 +88,6 @@ def test_names_that_cannot_be_looked_up_do_not_stop_training(runs, monkeypatch):
     assert runs.durable() == ["epoch=0-step=20.ckpt", "last.ckpt"]
 
 
-def test_a_durable_tier_that_is_back_is_asked_again_which_names_are_taken(runs, monkeypatch):
-    each = {"save_top_k": -1, "save_last": False, "s3_every_n_train_steps": 10}
-    runs.fit(newest(**each))
-    exists, asked = Checkpointer.exists, []
-
-    def away_at_first(self, path):
-        asked.append(path)
-        if len(asked) == 1:
-            raise StoreUnavailableError("away")
-        return exists(self, path)
-
-    monkeypatch.setattr(Checkpointer, "exists", away_at_first)
-    monkeypatch.setattr(model_checkpoint, "_REST", 0)
-    with pytest.warns(UserWarning, match="may repeat those of earlier ones"):
-        runs.fit(newest(**each), ckpt_path=None)
-    assert runs.durable() == ["epoch=0-step=10.ckpt", "epoch=0-step=20-v1.ckpt", "epoch=0-step=20.ckpt"]
-
-
-def test_a_look_costs_no_more_where_the_path_of_every_save_is_kept(runs, monkeypatch):
-    parsed, polled = [], []
-
-    class Looking(Model):
-        def on_train_batch_end(self, *_):
-            if self.global_step == 12:
-                kept, callback.best_k_models = callback.best_k_models, dict.fromkeys(many, torch.tensor(0.0))
-                poll, name_in, session = Session.poll, ids.name_in, callback._engine.session
-
-                def polling(session):
-                    outcomes = poll(session)
-                    polled.append(session.clock.monotonic())
-                    return outcomes
-
-                with monkeypatch.context() as patch:
-                    patch.setattr(ids, "name_in", lambda *path: parsed.append(path) or name_in(*path))
-                    patch.setattr(Session, "poll", polling)
-                    callback._look_after(self.trainer)
-                callback.best_k_models = kept
-                # However long it takes, training gets on before the next one.
-                assert session.clock.monotonic() >= callback._polled >= polled[0]
-
-    many = [f"{runs.dirpath}/epoch=0-step={number}.ckpt" for number in range(1000)]
-    callback = newest(monitor="score", save_top_k=-1, save_last=False)
-    runs.fit(callback, model=Looking())
-    assert len(polled) == 1
-    assert len(parsed) < 10
-
-
-def test_loggers_are_told_once_all_that_they_are_shown_is_durable():
-    told, pending, shown = [], set(), {"run/a", "run/b"}
-    trainer = SimpleNamespace(loggers=[SimpleNamespace(after_save_checkpoint=told.append)])
-    reporter = Reporter(newest())
-
-    def publish(*names):
-        outcomes = [SimpleNamespace(name=name, action="save", state="committed", step=1) for name in names]
-        progress = Progress(0, DrainProgress(), None)
-        reporter.publish(trainer, outcomes, progress, is_shown=shown.__contains__, is_pending=pending.__contains__)
-        return len(told)
-
-    for name in "abc":
-        reporter.expect(name, f"run/{name}", pending=True)
-    assert publish() == 0
-    assert publish("a") == 0, "b is still on its way"
-    assert publish("b") == 1, "c is not among the best any more"
-    assert publish("c") == 2
-    reporter.expect("a", "run/a", pending=True)
-    pending.add("a")
-    assert publish("a") == 2, "it is queued anew"
-
-
 def test_a_logger_that_fails_is_warned_of_once_and_training_goes_on(runs):
     class Failing(LogBook):
         def after_save_checkpoint(self, callback):
@@ -190,17 +112,6 @@ def test_lightnings_async_around_ours_and_foreign_ios_are_refused(runs):
         wrapped.teardown()
     with pytest.raises(UsageError, match="TieredCheckpointIO only"):
         AsyncCheckpointIO(wrapped)
-
-
-def test_sharded_strategies_are_refused(runs):
-    trainer = runs.trainer([callback := newest()])
-
-    class FSDPStrategy(type(trainer.strategy)):
-        pass
-
-    trainer.strategy.__class__ = FSDPStrategy
-    with pytest.raises(UsageError, match="past the checkpoint IO"):
-        callback.setup(trainer, Model(), "fit")
 
 
 def test_dirpaths_and_steps_that_are_not_allowed(runs, tmp_path):
@@ -253,19 +164,6 @@ def test_an_io_is_pickled_without_its_engine_and_may_be_used_again_after_teardow
         each.teardown()
 
 
-@pytest.mark.parametrize("url", [None, ".", "../logs", "memory://scratch/logs"])
-def test_the_tuner_keeps_its_scratch_file_out_of_the_tiers(url, runs, monkeypatch):
-    (runs.root / "logs").mkdir()
-    monkeypatch.chdir(runs.root / "logs" if url == "../logs" else runs.root)
-    trainer = runs.trainer([newest()], default_root_dir=url or runs.root)
-    model = Model()
-    found = Tuner(trainer).lr_find(model, num_training=5, update_attr=False)
-    assert found.suggestion is not None
-    assert runs.durable() == []
-    assert list(runs.root.rglob(".lr_find*")) == []
-    assert url is None or "://" not in url or fsspec.filesystem("memory").find(url) == []
-
-
 def test_tiers_are_a_function_of_the_step():
     assert [sorted(tiers_for_step(step, 2, 3)) for step in range(7)] == [
         [],
@@ -280,50 +178,6 @@ def test_tiers_are_a_function_of_the_step():
     assert not tiers_for_step(9, 10, 20, since=3)
     assert tiers_for_step(21, 10, None, since=19) == {"memory"}
     assert tiers_for_step(23, 10, 20, since=17) == {"memory", "durable"}
-
-
-class Several(Model):
-    """Two optimizers, of which one waits for the first batch: no batch ends with an even step."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch, index):
-        loss = super().training_step(batch, index)
-        self.manual_backward(loss)
-        for optimizer in self.optimizers()[: 1 if self.global_step == 0 else 2]:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD([each], lr=0.01) for each in self.parameters()]
-
-
-def test_a_step_that_a_batch_passes_over_is_saved_after_it(runs, monkeypatch):
-    saved, save = [], Checkpointer.save
-    monkeypatch.setattr(Checkpointer, "save", lambda self, *a, **k: saved.append(a[1]) or save(self, *a, **k))
-    callback = TieredModelCheckpoint(memory_every_n_train_steps=4, s3_every_n_train_steps=10, save_last=True)
-    trainer, _ = runs.fit(callback, model=Several(), max_steps=25)
-    assert [path.removeprefix(f"{runs.dirpath}/") for path in saved[:7]] == [
-        "memory/epoch=0-step=5.ckpt",
-        "memory/epoch=0-step=9.ckpt",
-        "epoch=0-step=11.ckpt",
-        "memory/epoch=0-step=13.ckpt",
-        "memory/epoch=0-step=17.ckpt",
-        "epoch=0-step=21.ckpt",
-        "memory/epoch=0-step=25.ckpt",
-    ]
-    # Lightning 2.4 makes last anew where training ends; the step that it ends with is durable in any case.
-    end = [trainer.io.load_checkpoint(path)["global_step"] for path in ("last.ckpt", saved[7])]
-    assert end in ([21, 25], [25, 25])
-    trainer.io.teardown()
-
-
-def test_the_line_in_the_progress_bar():
-    save = SaveReport("a", 90, "id", 1, 0.061, frozenset({"memory"}))
-    drain = DrainProgress(name="epoch=0-step=50.ckpt", bytes_done=62, bytes_total=100)
-    assert line_of(Progress(2, drain, save, {"failed": 1})) == "mem 90 0.06s | durable 50 62% | 2 waiting | 1 failed"
-    assert line_of(Progress(0, DrainProgress(), save), durable_step=50) == "mem 90 0.06s | durable 50"
-    assert not line_of(Progress(0, DrainProgress(), None))
 
 
 def test_best_k_models_are_written_as_yaml(runs):

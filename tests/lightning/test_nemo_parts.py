@@ -12,7 +12,7 @@ from support.supporting import build
 from support.training import Model, Runs, durable
 
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, SaveError, UsageError
-from tiered_checkpoint_io.nemo import checkpoint, rewrite
+from tiered_checkpoint_io.nemo import checkpoint
 from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
 from tiered_checkpoint_io.nemo.connector import RESUME, NeMoCheckpointConnector
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO, S3CheckpointIO
@@ -375,7 +375,7 @@ def test_weights_of_the_best_beside_what_training_ended_with_are_not_resumed_fro
 
 def test_sharded_checkpoints_keep_their_optimizer_states_and_that_is_said_once(job, monkeypatch, caplog):
     sharded = SimpleNamespace(alias_of=None, content=SimpleNamespace(kind="sharded"))
-    monkeypatch.setattr(rewrite, "current", lambda *_: sharded)
+    monkeypatch.setattr(checkpoint, "current", lambda *_: sharded)
     # As of a sharded one: the full loader refuses it.
     monkeypatch.delattr(NeMoCheckpointIO.__mro__[1], "load_alone")
     trainer = job.train(20, rules=FRESH, callback=job.callback(save_top_k=-1, save_last_n_optim_states=1))

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,7 @@ from support.tenants import mounted_tmpfs
 from support.training import Model, Runs, Stop, durable, wipe
 
 from tiered_checkpoint_io.callbacks import Preempted, PreemptionCheckpoint, TieredModelCheckpoint
-from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.save.part import PartSave
-from tiered_checkpoint_io.engine.staging.background import BackgroundTask
 from tiered_checkpoint_io.engine.staging.capture import Capturer
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError
 
@@ -137,21 +134,6 @@ def test_without_s3_the_checkpoint_is_in_memory_within_the_grace_time_and_reache
         assert job(steps=step + 1, **told)[1]["from"] == ["preempted.ckpt", step, "durable"]
 
 
-def test_slurm_is_asked_to_queue_the_job_again(job, tmp_path, monkeypatch):
-    # There is no Slurm here; what is called in its place notes how.
-    scontrol = tmp_path / "bin" / "scontrol"
-    scontrol.parent.mkdir()
-    scontrol.write_text(
-        f"#!{sys.executable}\nimport sys\nopen({str(tmp_path / 'asked')!r}, 'a').write(' '.join(sys.argv[1:]) + '\\n')\n"
-    )
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    job(signals=[[1, "train", 5]], signal="SIGUSR1", requeue=True)
-    assert (tmp_path / "asked").read_text() == "requeue 77_3\n", "by one rank, once"
-
-
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
@@ -171,23 +153,6 @@ def test_what_makes_no_sense_is_refused(options, error, says):
 
 @pytest.mark.matrix
 @pytest.mark.timeout(120)
-def test_a_failure_behind_an_earlier_save_keeps_nobody_from_the_last_one(job, tmp_path, memory_dir):
-    """Where failures are raised, and the durable tier has just failed: memory still gets the last checkpoint."""
-    (tmp_path / "durable").write_bytes(b"in the way")
-    block = {"on_save_error": "raise", "s3_every_n_train_steps": 4, "preflight": "off"}
-    told = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "strategy": "ddp", "block": block}
-    told |= {"top_k": -1, "pause": 5, "signals": [[0, "train", 5]]}
-    # The failure is logged at the end: the exit status is that of the signal.
-    for answer in launch(tmp_path, [told] * 2, deadline_s=60, worker=WORKER):
-        assert (answer["ended"], answer["code"]) == ("preempted", 143)
-    assert "Step 6: the last checkpoint is in memory" in (tmp_path / "log-0.txt").read_text()
-    (tmp_path / "durable").unlink()
-    for answer in job():
-        assert answer["from"] == ["preempted.ckpt", 6, "memory"]
-
-
-@pytest.mark.matrix
-@pytest.mark.timeout(120)
 def test_a_last_save_that_fails_on_the_rank_that_writes_holds_up_no_other(job, tmp_path):
     """Too little memory, failures that are raised, and too little time for the durable tier."""
     with mounted_tmpfs(tmp_path / "tight", 1 << 20) as folder:
@@ -198,16 +163,6 @@ def test_a_last_save_that_fails_on_the_rank_that_writes_holds_up_no_other(job, t
     said = (tmp_path / "log-0.txt").read_text()
     assert "there is no last checkpoint" in said
     assert "the last checkpoint is" not in said
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_ranks_that_train_on_other_threads_save_together_and_go_on(job, undisturbed, strategy):
-    told = {"strategy": strategy, "thread": True}
-    job(steps=5, **told)
-    again = job(**told)
-    assert [answer["from"][:2] for answer in again] == [["end_of_training.ckpt", 5]] * 2
-    assert [answer["weight"] for answer in again] == undisturbed(job, strategy=strategy)
 
 
 @pytest.mark.matrix
@@ -271,30 +226,6 @@ def test_the_last_checkpoint_neither_waits_for_earlier_uploads_nor_gives_way_to_
     assert not [line for line in lines(caplog) if "preempted.ckpt stays in memory" in line]
 
 
-@pytest.mark.parametrize("waits_for", ["room", further("upload")])
-def test_a_save_that_waits_for_an_upload_ends_that_when_the_job_is_told_to_end(waits_for, stalled, monkeypatch, caplog):
-    """Else nothing of the grace time is left for the last checkpoint; and what stays queued has not failed."""
-    method = "has_room" if waits_for == "room" else "wait"
-    waiting, timer = getattr(DrainHandle, method), threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
-
-    def told_amid(handle, *args, **options):
-        if handle.pending_saves() and timer.ident is None:
-            timer.start()
-        return waiting(handle, *args, **options)
-
-    monkeypatch.setattr(Told, "on_train_batch_end", Model.on_train_batch_end)
-    monkeypatch.setattr(DrainHandle, method, told_amid)
-    callback = TieredModelCheckpoint(s3_every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    options = {"asynchronous": waits_for == "room", "max_pending": 1, "on_save_error": "raise"}
-    pending, left = stalled(callback, **options)
-    assert left > 3, "the grace time was waited away"
-    assert pending == ["step=2.ckpt", "preempted.ckpt"]
-    said = lines(caplog)
-    assert not [line for line in said if "saving step" in line]
-    if waits_for == "upload":
-        assert "Step 2: step=2.ckpt stays in node memory, queued for upload: the job is told to end" in said
-
-
 @pytest.mark.parametrize("staging", [further("eager"), "overlapped"])
 def test_a_last_checkpoint_that_fails_is_not_said_to_be_there(staging, runs, monkeypatch, caplog):
     caplog.set_level("INFO")
@@ -314,50 +245,6 @@ def test_a_last_checkpoint_that_fails_is_not_said_to_be_there(staging, runs, mon
     assert not [line for line in lines(caplog) if "the last checkpoint is" in line]
     assert "Step 5: there is no last checkpoint: it was not saved" in lines(caplog)
     assert runs.durable() == []
-
-
-def test_the_last_checkpoint_is_captured_before_it_is_said_to_be_in_memory(runs, monkeypatch, caplog):
-    """And by all cores: no training follows that the copy could run beside."""
-    caplog.set_level("INFO")
-    beside = []
-    monkeypatch.setattr(PartSave, "fill_beside", lambda part, _: beside.append(part.facts.name) or part.fill())
-    callback = TieredModelCheckpoint(memory_every_n_train_steps=2, save_top_k=0)
-    with pytest.raises(Preempted):
-        runs.fit(
-            callback,
-            PreemptionCheckpoint(requeue=False),
-            model=Told(),
-            io=runs.io(staging="overlapped"),
-            ckpt_path=None,
-        )
-    assert beside, "ordinary saves overlap"
-    assert "preempted.ckpt" not in beside
-    assert [line for line in lines(caplog) if "the last checkpoint is in memory" in line]
-    assert runs.durable() == ["preempted.ckpt"]
-
-
-@pytest.mark.matrix
-def test_an_overlapped_save_that_failed_just_before_keeps_nobody_from_the_last_checkpoint(runs, monkeypatch, caplog):
-    seal, waited = PartSave.seal, BackgroundTask.wait
-
-    def fails(part, *args, **options):
-        if part.facts.name.startswith("memory/"):
-            raise OSError("no such device")
-        seal(part, *args, **options)
-
-    class ToldAfterThat(Told):
-        def on_train_batch_end(self, *_):
-            if self.global_step == 4:
-                waited(self.trainer.io.checkpointer.session.background)
-            super().on_train_batch_end()
-
-    monkeypatch.setattr(PartSave, "seal", fails)
-    callback = TieredModelCheckpoint(memory_every_n_train_steps=4, save_top_k=0)
-    io = runs.io(staging="overlapped", on_save_error="raise")
-    with pytest.raises(Preempted):
-        runs.fit(callback, PreemptionCheckpoint(requeue=False), model=ToldAfterThat(), io=io, ckpt_path=None)
-    assert [line for line in lines(caplog) if "step=4.ckpt failed: no such device" in line]
-    assert runs.durable() == ["preempted.ckpt"]
 
 
 def test_a_fit_after_one_that_was_told_to_end_is_a_training_as_any(runs, monkeypatch):

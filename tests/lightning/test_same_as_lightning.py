@@ -5,19 +5,14 @@ docs/lightning.md lists the differences, which test_lightning_differences.py tes
 """
 
 import contextlib
-import copy
 import math
-import pickle
 import random
 import warnings
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping, OnExceptionCheckpoint, model_checkpoint
+from lightning.pytorch.callbacks import OnExceptionCheckpoint, model_checkpoint
 from support.as_lightning import INSTALLED, Failing, Ours, Side, Tiny, Trouble, newest, number, resume
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -214,137 +209,6 @@ def test_a_story_leaves_the_same(told, tmp_path, memory_dir):
     assert ours == theirs
 
 
-def refused(call, *arguments, **named):
-    """The error of a call."""
-    with pytest.raises(Exception) as caught:
-        call(*arguments, **named)
-    return type(caught.value).__name__, str(caught.value).replace("Tiered", "")
-
-
-@story
-def names_of_a_callback(side):
-    metrics = {"epoch": 3, "step": 4, "val/acc": torch.tensor(0.03)}
-    without = side.callback(dirpath=None, filename="{epoch:03d}-{val/acc:.2f}")
-    home = str(Path.home())
-    return [
-        without.format_checkpoint_name(dict(metrics)),
-        without.format_checkpoint_name(dict(metrics), ver=3),
-        without.format_checkpoint_name(dict(metrics), "other-{step}"),
-        without.format_checkpoint_name({}),
-        side.rel(side.callback().format_checkpoint_name(dict(metrics))),
-        *(str(side.callback(dirpath=path("~/x")).dirpath).replace(home, "HOME") for path in (str, Path)),
-        side.callback(monitor="a").state_key,
-    ]
-
-
-@story
-def values_that_are_not_allowed(side):
-    minute = timedelta(minutes=1)
-    wrong = [
-        {"save_top_k": -3},
-        {"save_top_k": 3},
-        {"mode": "auto"},
-        {"every_n_train_steps": 1, "every_n_epochs": 2},
-        {"train_time_interval": minute, "every_n_epochs": 2},
-        {"train_time_interval": minute, "every_n_train_steps": 2},
-        {"every_n_epochs": -3},
-        {"every_n_train_steps": -3},
-    ]
-    return [refused(side.callback, **each) for each in wrong] + [
-        refused(side.fit, side.callback(filename="a-{epoch}"), side.callback(filename="b-{epoch}")),
-        refused(side.trainer, side.callback(), enable_checkpointing=False),
-    ]
-
-
-@story
-def a_path_as_dirpath_with_one_below_it(side):
-    below = Path(side.dirpath, "below")
-    callbacks = [side.callback(dirpath=below), side.callback(dirpath=f"{below}/more/", every_n_epochs=2)]
-    side.fit(*callbacks)
-    return [side.seen(callback) for callback in callbacks]
-
-
-@story
-def two_callbacks_in_one_folder(side):
-    low = side.callback(monitor="score", every_n_train_steps=1, filename="low-{step}", save_top_k=2)
-    high = side.callback(monitor="score", every_n_train_steps=1, filename="high-{step}", mode="max", save_last=True)
-    trainer = side.fit(low, high)
-    both_known = trainer.checkpoint_callback is low, trainer.checkpoint_callbacks == [low, high]
-    return both_known, side.seen(low), side.seen(high)
-
-
-@story
-def epoch_and_step_that_the_model_logs(side):
-    class Logging(Tiny):
-        def training_step(self, *arguments):
-            self.log("epoch", 7.0)
-            self.log("step", 100.0 + self.global_step)
-            return super().training_step(*arguments)
-
-    return side.train(save_top_k=-1, fit={"model": Logging()})
-
-
-@story
-def a_metric_that_is_never_logged(side):
-    with pytest.warns(UserWarning, match="could not find the monitored key"):
-        side.train(monitor="nothing")
-    return side.names(), refused(side.train, monitor="nothing", fit={"limit_val_batches": 1})
-
-
-@story
-def top_k_as_yaml(side):
-    callback = side.callback(monitor="score", save_top_k=2)
-    side.fit(callback)
-    callback.to_yaml()
-    callback.to_yaml(str(side.root / "mine.yaml"))
-    written = [Path(side.dirpath, "best_k_models.yaml"), side.root / "mine.yaml"]
-    return [{side.rel(path): score for path, score in yaml.full_load(file.read_text()).items()} for file in written]
-
-
-@story
-def training_that_is_stopped(side):
-    class Stopping(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            trainer.should_stop = trainer.global_step == 3
-
-    callback = side.callback(every_n_train_steps=2, save_top_k=-1, save_last=True)
-    side.fit(callback, Stopping())
-    early = side.callback(monitor="val/score", save_top_k=2, dirpath=side.path("early"))
-    side.fit(early, EarlyStopping("val/score", patience=1), model=Tiny((1, 2, 3, 4)), limit_val_batches=1, max_epochs=9)
-    return side.seen(callback), side.of_callback(early)
-
-
-@story
-def evaluations_save_nothing(side):
-    callback = side.callback(save_last=True)
-    trainer = side.fit(callback)
-    before = side.saves[:]
-    trainer.validate(Tiny(), verbose=False)
-    trainer.test(Tiny(), verbose=False)
-    return side.saves == before, side.seen(callback)
-
-
-@story
-def manual_optimization_with_saved_models(side):
-    if not NEWEST:
-        pytest.skip("the rule for manual optimization came with Lightning 2.6")
-
-    class Saving(Manual):
-        def training_step(self, batch, number):
-            self.saved_models = {number: {key: value.clone() for key, value in self.layer.state_dict().items()}}
-            super().training_step(batch, number)
-
-    return side.train(every_n_train_steps=1, save_top_k=-1, fit={"model": Saving()})
-
-
-@story
-def the_last_checkpoint_loads(side):
-    callback = side.callback(save_last=True)
-    side.fit(callback)
-    loaded = Tiny.load_from_checkpoint(callback.last_model_path)
-    return Path(side.path("last.ckpt")).is_file(), number(loaded.layer.weight.detach().sum())
-
-
 @story
 def last_as_a_link(side):
     # Each epoch is one of the best two.
@@ -378,11 +242,6 @@ def resume_from_the_best(side):
 
 
 @story
-def resume_from_an_older_one(side):
-    return resume(side, newest(side), newest(side), second_step)
-
-
-@story
 def resume_in_the_middle_of_an_epoch(side):
     first = side.callback(every_n_train_steps=1, save_top_k=-1)
     second = side.callback(every_n_train_steps=1, save_top_k=-1, filename="again-{epoch}-{step}")
@@ -401,13 +260,6 @@ def resume_from_the_last(side):
 
 
 @story
-def last_where_there_is_none(side):
-    callback = newest(side)
-    side.fit(callback, ckpt_path="last", max_steps=2)
-    return side.seen(callback)
-
-
-@story
 def resume_from_an_exception_checkpoint(side):
     class Stopping(Tiny):
         def on_train_batch_end(self, *_):
@@ -421,19 +273,6 @@ def resume_from_an_exception_checkpoint(side):
         with pytest.raises(Trouble) if isinstance(model, Stopping) else contextlib.nullcontext():
             side.fit(saves, OnExceptionCheckpoint(side.dirpath), model=model, max_steps=5, max_epochs=-1)
     return steps
-
-
-@story
-def weights_continue_as_they_were(side):
-    callback, other = newest(side), newest(side, dirpath=side.path("two"))
-    side.fit(callback, max_steps=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        side.fit(other, ckpt_path=best(side, callback), max_steps=4)
-    straight = newest(side, dirpath=side.path("three"))
-    side.fit(straight, max_steps=4)
-    files = side.files()
-    return files["two/epoch=1-step=4.ckpt"] == files["three/epoch=1-step=4.ckpt"], files
 
 
 @story
@@ -464,57 +303,6 @@ def nothing_more_to_train(side):
 
 
 @story
-def more_epochs_with_the_same_trainer(side):
-    callback = side.callback(save_top_k=-1, save_last=True, enable_version_counter=False)
-    trainer = side.fit(callback, max_epochs=2)
-    trainer.fit_loop.max_epochs = 4
-    trainer.fit(Tiny())
-    return trainer.global_step, side.seen(callback)
-
-
-@story
-def checkpoints_that_no_fit_takes(side):
-    with pytest.raises(FileNotFoundError):
-        side.fit(newest(side), ckpt_path=side.path("nothing.ckpt"))
-    return side.saves, refused(resume, side, newest(side, save_weights_only=True), newest(side), best)
-
-
-@story
-def an_exception_in_setup(side):
-    error = refused(side.fit, side.callback(), Failing("setup", Trouble("trouble"), 0))
-    return error, side.names()
-
-
-#: Attributes of a callback that users read or set.
-ATTRIBUTES_OF_USERS = """
-    monitor verbose save_last save_top_k save_weights_only auto_insert_metric_name save_on_train_epoch_end
-    enable_version_counter last_global_step_saved current_score best_k_models kth_best_model_path best_model_score
-    last_model_path last_checkpoint_saved kth_value mode filename train_time_interval every_n_epochs every_n_train_steps
-"""
-
-
-def values(callback):
-    return {key: str(value) for key, value in vars(callback).items() if key.lstrip("_") in ATTRIBUTES_OF_USERS.split()}
-
-
-@story
-def pickle_and_deepcopy(side):
-    callback = side.callback(monitor="score", save_top_k=2)
-    untrained = copy.deepcopy(callback)
-
-    def copies_are_equal():
-        return [
-            values(each) == values(callback) for each in (pickle.loads(pickle.dumps(callback)), copy.deepcopy(callback))
-        ]
-
-    found = [values(callback), copies_are_equal()]
-    side.fit(callback)
-    found.append(copies_are_equal())
-    side.fit(untrained, max_epochs=2)
-    return found, side.of_callback(untrained)
-
-
-@story
 def state_of_another_callback(side):
     one = side.callback(monitor="score", save_top_k=2, save_last=True)
     side.fit(one)
@@ -524,44 +312,3 @@ def state_of_another_callback(side):
     with pytest.warns(UserWarning, match="dirpath has changed"):
         other.load_state_dict(one.state_dict())
     return side.of_callback(same), side.of_callback(other)
-
-
-@story
-def what_checkpoints_hold(side):
-    class Named(Tiny):
-        def __init__(self, width=3):
-            super().__init__()
-            self.save_hyperparameters()
-
-    class Another(Callback):
-        pass
-
-    trainer = side.fit(side.callback(), Another(), model=Named())
-    order = [type(each).__name__.replace("Tiered", "") for each in trainer.callbacks]
-    trainer.save_checkpoint(side.path("weights.ckpt"), weights_only=True)
-    trainer.strategy.teardown()
-    states = side.load(*side.names())
-    held = [(sorted(state), dict(state.get("hyper_parameters", {}))) for state in states]
-    return order.index("Another") < order.index("ModelCheckpoint"), held
-
-
-@story
-def saved_by_hand(side):
-    callback = side.callback(monitor="score")
-    trainer = side.fit(callback)
-    trainer.save_checkpoint(side.path("by/hand.ckpt"))
-    trainer.save_checkpoint(side.root / "elsewhere" / "hand.ckpt")
-    trainer.test(trainer.lightning_module, ckpt_path="best", verbose=False)
-    tested = side.rel(trainer.ckpt_path)
-    trainer.save_checkpoint(side.path("tested.ckpt"))
-    trainer.strategy.teardown()
-    return tested, side.files(), (side.root / "elsewhere" / "hand.ckpt").is_file()
-
-
-@story
-def said_of_the_top_k(side):
-    with pytest.MonkeyPatch.context() as patch:
-        said = []
-        patch.setattr("lightning.pytorch.callbacks.model_checkpoint.rank_zero_info", said.append)
-        side.train(monitor="score", verbose=True, fit={"model": Tiny((5, 3, 4, 9, 2, 1))})
-    return [text.replace(side.dirpath, "") for text in said]

@@ -10,7 +10,7 @@ from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.nemo import checkpoint
-from tiered_checkpoint_io.nemo.concurrency import Topology, advise
+from tiered_checkpoint_io.nemo.io import advised
 from tiered_checkpoint_io.nemo.layouts import (
     Rules,
     choose,
@@ -144,83 +144,49 @@ SIZES = st.integers(1, 128)
 
 @given(SIZES, SIZES, SIZES)
 def test_auto_stays_within_what_s3_serves_with_headroom(tensor, pipeline, data):
-    config, warnings = advise(
-        TieredCheckpointConfig(dirpath=DIRPATH), Topology(tensor * pipeline * data, tensor, pipeline)
-    )
     parts = tensor * pipeline
+    config = TieredCheckpointConfig(dirpath=DIRPATH)
+    config, warnings = advised(config, world_size=parts * data, tensor=tensor, pipeline=pipeline)
     for value, limit in ((config.max_write_concurrency, 3_500), (config.max_read_concurrency, 5_500)):
         assert value >= 1
         # More positions than requests a second: one connection each is the least that works.
         assert value * parts * 1.15 <= limit or value == 1
         assert value == 16 or value + 1 > limit / 1.15 / parts
-    assert warnings == ()
+    assert warnings == []
 
 
-@pytest.mark.parametrize(("tensor", "pipeline", "told"), [(8, 8, None), (8, 40, "at most 9, or 'auto'")])
-def test_figures_of_ones_own_are_kept_and_warned_of(tensor, pipeline, told):
+def test_figures_of_ones_own_are_kept_and_warned_of_and_impossible_sizes_are_refused():
     """NeMo's own example: 10 x 8 x 40 x 1.15 is above 3,500."""
     given = TieredCheckpointConfig(dirpath=DIRPATH, max_write_concurrency=10, max_read_concurrency=14)
-    config, warnings = advise(given, Topology(tensor * pipeline, tensor, pipeline))
+    assert advised(given, world_size=64, tensor=8, pipeline=8) == (given, [])
+    config, (told,) = advised(given, world_size=320, tensor=8, pipeline=40)
     assert config == given
-    assert [told in text and "max_write_concurrency is 10" in text and "3,680" in text for text in warnings] == (
-        [True] if told else []
-    )
-
-
-@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_impossible_sizes_are_refused(sizes):
+    assert all(said in told for said in ("max_write_concurrency is 10", "3,680", "at most 9, or 'auto'"))
     with pytest.raises(ConfigError, match="a size below 1"):
-        advise(TieredCheckpointConfig(dirpath=DIRPATH), Topology(*sizes))
+        advised(given, world_size=1, tensor=0, pipeline=1)
     with pytest.raises(ConfigError, match=r"is 8, of 4 ranks.*tensor_model_parallel_size"):
-        advise(TieredCheckpointConfig(dirpath=DIRPATH), Topology(4, 4, 2))
+        advised(given, world_size=4, tensor=4, pipeline=2)
 
 
 # ------------------------------------------------------------------------------------ optimizer states
-@pytest.fixture
-def saves(monkeypatch):
-    """A callback that has saved d, c, b and a, in this order, and what it rewrites of them."""
+def test_those_that_were_saved_first_lose_their_optimizer_states_once_each(monkeypatch):
+    """Saved in the order d, c, b, a, and two keep theirs; what is not durable yet may fail, and does not count."""
     copied, pending, rewritten = set(), set(), []
     session = SimpleNamespace(is_pending=pending.__contains__, is_to_be_copied=copied.__contains__)
-    monkeypatch.setattr(checkpoint, "is_full", lambda *_: True)
-    monkeypatch.setattr(checkpoint, "rewrite", lambda _, name, __: rewritten.append(name))
+    monkeypatch.setattr(checkpoint, "drop_optimizer_states", lambda _, name: rewritten.append(name))
     callback = checkpoint.TieredNeMoCheckpoint(monitor="loss", save_top_k=-1, save_last_n_optim_states=2)
     callback.best_k_models = {f"{DIRPATH}/{name}": loss for loss, name in enumerate("dcba")}
-    callback._io = SimpleNamespace(
-        checkpointer=SimpleNamespace(dirpath=DIRPATH, session=session), load_alone=lambda _: {"optimizer_states": [1]}
-    )
-    return SimpleNamespace(callback=callback, copied=copied, pending=pending, rewritten=rewritten)
+    callback._io = SimpleNamespace(checkpointer=SimpleNamespace(dirpath=DIRPATH, session=session))
 
+    def rewrites():
+        callback._drop_optimizer_states()
+        return "".join(rewritten)
 
-def test_those_that_were_saved_first_lose_theirs_once(saves):
-    for _ in range(2):
-        saves.callback._drop_optimizer_states()
-        assert saves.rewritten == ["d", "c"]
-
-
-def test_a_newest_that_is_not_durable_yet_does_not_count(saves):
-    """Its upload may fail, and nothing could be resumed from."""
-    saves.pending.add("a")
-    saves.callback._lost.append(f"{DIRPATH}/b")
-    saves.callback._drop_optimizer_states()
-    assert saves.rewritten == []
-    saves.pending.clear()
-    saves.callback._drop_optimizer_states()
-    assert saves.rewritten == ["d"]
-
-
-def test_what_is_yet_to_be_copied_keeps_its_own_until_then(saves):
-    """Else "last" would be a copy without them."""
-    saves.copied.add("d")
-    saves.callback._drop_optimizer_states()
-    assert saves.rewritten == ["c"]
-    saves.copied.clear()
-    saves.callback._drop_optimizer_states()
-    assert saves.rewritten == ["c", "d"]
-
-
-def test_a_name_that_is_saved_anew_is_the_newest(saves, monkeypatch):
-    """As ModelCheckpoint does with ``enable_version_counter=False``."""
-    monkeypatch.setattr(checkpoint.TieredModelCheckpoint, "_save_checkpoint", lambda *_: None)
-    saves.callback._save_checkpoint(None, f"{DIRPATH}/d")
-    saves.callback._drop_optimizer_states()
-    assert saves.rewritten == ["c", "b"]
+    pending |= {"a", "b"}
+    assert rewrites() == ""
+    pending.clear()
+    # Else "last" would be a copy without them.
+    copied.add("d")
+    assert rewrites() == "c"
+    copied.clear()
+    assert rewrites() == rewrites() == "cd"

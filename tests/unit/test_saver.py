@@ -1,9 +1,6 @@
 """A state becomes a part in memory: at once, whole, within its room, and without taking space anew."""
 
-import errno
-import logging
 import os
-import threading
 
 import pytest
 import torch
@@ -13,10 +10,6 @@ from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.engine.drain.running import DrainRunner
-from tiered_checkpoint_io.engine.staging.background import BackgroundTask
-from tiered_checkpoint_io.errors import UsageError
-from tiered_checkpoint_io.formats.image import plan
-from tiered_checkpoint_io.formats.layouts import Layouts
 from tiered_checkpoint_io.memory.parts import reading
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
@@ -71,31 +64,6 @@ def load(tier, stored):
     return torch.load(stored.file(entry.basename), mmap=True, weights_only=True)
 
 
-def test_what_was_saved_is_loaded_and_not_what_came_after(opened):
-    tier, engine = opened()
-    weight = torch.randn(5 << 20)
-    expected = weight.clone()
-    engine.save({"w": weight, "global_step": 7}, "step=7.ckpt", tiers={"memory"})
-    weight.zero_()
-    (stored,) = tier.parts()
-    loaded = load(tier, stored)
-    assert torch.equal(loaded["w"], expected)
-    assert loaded["global_step"] == 7
-    assert (stored.part.name, stored.part.content.step, stored.part.durable) == ("step=7.ckpt", 7, False)
-    assert stored.part.content.writer["torch"] == torch.__version__
-
-
-def test_the_newest_stay_and_what_waits_for_the_durable_tier(opened):
-    tier, engine = opened(keep_last=2)
-    save(engine, 1, durable=True)
-    for step in range(2, 6):
-        save(engine, step)
-    assert steps(tier) == [1, 4, 5]
-    tier.mark_drained(tier.parts()[0])
-    save(engine, 6)
-    assert steps(tier) == [5, 6]
-
-
 def test_a_steady_run_takes_no_space_and_no_new_file(opened, monkeypatch):
     tier, engine = opened(keep_last=2)
     for step in range(1, 5):
@@ -144,73 +112,3 @@ def test_with_no_room_even_so_nothing_is_lost(opened, warned, monkeypatch):
         tier.mark_drained(stored)
     save(engine, 5, mib=12)
     assert steps(tier)[-1] == 5, "once the durable tier has them there is room"
-
-
-def no_more_space(*_):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_capture_that_fails_leaves_no_part_and_gives_the_slot_back(opened, monkeypatch):
-    tier, engine = opened()
-    save(engine, 1)
-    engine.session.open().capturer._preparing.join()
-    weight = torch.ones(MIB)
-    image = plan({"w": weight})
-    weight.untyped_storage().resize_(4)
-    used = tier.usage()
-    planning = Layouts.plan
-    monkeypatch.setattr(Layouts, "plan", lambda *_: image)
-    for _ in range(3):
-        with pytest.raises(UsageError, match="resized"):
-            save(engine, 2)
-    monkeypatch.setattr(Layouts, "plan", planning)
-    monkeypatch.setattr(os, "posix_fallocate", no_more_space)
-    assert steps(tier) == [1]
-    assert tier.usage() == used
-    save(engine, 3)
-    assert steps(tier) == [1, 3]
-
-
-def test_the_description_tells_the_files_name_size_and_hashes(opened):
-    tier, engine = opened()
-    stored = save(engine, 3, mib=40)
-    (entry,) = stored.part.content.files
-    assert (entry.path, len(entry.hashes)) == ("step=3.ckpt", 3)
-    load(tier, stored)
-
-
-def test_another_thread_may_wait_at_the_moment_that_the_end_of_a_save_begins(monkeypatch):
-    """As the one that waits for the upload of the save before."""
-    task, start, waited = BackgroundTask(5.0, logging.getLogger()), threading.Thread.start, []
-
-    def late(thread):
-        if thread.name.startswith("tiered-seal"):
-            waited.append(task.wait())
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", late)
-    assert task.run("step_1", lambda: "sealed").result(5.0) == "sealed"
-    assert waited == [None]
-    task.close()
-
-
-def test_what_comes_behind_a_task_is_not_waited_for_on_its_thread_and_shown_once():
-    task, may_end, done = BackgroundTask(5.0, logging.getLogger()), threading.Event(), []
-
-    def works():
-        assert may_end.wait(5.0)
-        task.show()
-        done.append("task")
-
-    def fails():
-        done.append("after")
-        raise OSError("no room")
-
-    running = task.run("step_1", works)
-    task.after("last", fails)
-    may_end.set()
-    with pytest.raises(OSError, match="no room"):
-        task.show()
-    assert (running.exception(0), done) == (None, ["task", "after"])
-    task.show()
-    task.close()

@@ -1,4 +1,4 @@
-"""The end of training: the newest step that training can resume from is not left in memory alone."""
+"""Saves the end of training, so that the newest step to resume from is not left in memory only."""
 
 from __future__ import annotations
 
@@ -17,31 +17,27 @@ from tiered_checkpoint_io.engine.save.room import last_saves
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.model import ids
 
-#: The checkpoint's name below dirpath, without its ending. One job has one of them: the next one replaces it.
-#: NeMo takes names that end in "end" for the mark of a training that must not continue.
+#: The checkpoint's name below dirpath, without its ending; the next one replaces it. NeMo takes names that end in "end"
+#: for the mark of a training that must not continue.
 NAME = "end_of_training"
 
 
 class Resumable(NamedTuple):
-    """The newest steps that a callback has saved and that training can resume from; -1 for none.
+    """The newest steps that a callback has saved and that training can resume from; -1 for none."""
 
-    Attributes:
-        saved: In any tier.
-        durable: On the durable tier, or queued for it.
-    """
-
+    #: In any tier; and on the durable tier, or queued for it.
     saved: int = -1
     durable: int = -1
 
     def after(self, step: int, report: SaveReport | None) -> Resumable:
-        """As it is after a save of a whole training state; without a report, one that failed."""
+        """Counts a save of a whole training state; without a report, one that failed."""
         if report is None:
             return self
         return Resumable(step, step if "durable" in report.tiers else self.durable)
 
 
 def is_in_memory_alone(callbacks: Iterable[Resumable]) -> bool:
-    """Whether the newest step that training can resume from is not, and will not be, on the durable tier."""
+    """Tells whether the newest step to resume from is not, and will not be, on the durable tier."""
     known = [*callbacks]
     return max(each.saved for each in known) > max(each.durable for each in known)
 
@@ -54,17 +50,16 @@ class EndOfTraining(Callback):
 
     @classmethod
     def join(cls, trainer: Trainer) -> None:
-        """Makes one the trainer's first callback, behind the one that waits for overlapped captures."""
+        """Makes one the trainer's first callback, except for the one that waits for overlapped captures."""
         others = _others(trainer)
         waits = [each for each in others if isinstance(each, OverlappedCapture)]
         # Not in place: Lightning goes through this list just now.
         trainer.callbacks = [*waits, cls(), *(each for each in others if each not in waits)]  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Has the strategy's teardown save what was restored, where there was nothing left to train.
+        """Has the strategy's teardown save the restored state, if nothing is left to train.
 
-        Lightning then calls no hook between the restore and that teardown. After it, a sharded module may be on a
-        device from which it can't be saved.
+        Lightning calls no hook between the restore and that teardown, which may move a sharded module.
         """
         strategy: Any = trainer.strategy
 
@@ -89,13 +84,11 @@ class EndOfTraining(Callback):
             each._save_end(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Ahead of the callbacks that put trained weights back: what one of these raises comes after that."""
         for each in _durable_ends(trainer):
             each._is_amid_validation = False
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Lightning's tuner ends its trials by this hook, and tears the strategy down after it. NeMo's time limit ends a
-        # training so, amid a batch and without on_train_end.
+        # Lightning's tuner ends its trials by this hook; NeMo's time limit a training, without on_train_end.
         self._let_go(trainer)
         # No teardown follows an exception; that of a later evaluation is no end of the training.
         is_running = stage == "fit" and trainer.state.status == TrainerStatus.RUNNING
@@ -106,7 +99,6 @@ class EndOfTraining(Callback):
         trainer.callbacks = _others(trainer)  # type: ignore[attr-defined]
 
     def _let_go(self, trainer: Trainer) -> None:
-        """Gives the strategy its own teardown back."""
         vars(trainer.strategy).pop("teardown", None)
 
 
@@ -119,10 +111,9 @@ def _others(trainer: Trainer) -> list[Callback]:
 
 
 def count_epoch_as_it_ended(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Has a checkpoint not count an epoch that training leaves halfway, as it does at ``max_time`` or ``should_stop``.
+    """Has a checkpoint not count an epoch that training leaves halfway, as at ``max_time``.
 
-    Lightning counts it before ``on_train_epoch_end``. A run that resumed from that count would begin with the next
-    epoch, and train less than ``max_epochs`` says.
+    Lightning counts it before ``on_train_epoch_end``; a run that resumed from that would never train the rest of it.
     """
     progress: Any = trainer.fit_loop.epoch_progress
     epoch_loop = trainer.fit_loop.epoch_loop
@@ -138,16 +129,15 @@ def count_epoch_as_it_ended(trainer: Trainer, checkpoint: dict[str, Any]) -> Non
 
 
 def progress_of(trainer: Trainer) -> tuple[int, int]:
-    """The step, and the batches that are completed: NeMo counts the one that ends before it saves "last"."""
+    """Returns the step, and the batches that are completed: NeMo counts the one that ends before it saves "last"."""
     return trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.current.completed
 
 
 class DurableEnd(SafeDeletes):
     """A ModelCheckpoint after whose training the newest step to resume from is durable.
 
-    The step in memory is not marked for the upload, as `tiered-ckpt flush` does: nothing would ever delete it there.
-    So the state is saved once more, at the step where training ended: under a name of its own, which neither the top-k
-    nor ``last`` knows.
+    The state is saved once more where training ended, under a name that neither the top-k nor ``last`` knows. (Nothing
+    would ever delete a memory step that was uploaded instead.)
     """
 
     save_on_train_end: bool
@@ -155,7 +145,7 @@ class DurableEnd(SafeDeletes):
     _resumable: Resumable
     #: The step that this training began with.
     _began_at: int
-    #: Whether training validates just now, with averaged weights where a callback has put those in their place.
+    #: Whether training validates just now, perhaps with averaged weights.
     _is_amid_validation: bool
 
     def _begin(self) -> None:
@@ -170,19 +160,16 @@ class DurableEnd(SafeDeletes):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """As upstream, of the weights that are trained."""
-        # Without it nothing is saved.
         saves = getattr(self, "save_on_exception", False)
         amid_validation, self._is_amid_validation = self._is_amid_validation, False
         with trained_weights(trainer) if saves and amid_validation else contextlib.nullcontext():
             super().on_exception(trainer, pl_module, exception)
 
     def _should_save_on_exception(self, trainer: Trainer) -> bool:
-        """As upstream, but never of an evaluation, which may have loaded weights of another step."""
-        # Lightning asks since 2.6.
+        # Lightning asks since 2.6. An evaluation may have loaded weights of another step.
         return trainer.state.fn == TrainerFn.FITTING and super()._should_save_on_exception(trainer)
 
     def _begin_training(self, trainer: Trainer) -> None:
-        """Begins with what was restored: it may be in memory alone, or about to be removed."""
         restored, step = self._engine.restored, trainer.global_step
         self._resumable, self._began_at = Resumable(), step
         if restored is None or restored.step != step:
@@ -195,11 +182,7 @@ class DurableEnd(SafeDeletes):
             self._resumable = Resumable(step, step if any(part.durable for part in parts) else -1)
 
     def _has_stepped(self, trainer: Trainer) -> bool:
-        """Whether the batch that ends is one with which this training has made a step.
-
-        What is saved after any other, such as the first ones after a resume, would lack the gradients that are
-        accumulated already, and a run that resumes from it would train without these batches.
-        """
+        """Tells whether the batch that ends made a step: what is saved after another lacks accumulated gradients."""
         return trainer.global_step > self._began_at and not trainer.fit_loop._should_accumulate()
 
     def _save_state(self, trainer: Trainer, name: str, *tiers: str) -> SaveReport | None:
@@ -215,7 +198,7 @@ class DurableEnd(SafeDeletes):
         self._save_what_is_in_memory_alone(trainer)
 
     def _save_where_it_left(self, trainer: Trainer, module: LightningModule) -> None:
-        """As :meth:`_save_end`, of a training that has left a batch; all ranks call this."""
+        """Saves a training that has left a batch; all ranks call this."""
         if self._has_stepped(trainer) and not self._is_amid_validation:
             self._save_end(trainer, module)
         elif trainer.is_global_zero and is_in_memory_alone(each._resumable for each in self._siblings(trainer)):
@@ -238,7 +221,7 @@ class DurableEnd(SafeDeletes):
                         self._save_state(trainer, NAME + self.FILE_EXTENSION, "memory", "durable")
 
     def _has_lost(self) -> bool:
-        """Whether the last durable save was taken for one, and has failed since, beside training."""
+        """Tells whether the last durable save has failed since, in the background."""
         background = self._engine.session.background
         with contextlib.suppress(DrainError):
             background.wait()

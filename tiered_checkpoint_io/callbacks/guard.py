@@ -1,44 +1,77 @@
-"""What is checked before the first batch of any training: the strategy, ModelCheckpoint's place, the durable tier."""
+"""Looks after each trainer that has our checkpoint IO, whatever its callbacks are."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.adapters.sizes import size_here
 from tiered_checkpoint_io.callbacks.ending import count_epoch_as_it_ended
-from tiered_checkpoint_io.callbacks.held_weights import HeldWeights
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
-from tiered_checkpoint_io.callbacks.on_exception import count_as_last
 from tiered_checkpoint_io.callbacks.overlapping import OverlappedCapture
 from tiered_checkpoint_io.callbacks.places import folder_of
-from tiered_checkpoint_io.callbacks.preparing import FirstSave
-from tiered_checkpoint_io.callbacks.requeue import take_over_requeue
-from tiered_checkpoint_io.callbacks.summary import say_summary, say_summary_last
+from tiered_checkpoint_io.callbacks.preemption import take_over_requeue
+from tiered_checkpoint_io.callbacks.reporting import say_summary, say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import check_strategy, of_classes, on_rank_0
 from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
 from tiered_checkpoint_io.engine.restore.loaders import report_left_out
 from tiered_checkpoint_io.engine.restore.restore import Restored
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, UsageError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, InvalidNameError, UsageError
+from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.metrics.recording import Recording
 from tiered_checkpoint_io.model import ids
 
 
-class StrategyGuard(Callback):
-    """Looks after any trainer that has our checkpoint IO, whatever its callbacks are.
+class HeldWeights:
+    """Knows whether the module holds the weights that were trained, or those of an evaluation, or averages.
 
-    A stock sharded strategy never asks its checkpoint IO, and would write to a local folder ``./s3:/``
-    without a word: it is refused. Lightning's default ModelCheckpoint would save outside dirpath, which the IO can't:
-    it is given its place. Lightning adds this callback by the entry point of this package: see ``entry_points``.
-    What saves will need is tried before the first batch: see :func:`preflight`.
-    Where parts have copies in the memory of peers, it also is where the ranks meet. Under Slurm's automatic requeue,
-    the last checkpoint goes to the tiers, and the next start resumes from there: see :mod:`requeue`.
+    A checkpoint of other weights beside the optimizers' states of the training mixes two steps.
+    """
+
+    def __init__(self) -> None:
+        #: The module that was trained, for as long as it exists.
+        self._trained: weakref.ref[LightningModule] | None = None
+        self._has_loaded = self._has_warned = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process that is spawned has a module of its own.
+        return {**vars(self), "_trained": None, "_has_loaded": False}
+
+    def train(self, module: LightningModule) -> None:
+        """Notes that a training goes on with what the module holds now."""
+        self._trained, self._has_loaded = weakref.ref(module), False
+
+    def load(self, module: LightningModule) -> None:
+        """Notes that a module has got other weights, and nothing else that belongs to them."""
+        self._has_loaded |= self._trained is not None and self._trained() is module
+
+    def are_others(self, module: LightningModule, log: Logger | None) -> bool:
+        """Tells whether the trainer's module holds other weights than it has trained; says so once in ``log``."""
+        others = self._trained is not None and (self._has_loaded or self._trained() is not module)
+        if others and log is not None and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "the weights are those of an evaluation or of the best checkpoint, or averages, and the optimizers'"
+                " states those of the training before: what trainer.save_checkpoint saves now is loaded by its name"
+                " alone, and %s passes it by",
+                ids.LATEST,
+            )
+        return others
+
+
+class StrategyGuard(Callback):
+    """Looks after any trainer that has our checkpoint IO; Lightning adds it by an entry point.
+
+    A stock sharded strategy never asks its checkpoint IO, and would write to a local folder ``./s3:/``: it is refused.
+    Lightning's default ModelCheckpoint is given a place below dirpath. Preflight runs before the first batch.
     """
 
     #: See :func:`say_summary_last`.
@@ -46,14 +79,15 @@ class StrategyGuard(Callback):
 
     def __init__(self) -> None:
         self._recording = Recording()
-        self._first_save = FirstSave()
+        self._held = HeldWeights()
         self._overlapping: OverlappedCapture | None = None
         #: Whether a callback was Lightning's own when ckpt_path was resolved.
         self._adopted = False
-        self._held = HeldWeights()
-        #: What was restored last before an evaluation.
+        #: Whether room for a first save is still to be made, and the step that training began with.
+        self._prepares, self._began_at = False, 0
+        #: The last restore before an evaluation.
         self._restored: Restored | None = None
-        #: Lightning's own callbacks that have no dirpath, where nothing is trained.
+        #: Lightning's own callbacks without a dirpath, where nothing is trained.
         self._without_dirpath: list[ModelCheckpoint] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -61,6 +95,7 @@ class StrategyGuard(Callback):
 
         Raises:
             UsageError: A strategy does, or a ModelCheckpoint; or there are fewer machines than ``replication_factor``.
+            InvalidNameError: OnExceptionCheckpoint can't save where it is told to.
             StoreError, ConfigError, MemoryTierError: As :func:`preflight`, on all ranks.
         """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
@@ -68,65 +103,63 @@ class StrategyGuard(Callback):
             return
         check_strategy(trainer.strategy)
         train_here()
-        count_as_last(trainer, io)
-        if stage == "fit":
-            for callback in trainer.checkpoint_callbacks:
-                # Classes derived from it are their authors' business.
-                if type(callback) is ModelCheckpoint:
-                    _place(callback, trainer, io)
-                    self._adopted = True
-            on_rank_0(trainer, lambda: preflight(io.checkpointer.session, _need(trainer, pl_module)))
-            take_over_requeue(trainer, pl_module, io)
-            if io.config.staging != "eager":
-                self._overlapping = OverlappedCapture.join(trainer, io)
-        else:
+        _count_as_last(trainer, io)
+        # Classes derived from it are their authors' business.
+        stock = [each for each in trainer.checkpoint_callbacks if type(each) is ModelCheckpoint]
+        if stage != "fit":
             self._restored = io.checkpointer.restored
-            stock = [each for each in trainer.checkpoint_callbacks if type(each) is ModelCheckpoint]
             self._without_dirpath = [each for each in stock if each.dirpath is None]
-        if stage == "fit" and io.config.replication_factor > 1:
-            # All ranks are here, on the threads that train; of a full checkpoint, rank 0 alone saves later.
+            return
+        for callback in stock:
+            _place(callback, trainer, io)
+            self._adopted = True
+        on_rank_0(trainer, lambda: preflight(io.checkpointer.session, _need(trainer, pl_module)))
+        take_over_requeue(trainer, pl_module, io)
+        if io.config.staging != "eager":
+            self._overlapping = OverlappedCapture.join(trainer, io)
+        if io.config.replication_factor > 1:
+            # All ranks are here, on the threads that train; of a full checkpoint, only rank 0 saves later.
             io.checkpointer.session.meet_peers()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Notes, where a module is to be trained, that it has got the checkpoint's weights; all else of it follows."""
+        """Notes that a module to be trained has got the checkpoint's weights; all else of it follows."""
         if trainer.state.fn == TrainerFn.FITTING:
             self._held.train(pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Counts the epoch as it was left, and tells the IO whether training can resume from what comes next.
-
-        Warns once where the weights of an evaluation, or of the best checkpoint, are why not.
-        """
+        """Counts the epoch as it was left, and tells the IO whether training can resume from what comes next."""
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is not None:
             count_epoch_as_it_ended(trainer, checkpoint)
-            io.mixes_steps = self._held.are_others(pl_module)
-            if io.mixes_steps and trainer.is_global_zero:
-                self._held.warn(io.checkpointer.session.log)
+            log = io.checkpointer.session.log if trainer.is_global_zero else None
+            io.mixes_steps = self._held.are_others(pl_module, log)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warns on rank 0: of what a resume leaves out, and of checkpoints that ``fit`` did not resume from."""
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is None:
             return
+        session = io.checkpointer.session
         # Lightning has restored it by now, or never will; on all ranks alike.
         left = getattr(trainer.fit_loop, "_combined_loader_states_to_load", None) or ()
         why = "Lightning restores it only where an epoch was not finished"
-        report_left_out(io.checkpointer.session, "the checkpoint", len(left), why, says=trainer.is_global_zero)
+        report_left_out(session, "the checkpoint", len(left), why, says=trainer.is_global_zero)
         self._held.train(pl_module)
-        self._recording.begin(trainer.local_rank, trainer.global_step, io.checkpointer.session)
-        self._first_save.begin(trainer)
-        if not trainer.is_global_zero:
-            return
-        _warn_of_others(trainer, io)
-        _warn_of_undone(trainer, io)
+        self._recording.begin(trainer.local_rank, trainer.global_step, session)
+        # A strategy that trains shards and saves one file does not show how large that is.
+        shards: bool | None = getattr(trainer.strategy, "_saves_shards", None)
+        self._began_at = trainer.global_step
+        self._prepares = any(_saves(trainer)) and (trainer.is_global_zero if shards is None else shards)
+        if trainer.is_global_zero:
+            _warn_of_others(trainer, io)
+            self._warn_of_fresh_start(trainer, io)
+
+    def _warn_of_fresh_start(self, trainer: Trainer, io: TieredCheckpointIO) -> None:
         # In setup, Lightning does not show ckpt_path yet. Where tiered:latest finds nothing, there is nothing to name.
         looked_for_last = trainer.ckpt_path in (ids.LAST, ids.LAST_URL) and io.found_nothing
-        if trainer.ckpt_path is not None and not looked_for_last:
-            return
         engine, session = io.checkpointer, io.checkpointer.session
         is_first = session.last_save is None and engine.restored is None and "ckpt_path" not in session.warned
-        if io.config.preflight == "off" or not is_first:
+        if (trainer.ckpt_path is not None and not looked_for_last) or io.config.preflight == "off" or not is_first:
             return
         session.warned.add("ckpt_path")
         found = newest(session, io.companion)
@@ -146,14 +179,20 @@ class StrategyGuard(Callback):
             )
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
-        """Notes the step, every few seconds (:class:`Recording`). After the first step, the first save is prepared."""
+        """Notes the step, every few seconds; after the first step, makes room for the first save.
+
+        By then the optimizers have their states, and what training needs is in memory.
+        """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
-        if io is not None:
-            self._recording.reach(trainer.global_step, io.checkpointer.session)
-            self._first_save.reach(trainer, io)
+        if io is None:
+            return
+        self._recording.reach(trainer.global_step, io.checkpointer.session)
+        if self._prepares and trainer.global_step > self._began_at:
+            self._prepares = False
+            io.checkpointer.prepare(size_here(trainer.lightning_module, trainer.optimizers))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Notes that the averages of callbacks which have such take the place of the weights, from here on."""
+        """Notes that callbacks which average put their averages in the place of the weights, from here on."""
         if of_classes(trainer, "WeightAveraging") or any(
             each._average_model is not None and (each._max_epochs == -1 or trainer.current_epoch > each.swa_end)
             for each in of_classes(trainer, "StochasticWeightAveraging")
@@ -167,21 +206,18 @@ class StrategyGuard(Callback):
             self._recording.reach(trainer.global_step, io.checkpointer.session)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training starts from scratch where there is no checkpoint; an evaluation has no use for that.
+        """Refuses an evaluation without a checkpoint, where training would start from scratch.
 
         Raises:
             CheckpointNotFoundError: There is none.
         """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
-        # Whatever form of "the newest" it has: that of "best" is another for each callback.
         if io is None or trainer.state.fn == TrainerFn.FITTING:
             return
         if trainer.ckpt_path is not None and io.found_nothing:
-            said = f"there is no checkpoint to resume from at {io.config.dirpath}"
-            if trainer.ckpt_path in (ids.LAST, ids.LAST_URL):
-                said = f"there is no checkpoint that is named last to resume from at {io.config.dirpath}"
+            named = "that is named last " if trainer.ckpt_path in (ids.LAST, ids.LAST_URL) else ""
             raise CheckpointNotFoundError(
-                said,
+                f"there is no checkpoint {named}to resume from at {io.config.dirpath}",
                 operation="load",
                 key=str(trainer.ckpt_path),
                 hint="weights alone are loaded by their names: see `tiered-ckpt ls`",
@@ -207,15 +243,14 @@ class StrategyGuard(Callback):
         else:
             # An evaluation of no batches calls no other hook after the load.
             self._note_load(trainer, pl_module, tiered_io_of(trainer.strategy.checkpoint_io))
-        self._forget_dirpaths()
+            self._forget_dirpaths()
 
     def _note_load(self, trainer: Trainer, pl_module: LightningModule, io: TieredCheckpointIO | None) -> None:
-        """Notes whether an evaluation, whose load is over, has loaded a checkpoint into its module."""
         if io is not None and trainer.ckpt_path is not None and not io.found_nothing:
             self._held.load(pl_module)
 
     def _forget_dirpaths(self) -> None:
-        """Where nothing is trained, Lightning gives its own callback a folder; a fit that follows would keep to it."""
+        # An evaluation has Lightning give its own callback a folder, which a later fit would keep.
         for each in self._without_dirpath:
             each.dirpath = None
         self._without_dirpath = []
@@ -244,14 +279,33 @@ def ensure_guard(trainer: Trainer) -> None:
         callbacks.insert(0, StrategyGuard())
 
 
-def _place(callback: ModelCheckpoint, trainer: Trainer, io: TieredCheckpointIO) -> None:
-    """Has Lightning's own ModelCheckpoint save below the IO's dirpath: to its own dirpath there, if it has one.
+def _count_as_last(trainer: Trainer, io: TieredCheckpointIO) -> None:
+    """Has ``ckpt_path="last"`` also mean checkpoints of OnExceptionCheckpoint; warns of those that save elsewhere."""
+    engine, names = io.checkpointer, set()
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
+        if not isinstance(each, OnExceptionCheckpoint):
+            continue
+        try:
+            names.add(ids.name_in(engine.dirpath, each.ckpt_path))
+        except InvalidNameError:
+            if not io._is_elsewhere(each.ckpt_path):
+                raise
+            if trainer.is_global_zero and each.ckpt_path not in engine.session.warned:
+                engine.session.warned.add(each.ckpt_path)
+                engine.session.log.warning(
+                    "OnExceptionCheckpoint saves to %s, which is not below %s: its checkpoint is in neither tier, and"
+                    " ckpt_path='last' passes it by; give it dirpath='', which stands for that folder",
+                    each.ckpt_path,
+                    engine.dirpath,
+                )
+    engine.also_last = frozenset(names)
 
-    It becomes one of ours, in place, because the user may hold it and ask it for its ``best_model_path``. Lightning's
-    class could not do it: it looks into a remote folder by a file system of its own.
+
+def _place(callback: ModelCheckpoint, trainer: Trainer, io: TieredCheckpointIO) -> None:
+    """Makes one of ours of Lightning's own ModelCheckpoint, in place: the user may hold it and ask for its best path.
 
     Raises:
-        UsageError: Its dirpath is elsewhere.
+        UsageError: Its dirpath is not below the IO's.
     """
     root, folder = io.config.dirpath, folder_of(callback.dirpath, io.config.dirpath)
     if folder is None:
@@ -286,38 +340,25 @@ def _warn_of_others(trainer: Trainer, io: TieredCheckpointIO) -> None:
             )
 
 
-def _warn_of_undone(trainer: Trainer, io: TieredCheckpointIO) -> None:
-    """Warns where training begins before the step of the checkpoint that it was told to resume from.
-
-    Lightning restores the weights, calls ``on_fit_start``, and restores the rest. In between, its tuner comes back to a
-    state of its own, by which Lightning forgets what it had still to restore.
-    """
-    restored = io.checkpointer.restored
-    if trainer.ckpt_path is None or io.found_nothing or restored is None or trainer.global_step >= restored.step:
-        return
-    io.checkpointer.session.log.warning(
-        "training begins at step %d, though %s is of step %d: its weights are loaded, its optimizers' states and its"
-        " progress are not. LearningRateFinder and BatchSizeFinder have Lightning forget them: leave these out where a"
-        " training resumes",
-        trainer.global_step,
-        restored.name,
-        restored.step,
+def _saves(trainer: Trainer) -> tuple[bool, bool]:
+    """Tells whether callbacks save to memory only, and to both tiers; classes of others are their authors' business."""
+    callbacks = trainer.checkpoint_callbacks
+    memory = any(getattr(each, "memory_every_n_train_steps", None) for each in callbacks)
+    return memory, any(
+        not isinstance(each, ModelCheckpoint) or each.save_top_k != 0 or bool(each.save_last) for each in callbacks
     )
 
 
 def _need(trainer: Trainer, module: LightningModule) -> Need:
-    """What a training will save, by the module as it is before its strategy sets it up."""
+    """Returns what a training will save, by the module as it is before its strategy sets it up."""
     tensors = [each for each in (*module.parameters(), *module.buffers()) if not torch.nn.parameter.is_lazy(each)]
     weights = sum(each.numel() * each.element_size() for each in tensors)
     is_sharded = any(kind.__name__ == "TieredSharding" for kind in type(trainer.strategy).__mro__)
-    callbacks = trainer.checkpoint_callbacks
+    memory_steps, durable_steps = _saves(trainer)
     return Need(
         node_bytes=weights // trainer.num_nodes if is_sharded else weights,
         # Adam keeps two values for each parameter.
         file_bytes=3 * weights // (trainer.world_size if is_sharded else 1),
-        memory_steps=any(getattr(each, "memory_every_n_train_steps", None) for each in callbacks),
-        # What the classes of others do is their authors' business.
-        durable_steps=any(
-            not isinstance(each, ModelCheckpoint) or each.save_top_k != 0 or bool(each.save_last) for each in callbacks
-        ),
+        memory_steps=memory_steps,
+        durable_steps=durable_steps,
     )

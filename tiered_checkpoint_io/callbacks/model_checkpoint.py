@@ -14,16 +14,15 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.adapters.given import check_positive
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
+from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.adapters.steps import passes, tiers_for_step
 from tiered_checkpoint_io.callbacks.ending import DurableEnd, EndOfTraining, progress_of
-from tiered_checkpoint_io.callbacks.passed_steps import save_passed_step
-from tiered_checkpoint_io.callbacks.places import check_dirpath, check_places, check_retention
-from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain
-from tiered_checkpoint_io.callbacks.sentinel import SentinelFileSystem
-from tiered_checkpoint_io.callbacks.summary import say_summary_last
+from tiered_checkpoint_io.callbacks.places import SentinelFileSystem, check_dirpath, check_places, check_retention
+from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain, say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import check_strategy, failing_together, if_known, on_rank_0, save_together
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.errors import ConfigError, DrainError, StoreError
+from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig, refuse_keys_of_others
 from tiered_checkpoint_io.model.config import keys as config_keys
@@ -34,16 +33,16 @@ _KEYS = ("dirpath", "memory_every_n_train_steps", "s3_every_n_train_steps", "sav
 _TRIGGERS = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
 #: A durable tier that was silent is asked again for names after so many times ``durable_timeout_s``.
 _REST = 10
+#: Set by ModelCheckpoint, since Lightning 2.6, to save after the validation that gives its metric.
+_DEFERS = "_defer_save_until_validation"
 
 
 class TieredModelCheckpoint(DurableEnd):
     """A ModelCheckpoint whose own checkpoints are durable, with cheap memory steps in between.
 
-    All that ModelCheckpoint does (monitor, top-k, save_last, triggers, on_exception) holds for the
-    durable tier. Memory steps are never in the top-k, have names of their own, and hold the whole
-    training state even where ``save_weights_only`` is set, because they are there to resume from.
-
-    Until a run begins, ``best_model_path`` is a URL that loads the best checkpoint there is.
+    All that ModelCheckpoint does (monitor, top-k, save_last, triggers, on_exception) holds for the durable tier. Memory
+    steps are never in the top-k, and hold the whole training state even with ``save_weights_only``. Until a run begins,
+    ``best_model_path`` is a URL that loads the best checkpoint there is.
     """
 
     says_summary = True
@@ -75,28 +74,24 @@ class TieredModelCheckpoint(DurableEnd):
         Args:
             dirpath: The IO's by default; otherwise a folder below it.
             filename: The pattern of the names, as ``{epoch}-{val_loss:.2f}``; ``{epoch}-{step}`` by default.
-            monitor: The logged value that tells which checkpoints are the best; None for the newest.
-            verbose: Whether each decision on the best checkpoints is printed.
-            save_last: Whether ``last.ckpt`` is a copy of the newest durable checkpoint, which the durable tier makes
-                by itself: an object that anything can load, and nothing is uploaded. ``"link"`` makes an alias, which
-                needs no room and loads through this package alone; so does ``True`` of a sharded checkpoint.
-            save_top_k: How many of the best are kept; 0 for none, -1 for all.
-            memory_every_n_train_steps: A checkpoint to memory alone every so many steps.
-            s3_every_n_train_steps: A durable one every so many steps; None leaves that to
-                ModelCheckpoint's other triggers.
-            save_on_train_end: Whether the last state is saved to the durable tier, as ``end_of_training.ckpt``, when
-                ``fit`` ends and the newest checkpoint that training can resume from is in memory alone. This holds
-                even where nothing else triggers a durable save. Must be true in the IO's configuration too.
-            save_on_exception: Whether an exception triggers a durable save; of Lightning 2.6 and later.
-            save_weights_only: Whether durable checkpoints hold the weights alone. Memory steps are always complete.
-            mode: ``min`` or ``max``: which values of ``monitor`` are better.
-            auto_insert_metric_name: Whether names hold that of each value, as ``epoch=1``.
+            monitor: The logged value by which checkpoints are the best; None for the newest.
+            verbose: Prints each decision on the best checkpoints.
+            save_last: Has the durable tier copy the newest durable checkpoint to ``last.ckpt``; nothing is uploaded.
+                ``"link"`` makes an alias, which only this package loads; so does True of a sharded checkpoint.
+            save_top_k: Number of the best that are kept; 0 for none, -1 for all.
+            memory_every_n_train_steps: A checkpoint to memory only every so many steps.
+            s3_every_n_train_steps: A durable one every so many steps; None leaves that to the other triggers.
+            save_on_train_end: Saves the last state to S3 as ``end_of_training.ckpt`` when ``fit`` ends, if the newest
+                checkpoint to resume from is in memory only. Must be true in the IO's configuration too.
+            save_on_exception: An exception triggers a durable save; of Lightning 2.6 and later.
+            save_weights_only: Durable checkpoints hold only the weights. Memory steps are always complete.
+            mode: ``min`` or ``max``, the better values of ``monitor``.
+            auto_insert_metric_name: Names hold that of each value, as ``epoch=1``.
             every_n_train_steps: As ``s3_every_n_train_steps``; set one of them.
             train_time_interval: A durable checkpoint whenever this much time has passed.
-            every_n_epochs: A durable checkpoint every so many epochs; each epoch where no other trigger is set.
-            save_on_train_epoch_end: Whether epochs are saved when they end, and not after their validation; by
-                default as the trainer validates.
-            enable_version_counter: Whether a name that is taken gets a version, as ``-v1``, and is not overwritten.
+            every_n_epochs: A durable checkpoint every so many epochs; each epoch if no other trigger is set.
+            save_on_train_epoch_end: Saves epochs when they end, instead of after their validation.
+            enable_version_counter: A name that is taken gets a version, as ``-v1``, and is not overwritten.
 
         Raises:
             ConfigError: A value is not allowed, or this Lightning has no ``save_on_exception``.
@@ -139,7 +134,7 @@ class TieredModelCheckpoint(DurableEnd):
 
     @classmethod
     def adopt(cls, stock: ModelCheckpoint, dirpath: str) -> None:
-        """Makes one of ours of Lightning's own, not of a derived class, before its ``setup``; without memory steps."""
+        """Makes one of ours, without memory steps, of Lightning's own before its ``setup``."""
         stock.__class__ = cls
         assert isinstance(stock, TieredModelCheckpoint)
         stock.memory_every_n_train_steps = stock.s3_every_n_train_steps = None
@@ -148,7 +143,6 @@ class TieredModelCheckpoint(DurableEnd):
         stock._begin()
 
     def _begin(self) -> None:
-        """The state of a callback that has done nothing yet."""
         #: Whether "last" is an alias, which is what a link would be, on every tier.
         self._links_last = self.save_last == "link"
         if self._links_last:
@@ -157,24 +151,22 @@ class TieredModelCheckpoint(DurableEnd):
         self._last_memory_step = -1
         #: The step that the batch before has ended with.
         self._reached = 0
-        #: The newest durable save of this callback's own: what training had done by then, and its path.
+        #: The newest durable save of this callback's own: the progress of training by then, and its path.
         self._durable_save: tuple[tuple[int, int], str] | None = None
         self._naming_last = False
-        #: From when on the durable tier is asked which names are taken.
+        #: The time from which on the durable tier is asked for names, and that of the last look.
         self._asks_from = self._polled = 0.0
         self._reporter = Reporter(self)
         self._promise_best()
 
     @classmethod
     def from_config(cls, block: Any, **overrides: Any) -> TieredModelCheckpoint:
-        """The callback that ``s3_checkpointing``, in any of its forms, describes.
+        """Makes the callback that ``s3_checkpointing``, in any of its forms, describes.
 
         Args:
             block: A mapping, an OmegaConf block or a TieredCheckpointConfig.
-            overrides: Arguments of the callback; its keys replace those of the block.
-
-        An argument replaces the block's value; ``every_n_train_steps``, ``every_n_epochs`` and
-        ``train_time_interval`` replace ``s3_every_n_train_steps``.
+            overrides: Arguments of the callback. They replace the block's keys; ``every_n_train_steps``,
+                ``every_n_epochs`` and ``train_time_interval`` replace ``s3_every_n_train_steps``.
 
         Raises:
             ConfigError: A key or value is not allowed.
@@ -194,14 +186,7 @@ class TieredModelCheckpoint(DurableEnd):
 
     # ------------------------------------------------------------------------------------ hooks
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Takes the trainer's checkpoint IO.
-
-        Raises:
-            UsageError: It is not ours, or the strategy would go past it; or another live run writes to the same
-                dirpath.
-            ConfigError: The callback's dirpath is not below the IO's, or differs between ranks; or another callback
-                saves to the same names.
-        """
+        """Takes the trainer's checkpoint IO; raises UsageError or ConfigError if it can't save there."""
         io = require_tiered_io(trainer.strategy, "TieredModelCheckpoint")
         check_strategy(trainer.strategy)
         root = io.config.dirpath
@@ -218,8 +203,7 @@ class TieredModelCheckpoint(DurableEnd):
         self._asks_from = 0.0
         if stage == "fit" and ids.parse_best_url(self.best_model_path) is not None:
             self.best_model_path = ""
-        # Upstream's looks whether that folder is empty: a remote one, with many checkpoints by design. A restart would
-        # also wait for the libraries that it imports.
+        # Not upstream's setup: it lists that folder, which is remote, and holds many checkpoints by design.
         self.dirpath = dirpath
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -242,7 +226,7 @@ class TieredModelCheckpoint(DurableEnd):
     ) -> None:
         if self._has_stepped(trainer):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-            save_passed_step(self, trainer, self._reached)
+            self._save_passed_step(trainer)
             self._save_memory_step(trainer)
             self._reached = trainer.global_step
         clock = self._engine.session.clock
@@ -250,10 +234,10 @@ class TieredModelCheckpoint(DurableEnd):
             self._look_after(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        # What is saved at the end is saved by now: see EndOfTraining.
+        # EndOfTraining has saved by now.
         self._take_back(trainer)
         if trainer.is_global_zero:
-            # What cannot be finished is shown by the IO's teardown, and taken up by the next start.
+            # The IO's teardown shows what cannot be finished, and the next start takes it up.
             with contextlib.suppress(DrainError):
                 self._engine.session.wait()
         self._look_after(trainer)
@@ -275,8 +259,7 @@ class TieredModelCheckpoint(DurableEnd):
         step = trainer.global_step
         name = ids.name_in(self._engine.dirpath, filepath)
         if self._naming_last and self._durable_save is not None and self._durable_save[0] == progress_of(trainer):
-            # The same state is durable, or queued, under its own name. If that save failed, the old
-            # alias stays: it names a good checkpoint.
+            # The same state is durable, or queued, under its own name. If that save failed, the old alias stays.
             with failing_together(trainer):
                 if trainer.is_global_zero and self._landed:
                     self._alias(filepath, self._durable_save[1])
@@ -312,7 +295,7 @@ class TieredModelCheckpoint(DurableEnd):
             self._naming_last = False
 
     def file_exists(self, filepath: Any, trainer: Trainer) -> bool:
-        """As upstream, from what rank 0 knows: a LIST of each folder at first use, none later."""
+        """Answers from what rank 0 knows: a LIST of each folder at first use, none later."""
         return on_rank_0(trainer, lambda: self._is_taken(filepath))
 
     def _is_taken(self, filepath: Any) -> bool:
@@ -320,7 +303,7 @@ class TieredModelCheckpoint(DurableEnd):
         if clock.monotonic() < self._asks_from:
             return False
         try:
-            # Overwriting is atomic here, so that "last" needs no versions, but beside one that is not ours.
+            # Overwriting is atomic here, so that "last" needs no versions, except beside one that is not ours.
             return (self._engine.is_unmanaged if self._naming_last else self._engine.exists)(filepath)
         except StoreError as error:
             # Overwriting keeps the old content until the new is good, so training need not stop.
@@ -338,21 +321,17 @@ class TieredModelCheckpoint(DurableEnd):
 
     # ----------------------------------------------------------------------------------- inside
     def _begin_fit(self) -> None:
-        """Forgets what an earlier fit has saved: the same step may be another state now."""
+        # The same step may be another state now.
         self._last_memory_step, self._last_checkpoint_saved, self._durable_save, self._landed = -1, "", None, False
 
     def _promise_best(self) -> None:
-        """Lets ``ckpt_path="best"`` find, in a process that has not trained, what earlier ones saved."""
+        # In a process that has not trained, ckpt_path="best" finds what earlier ones saved.
         self.best_model_path = self.best_model_path or ids.best_url(self.monitor, self.mode)
 
     def _save(
         self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
     ) -> SaveReport | None:
-        """Saves on all ranks, or raises the same error on all.
-
-        Returns:
-            None where the save failed, and on all ranks but the first.
-        """
+        """Saves on all ranks, or raises the same error on all; None if that failed, and on ranks other than 0."""
         before = self._engine.session.progress().last_save if trainer.is_global_zero else None
         save_together(trainer, filepath, options, weights_only=weights_only)
         if not trainer.is_global_zero:
@@ -361,6 +340,19 @@ class TieredModelCheckpoint(DurableEnd):
         report = progress.last_save if progress.last_save is not before else None
         self._reporter.saved(trainer, progress, report)
         return report
+
+    def _save_passed_step(self, trainer: Trainer) -> None:
+        """Saves if this batch has passed over a step that is due: upstream looks at the step that a batch ends with."""
+        every, step = self._every_n_train_steps, trainer.global_step
+        is_upstreams = every < 1 or step % every == 0
+        if is_upstreams or not passes(every, self._reached, step) or self._should_skip_saving_checkpoint(trainer):
+            return
+        candidates = self._monitor_candidates(trainer)
+        if self.monitor is not None and self.monitor not in candidates and hasattr(self, _DEFERS):
+            setattr(self, _DEFERS, True)
+            return
+        self._save_topk_checkpoint(trainer, candidates)
+        self._save_last_checkpoint(trainer, candidates)
 
     def _save_memory_step(self, trainer: Trainer) -> None:
         step, since = trainer.global_step, self._reached
@@ -374,10 +366,7 @@ class TieredModelCheckpoint(DurableEnd):
             self._save_state(trainer, name, "memory")
 
     def _saved(self, trainer: Trainer, step: int, *, whole: bool = False) -> bool:
-        """Whether this step is saved already, by this callback or another of its kind; ``whole``: not by weights alone.
-
-        Gradient accumulation shows the same step for several batches.
-        """
+        """Tells whether this step is saved by a callback of this kind; ``whole``: with more than weights."""
         return any(
             step == each._last_memory_step
             or (step == each._last_global_step_saved and not (whole and each.save_weights_only))
@@ -385,11 +374,9 @@ class TieredModelCheckpoint(DurableEnd):
         )
 
     def _siblings(self, trainer: Trainer) -> list[TieredModelCheckpoint]:
-        """The trainer's callbacks of this kind, this one included."""
         return [each for each in trainer.checkpoint_callbacks if isinstance(each, TieredModelCheckpoint)]
 
     def _alias(self, filepath: str, target: str) -> None:
-        """Makes one path stand for what is saved at another."""
         self._engine.alias(filepath, target, copy=not self._links_last)
 
     def _look_after(self, trainer: Trainer) -> None:
@@ -403,3 +390,23 @@ class TieredModelCheckpoint(DurableEnd):
                 each._reporter.publish(trainer, outcomes, progress, is_shown=each._shows, is_pending=session.is_pending)
         # After the work: however long it takes, it is not done at every batch.
         self._polled = session.clock.monotonic()
+
+
+def from_config(
+    block: Any, *, logger: Logger | None = None, **overrides: Any
+) -> tuple[TieredCheckpointIO | AsyncCheckpointIO, TieredModelCheckpoint]:
+    """Makes the IO and the callback that a configuration block describes, for a Trainer's plugins and callbacks.
+
+    Args:
+        block: ``s3_checkpointing``: a mapping, an OmegaConf block or a TieredCheckpointConfig.
+        logger: The IO's logger, instead of the package's own.
+        overrides: Keys that replace those of the block, and arguments of :class:`TieredModelCheckpoint`.
+
+    Raises:
+        ConfigError: A key or value is not allowed.
+    """
+    given = {key: value for key, value in overrides.items() if key in config_keys()}
+    config = TieredCheckpointConfig.from_any(block, **given)
+    # A key that the callback reads was named beside the block, so that it does not give way to other triggers.
+    arguments = {key: value for key, value in overrides.items() if key not in given or key in _KEYS}
+    return TieredCheckpointIO.from_config(config, logger=logger), TieredModelCheckpoint.from_config(config, **arguments)

@@ -1,7 +1,7 @@
-"""The notice that a job is to end, and how all its ranks learn of it at the same boundary.
+"""The notice that a job is to end, of which all ranks learn at the same boundary.
 
 The signal handler only notes the signal. All ranks exchange their notes at the same boundaries, by one small
-all-reduce over gloo that runs during the next batch: it is waited for at the next boundary, when it has long ended.
+all-reduce over gloo that runs during the next batch, and has ended by the next boundary.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -47,7 +47,7 @@ class Notice:
         self._earlier: dict[signal.Signals, Any] = {}
 
     def install(self, session: Session) -> None:
-        """Handles the signals from now on; off the main thread Python can't, and only :meth:`notify` gives notice."""
+        """Handles the signals from now on; on other threads than the main one, only :meth:`notify` gives notice."""
         # What an earlier fit was told is over.
         self._session, self.received, self.leave_by = session, None, None
         for number in self.signals if handles_signals() else ():
@@ -64,11 +64,7 @@ class Notice:
         return received
 
     def notify(self, number: int) -> bool:
-        """Takes note that the job is to end, from any thread or signal handler; False where none is handled.
-
-        Raises:
-            ValueError: There is no such signal; nothing is noted then.
-        """
+        """Notes that the job is to end, from any thread or signal handler; False if no training runs."""
         told, session = signal.Signals(number), self._session
         if session is None:
             return False
@@ -81,7 +77,7 @@ class Notice:
         return True
 
     def left_s(self, session: Session) -> float:
-        """How many seconds are left; without a notice, all there are."""
+        """Returns the seconds that are left; infinity without a notice."""
         return math.inf if self.leave_by is None else max(0.0, self.leave_by - session.clock.monotonic())
 
     def expect(self, leave_by: float, session: Session) -> None:
@@ -107,29 +103,25 @@ class Notice:
 
 
 def handles_signals() -> bool:
-    """Whether Python runs signal handlers in this thread, and lets it set them."""
+    """Tells whether Python runs signal handlers in this thread, and lets it set them."""
     return threading.current_thread() is threading.main_thread()
 
 
 def _of_none_that_is_over(handler: Any, number: signal.Signals) -> Any:
-    """A handler; in place of one that Lightning has put back after the training it was for, what was there before.
-
-    Two of these, of trainings that took turns, would call each other without end.
-    """
+    """Skips handlers that Lightning has put back after the training they were for: two would call each other."""
     while isinstance(notice := getattr(handler, "__self__", None), Notice) and notice._session is None:
         handler = notice._handler_before(number)
     return handler
 
 
 def is_unhandled(number: int) -> bool:
-    """Whether no handler is set for a signal; one that Lightning has put back after the training it was for is none."""
-    handler = signal.getsignal(number)
-    notice = getattr(handler, "__self__", None)
-    return handler in (None, signal.SIG_DFL) or (isinstance(notice, Notice) and notice._session is None)
+    """Tells whether no handler is set for a signal, or only one of a training that is over."""
+    found = signal.Signals(number)
+    return _of_none_that_is_over(signal.getsignal(found), found) in (None, signal.SIG_DFL)
 
 
 class Agreement:
-    """Whether any rank has had notice, as all ranks learn at the same boundary; all make one together."""
+    """Tells all ranks at the same boundary whether one has had notice; all ranks make one together."""
 
     def __init__(self, notice: Notice, session: Session) -> None:
         self.is_reached = False
@@ -143,7 +135,7 @@ class Agreement:
             self._group = dist.new_group(backend="gloo", timeout=self._bound)
 
     def at_boundary(self) -> bool:
-        """Whether to stop here; each rank asks as often as all others, and all get the same answer.
+        """Tells whether to stop here; each rank asks as often as all others, and all get the same answer.
 
         Raises:
             RestoreError: A rank has not come to the boundary before within the bound, or is dead.
@@ -177,7 +169,7 @@ class Agreement:
         return False
 
     def least(self, count: float) -> float:
-        """The least of all ranks' numbers; all ranks call this together."""
+        """Returns the least of all ranks' numbers; all ranks call this together."""
         if self._group is None:
             return count
         numbers = torch.tensor([count], dtype=torch.float64, device="cpu")
@@ -185,29 +177,16 @@ class Agreement:
         return float(numbers)
 
     def leave(self) -> None:
-        """Waits until all ranks are about to leave: what has started them mostly kills the others once one has ended.
+        """Waits until all ranks are about to leave: a launcher mostly kills the others once one has ended.
 
         A rank that does not come, or is dead, is not waited for beyond the time that is left.
         """
-        if self._group is None:
-            return
-        left_s = self._notice.left_s(self._session)
-        bound_s = self._session.clock.timing.preemption_margin_s + (0.0 if math.isinf(left_s) else left_s)
-        ends = self._session.clock.monotonic() + bound_s
-        others = range(1, dist.get_world_size())
-        # By messages: a collective would be under way when its bound is over, and closing the group would wait for it.
-        with contextlib.suppress(RuntimeError):
-            if dist.get_rank() == 0:
-                self._pass(dist.irecv, others, ends)
-                self._pass(dist.isend, others, ends)
-            else:
-                self._pass(dist.isend, [0], ends)
-                self._pass(dist.irecv, [0], ends)
-
-    def _pass(self, how: Callable[..., Any], ranks: Iterable[int], ends: float) -> None:
-        passing = [(how(box, rank, group=self._group), box) for rank in ranks for box in [torch.zeros(1, device="cpu")]]
-        for work, _ in passing:
-            work.wait(timedelta(seconds=max(0.001, ends - self._session.clock.monotonic())))
+        if self._group is not None:
+            left_s = self._notice.left_s(self._session)
+            bound_s = self._session.clock.timing.preemption_margin_s + (0.0 if math.isinf(left_s) else left_s)
+            # By messages: a collective under way after its bound would keep the group from closing.
+            with contextlib.suppress(RuntimeError):
+                dist.monitored_barrier(self._group, timedelta(seconds=max(0.001, bound_s)))
 
     def close(self) -> None:
         """Gives the process group up."""

@@ -1,9 +1,8 @@
 """Waits for overlapped captures before anything may change what they copy: see :mod:`engine.save.overlap`.
 
-The order of Lightning's hooks: a batch ends, which is when ModelCheckpoint saves; the next one begins, with forward and
-backward; ``on_before_optimizer_step``; the update. Between the end of one batch and the beginning of the next, a save
-may leave the rest of its capture to a background task; all others are eager. An optimizer's ``step`` that Lightning
-does not know of is seen by torch's own hook.
+Lightning's hooks come in this order: a batch ends, and ModelCheckpoint saves; the next one begins; forward, backward;
+``on_before_optimizer_step``; the update. Only a save between two batches may leave its capture to the background.
+Torch's own hook sees the steps that Lightning does not know of.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class OverlappedCapture(Callback):
         return callback
 
     def leave(self, trainer: Trainer) -> None:
-        """Leaves the trainer, and waits; raises as :meth:`Overlap.wait`, unless that was waited for in vain already."""
+        """Leaves the trainer, and waits; raises as :meth:`Overlap.wait`."""
         self._saver.overlap = None
         self._handle.remove()
         vars(self._validation).pop("run", None)
@@ -100,10 +99,7 @@ class OverlappedCapture(Callback):
             self._wait()
 
     def _writes_first(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer may change its parameters before it calls a closure; torch's own do not.
-
-        Those that are written to be stepped by hand do, such as SAM; and schedulefree's that take a closure.
-        """
+        # Torch's own change no parameter before they call a closure; those stepped by hand (SAM) and schedulefree's do.
         return not self._trainer.lightning_module.automatic_optimization or type(optimizer).__name__.endswith("Closure")
 
     # At the end of an epoch weights are exchanged, also by callbacks that come after one that saves.
@@ -128,7 +124,7 @@ class OverlappedCapture(Callback):
 
     # ------------------------------------------------------------------------------- the tensors
     def _tensors(self) -> list[torch.Tensor]:
-        """What nothing but an optimizer's step changes before :meth:`_wait` is called; nothing for an eager save."""
+        """Returns what only an optimizer's step changes before :meth:`_wait`; nothing for an eager save."""
         trainer = self._trainer
         state = trainer.state
         is_training = state.stage is RunningStage.TRAINING and state.status is TrainerStatus.RUNNING
@@ -153,7 +149,7 @@ class OverlappedCapture(Callback):
 
 
 def _changed_by_forward(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Buffers, in a tenth of the time of ``module.buffers()``; and the weights of embeddings that keep to a norm."""
+    """Returns buffers, faster than ``module.buffers()``, and the weights of embeddings that keep to a norm."""
     modules = [module]
     for each in modules:
         modules.extend(child for child in each._modules.values() if child is not None)

@@ -1,12 +1,15 @@
-"""Where the callbacks of one trainer save, each below the IO's dirpath, and no two to the same names; what is kept."""
+"""The places of a trainer's callbacks: below the IO's dirpath, no two with the same names; and Lightning's "last"."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from datetime import datetime, timezone
 from itertools import combinations
 from typing import Any
 
+import fsspec
+from fsspec import AbstractFileSystem
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -20,7 +23,7 @@ _LAST_HINT = "set save_last for one of them alone, or give one a dirpath below t
 
 
 def folder_of(dirpath: Any, root: str) -> str | None:
-    """The folder that a callback's dirpath means; the IO's where it has none, and None where it is not below that."""
+    """Returns the folder that a callback's dirpath means: the IO's if it has none, None if it is not below that."""
     if dirpath is None:
         return root
     text = str(dirpath)
@@ -32,11 +35,7 @@ def folder_of(dirpath: Any, root: str) -> str | None:
 
 
 def check_dirpath(trainer: Trainer, dirpath: str, root: str) -> None:
-    """Refuses a callback's dirpath that is not below the IO's, or not the same on all ranks; all ranks call this.
-
-    Raises:
-        ConfigError: It is.
-    """
+    """Raises ConfigError for a dirpath that is not below the IO's, or differs between ranks; all ranks call this."""
     if not trainer.strategy.reduce_boolean_decision(dirpath == trainer.strategy.broadcast(dirpath)):
         raise ConfigError(
             f"dirpath differs between ranks; here it is {dirpath!r}",
@@ -50,12 +49,9 @@ def check_dirpath(trainer: Trainer, dirpath: str, root: str) -> None:
 
 
 def check_places(callbacks: Iterable[ModelCheckpoint], root: str) -> None:
-    """Refuses two callbacks that would save to the same names.
+    """Raises ConfigError for two callbacks that would save to the same names.
 
-    Two with different monitors may have one pattern, as long as names that are taken get a version.
-
-    Raises:
-        ConfigError: There are two; says both, and the name.
+    Two with different monitors may have one pattern, if names that are taken get a version.
     """
     for one, other in combinations(callbacks, 2):
         folder = folder_of(one.dirpath, root)
@@ -69,11 +65,7 @@ def check_places(callbacks: Iterable[ModelCheckpoint], root: str) -> None:
 
 
 def check_retention(callbacks: Iterable[ModelCheckpoint], policies: Policies | None) -> None:
-    """Refuses a callback that keeps its best where the policies would remove them.
-
-    Raises:
-        ConfigError: There is one; says what to add.
-    """
+    """Raises ConfigError for a callback that keeps its best, which the policies would remove."""
     known = [each for each in policies_from(policies) if isinstance(each, Best)]
     for callback in callbacks:
         if not policies or callback.monitor is None or callback.save_top_k == 0:
@@ -107,3 +99,28 @@ def _described(callback: ModelCheckpoint) -> str:
     said = {"monitor": callback.monitor, "filename": callback.filename, **triggers}
     text = ", ".join(f"{key}={value!r}" for key, value in said.items() if value is not None)
     return f"{type(callback).__name__}({text})"
+
+
+class SentinelFileSystem(AbstractFileSystem):  # type: ignore[misc]
+    """Holds one file, which is new: the sentinel for the newest "last" checkpoint.
+
+    Lightning resolves ``ckpt_path="last"`` on every rank, by asking the file system of each candidate whether it exists
+    and when it was written. This one answers without a request; at the load, rank 0 finds the checkpoint.
+    """
+
+    LAST = ids.LAST_URL
+    protocol = "tiered"
+
+    def exists(self, path: str, **_: Any) -> bool:
+        return bool(self._strip_protocol(path) == self._strip_protocol(self.LAST))
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        if not self.exists(path):
+            raise FileNotFoundError(path)
+        return {"name": self._strip_protocol(path), "size": 0, "type": "file"}
+
+    def modified(self, path: str) -> datetime:  # noqa: ARG002
+        return datetime.now(timezone.utc)
+
+
+fsspec.register_implementation("tiered", SentinelFileSystem, clobber=True)

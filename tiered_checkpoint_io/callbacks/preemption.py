@@ -1,4 +1,4 @@
-"""PreemptionCheckpoint: one last checkpoint, and a clean stop, when the job is told to end; see :mod:`notice`."""
+"""One last checkpoint, and a clean stop, when the job is told to end; and the same for Slurm's automatic requeue."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from typing import Any, NoReturn
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
-from tiered_checkpoint_io.callbacks.notice import Agreement, Notice, handles_signals
-from tiered_checkpoint_io.callbacks.trainer import save_training, trained_weights
+from tiered_checkpoint_io.callbacks.notice import Agreement, Notice, handles_signals, is_unhandled
+from tiered_checkpoint_io.callbacks.trainer import on_rank_0, save_training, trained_weights
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.errors import (
-    ConfigError,
-    DrainError,
-    TieredCheckpointError,
-)
+from tiered_checkpoint_io.errors import ConfigError, DrainError, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 
-#: What torchrun gives its workers after it has sent them SIGTERM, by default.
+#: Seconds that torchrun gives its workers after SIGTERM, by default.
 _TORCHRUN_S = 30
+#: Name of the last checkpoint before Slurm's automatic requeue, without its ending: one that Lightning knows.
+_HPC = "hpc_ckpt_1"
+#: Grace time of that: Lightning's documentation has Slurm signal 90 s before the end, and the requeue has to fit in.
+_HPC_S = 60.0
 
 
 class Preempted(SIGTERMException):
-    """Training has stopped because the job was told to end. A SystemExit: code after ``fit`` does not run.
+    """Ends the script: training has stopped because the job was told to end.
 
-    The exit status is 128 and the signal's number, as a shell has it: what restarts jobs must not take this one for
-    finished.
+    The exit status is 128 and the signal's number, as a shell has it, so that nothing takes the job for finished.
     """
 
 
@@ -50,15 +50,11 @@ class PreemptionCheckpoint(Callback):
     uploads the rest. ``tiered:latest`` finds it. Notice after the last batch ends the script on each rank that got it;
     the launcher has to end the others.
 
-    Lightning's own handler of SIGTERM, which exchanges tensors inside the signal handler and hangs under DDP, is out of
-    use where this callback handles that signal. Wherever it stands among a trainer's callbacks, it runs as the last.
-
-    torchrun and Slurm signal all processes of a rank. If a DataLoader has workers, give each worker a process group of
-    its own by ``worker_init_fn``: see docs/operations.md.
+    It replaces Lightning's own handler of SIGTERM, which hangs under DDP, and runs as the last of a trainer's
+    callbacks. If a DataLoader has workers, give each a process group by ``worker_init_fn``: see docs/operations.md.
     """
 
-    # No Checkpoint of Lightning's: a trainer with one of these makes no ModelCheckpoint by itself, refuses
-    # enable_checkpointing=False, and may take it for the one that knows the best checkpoint.
+    # No Checkpoint of Lightning's: a trainer would make no ModelCheckpoint beside it.
 
     def __init__(
         self,
@@ -71,10 +67,9 @@ class PreemptionCheckpoint(Callback):
         """Validates.
 
         Args:
-            grace_seconds: How long after the signal the process is killed; 30 is what Kubernetes and Slurm have.
-            signals: Which signals tell the job to end.
-            name: The checkpoint's name below dirpath, without its ending. One job has one of them: it is overwritten,
-                never before the new one is committed.
+            grace_seconds: Time from the signal to the kill; 30 is what Kubernetes and Slurm have.
+            signals: Signals that tell the job to end.
+            name: Name of the checkpoint below dirpath, without its ending. It is overwritten by the next one.
             requeue: Whether to have Slurm queue the job again; by default as Lightning's SLURMEnvironment is told.
 
         Raises:
@@ -91,20 +86,19 @@ class PreemptionCheckpoint(Callback):
         self._validation_batches = 0.0
         #: Whether this fit acts on the notice.
         self._is_stopping = False
-        #: All of the trainer's, while those whose teardown is over are not told that the script ends.
+        #: All of the trainer's, while it is without those whose teardown is over.
         self._callbacks: list[Callback] = []
 
     def notify(self, number: int = signal.SIGTERM) -> bool:
-        """Tells the job to end, as a signal does: for a handler of your own, of Ray's or of a web server's.
+        """Tells the job to end, as a signal does; from any thread or signal handler.
 
-        May be called from any thread and any signal handler. Where training runs off the main thread, Python can't
-        handle signals for it, and this is the only notice that it gets.
+        A training on another thread than the main one gets no signals, and no other notice than this.
 
         Args:
             number: The signal that was received; the exit status is 128 and its number.
 
         Returns:
-            Whether training runs, so that it stops at the next batch; where it does not, this does nothing.
+            Whether training runs, so that it stops at the next batch.
 
         Raises:
             ValueError: There is no such signal; training runs on.
@@ -137,11 +131,7 @@ class PreemptionCheckpoint(Callback):
             self._agreement = Agreement(self.notice, self._session)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Stops here, if a rank had notice before the batch.
-
-        Raises:
-            Preempted: It had.
-        """
+        """Raises Preempted if a rank had notice before the batch."""
         # Gradients that are accumulated already are not in a checkpoint.
         if self._agreement is not None and self._agreement.at_boundary() and not trainer.fit_loop._should_accumulate():
             self._stop(trainer)
@@ -167,11 +157,7 @@ class PreemptionCheckpoint(Callback):
             self._session.log.warning(text, number.name)
 
     def teardown(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        """Ends the script, too, where notice came after the last batch.
-
-        Raises:
-            Preempted: It did.
-        """
+        """Raises Preempted if notice came after the last batch."""
         number = self._end()
         if number is None:
             return
@@ -255,11 +241,7 @@ class PreemptionCheckpoint(Callback):
                 log.info("the last checkpoint is on the durable tier")
 
     def _try(self, trainer: Trainer, step: int, *, durable: bool) -> SaveReport | None:
-        """Saves with all ranks.
-
-        Returns:
-            None where that failed, or was skipped, and on ranks that write nothing.
-        """
+        """Saves with all ranks; None if that failed or was skipped, and on ranks that write nothing."""
         session = self._session
         options = {"tiers": ["memory", "durable"] if durable else ["memory"], "wait": False}
         before = session.last_save
@@ -274,27 +256,21 @@ class PreemptionCheckpoint(Callback):
         return session.last_save if session.last_save is not before else None
 
     def _is_held(self, made: SaveReport) -> bool:
-        """Whether this node has what this rank saved, once the background has done its part."""
+        """Tells whether this node has what this rank saved, once the background has done its part."""
         try:
-            parts = self._session.open().tier.parts()
-            # Those of other ranks, and replicas, are there too.
-            mine = [each for each in parts if each.part.rank == current_rank() and not each.is_replica]
-            return made.save_id in (each.save_id for each in mine)
+            parts = [each for each in self._session.open().tier.parts() if not each.is_replica]
+            return (made.save_id, current_rank()) in [(each.save_id, each.part.rank) for each in parts]
         except (OSError, TieredCheckpointError):
             return False
 
     def _is_durable(self, made: SaveReport) -> bool:
-        """Whether the durable tier has what was saved, by its outcome, or because it was sent before it returned."""
+        """Tells whether S3 has what was saved, by its outcome, or because it was sent before it returned."""
         outcome = self._session.outcome(made.save_id)
         sent = made.tiers == {"durable"} and not made.queued
         return sent or (outcome is not None and outcome.state == "committed")
 
     def _end(self) -> signal.Signals | None:
-        """Takes no more notice.
-
-        Returns:
-            What came, where nothing has acted on it.
-        """
+        """Takes no more notice; returns what came, if nothing has acted on it."""
         number = self.notice.remove()
         agreement, self._agreement = self._agreement, None
         if agreement is not None:
@@ -331,5 +307,51 @@ def requeue(log: Logger, timeout_s: float) -> None:
         log.info("requeued job %s", job)
 
 
+def take_over_requeue(trainer: Trainer, module: LightningModule, io: TieredCheckpointIO) -> None:
+    """Takes the place of Lightning's handler of the requeue signal; called in ``setup`` of a fit, on all ranks.
+
+    Lightning would save ``hpc_ckpt_N.ckpt`` to ``default_root_dir`` inside a signal handler, and not requeue if that
+    fails. Here ``hpc_ckpt_1.ckpt`` goes to the tiers, and a fit without ``ckpt_path`` resumes from the newest.
+    """
+    environment = trainer._accelerator_connector.cluster_environment
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return
+    number = environment.requeue_signal or signal.SIGUSR1
+    has_one = any(isinstance(each, PreemptionCheckpoint) for each in trainer.callbacks)  # type: ignore[attr-defined]
+    # Lightning respects a handler of the user's as well. All ranks have the callback, or none: they stop together.
+    if not has_one and trainer.strategy.reduce_boolean_decision(is_unhandled(number)):
+        callback = PreemptionCheckpoint(grace_seconds=_HPC_S, signals=[number], name=_HPC, requeue=True)
+        callback.setup(trainer, module, "fit")
+    connector: Any = trainer._checkpoint_connector
+
+    def resume_start(checkpoint_path: Any = None, *args: Any, **options: Any) -> None:
+        del connector.resume_start
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits and on_rank_0(trainer, lambda: _was_requeued(io, checkpoint_path, connector)):
+            checkpoint_path = ids.LATEST
+        connector.resume_start(checkpoint_path, *args, **options)
+
+    # The path is chosen before any callback is asked, and this is what takes it.
+    connector.resume_start = resume_start
+
+
+def _was_requeued(io: TieredCheckpointIO, checkpoint_path: Any, connector: Any) -> bool:
+    """Tells whether no checkpoint was named, and an earlier run has left one because it was queued again."""
+    session, name = io.checkpointer.session, f"{_HPC}.ckpt"
+    if checkpoint_path:
+        # Where default_root_dir is dirpath, Lightning finds it too, however much newer the others are.
+        ours = str(checkpoint_path) == ids.join_url(session.dirpath, name)
+        return ours and str(checkpoint_path) == connector._hpc_resume_path
+    parts = [stored.part for stored in session.open().tier.parts()]
+    if any((part.name, part.place) == (name, session.place) for part in parts):
+        return True
+    try:
+        return name in session.known.all(io.config.support.durable_timeout_s)
+    except StoreError as error:
+        restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+        session.log.warning("could not look for %s, the last checkpoint of a requeued job: %s", name, error)
+        return restarts not in ("", "0")
+
+
 def _leave_it_to_us(*_: Any) -> None:
-    """In place of Lightning's handler."""
+    """Does nothing, in place of Lightning's handler."""

@@ -1,22 +1,34 @@
-"""What loggers and progress bars show of saves and uploads."""
+"""Shows saves and uploads: to loggers, in the progress bar, and in a summary at the end of a training."""
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet, proxy
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
+from tiered_checkpoint_io.adapters.io_of import tiered_io_of
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.engine.drain.messages import Standing, drain_command
 from tiered_checkpoint_io.engine.drain.operations import Outcome
-from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
+from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport, tier_label
+from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.errors import UsageError
 from tiered_checkpoint_io.logs import GIB
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 _METRICS = "get_metrics"
+#: Names that a line of the summary lists.
+_NAMED = 3
 #: Loggers of which a failure was warned.
 _warned: WeakSet[Logger] = WeakSet()
 
@@ -35,7 +47,7 @@ class Reporter:
         self._durable_step = -1
 
     def start(self, trainer: Trainer) -> None:
-        """Shows the line in the trainer's progress bar (tqdm or rich), if it has one that shows none yet."""
+        """Shows the line in the trainer's progress bar, if it has one that shows none yet."""
         bar: Any = trainer.progress_bar_callback
         if bar is None or _METRICS in vars(bar):
             return
@@ -56,7 +68,7 @@ class Reporter:
             self._bar = None
 
     def expect(self, name: str, path: str, *, pending: bool) -> None:
-        """Takes note of a name that the callback gave out, with its path, and of whether it is durable yet."""
+        """Notes a name that the callback gave out, with its path, and whether it is durable yet."""
         if pending:
             self._expected[name] = path
         else:
@@ -78,11 +90,7 @@ class Reporter:
         is_shown: Callable[[str], bool],
         is_pending: Callable[[str], bool],
     ) -> None:
-        """Publishes the outcomes of queued saves and aliases since the last call: notifies the loggers.
-
-        Loggers read the callback's paths, those that are ``is_shown``. So they are notified once all of these are
-        durable, and not while a newer one is still being uploaded.
-        """
+        """Publishes new outcomes; notifies the loggers once all paths that they read are durable."""
         for outcome in outcomes:
             if outcome.name in self._expected and outcome.state != "failed" and not is_pending(outcome.name):
                 del self._expected[outcome.name]
@@ -95,7 +103,7 @@ class Reporter:
 
 
 def _say(trainer: Trainer, say: Callable[[Logger], object]) -> None:
-    """Says something to each logger. One that fails does not end training on this rank alone: one warning names it."""
+    """Says something to each logger; one that fails gets one warning, and does not end training on this rank only."""
     for logger in trainer.loggers:
         try:
             say(logger)
@@ -124,7 +132,7 @@ def _durable_saves(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def metrics_of(progress: Progress, report: SaveReport | None) -> dict[str, float]:
-    """The metrics of a save that has returned; without a report, of one that failed."""
+    """Returns the metrics of a save that has returned; without a report, of one that failed."""
     metrics = {
         "checkpoint/pending": float(progress.pending),
         "checkpoint/saved_total": float(progress.counters.get("saved", 0)),
@@ -139,10 +147,7 @@ def metrics_of(progress: Progress, report: SaveReport | None) -> dict[str, float
 
 
 def line_of(progress: Progress, durable_step: int = -1) -> str:
-    """``mem 90 0.06s | durable 50 62% | 1 waiting | 2 failed``.
-
-    The newest step that is durable, if any, is shown where none is on its way.
-    """
+    """Returns ``mem 90 0.06s | durable 50 62% | 1 waiting | 2 failed``."""
     words = []
     if progress.last_save is not None:
         words.append(f"mem {progress.last_save.step} {progress.last_save.stall_s:.2f}s")
@@ -158,3 +163,61 @@ def line_of(progress: Progress, durable_step: int = -1) -> str:
     if progress.counters.get("failed"):
         words.append(f"{progress.counters['failed']} failed")
     return " | ".join(words)
+
+
+def summary(standing: Standing, config: TieredCheckpointConfig) -> list[str]:
+    """Returns the lines that a training ends with; none if nothing was saved."""
+    where = tier_label(config.dirpath)
+    if standing.memory is None and standing.durable is None and not standing.pending:
+        return []
+    memory = f"{standing.memory} in node memory" if standing.memory else "none in node memory"
+    durable = f"{standing.durable} on {where}" if standing.durable else f"none uploaded to {where} from this node"
+    lines = [f"newest checkpoints: {memory}; {durable}"]
+    if standing.pending:
+        count, names = len(standing.pending), ", ".join(each.name for each in standing.pending[:_NAMED])
+        what = "checkpoints are" if count > 1 else "checkpoint is"
+        lines.append(
+            f"{count} {what} not on {where} yet ({names}{', ...' if count > _NAMED else ''}): uploaded by a drain that"
+            f" runs, or by the next start on this node, or by: {drain_command(config)}"
+        )
+    if standing.resumable:
+        return [*lines, 'to resume: trainer.fit(..., ckpt_path="tiered:latest")']
+    return [*lines, "these are weights alone, which training can't resume from"]
+
+
+def _io_that_trained(trainer: Trainer) -> TieredCheckpointIO | None:
+    # An exception that ends a training must not be replaced by one of its summary.
+    with contextlib.suppress(UsageError):
+        return tiered_io_of(trainer.strategy.checkpoint_io)
+    return None
+
+
+def say_summary(trainer: Trainer) -> None:
+    """Logs the lines on rank 0, where a training with our checkpoint IO ends."""
+    if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and (io := _io_that_trained(trainer)):
+        session = io.checkpointer.session
+        for line in summary(session.standing(), io.config):
+            session.log.info("%s", line)
+
+
+def say_summary_last(trainer: Trainer, callback: Callback, exception: BaseException) -> None:
+    """Says the summary from the last of the callbacks that call this: those before may still save."""
+    if callback is [each for each in trainer.callbacks if getattr(each, "says_summary", False)][-1]:  # type: ignore[attr-defined]
+        say_summary(trainer)
+        if isinstance(exception, KeyboardInterrupt) and (io := _io_that_trained(trainer)):
+            _offer_to_leave(io.checkpointer.session)
+
+
+def _offer_to_leave(session: Session) -> None:
+    """Has a further Ctrl-C end the wait for uploads that follows: Lightning ignores them all after the first."""
+    pending = session.standing().pending
+    is_main = threading.current_thread() is threading.main_thread()
+    if not pending or not is_main or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        return
+    signal.signal(signal.SIGINT, lambda *_: session.leave_by(session.clock.monotonic()))
+    session.log.info(
+        "waiting for the upload of %s, %d s at most; Ctrl-C ends the wait, and leaves %s in node memory",
+        "the checkpoint" if len(pending) == 1 else f"the {len(pending)} checkpoints",
+        session.config.support.wait_timeout_s,
+        "it" if len(pending) == 1 else "them",
+    )

@@ -30,11 +30,7 @@ _BYPASSING = {
 
 
 def check_strategy(strategy: Strategy) -> None:
-    """Refuses a strategy that would go past a TieredCheckpointIO.
-
-    Raises:
-        UsageError: It does.
-    """
+    """Raises UsageError for a strategy that would go past a TieredCheckpointIO."""
     # Known by name: what is not used need not be installed.
     names = [kind.__name__ for kind in type(strategy).__mro__]
     bypassing = [name for name in names if name in _BYPASSING]
@@ -47,7 +43,7 @@ def check_strategy(strategy: Strategy) -> None:
 
 
 def is_below(path: str, root: str) -> bool:
-    """Whether a path is that of a checkpoint below ``root``."""
+    """Tells whether a path is that of a checkpoint below ``root``."""
     try:
         ids.name_in(root, path)
     except InvalidNameError:
@@ -56,7 +52,7 @@ def is_below(path: str, root: str) -> bool:
 
 
 def on_rank_0(trainer: Trainer, work: Callable[[], _T]) -> _T:
-    """What ``work`` returns on rank 0, on every rank; its error is raised on all of them."""
+    """Returns on every rank what ``work`` returns on rank 0; its error is raised on all of them."""
     answer: Any = None
     failed: Exception | None = None
     if trainer.is_global_zero:
@@ -70,21 +66,20 @@ def on_rank_0(trainer: Trainer, work: Callable[[], _T]) -> _T:
 
 
 def of_rank_0(trainer: Trainer, metrics: dict[str, Any]) -> dict[str, Any]:
-    """Rank 0's metrics, on every rank; tensors on the CPU.
-
-    Names and scores are made of them, and what ranks do together hangs on these: of a metric that is not synchronised,
-    each rank has another value.
-    """
+    """Returns rank 0's metrics, on every rank: names and scores are made of them; tensors on the CPU."""
     if trainer.world_size == 1:
         return metrics
-    return on_rank_0(
-        trainer,
-        lambda: {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()},
-    )
+    return on_rank_0(trainer, lambda: {name: v.cpu() if torch.is_tensor(v) else v for name, v in metrics.items()})
 
 
-def fail_together(trainer: Trainer, error: TieredCheckpointError | None) -> None:
-    """Raises the error of the first rank that has one, on every rank; all ranks call this."""
+@contextlib.contextmanager
+def failing_together(trainer: Trainer) -> Iterator[None]:
+    """A block whose error is raised on every rank, the first rank's if several have one; all ranks enter it."""
+    error: TieredCheckpointError | None = None
+    try:
+        yield
+    except TieredCheckpointError as caught:
+        error = caught
     errors = [error]
     if trainer.world_size > 1:
         errors = [None] * trainer.world_size
@@ -92,28 +87,16 @@ def fail_together(trainer: Trainer, error: TieredCheckpointError | None) -> None
     raise_first(errors)
 
 
-@contextlib.contextmanager
-def failing_together(trainer: Trainer) -> Iterator[None]:
-    """A block whose error is raised on every rank, whichever of them has one; all ranks enter it."""
-    error: TieredCheckpointError | None = None
-    try:
-        yield
-    except TieredCheckpointError as caught:
-        error = caught
-    fail_together(trainer, error)
-
-
 def save_together(trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool) -> None:
     """Saves on all ranks, or raises the same error on all."""
-    error: TieredCheckpointError | None = None
-    try:
-        trainer.save_checkpoint(filepath, weights_only, storage_options=options)
-    except TieredCheckpointError as caught:
-        error = caught
-        if trainer.world_size > 1:
-            # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
-            trainer.strategy.barrier("Trainer.save_checkpoint")
-    fail_together(trainer, error)
+    with failing_together(trainer):
+        try:
+            trainer.save_checkpoint(filepath, weights_only, storage_options=options)
+        except TieredCheckpointError:
+            if trainer.world_size > 1:
+                # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
+                trainer.strategy.barrier("Trainer.save_checkpoint")
+            raise
 
 
 def save_training(trainer: Trainer, filepath: str, options: dict[str, Any]) -> None:
@@ -127,26 +110,19 @@ def save_training(trainer: Trainer, filepath: str, options: dict[str, Any]) -> N
 
 
 def nemo_averages(trainer: Trainer) -> Any:
-    """NeMo's EMA callback; None where there is none."""
-    for each in trainer.callbacks:  # type: ignore[attr-defined]
-        # By name: without NeMo there is no class to import.
-        if any(kind.__name__ == "EMA" and hasattr(kind, "save_ema_model") for kind in type(each).__mro__):
-            return each
-    return None
+    """Returns NeMo's EMA callback; None if there is none."""
+    return next((each for each in of_classes(trainer, "EMA") if hasattr(each, "save_ema_model")), None)
 
 
 def of_classes(trainer: Trainer, *names: str) -> list[Any]:
-    """The callbacks of classes of these names, or derived from them: not every supported Lightning has them."""
+    """Returns the callbacks of classes with these names, or derived from them: not every release has the classes."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return [each for each in callbacks if any(kind.__name__ in names for kind in type(each).__mro__)]
 
 
 @contextlib.contextmanager
 def trained_weights(trainer: Trainer) -> Iterator[None]:
-    """A block amid a validation, in which the weights are those that are trained.
-
-    Callbacks that validate averaged weights have exchanged them; what is saved so would name each for the other.
-    """
+    """A block during a validation, in which callbacks that validate averaged weights have exchanged them back."""
     averaging = of_classes(trainer, "WeightAveraging")
     ema = nemo_averages(trainer)
     for each in reversed(averaging):
@@ -163,11 +139,7 @@ def trained_weights(trainer: Trainer) -> Iterator[None]:
 
 
 def if_known(**arguments: Any) -> dict[str, Any]:
-    """Arguments of ModelCheckpoint that not every supported Lightning has, as this one takes them.
-
-    Raises:
-        ConfigError: It does not know one, and that is not False or None.
-    """
+    """Returns the arguments that this Lightning's ModelCheckpoint knows; raises ConfigError for others that are set."""
     known = inspect.signature(ModelCheckpoint.__init__).parameters
     for name, value in arguments.items():
         if name not in known and value:

@@ -15,8 +15,6 @@ __all__ = [
     "S3CheckpointIO",
     "S3Utils",
     "TieredNeMoCheckpoint",
-    "Topology",
-    "advise",
     "s3_dirpath_utils",
     "tiered_exp_manager",
 ]
@@ -24,7 +22,6 @@ __all__ = [
 # By a module of NeMo's own: any folder that is called nemo would pass for a package.
 if find_spec("nemo") is not None and find_spec("nemo.utils") is not None:
     from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
-    from tiered_checkpoint_io.nemo.concurrency import Topology, advise
     from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector
     from tiered_checkpoint_io.nemo.exp_manager import take_over, tiered_exp_manager
     from tiered_checkpoint_io.nemo.io import S3CheckpointIO

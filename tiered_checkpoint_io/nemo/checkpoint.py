@@ -1,36 +1,45 @@
-"""The checkpoint callback in place of NeMo's NeMoModelCheckpoint."""
+"""The checkpoint callback that replaces NeMo's NeMoModelCheckpoint."""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from tiered_checkpoint_io.adapters.io_of import tiered_io_of
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.adapters.storage_options import is_resumable
 from tiered_checkpoint_io.callbacks.guard import note_other_weights
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.trainer import failing_together, nemo_averages, on_rank_0
 from tiered_checkpoint_io.engine.drain.announcer import looking
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.durable.commit import commit
+from tiered_checkpoint_io.engine.durable.manifests import current
+from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.errors import (
     ExportError,
+    RestoreError,
     SaveError,
     StoreUnavailableError,
     TieredCheckpointError,
     UsageError,
 )
+from tiered_checkpoint_io.formats.image import plan
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.nemo.averages import load_from_beside
+from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
 from tiered_checkpoint_io.nemo.layouts import ranks_with_files, step_of, without_rank
-from tiered_checkpoint_io.nemo.rewrite import is_full, rewrite
 from tiered_checkpoint_io.nemo.s3_utils import upload_file
 
 _STEP_OR_EPOCH = re.compile(r"(?:step|epoch)[=_-](\d+)")
@@ -39,11 +48,10 @@ _STEP_OR_EPOCH = re.compile(r"(?:step|epoch)[=_-](\d+)")
 class TieredNeMoCheckpoint(TieredModelCheckpoint):
     """A TieredModelCheckpoint with what NeMo's callback adds.
 
-    - ``-last`` names with step and metric. Each is a copy that the durable tier makes, and replaces the one before.
+    - ``-last`` names with step and metric; each replaces the one before.
     - A checkpoint at the end of training, and ``.nemo`` files on the durable tier.
-    - With NeMo's EMA, each checkpoint is two files, and counts only if both are there: ``x-EMA.ckpt`` is
-      saved first, and ``x.ckpt`` commits both.
-    - It loads the state of NeMo's own callback, and NeMo's loads its state.
+    - With NeMo's EMA, ``x-EMA.ckpt`` is saved before ``x.ckpt``, and neither counts without the other.
+    - It and NeMo's own callback load each other's state.
     """
 
     def __init__(
@@ -64,11 +72,10 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             dirpath: The IO's by default; otherwise a folder below it.
             always_save_nemo: A ``.nemo`` file with each durable checkpoint, or with each new best one.
             save_nemo_on_train_end: A ``.nemo`` file at the end of training.
-            save_best_model: Whether ``.nemo`` files hold the best checkpoint, not the latest state.
+            save_best_model: ``.nemo`` files hold the best checkpoint, not the latest state.
             prefix: The ``.nemo`` file's name, without its extension.
             postfix: Its extension.
-            save_last_n_optim_states: How many of the newest checkpoints keep their optimizer states, at least
-                one; -1 for all.
+            save_last_n_optim_states: Number of the newest checkpoints that keep their optimizer states; -1 for all.
             model_checkpoint_args: Anything that TieredModelCheckpoint takes.
         """
         super().__init__(dirpath, **model_checkpoint_args)
@@ -80,7 +87,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         self.save_last_n_optim_states = save_last_n_optim_states
         #: Names of checkpoints that have no optimizer states any more.
         self._slim: set[str] = set()
-        #: How many ranks save a file of their own of each checkpoint.
+        #: Number of ranks that save a file of their own of each checkpoint.
         self._shards = 1
         #: The names of this rank's queued files, and the ids of their saves, until they are committed.
         self._uploads: dict[str, str] = {}
@@ -105,7 +112,8 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         super().setup(trainer, pl_module, stage)
         assert self._io is not None
         if ema is not None:
-            load_from_beside(ema)
+            # On the instance: the class, which may be derived from NeMo's, stays as it was.
+            ema.on_load_checkpoint = partial(_load_averages, ema)
         self._shards, self._uploads = ranks_with_files(), {}
         if self._shards > 1 and isinstance(self._io, NeMoCheckpointIO) and self._io.async_checkpointing:
             rank_zero_warn("saves are synchronous: old files may be deleted only when all ranks' new ones are durable")
@@ -146,10 +154,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             self._export(trainer, pl_module)
 
     def _load_best(self, trainer: Trainer) -> None:
-        """Puts the best checkpoint's weights into the module, for the export; nothing resumes from it.
-
-        Not its optimizer states, which it may have lost, nor those of the callbacks.
-        """
+        """Puts the best checkpoint's weights, and nothing else of it, into the module, for the export."""
         connector: Any = trainer._checkpoint_connector
         engine, ckpt_path, restored = self._engine, connector._ckpt_path, self._engine.restored
         note_other_weights(trainer)
@@ -189,7 +194,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         super()._alias(filepath, target)
 
     def save_training(self, trainer: Trainer, filepath: str, options: dict[str, Any]) -> None:
-        """Saves as this callback does, the averages beside it; for others, that save under a name of their own."""
+        """Saves the checkpoint and its averages for another callback, under a name of its own."""
         self._save(trainer, filepath, options, weights_only=False)
 
     def _save(
@@ -204,7 +209,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     def _save_files(
         self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
     ) -> SaveReport | None:
-        """Saves the checkpoint, and before it the averages; the report is ``queued`` where any file of any rank is."""
+        """Saves the averages, then the checkpoint; the report is ``queued`` if any file of any rank is."""
         ema = nemo_averages(trainer)
         if ema is None:
             return self._save_one(trainer, filepath, options, weights_only=weights_only)
@@ -224,7 +229,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     def _save_one(
         self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
     ) -> SaveReport | None:
-        """Saves one file of each rank; the report is rank 0's, and ``queued`` where that of any rank is."""
+        """Saves one file of each rank; the report is rank 0's, and ``queued`` if that of any rank is."""
         if self._shards == 1:
             return super()._save(trainer, filepath, options, weights_only=weights_only)
         session = self._engine.session
@@ -261,7 +266,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         return trainer.strategy.broadcast([] if waits else super()._due(trainer))
 
     def _awaits_uploads(self) -> bool:
-        """Whether one of this rank's files of what :meth:`_named` has is not committed."""
+        """Tells whether a file of this rank's, of the checkpoints that are kept, is not committed."""
         session, named = self._engine.session, self._named()
         named |= {ids.companion_of(path, ids.EMA) for path in named}
 
@@ -278,10 +283,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             super()._delete(trainer, ids.companion_of(path, ids.EMA))
 
     def _last_checkpoints(self) -> list[str]:
-        """The paths of all "last" checkpoints, the newest last.
-
-        The callback's state does not suffice: a crash may have left two, and NeMo's own have no manifest.
-        """
+        """Lists all "last" checkpoints, the newest last: a crash may have left two, and NeMo's have no manifest."""
         engine = self._engine
         pattern = re.compile(re.sub(r"\\\{.*?\\\}", ".*", re.escape(self.CHECKPOINT_NAME_LAST)) + r"\.ckpt\Z")
         try:
@@ -298,13 +300,9 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             on_rank_0(trainer, self._drop_optimizer_states)
 
     def _drop_optimizer_states(self) -> None:
-        """Rewrites durable checkpoints without their optimizer states, but for the newest.
+        """Rewrites durable checkpoints, except those saved last, without their optimizer states.
 
-        The newest are those that were saved last: names need not tell the step. One whose upload is queued does not
-        count, since it may fail; one that is yet to be copied is left for the next time.
-
-        Raises:
-            SaveError: It failed, and ``on_save_error`` is ``raise``. The old checkpoint is intact.
+        One whose upload is queued does not count, since it may fail; one that is to be copied comes the next time.
         """
         assert self._io is not None
         engine = self._engine
@@ -317,10 +315,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             if name in self._slim or engine.session.is_to_be_copied(name):
                 continue
             try:
-                # Sharded ones keep theirs.
-                state = self._io.load_alone(name) if is_full(engine.session, name) else {}
-                if state.pop("optimizer_states", None) is not None:
-                    rewrite(engine.session, name, state)
+                drop_optimizer_states(self._io, name)
                 self._slim.add(name)
             except Exception as error:
                 text = f"the optimizer states of {name} were not dropped: {error}"
@@ -330,12 +325,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
                 engine.session.failed(name, -1, failure, "rewrite")
 
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the model's ``.nemo`` file to the durable tier, atomically; on all ranks.
-
-        Raises:
-            ExportError: The model could not write it, or there is no temporary folder; the same on all ranks.
-            StoreError: The upload failed; the same on all ranks.
-        """
+        """Writes the model's ``.nemo`` file to the durable tier, atomically; all ranks raise the same error."""
         save_to = getattr(pl_module, "save_to", None)
         if not callable(save_to):
             rank_zero_warn(f"{type(pl_module).__name__} does not implement save_to(): there will be no .nemo file")
@@ -356,7 +346,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
 @contextlib.contextmanager
 def _as_export_error(trainer: Trainer, path: str) -> Iterator[None]:
-    """Makes an ExportError of what is raised, unless this package has raised it."""
     try:
         yield
     except TieredCheckpointError:
@@ -368,3 +357,77 @@ def _as_export_error(trainer: Trainer, path: str) -> Iterator[None]:
 
 def _progress(path: str) -> tuple[int, list[int]]:
     return step_of(path), [int(number) for number in _STEP_OR_EPOCH.findall(path)]
+
+
+def _load_averages(ema: Any, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Loads the averages of NeMo's EMA from the file beside the checkpoint, on all ranks.
+
+    Raises:
+        CheckpointNotFoundError: The file is missing.
+        RestoreError: It is of another step.
+    """
+    io = tiered_io_of(trainer.strategy.checkpoint_io)
+    restored = io.checkpointer.restored if io is not None else None
+    if io is None or restored is None:
+        type(ema).on_load_checkpoint(ema, trainer, pl_module, checkpoint)
+        return
+    if ids.is_companion(str(trainer.ckpt_path), ids.EMA):
+        # As NeMo does it: training continues with the averages as weights.
+        return
+    # From what was loaded: with files of each rank, each has averages of its own.
+    beside = ids.companion_of(restored.url, ids.EMA)
+    found = io.load_checkpoint(beside)
+    # The run resumed from the checkpoint, not from its averages.
+    io.checkpointer.restored = restored
+    if found.get("global_step") != checkpoint.get("global_step"):
+        raise RestoreError(
+            f"the averages are of step {found.get('global_step')}, the weights of {checkpoint.get('global_step')}",
+            operation="load",
+            key=beside,
+            step=checkpoint.get("global_step"),
+            hint="name another checkpoint to resume from",
+        )
+    checkpoint["optimizer_states"] = found["optimizer_states"]
+
+
+def drop_optimizer_states(io: TieredCheckpointIO, name: str) -> None:
+    """Replaces a full checkpoint on the durable tier by one without optimizer states; a sharded one is kept.
+
+    Readers see the old or the new one, complete. The new one counts as older than every save of the run that made it,
+    so that no run resumes from it that has a later one. Nothing may be queued for this name meanwhile.
+    """
+    session = io.checkpointer.session
+    store = session.durable()
+    manifest = current(store, name)
+    if manifest is None or manifest.alias_of is not None:
+        return
+    old = manifest.content
+    if old.kind != "full":
+        if "save_last_n_optim_states" not in session.warned:
+            session.warned.add("save_last_n_optim_states")
+            text = (
+                "save_last_n_optim_states is for full checkpoints: %s is a %s one, and such keep their optimizer states"
+            )
+            session.log.warning(text, name, old.kind)
+        return
+    state = io.load_alone(name)
+    if state.pop("optimizer_states", None) is None:
+        return
+    facts = SaveFacts(
+        name,
+        ids.before_its_run(old.save_id),
+        old.step,
+        old.world_size,
+        durable=True,
+        payload="full",
+        epoch=old.epoch,
+        metric=old.metric,
+        coordinator=0,
+        resumable=old.resumable and is_resumable(state, name),
+    )
+    image = plan(state)
+    with mmap.mmap(-1, image.size) as buffer, memoryview(buffer) as view:
+        entry = FileEntry(name, image.size, image.chunk_size, image.fill(view))
+        part = facts.describe(0, session.place, (entry,), created=session.clock.wall(), namespace=old.namespace)
+        with view.toreadonly() as data:
+            commit(store, part, {entry.basename: data})

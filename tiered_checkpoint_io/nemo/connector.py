@@ -1,4 +1,4 @@
-"""Resuming by NeMo's rules: rank 0 finds the checkpoint, all ranks load it, or all fail with its error."""
+"""Resumes by NeMo's rules: rank 0 finds the checkpoint, all ranks load it, or all fail with its error."""
 
 from __future__ import annotations
 
@@ -57,12 +57,11 @@ class NeMoCheckpointConnector(_CheckpointConnector):
         self.trainer.ckpt_path = RESUME
 
     def resume_start(self, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Loads the checkpoint to resume from, where there is one.
+        """Loads the checkpoint to resume from, if there is one; errors are the same on all ranks.
 
         Raises:
             ConfigError: The training has completed.
             CheckpointNotFoundError: There is none, and ``resume_ignore_no_checkpoint`` is not set.
-            TieredCheckpointError: The search or the load failed; the same on all ranks.
         """
         rules = self._rules
         if checkpoint_path != RESUME or rules is None:
@@ -70,7 +69,7 @@ class NeMoCheckpointConnector(_CheckpointConnector):
         else:
             self._resume_by(rules, *args, **kwargs)
         if rules is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            # What follows in this process, such as a test, goes on with what was trained.
+            # A test that follows in this process goes on with the trained weights.
             self._user_managed = False
 
     def _resume_by(self, rules: Rules, *args: Any, **kwargs: Any) -> None:
@@ -107,7 +106,7 @@ class NeMoCheckpointConnector(_CheckpointConnector):
 
 
 def _find(io: TieredCheckpointIO, rules: Rules, shards: int, *, restored: bool) -> str | None:
-    """What to load where the engine restored nothing; checks the rules where it did."""
+    """Finds the path to load, if the engine restored nothing; else only checks the rules."""
     dirpath, session = io.config.dirpath, io.checkpointer.session
     if restored:
         try:
@@ -147,13 +146,9 @@ def _find(io: TieredCheckpointIO, rules: Rules, shards: int, *, restored: bool) 
 
 
 def _newest_of_ranks(io: TieredCheckpointIO, shards: int) -> tuple[str | None, frozenset[str]]:
-    """The path of the latest checkpoint of all ranks, and the names of those that it was chosen from.
+    """Returns the path of the latest checkpoint of all ranks, and the names of those that it was chosen from.
 
-    Of those in node memory, the ones whose upload is queued count: steps of memory alone are on each node by itself.
-
-    Raises:
-        FormatVersionError: A newer release wrote one, which may be the latest.
-        StoreError: The durable tier could not be asked.
+    Of those in node memory, the ones whose upload is queued count: steps of memory only are on each node by itself.
     """
     session = io.checkpointer.session
     found = read_all(session.durable(), clock=session.clock)

@@ -29,9 +29,8 @@ from tiered_checkpoint_io.errors import ConfigError, UsageError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping
 from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
-from tiered_checkpoint_io.nemo.concurrency import Topology, advise
 from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector
-from tiered_checkpoint_io.nemo.io import NEMO_DEFAULTS, NeMoCheckpointIO, S3CheckpointIO
+from tiered_checkpoint_io.nemo.io import NEMO_DEFAULTS, NeMoCheckpointIO, S3CheckpointIO, advised
 from tiered_checkpoint_io.nemo.layouts import Rules
 
 #: Keys of NeMo's ``checkpoint_callback_params`` that are no arguments of our callback.
@@ -91,7 +90,7 @@ def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
 
 
 def _part(cfg: Any, key: str) -> Any:
-    """One value of a configuration, resolved by itself: what others refer to need not be known yet."""
+    """Returns one value of a configuration, resolved by itself: others may refer to what is not known yet."""
     if not isinstance(cfg, Mapping):
         return None
     try:
@@ -103,11 +102,7 @@ def _part(cfg: Any, key: str) -> Any:
 
 
 def _check_same(io: TieredCheckpointIO, block: Mapping[str, Any]) -> None:
-    """Refuses a block that says other than the trainer's checkpoint IO, which is made already.
-
-    Raises:
-        ConfigError: A key or value is not allowed, or is another; says which.
-    """
+    """Raises ConfigError for a block that says other than the trainer's checkpoint IO, which is made already."""
     wanted = TieredCheckpointConfig.from_any({"dirpath": io.config.dirpath, **block})
     # Of NeMo's IO, an argument says the same; of others, the class.
     is_async = getattr(io, "async_checkpointing", wanted.enable_async_checkpointing)
@@ -218,10 +213,10 @@ def _advise(io: TieredCheckpointIO, trainer: Trainer, model: Any = None) -> None
     state = AppState()
     tensor = _part(model, "tensor_model_parallel_size") or state.tensor_model_parallel_size or 1
     pipeline = _part(model, "pipeline_model_parallel_size") or state.pipeline_model_parallel_size or 1
-    advice = advise(io.config, Topology(max(trainer.world_size, 1), int(tensor), int(pipeline)))
-    for warning in advice.warnings:
+    sizes = {"world_size": max(trainer.world_size, 1), "tensor": int(tensor), "pipeline": int(pipeline)}
+    io.config, warnings = advised(io.config, **sizes)
+    for warning in warnings:
         upstream.logging.warning(warning)
-    io.config = advice.config
 
 
 # ------------------------------------------------------------------------------------- callbacks

@@ -1,4 +1,4 @@
-"""Which files make a checkpoint in NeMo's layouts, and which of them to resume from (pure).
+"""Finds the files that make a checkpoint in NeMo's layouts, and those to resume from (pure).
 
 ::
 
@@ -33,7 +33,7 @@ _END = re.compile(r"(?:^|[/_-])end(?:\.ckpt)?\Z")
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a configuration says of resuming, by NeMo's names; the last one is for runs without a checkpoint."""
+    """A configuration's rules of resuming, by NeMo's names; the last one is for runs without a checkpoint."""
 
     resume_past_end: bool = False
     resume_ignore_no_checkpoint: bool = False
@@ -41,19 +41,19 @@ class Rules:
 
 
 def ranks_with_files() -> int:
-    """How many ranks save a file of their own of each checkpoint: as NeMo knows it, once the model is made."""
+    """Returns the number of ranks that save a file of their own of each checkpoint, once NeMo has made the model."""
     nemo = sys.modules.get("nemo.utils.app_state")
     return int(nemo.AppState().model_parallel_size or 1) if nemo is not None else 1
 
 
 def rank_folder_of(path: str) -> str | None:
-    """The folder of the rank that a path belongs to, such as ``mp_rank_01``; None where there is none."""
+    """Returns the folder of the rank that a path belongs to, such as ``mp_rank_01``; None if there is none."""
     parent = path.rstrip("/").rpartition("/")[0].rpartition("/")[2]
     return parent if _RANK_FOLDER.match(parent) else None
 
 
 def without_rank(path: str) -> str:
-    """The path that all ranks share: ``dir/name.ckpt`` for ``dir/mp_rank_01/name.ckpt``."""
+    """Returns the path that all ranks share: ``dir/name.ckpt`` for ``dir/mp_rank_01/name.ckpt``."""
     folder = rank_folder_of(path)
     if folder is None:
         return path
@@ -62,15 +62,11 @@ def without_rank(path: str) -> str:
 
 
 def complete_checkpoints(keys: Iterable[tuple[str, float]], *, shards: int = 1) -> list[str]:
-    """The paths of complete checkpoints, without the folder of any rank.
+    """Lists complete checkpoints, without the folder of any rank: by step, and within a step by time.
 
-    A checkpoint of several ranks is complete with as many shards as ranks, or, where that is not known,
-    with one for each rank folder in which any checkpoint lies. One with NeMo's marker is not complete, and a
-    file of averaged weights is no checkpoint by itself. Keys are relative to dirpath, and come with the time when they
-    were written; ``shards`` is 1 where it is not known.
-
-    Returns:
-        By step, in numeric order; of the same step, or where names tell none, by time.
+    One of several ranks is complete with ``shards`` files, or, if that is 1 (not known), with one for each rank folder
+    in which any checkpoint lies. One with NeMo's marker is not, and averaged weights are no checkpoint by themselves.
+    Keys are relative to dirpath, and come with the time of the write.
     """
     listed = [(key, modified) for key, modified in keys if not key.startswith(ids.META_PREFIX)]
     unfinished = {key.removesuffix(_UNFINISHED) for key, _ in listed if key.endswith(_UNFINISHED)}
@@ -95,13 +91,9 @@ def complete_checkpoints(keys: Iterable[tuple[str, float]], *, shards: int = 1) 
 
 
 def newest_of_ranks(saved: Iterable[tuple[str, int]], *, shards: int) -> str | None:
-    """The path of the latest checkpoint of which each rank has a shard, all of the same step; None where there is none.
+    """Returns the path of the latest checkpoint of which each rank has a shard, all of one step; None if there is none.
 
-    One that is in no rank's folder is complete by itself.
-
-    Args:
-        saved: Name and step of each shard that training can resume from, the latest save first.
-        shards: How many ranks have one of each checkpoint.
+    ``saved`` holds name and step of each resumable shard, the latest save first. One in no rank's folder is complete.
     """
     # By path, the latest first: the step of what each rank has under it.
     steps: dict[str, dict[str | None, int]] = {}
@@ -119,24 +111,14 @@ def choose(
     shards: int = 1,
     incomplete: Collection[str] = (),
 ) -> str | None:
-    """The path of the checkpoint to resume from, by NeMo's rules: of names alone.
+    """Chooses the checkpoint to resume from by NeMo's rules, which look at names only; None if there is none.
 
-    Where several are called "last", as after a crash, the one of the greatest step; a completed training
-    continues from its end.
-
-    Args:
-        keys: As :func:`complete_checkpoints` takes them, and ``shards``.
-        rules: How to resume.
-        dirpath: For errors.
-        shards: See above.
-        incomplete: Names beside these that training can't resume from, because shards of other ranks are missing.
-
-    Returns:
-        None where there is none.
+    Of several called "last", as after a crash, it is the one of the greatest step; a completed training continues from
+    its end. ``incomplete`` names checkpoints that lack shards of other ranks.
 
     Raises:
         ConfigError: The training has completed.
-        CheckpointNotFoundError: There are some, and none of them is complete; but for a sole one by another name.
+        CheckpointNotFoundError: There are some, and none of them is complete.
     """
     listed = list(keys)
     complete = complete_checkpoints(listed, shards=shards)
@@ -161,11 +143,7 @@ def choose(
 
 
 def check_not_completed(names: Collection[str], rules: Rules, *, dirpath: str) -> None:
-    """Refuses to continue a training that has completed: one of whose names marks an end.
-
-    Raises:
-        ConfigError: It has, and ``resume_past_end`` is not set.
-    """
+    """Raises ConfigError if a name marks the end of a training, and ``resume_past_end`` is not set."""
     ended = sorted(name for name in names if _is_end(name))
     if ended and not rules.resume_past_end:
         raise ConfigError(
@@ -178,7 +156,6 @@ def check_not_completed(names: Collection[str], rules: Rules, *, dirpath: str) -
 
 
 def _is_end(path: str) -> bool:
-    """Whether NeMo wrote it at the end of a training: ``x-end.ckpt``."""
     return _END.search(path) is not None
 
 
@@ -188,6 +165,6 @@ def _would_resume(key: str) -> bool:
 
 
 def step_of(path: str) -> int:
-    """The step that a path tells; -1 where it tells none."""
+    """Returns the step that a path tells; -1 if it tells none."""
     step = ids.step_in_name(path)
     return -1 if step is None else step

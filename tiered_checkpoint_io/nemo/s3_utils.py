@@ -37,18 +37,14 @@ _CREDENTIALS = {
 class S3Utils:
     """Single objects on S3, by NeMo's static functions.
 
-    Each takes ``endpoint_url``, ``region`` and ``profile`` as further keywords; without them, boto3's
-    ordinary chain holds (``AWS_ENDPOINT_URL`` and so on). ``chunk_size_MB`` is the size of one part of an upload,
-    ``max_concurrency`` the number of requests in flight. Paths may be text or ``Path``. Each request, listings
-    included, is retried for up to two minutes. Errors are those of :mod:`tiered_checkpoint_io.errors`.
+    Each takes ``endpoint_url``, ``region`` and ``profile`` as further keywords; by default boto3's chain holds.
+    ``chunk_size_MB`` is the size of a part of an upload, ``max_concurrency`` the number of requests in flight. Each
+    request is retried for up to two minutes. Errors are those of :mod:`tiered_checkpoint_io.errors`.
     """
 
     @staticmethod
     def s3_path_exists(s3_path: StrPath, match_directory: bool = False, **options: Any) -> bool:
-        """Whether there is an object of exactly this key, or, with ``match_directory``, one below ``key/``.
-
-        For a bucket alone the answer is no.
-        """
+        """Tells whether there is an object of this key, or, with ``match_directory``, one below ``key/``."""
         bucket, key = ids.parse_s3_url(s3_path)
         if not key:
             return False
@@ -69,11 +65,7 @@ class S3Utils:
     def download_s3_file_to_stream(
         s3_path: StrPath, chunk_size_MB: int | None = None, max_concurrency: int | None = None, **options: Any
     ) -> BytesIO:
-        """The content of an object, in a stream at its beginning.
-
-        Raises:
-            StoreNotFoundError: There is no such object.
-        """
+        """Returns the content of an object, in a stream at its beginning."""
         with _object(s3_path, chunk_size_MB, max_concurrency, **options) as (store, key):
             data = bytearray(store.size(key))
             with memoryview(data) as view:
@@ -88,19 +80,13 @@ class S3Utils:
         max_concurrency: int | None = None,
         **options: Any,
     ) -> None:
-        """Writes an object to a local file, atomically.
-
-        Raises:
-            StoreNotFoundError: There is no such object.
-            OSError: The file can't be written.
-        """
+        """Writes an object to a local file, atomically."""
         target = os.path.abspath(file_path)
         with _object(s3_path, chunk_size_MB, max_concurrency, **options) as (store, key):
             size = store.size(key)
             descriptor, name = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".download-")
             try:
                 with open(descriptor, "r+b") as file:
-                    os.truncate(file.fileno(), size)
                     if size:
                         # Reserved, so that a full disk is an error here, and not a signal in the mapping.
                         os.posix_fallocate(file.fileno(), 0, size)
@@ -135,11 +121,7 @@ class S3Utils:
         remove_file: bool = False,
         **options: Any,
     ) -> None:
-        """Writes a local file to an object, atomically.
-
-        Raises:
-            UsageError: The file is empty; NeMo refuses that, too.
-        """
+        """Writes a local file to an object, atomically; raises UsageError for an empty one, as NeMo does."""
         if not os.path.getsize(file_path):
             raise UsageError(f"{os.fspath(file_path)} is empty", operation="upload", key=str(s3_path))
         with _object(s3_path, chunk_size_MB, max_concurrency, **options) as (store, key):
@@ -156,14 +138,11 @@ class S3Utils:
         creds: Mapping[str, str] | None = None,
         **options: Any,
     ) -> list[str]:
-        """All objects below a folder whose key ends with ``suffix``: keys in the bucket, or whole URLs.
+        """Lists the objects below a folder whose key ends with ``suffix``: keys in the bucket, or whole URLs.
 
-        ``s3://b/run`` finds nothing below ``s3://b/run-2``. A path that ends with ``-``, as from
+        ``s3://b/run`` finds nothing below ``s3://b/run-2``; a path that ends with ``-``, as from
         :meth:`parse_prefix_with_step`, is a prefix. ``creds`` holds ``AccessKeyId``, ``SecretAccessKey`` and
-        ``SessionToken``, in place of a profile.
-
-        Raises:
-            ConfigError: Both profile and creds are given.
+        ``SessionToken``, instead of a profile.
         """
         if profile is not None and creds is not None:
             raise ConfigError("both profile and creds are given", hint="give one of them, or neither")
@@ -175,7 +154,7 @@ class S3Utils:
 
     @staticmethod
     def parse_s3_url(s3_url: StrPath) -> tuple[str | None, str | None]:
-        """``("b", "x/y")`` for ``s3://b/x/y``; ``(None, None)`` for other paths."""
+        """Returns ``("b", "x/y")`` for ``s3://b/x/y``; ``(None, None)`` for other paths."""
         try:
             return ids.parse_s3_url(s3_url)
         except InvalidNameError:
@@ -186,7 +165,7 @@ class S3Utils:
 
     @staticmethod
     def parse_prefix_with_step(path: str) -> str:
-        """A path up to and with ``step=900-``; the whole path where its name has no step."""
+        """Returns a path up to and with ``step=900-``; the whole path if its name has no step."""
         match = _STEP_PREFIX.match(path)
         return match[1] if match else path
 
