@@ -1,4 +1,4 @@
-"""The asynchronous saves of this process: what became of each, shown once."""
+"""The asynchronous saves of this process, and their failures, each shown once."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class AsyncSave(Future[Any]):
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Any:
-        """What the save gives, once it has ended.
+        """Returns what the save gives, once it has ended.
 
         Args:
-            timeout: How long to wait, seconds; None for as long as it takes, which ``wait_timeout_s`` bounds.
+            timeout: Seconds to wait; None for as long as it takes, which ``wait_timeout_s`` bounds.
 
         Raises:
             SaveError: The checkpoint did not get where it was to go.
@@ -58,23 +58,20 @@ class AsyncSave(Future[Any]):
         return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The failure of the save, once it has ended; None where there is none. As :meth:`result` else."""
+        """Returns the failure of the save, once it has ended; None if there is none."""
         error = super().exception(timeout)
         self.shown |= error is not None
         return error
 
     @property
     def bound_s(self) -> float:
-        """How long to wait for it, seconds: it ends by ``wait_timeout_s`` itself, and a little later reports so."""
+        """Seconds to wait for it: it ends by ``wait_timeout_s`` itself, and reports a little later."""
         return float(self._session.config.support.wait_timeout_s) + self._session.clock.timing.future_slack_s
 
     def follow(self, sealing: Future[str | None] | None, op_id: str | None, value: Any) -> None:
         """Ends, with ``value`` or an error, once this rank's part is sealed and the drain's operation has ended.
 
-        Args:
-            sealing: The background task that seals it, and gives the operation; None where it is sealed.
-            op_id: The operation of a part that is sealed; None where there is none.
-            value: What the save gives.
+        ``sealing`` is the task that seals the part and gives the operation; ``op_id`` is that of a sealed part.
         """
         if sealing is None and op_id is None:
             self.set_result(value)
@@ -107,7 +104,7 @@ class AsyncSave(Future[Any]):
         say_outcome(session.log, outcome, session.config)
 
     def show(self) -> SaveError | None:
-        """Logs and counts a failure that was not shown yet; gives it where ``on_save_error`` is ``raise``."""
+        """Logs and counts a failure that was not shown yet; returns it if ``on_save_error`` is ``raise``."""
         error = super().exception(0) if self.done() and not self.shown else None
         if error is None:
             return None
@@ -135,11 +132,7 @@ def register(save: AsyncSave) -> None:
 
 
 def show_failures() -> None:
-    """Shows failures of saves that have ended, each once.
-
-    Raises:
-        SaveError: There is one, and ``on_save_error`` is ``raise``.
-    """
+    """Shows failures of saves that have ended, each once; raises the first if ``on_save_error`` is ``raise``."""
     with _lock:
         saves = list(_saves)
     _show(saves)

@@ -81,15 +81,15 @@ class TieredCheckpointIO(CheckpointIO):
     def from_config(
         block: Any, *, logger: Logger | None = None, **overrides: Any
     ) -> TieredCheckpointIO | AsyncCheckpointIO:
-        """The IO that a configuration block describes.
+        """Makes the IO that a configuration block describes.
 
         Args:
             block: ``s3_checkpointing``: a mapping, an OmegaConf block or a TieredCheckpointConfig.
-            logger: See above.
+            logger: Instead of the package's own logger.
             overrides: Single keys that replace those of the block.
 
         Returns:
-            An :class:`AsyncCheckpointIO` where ``enable_async_checkpointing`` is true.
+            An :class:`AsyncCheckpointIO` if ``enable_async_checkpointing`` is true.
         """
         config = TieredCheckpointConfig.from_any(block, **overrides)
         io = TieredCheckpointIO(config, logger=logger)
@@ -151,7 +151,7 @@ class TieredCheckpointIO(CheckpointIO):
         )
 
     def is_resumable(self, checkpoint: Any, path: str | os.PathLike[str]) -> bool:
-        """Whether training can resume from what is saved now; see the function of that name."""
+        """Tells whether training can resume from what is saved now; see the function of that name."""
         return not self.mixes_steps and is_resumable(checkpoint, path)
 
     def load_checkpoint(
@@ -195,10 +195,7 @@ class TieredCheckpointIO(CheckpointIO):
         return FreshStart(self.config.dirpath) if self.found_nothing else state
 
     def load_alone(self, path: str | os.PathLike[str]) -> Any:
-        """What a checkpoint holds, for this rank by itself: no other is waited for.
-
-        It is not what the run resumed from, as :meth:`load_checkpoint` would have it.
-        """
+        """Returns what a checkpoint holds, without the other ranks; the run does not count as resumed from it."""
         restored = self.checkpointer.restored
         try:
             return self.checkpointer.load(path, map_location="cpu", alone=True)
@@ -213,19 +210,15 @@ class TieredCheckpointIO(CheckpointIO):
         self.checkpointer.remove(path)
 
     def _is_of_one_rank(self, path: str | os.PathLike[str]) -> bool:  # noqa: ARG002
-        """Whether a path names what one rank alone loads."""
+        """Tells whether a path names what only one rank loads."""
         return False
 
     def _is_scratch(self, path: str | os.PathLike[str]) -> bool:
-        """Whether Lightning takes the IO for a file of the moment, outside dirpath and of one machine.
-
-        Launchers that spawn hand the weights to their parent so; the tuner keeps the state so that
-        it comes back to.
-        """
+        """Tells whether a path is scratch outside dirpath, of Lightning's launchers that spawn or of its tuner."""
         return self._is_elsewhere(path) and os.path.basename(os.fspath(path)).startswith(".")
 
     def _is_elsewhere(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a path is an absolute local one outside dirpath, or any there of what the tuner keeps."""
+        """Tells whether a path is an absolute local one outside dirpath, or one of the tuner's there."""
         text = os.fspath(path)
         if not (is_of_tuner(text) and "/" in text) and (not os.path.isabs(text) or ".." in text.split("/")):
             # A name says where it lies: the engine refuses what leaves its folder again.

@@ -33,11 +33,10 @@ def save_local_state(
     coordinator_rank: int | None,
     no_dist: bool,
 ) -> LocalSave | None:
-    """Saves what this rank has of a state; with the arguments of ``dcp.save``.
+    """Saves this rank's part of a state, with the arguments of ``dcp.save``.
 
-    Returns:
-        None where another rank saves the same, where the save failed and ``on_save_error`` is ``warn``, or where it is
-        of memory alone and was skipped for want of room.
+    Returns None if another rank saves the same, if the save failed and ``on_save_error`` is ``warn``, or if it is of
+    memory only and there was no room.
     """
     role = shard_role_of(process_group, replication_group, coordinator_rank, alone=no_dist)
     writer.reset(checkpoint_id)

@@ -26,10 +26,9 @@ _OTHERS = "configure the optimizers as in the run that saved it, or load its wei
 def optimizer_state(
     module: torch.nn.Module, optimizer: Optimizer, full: Callable[[Optimizer], dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """An optimizer's state by names, or what ``full`` makes of it; the optimizer stays as it is.
+    """Returns an optimizer's state by names, or what ``full`` makes of it; the optimizer stays as it is.
 
-    For its own, torch has an optimizer without a state make a step. That changes no weight, but what the first step of
-    training does: Adam has counted one, and a momentum has taken the weight decay.
+    Torch has an optimizer without a state make a step, after which the first step of training is another.
     """
     if _is_fsdp1(module):
         # Neither FSDP's own nor Lightning's does that; and a rank may hold no part of what an optimizer has stepped.
@@ -52,16 +51,10 @@ def set_optimizer_state(
     unchanged: Collection[str],
     options: sharded_state.StateDictOptions | None = None,
 ) -> None:
-    """As torch's ``set_optimizer_state_dict``, which has each parameter named, and each group hold some.
+    """Sets an optimizer's state, by names, as torch's ``set_optimizer_state_dict``.
 
-    It gives what was saved of a group without parameters to another one, and the next step fails.
-
-    Args:
-        module: The model, as the strategy has wrapped it.
-        optimizer: One of its optimizers.
-        state: The optimizer's, by names.
-        unchanged: The parameters of which there is no state: the optimizer had not changed them yet.
-        options: As torch takes them.
+    That one needs each parameter named, and gives the saved values of a group without parameters to another group.
+    ``unchanged`` names the parameters without a state: the optimizer had not changed them yet.
     """
     if _is_fsdp1(module):
         _set_fsdp1(module, optimizer, state)
@@ -104,11 +97,7 @@ def _set_fsdp1(module: torch.nn.Module, optimizer: Optimizer, state: Mapping[str
 
 
 def in_order(module: torch.nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A full state of Lightning's, with the numbers of each group in the order of its parameters.
-
-    It numbers the parameters as the model has them, and sorts each group's numbers: those who load it, such as torch's
-    optimizers, take the first for that of the group's first parameter.
-    """
+    """Puts the numbers of each group of a full state in the order of its parameters; Lightning sorts them."""
     numbers = {parameter: number for number, parameter in enumerate(module.parameters())}
     for group, own in zip(state.get("param_groups", ()), optimizer.param_groups, strict=False):
         ordered = [numbers[each] for each in own["params"] if each in numbers]
@@ -125,7 +114,7 @@ def _fsdp1_state(module: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any
 
 
 def _fsdp1_groups(module: torch.nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """An optimizer's groups, with FSDP's names of their parameters; nothing of their state is gathered."""
+    """Returns an optimizer's groups, with FSDP's names of their parameters; no state is gathered."""
     with _fsdp1_shards(module):
         groups: list[dict[str, Any]] = FullyShardedDataParallel.optim_state_dict(
             module, optimizer, {**optimizer.state_dict(), "state": {}}
@@ -142,10 +131,10 @@ def _fsdp1_shards(module: torch.nn.Module) -> Iterator[None]:
 
 
 def by_name(module: torch.nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state by the names of its parameters, where it is by their numbers.
+    """Returns an optimizer's state by the names of its parameters, if it is by their numbers.
 
-    An optimizer numbers the parameters of its groups, one group after the other. Lightning takes the numbers for those
-    of the model's parameters: with groups, or with weights that are not trained, each would get the state of another.
+    An optimizer numbers the parameters of its groups, one group after the other; Lightning would take the numbers for
+    those of the model's parameters.
 
     Raises:
         RestoreError: The optimizer's groups are of other sizes, or hold the flat parameters of FSDP1.
@@ -177,15 +166,9 @@ def by_name(module: torch.nn.Module, optimizer: Optimizer, state: Mapping[str, A
 
 
 def take_full(module: torch.nn.Module, optimizers: Sequence[Optimizer], state: dict[str, Any], *, strict: bool) -> None:
-    """Puts a full checkpoint into sharded model and optimizers.
+    """Puts a full checkpoint, whose optimizer states are by names, into sharded model and optimizers.
 
     Lightning's own way fails for an optimizer that has no state, such as plain SGD, and for wrapped modules.
-
-    Args:
-        module: The model, as the strategy has wrapped it.
-        optimizers: Its optimizers; none, where it is not trained.
-        state: The checkpoint, whose optimizer states are by names; the model's is taken out.
-        strict: Whether the model has to hold what the checkpoint holds, and the reverse.
 
     Raises:
         RestoreError: It holds the states of other optimizers, or of none.
@@ -224,7 +207,6 @@ def take_full(module: torch.nn.Module, optimizers: Sequence[Optimizer], state: d
 
 
 def _groups(module: torch.nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """An optimizer's groups, with the names of their parameters."""
     if _is_fsdp1(module):
         return list(map(_plainly_named, _fsdp1_groups(module, optimizer)))
     groups: Any = sharded_state.get_optimizer_state_dict(module, optimizer)["param_groups"]
@@ -232,7 +214,7 @@ def _groups(module: torch.nn.Module, optimizer: Optimizer) -> list[dict[str, Any
 
 
 def _plainly_named(group: Mapping[str, Any]) -> dict[str, Any]:
-    """One of FSDP1's groups, without what torch.compile puts into names: those of a checkpoint have nothing of it."""
+    """Returns one of FSDP1's groups with the names of a checkpoint, to which torch.compile adds nothing."""
     return {**group, "params": [_plain(name) for name in group["params"]]}
 
 

@@ -25,31 +25,23 @@ OnDevice = tuple[int, torch.Tensor]
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
-    """Whether the host can't write to the tensor, and copies to it go on while the host does other work."""
+    """Tells whether copies to the tensor go on while the host does other work."""
     return tensor.device.type == "cuda"
 
 
 @dataclass
 class Batch:
-    """What is read at once."""
+    """Bytes that are read at once; ``nbytes`` counts those that go to devices."""
 
     targets: list[Target] = field(default_factory=list)
     on_device: list[OnDevice] = field(default_factory=list)
-    #: Of what is on devices.
     nbytes: int = 0
 
 
 def batches_of(
     entry: FileEntry, targets: Sequence[Target], on_device: Sequence[OnDevice], most: int
 ) -> Iterator[Batch]:
-    """What is to be read of a file, in its order, in batches of whole chunks: each is read and verified once.
-
-    Args:
-        entry: The file.
-        targets: What goes to the host's memory; see :mod:`targets`.
-        on_device: What goes to devices.
-        most: Of that, bytes of a batch, at most; as many as a chunk has, or more.
-    """
+    """Yields a file's reads in its order, in batches of whole chunks with at most ``most`` bytes for devices."""
     here, there = by_chunk(entry, targets), by_chunk(entry, on_device)
     batch = Batch()
     for index in sorted(here.keys() | there.keys()):
@@ -71,7 +63,7 @@ class DeviceCopies:
         self._log = log
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Bytes of pinned memory; of ordinary memory where there is none: the host then waits for each copy."""
+        """Allocates pinned memory; ordinary memory if there is none: the host then waits for each copy."""
         try:
             # The default device may be another.
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -81,11 +73,7 @@ class DeviceCopies:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def begin(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-        """Begins to copy ``(target, source)``; what it gives waits until that is done.
-
-        On the current stream, and so after what was asked of these tensors before: nothing else is asked of it while a
-        checkpoint is loaded, so that a stream of their own would make them no faster.
-        """
+        """Begins to copy ``(target, source)`` on the current stream; returns a function that waits for the end."""
         with torch.no_grad():
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
@@ -107,7 +95,6 @@ class _Buffer:
         self.wait: Callable[[], None] = lambda: None
 
     def room(self, nbytes: int, copies: DeviceCopies) -> torch.Tensor:
-        """So many bytes, or more, from which nothing is being copied."""
         self.wait()
         if self._memory is None or len(self._memory) < nbytes:
             self._memory = copies.buffer(nbytes)
@@ -118,19 +105,12 @@ class PinnedReads:
     """The reads of one load; its buffers go with it."""
 
     def __init__(self, files: ShardFiles, log: Logger) -> None:
-        """Takes the files of an open checkpoint; allocates nothing yet."""
         self._files = files
         self._copies = DeviceCopies(log)
         self._buffers = (_Buffer(), _Buffer())
 
     def fill(self, basename: str, targets: Sequence[Target], on_device: Sequence[OnDevice]) -> None:
-        """Fills targets as :meth:`ShardFiles.fill` does, and what is on devices, with verified bytes alone.
-
-        When it returns or raises, no copy to a device is under way.
-
-        Raises:
-            As :meth:`ShardFiles.fill`; the targets then hold anything.
-        """
+        """Fills targets as :meth:`ShardFiles.fill`, and tensors on devices; no copy is under way when it ends."""
         if not on_device:
             self._files.fill(basename, targets)
             return

@@ -1,8 +1,7 @@
-"""States with sharded tensors: a rank's own part of one, the whole, and such tensors parted from all else.
+"""States with sharded tensors: a rank's own part of one, the whole, and such tensors taken out of a callback's state.
 
-A local checkpoint holds a rank's own part, and needs no collective. In one of Lightning's, a callback that averages
-weights puts sharded tensors among its own state. Pickled, each rank's would hold that rank's shard alone; so they go
-the way of the model's, and leave a note.
+A local checkpoint holds a rank's own part, and needs no collective. The sharded tensors in the state of a callback of
+Lightning's, which a pickle would cut to one rank's shard, are saved with the model's, and leave a note.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ _PLAIN = {bool, int, float, str, type(None)}
 
 
 def _mapped(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """The state with what ``replace`` gives in place of each value for which that is another one.
-
-    The containers are copies, all else is that of the state itself.
-    """
+    """Copies the containers of a state, with the values that ``replace`` gives."""
     replaced = replace(value)
     if replaced is not value:
         return replaced
@@ -49,7 +45,7 @@ def _mapped(value: Any, replace: Callable[[Any], Any]) -> Any:
 
 
 def prepared(by: Callable[[Any], Any], state: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]:
-    """What a function makes of a state, or its error: the other ranks would wait for one that does not come to save."""
+    """Returns what a function makes of a state, or its error: the other ranks wait for each one to save."""
     try:
         return by(state), None
     except Exception as error:
@@ -57,7 +53,7 @@ def prepared(by: Callable[[Any], Any], state: dict[str, Any]) -> tuple[dict[str,
 
 
 def as_save_error(error: Exception) -> TieredCheckpointError:
-    """An error of the state's own code as one that reaches the other ranks: any other might not survive a pickle."""
+    """Makes an error of the state's own code one that survives a pickle, on its way to the other ranks."""
     if isinstance(error, TieredCheckpointError):
         return error
     failed = SaveError(f"{type(error).__name__}: {error}", operation="save")
@@ -67,7 +63,7 @@ def as_save_error(error: Exception) -> TieredCheckpointError:
 
 # ------------------------------------------------------------------------------------------- local
 def local_part(state: Any) -> Any:
-    """The state, with this rank's own tensor in place of each DTensor, and a list of them for a ShardedTensor."""
+    """Returns the state with this rank's own tensor for each DTensor, and a list of them for a ShardedTensor."""
     return _mapped(state, _own_part)
 
 
@@ -82,7 +78,7 @@ def _own_part(value: Any) -> Any:
 
 
 def paths(state: Any) -> list[tuple[str, ...]]:
-    """The outermost keys of a state, and those one level further down."""
+    """Lists the outermost keys of a state, and those one level further down."""
     found: list[tuple[str, ...]] = []
     for key, value in state.items() if isinstance(state, Mapping) else ():
         found += [(str(key), str(inner)) for inner in value] if isinstance(value, Mapping) else []
@@ -91,12 +87,10 @@ def paths(state: Any) -> list[tuple[str, ...]]:
 
 
 def fill(state: dict[str, Any], loaded: Any, *, where: str) -> None:
-    """Puts what was loaded into a state: tensors in place, all else replaced.
+    """Puts a loaded state, which is copied, into a state: tensors in place, all else replaced.
 
-    As DCP has it, the state says what is wanted; what it has no key for is left out. An empty dictionary,
-    such as the state of an optimizer that has made no step yet, takes all.
-
-    What was loaded may be mapped from a file that goes: it is copied.
+    As with DCP, what the state has no key for is left out. An empty dictionary, such as the state of an optimizer that
+    has made no step yet, takes all.
 
     Raises:
         RestoreError: A key, or a tensor's shape, is another one.
@@ -185,7 +179,6 @@ def _has_parts(tensor: torch.Tensor) -> bool:
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that shares nothing with a tensor, of whatever parts that is made."""
     file = io.BytesIO()
     torch.save(tensor, file)
     file.seek(0)
@@ -195,7 +188,7 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 
 # -------------------------------------------------------------------------------------------- full
 def with_state_dicts(state: Any) -> Any:
-    """The state, with its ``state_dict()`` in place of each ``Stateful``."""
+    """Returns the state, with its ``state_dict()`` for each ``Stateful``."""
 
     def replaced(value: Any) -> Any:
         if isinstance(value, Stateful) and not isinstance(value, torch.Tensor | dict):
@@ -208,16 +201,10 @@ def with_state_dicts(state: Any) -> Any:
 def gathered(
     state: Any, take: Callable[[Any], list[Any] | None], *, keep: bool
 ) -> tuple[Any, TieredCheckpointError | None]:
-    """The state of :func:`with_state_dicts`, with whole tensors; None in place of each where it is not kept.
+    """Gathers whole tensors on the rank that keeps them; the others get None for each.
 
-    Args:
-        state: What each rank has of it.
-        take: Brings what each rank gives to the one that keeps it, by their ranks; the others get None.
-        keep: Whether this rank keeps it.
-
-    Returns:
-        That, and what went wrong on this rank once a tensor was gathered: the others are in the collectives that
-        follow, and so is this one.
+    ``take`` brings what each rank gives to that rank. Also returns this rank's error, if there is one: it goes on with
+    the collectives that follow, because the others do.
     """
     failed: list[Exception] = []
 
@@ -242,7 +229,7 @@ def gathered(
 
 
 def _on_cpu(shard: Any) -> tuple[list[int], torch.Tensor]:
-    """Where a shard lies, and a copy without the memory around it, which would be sent as well."""
+    """Returns a shard's offsets, and a copy without the memory around it, which would be sent as well."""
     tensor = shard.tensor.detach()
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
     return shard.metadata.shard_offsets, copied
@@ -270,11 +257,7 @@ def _assembled(value: ShardedTensor, parts: Sequence[Any]) -> torch.Tensor:
 
 # ----------------------------------------------------------------------------------------- sharded
 def part_off(state: Any, model: Mapping[str, Any]) -> tuple[Any, dict[str, DTensor]]:
-    """The same state with a note in place of each sharded tensor, and these.
-
-    Args:
-        state: What is saved beside the model.
-        model: The model's own tensors, by their names.
+    """Returns the same state with a note for each sharded tensor, and these; ``model`` has the model's, by names.
 
     Raises:
         UsageError: A tensor is sharded in a way that can't be made again from a note.
@@ -300,7 +283,7 @@ def part_off(state: Any, model: Mapping[str, Any]) -> tuple[Any, dict[str, DTens
 
 
 def _sharded_in(value: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """Each sharded tensor in a state, with the keys that lead to it."""
+    """Yields each sharded tensor in a state, with the keys that lead to it."""
     # Training waits for this at each save, and nearly all is plain.
     if isinstance(value, dict):
         for key, each in value.items():
@@ -319,23 +302,14 @@ def _layout(tensor: DTensor) -> tuple[Any, ...]:
 
 
 def make_again(state: Any, meshes: Sequence[DeviceMesh], model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Tensors to load into, for each note of :func:`part_off` that a state holds.
-
-    Args:
-        state: What was saved.
-        meshes: Those that this run has.
-        model: The model's own tensors, by their names.
-
-    Raises:
-        UsageError: None of them has such dimensions.
-    """
+    """Makes tensors to load into, for each note of :func:`part_off`; raises UsageError if no mesh of the run fits."""
     made: dict[str, torch.Tensor] = {}
     _with_notes(state, lambda note: made.setdefault(note[SHARDED], _like(note, meshes, model)))
     return made
 
 
 def put_back(state: Any, tensors: Mapping[str, Any]) -> Any:
-    """The state with the tensors in place of their notes."""
+    """Returns the state with the tensors for their notes."""
     return _with_notes(state, lambda note: tensors[note[SHARDED]])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -16,20 +17,25 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint import state_dict as sharded_state
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.tensor import DTensor
 
 from tiered_checkpoint_io.adapters import dcp
+from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared
+from tiered_checkpoint_io.adapters.dcp_writer import Save, TieredStorageWriter
 from tiered_checkpoint_io.adapters.fresh_start import FreshStart
 from tiered_checkpoint_io.adapters.groups import first_failure, save_planner
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.adapters.optimizers import by_name, optimizer_state, set_optimizer_state, take_full
 from tiered_checkpoint_io.adapters.rest import Rest
-from tiered_checkpoint_io.adapters.state import SHARDED, as_save_error, part_off, put_back
+from tiered_checkpoint_io.adapters.state import SHARDED, as_save_error, make_again, part_off, put_back
 from tiered_checkpoint_io.adapters.storage_options import read_storage_options
-from tiered_checkpoint_io.adapters.strategy_io import MODEL_KEYS, StrategyPlanner, StrategyReader, StrategyWriter
 from tiered_checkpoint_io.engine.checkpointer import no_best, nothing_to_resume
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.overlap import ChangedError, Overlapped
@@ -53,22 +59,181 @@ else:
     _Base = object
 
 
+#: Names of the model in a sharded checkpoint of Lightning's strategies: ModelParallel, and FSDP.
+MODEL_KEYS = ("state_dict", "model")
+
+
+class _OfStrategy:
+    """Writes or reads one checkpoint, through the session of a strategy's checkpoint IO. Used once."""
+
+    _of_strategy: Shared
+
+    @property
+    def _shared(self) -> Shared:
+        return self._of_strategy
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Does nothing: the checkpoint was named before."""
+
+
+class StrategyWriter(_OfStrategy, TieredStorageWriter):
+    """Writes one checkpoint of a strategy."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        located: ids.Located,
+        *,
+        durable: bool,
+        wait: bool,
+        facts: dict[str, Any],
+        rest: Rest | None,
+        failed: Exception | None,
+        seals_in_background: bool = False,
+        overlapped: Overlapped | None = None,
+    ) -> None:
+        """Takes what goes beside the shards, on rank 0, as ``rest``."""
+        super().__init__(shared.session.config, save_to_s3=durable, wait=wait, require_step=False)
+        self._of_strategy = shared
+        self._save = self._of_thread.save = Save(self.settings, located)
+        self._rest = rest
+        self.facts, self.failed = facts, failed
+        self.seals_in_background, self.overlapped = seals_in_background, overlapped
+
+    def storage_meta(self) -> StorageMeta:
+        """As :meth:`TieredStorageWriter.storage_meta`."""
+        try:
+            if self._rest is not None:
+                self.extra = (ids.REST, self._rest.file())
+        except Exception as error:
+            self.failed = as_save_error(error)
+        return super().storage_meta()
+
+
+class StrategyReader(_OfStrategy, TieredStorageReader):
+    """Reads the checkpoint that a strategy was asked for."""
+
+    def __init__(self, shared: Shared, dirpath: str, selector: Selector) -> None:
+        super().__init__(shared.session.config)
+        self._of_strategy = shared
+        self.settings = self.settings.at(dirpath)
+        self.selector = selector
+        self._chosen: Metadata | None = None
+
+    def choose(self) -> None:
+        """Chooses the checkpoint, with all ranks, before DCP is involved, which makes much of every error."""
+        self._chosen = super().read_metadata()
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """As :meth:`TieredStorageReader.read_metadata`; the first time, what was chosen."""
+        chosen, self._chosen = self._chosen, None
+        return chosen if chosen is not None else super().read_metadata(*args, **options)
+
+
+class StrategyPlanner(DefaultLoadPlanner):
+    """Completes the state to load, once the checkpoint has been chosen: the model's key, optimizers, and the rest."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        mesh: Any,
+        reader: StrategyReader,
+        optimizers: list[Optimizer],
+        trust: Trust,
+        *,
+        strict: bool,
+    ) -> None:
+        super().__init__(allow_partial_load=not strict)
+        self._reader = reader
+        self._mesh = mesh
+        self._trust = trust
+        self.model = sharded_state.get_model_state_dict(module)
+        self._whole: list[Any] = [sharded_state.get_optimizer_state_dict(module, each) for each in optimizers]
+        #: The part of each that is loaded.
+        self.optimizers: list[Any] = []
+        #: The parameters of each optimizer without a state in the checkpoint: it had not changed them yet.
+        self.unchanged: list[list[str]] = [[] for _ in optimizers]
+        self.rest: dict[str, Any] = {}
+        self.sharded: dict[str, Any] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Completes the state to load.
+
+        Raises:
+            RestoreError: The checkpoint holds no model, or not the optimizers that are trained.
+        """
+        assert metadata is not None
+        opened = self._reader.opened
+        assert opened is not None
+        heads = {name.partition(".")[0] for name in metadata.state_dict_metadata}
+        key = next((key for key in MODEL_KEYS if key in heads), None)
+        missing = [f"optimizer_{i}" for i in range(len(self._whole)) if f"optimizer_{i}" not in heads]
+        if key is None or missing:
+            raise RestoreError(
+                f"{opened.name} holds no {'model' if key is None else ', '.join(missing)}",
+                operation="load",
+                key=self._reader.checkpoint_id,
+                step=opened.step,
+                hint="training can't go on from weights alone: load them into the model and fit without ckpt_path"
+                if key is not None
+                else "it was not saved by a strategy of Lightning's",
+            )
+        self.rest = self._read_rest(opened.small)
+        # The module may have made meshes of its own, which its parameters alone know.
+        own = [each.device_mesh for each in self.model.values() if isinstance(each, DTensor)]
+        self.sharded = make_again(self.rest, [*([self._mesh] if self._mesh is not None else []), *own], self.model)
+        self._leave_out_unchanged(metadata)
+        state_dict[key] = self.model
+        state_dict.update({f"optimizer_{i}": each for i, each in enumerate(self.optimizers)})
+        state_dict.update({SHARDED: self.sharded} if self.sharded else {})
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def _leave_out_unchanged(self, metadata: Metadata) -> None:
+        # An optimizer makes a parameter's state at the first step that has a gradient for it; here, DCP has made all.
+        # Each time again: if this checkpoint is damaged, the next one may hold others.
+        paths = (metadata.planner_data or {}).values()
+        saved = {tuple(path[:3]) for path in paths if len(path) > 3}
+        self.optimizers = [
+            {**each, "state": {name: {**of} for name, of in each["state"].items()}} for each in self._whole
+        ]
+        self.unchanged = [[] for _ in self.optimizers]
+        for i, optimizer in enumerate(self.optimizers if paths else ()):
+            state = optimizer["state"]
+            self.unchanged[i] = [name for name in state if (f"optimizer_{i}", "state", name) not in saved]
+            for name in self.unchanged[i]:
+                del state[name]
+
+    def _read_rest(self, small: Mapping[str, bytes | memoryview]) -> dict[str, Any]:
+        basename = ids.rest_in(small)
+        if basename is None:
+            raise RestoreError(
+                f"there is no {ids.REST} beside the shards",
+                operation="load",
+                key=self._reader.checkpoint_id,
+                hint="it was not saved by a strategy of Lightning's; load it by tiered_checkpoint_io.dcp",
+            )
+        where = {"key": self._reader.checkpoint_id}
+        found: dict[str, Any] = self._trust.read(io.BytesIO(small[basename]), basename, where, map_location="cpu")
+        return found
+
+
 def _is_alone() -> bool:
     return dist.is_initialized() and dist.get_world_size() == 1
 
 
 class TieredSharding(_Base):
-    """What the sharded strategies have in common; stands before Lightning's own in the class order.
+    """Saves and loads sharded tensors that refer to the live parameters; comes before Lightning's own class.
 
-    The state goes to the tiers as sharded tensors that refer to the live parameters: nothing is
-    gathered or copied beforehand. Full checkpoints, made by any strategy, load as well.
+    Nothing is gathered or copied beforehand. Full checkpoints, made by any strategy, load as well.
     """
 
     _model_key = MODEL_KEYS[0]
     _saver: CoordinatedSaver | None = None
     #: The last save that was left to the background.
     _saving: Future[None] | None = None
-    #: The ranks that save, where this may be beside training: what they tell each other must not meet that.
+    #: The ranks that save, for saves beside training: their messages must not meet those of the training.
     _save_group: Any = None
 
     @property
@@ -77,11 +242,7 @@ class TieredSharding(_Base):
 
     # ------------------------------------------------------------------------------------- life
     def setup(self, trainer: Trainer) -> None:
-        """As upstream.
-
-        Raises:
-            UsageError: The trainer's checkpoint IO is not ours.
-        """
+        """As upstream; raises UsageError if the trainer's checkpoint IO is not ours."""
         self._tiered_io  # noqa: B018 - raises
         super().setup(trainer)
 
@@ -107,23 +268,22 @@ class TieredSharding(_Base):
         return Shared(session, self._saver)
 
     def may_overlap(self) -> CoordinatedSaver | None:
-        """The saver whose captures may overlap training, which then has to wait for them; every rank calls this.
+        """Returns the saver whose captures may overlap training; every rank calls this.
 
-        Returns:
-            None where parameters do not stay where they are, or where rank 0 saves full checkpoints.
+        None if parameters do not stay in place, or if rank 0 saves full checkpoints.
         """
         return None
 
     # ------------------------------------------------------------------------------------ state
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state: sharded tensors that refer to its parameters, or as upstream."""
+        """Returns sharded tensors that refer to the model's parameters, or as upstream."""
         if not self._saves_shards:
             full: dict[str, Any] = super().lightning_module_state_dict()
             return full
         return sharded_state.get_model_state_dict(self._wrapped)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's state: sharded tensors that refer to its own, or as upstream."""
+        """Returns sharded tensors that refer to an optimizer's state, or as upstream."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         full = None if self._saves_shards else super().optimizer_state
         return optimizer_state(self._wrapped, optimizer, full)
@@ -207,7 +367,6 @@ class TieredSharding(_Base):
             raise
 
     def _all(self, decision: bool) -> bool:
-        """Whether all ranks say so."""
         if _is_alone():
             return decision
         refused = torch.tensor(int(not decision), device="cpu")
@@ -237,7 +396,6 @@ class TieredSharding(_Base):
                 raise SaveError(text, operation="save", key=path, step=located.step) from error
 
     def _save_beside(self, state: Any, overlapped: Overlapped, writer: Callable[..., StrategyWriter]) -> None:
-        """Saves while training goes on, which waits until the state is captured before it changes."""
         try:
             overlapped.let_caller_return()
             with torch.no_grad():
@@ -246,7 +404,7 @@ class TieredSharding(_Base):
             overlapped.copied.set()
 
     def _late(self) -> DrainError | None:
-        """Waits for the last save, where it was left to the background; the error where that takes too long."""
+        """Waits for the last save in the background; returns the error if that takes too long."""
         try:
             if self._saving is not None:
                 self._tiered_io.checkpointer.session.background.wait()
@@ -255,7 +413,7 @@ class TieredSharding(_Base):
         return None
 
     def _show(self) -> None:
-        """Waits for the last save, where it was left to the background, and raises its failure."""
+        """Waits for the last save in the background, and raises its failure."""
         saving, self._saving = self._saving, None
         if saving is not None:
             self._tiered_io.checkpointer.session.background.wait()
@@ -364,13 +522,13 @@ class TieredSharding(_Base):
         return loaded
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """As upstream, whose one rank alone would ask itself."""
+        """As upstream; a single rank does not ask itself."""
         if _is_alone():
             return obj
         return super().broadcast(obj, src)  # type: ignore[safe-super]
 
     def barrier(self, *args: Any, **options: Any) -> None:
-        """As upstream, whose one rank alone would ask itself."""
+        """As upstream; a single rank does not ask itself."""
         if not _is_alone():
             super().barrier(*args, **options)  # type: ignore[safe-super]
 
