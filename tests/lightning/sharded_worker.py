@@ -4,11 +4,7 @@ import json
 import os
 import sys
 import threading
-import time
-from collections import UserDict
-from types import SimpleNamespace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -33,7 +29,6 @@ from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.save.overlap import Overlap, Overlapped
 from tiered_checkpoint_io.engine.save.part import PartSave
-from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy
 
@@ -63,10 +58,6 @@ class Toy(LightningModule):
         return self.device_mesh["data_parallel"]
 
     def training_step(self, *_):
-        if self.global_step == told.get("careless"):
-            # Between a save and the optimizer's next step, where nothing may.
-            weight = self.trainer.optimizers[0].param_groups[0]["params"][0].detach()
-            weight.to_local().mul_(0.5)
         # By the step, because not all releases of Lightning go on with the same number of the batch.
         inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(self.global_step))
         output = self.net(inputs)
@@ -87,32 +78,6 @@ class Toy(LightningModule):
 
     def train_dataloader(self):
         return torch.utils.data.DataLoader(torch.zeros(100, 1))
-
-
-class Live(Toy):
-    # Its state holds objects that the next batch changes in place, ahead of the optimizer's step.
-    def __init__(self):
-        super().__init__()
-        own = UserDict(tensor=torch.zeros(1))
-        self.kept = {"array": np.zeros(1), "list": [0], "tuple": ([0], "all"), "own": own}
-        self.tally = SimpleNamespace(batches=0)
-
-    def get_extra_state(self):
-        return self.kept
-
-    def set_extra_state(self, state):
-        self.kept = state
-
-    def training_step(self, *_):
-        self.tally.batches += 1
-        for changes in (self.kept["array"], self.kept["list"], self.kept["tuple"][0], self.kept["own"]["tensor"]):
-            changes[0] += 1
-        return super().training_step()
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        optimizer.param_groups[0]["tally"] = self.tally
-        return optimizer
 
 
 class Average(Callback):
@@ -151,19 +116,6 @@ class Undescribed(Callback):
             return {}
         mesh = init_device_mesh("cpu", (told["ranks"],))
         return {"mean": distribute_tensor(torch.zeros(4), mesh, [Shard(0)])}
-
-
-def stall(seconds):
-    """Has the first part of step 4 on rank 1 come to memory so much later."""
-    commit = MemoryTier.commit
-
-    def late(tier, part, *args, **options):
-        if part.content.step == 4 and part.rank == 1 and MemoryTier.commit is not commit:
-            MemoryTier.commit = commit
-            time.sleep(seconds)
-        return commit(tier, part, *args, **options)
-
-    MemoryTier.commit = late
 
 
 class Held(Callback):
@@ -264,7 +216,6 @@ if __name__ == "__main__":
     }
     Overlapped.let_caller_return = Late.let_caller_return
     io = build(TieredCheckpointIO.from_config, block)
-    stall(told.get("stall_s", 0))
     unsealed(told.get("unsealed"))
     average = Average()
     callbacks = [
@@ -296,7 +247,7 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model, prepared = (Live if told.get("live") else Toy)(), []
+    model, prepared = Toy(), []
     if "refuses" in told:
         refusing(told["refuses"])
     # The toy's state is too small for it.

@@ -107,17 +107,6 @@ def test_what_this_lightning_does_not_know_is_refused(monkeypatch):
         TieredModelCheckpoint(save_on_exception=True)
 
 
-def test_from_config_takes_keys_and_arguments(tmp_path):
-    block = {"s3_every_n_train_steps": 50, "memory_every_n_train_steps": 10, "save_on_train_end": False}
-    callback = TieredModelCheckpoint.from_config(block, dirpath=tmp_path, s3_every_n_train_steps=5, monitor="loss")
-    assert (callback.dirpath, callback.monitor, callback._every_n_train_steps) == (str(tmp_path), "loss", 5)
-    assert (callback.memory_every_n_train_steps, callback.save_on_train_end) == (10, False)
-    with pytest.raises(ConfigError, match="dirpath is missing"):
-        TieredModelCheckpoint.from_config(block)
-    with pytest.raises(ConfigError, match="memory_keep_last is 0"):
-        TieredModelCheckpoint.from_config({**block, "memory_keep_last": 0}, dirpath=tmp_path)
-
-
 def command_line(**trainer):
     """As LightningCLI does it: what the trainer has is named by class and arguments."""
     pytest.importorskip("jsonargparse")

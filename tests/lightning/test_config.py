@@ -21,23 +21,6 @@ from tiered_checkpoint_io.errors import ConfigError
 YAML = Path(__file__).parents[2] / "configs" / "s3_checkpointing" / "default.yaml"
 
 
-def test_from_config(tmp_path):
-    block = {
-        "dirpath": str(tmp_path),
-        "enable_async_checkpointing": True,
-        "memory_every_n_train_steps": 10,
-        "s3_every_n_train_steps": 50,
-    }
-    for given in (block, OmegaConf.create(block)):
-        assert isinstance(TieredCheckpointIO.from_config(given), AsyncCheckpointIO)
-        callback = TieredModelCheckpoint.from_config(given, monitor="x")
-        assert callback._every_n_train_steps == 50
-        assert callback.memory_every_n_train_steps == 10
-    assert isinstance(TieredCheckpointIO.from_config(block, enable_async_checkpointing=False), TieredCheckpointIO)
-    with pytest.raises(ConfigError, match="memory_every_n_train_steps"):
-        TieredCheckpointIO.from_config({**block, "memory_every_n_train_step": 1})
-
-
 @pytest.mark.parametrize(
     ("group", "asynchronous", "memory_every", "s3_every"),
     [
@@ -85,17 +68,6 @@ def test_arguments_replace_what_the_block_says(tmp_path):
     ):
         made = TieredModelCheckpoint.from_config(block, **given)
         assert (made.memory_every_n_train_steps, made._every_n_train_steps, made._every_n_epochs) == expected
-
-
-def test_an_argument_of_the_io_replaces_a_key_of_a_configuration_even_where_it_is_the_default():
-    config = TieredCheckpointConfig(dirpath="s3://bucket/run", memory_keep_last=5, region="eu-west-1", chunk_size_MB=8)
-    made = TieredCheckpointIO(config, memory_keep_last=2, region=None).config
-    assert (made.memory_keep_last, made.region, made.chunk_size_MB) == (2, None, 8)
-
-
-def test_off_may_stand_in_yaml_without_quotes():
-    block = OmegaConf.create("dirpath: s3://bucket/run\npreflight: off")
-    assert TieredCheckpointConfig.from_any(block).preflight == "off"
 
 
 def test_one_block_gives_the_io_and_the_callback(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import _TunerExitException
-from support.training import Model
+from support.training import Model, Stop
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 
@@ -207,3 +207,37 @@ def test_a_second_fit_with_the_same_callback_is_a_training_of_its_own(runs):
     trainer.test(Model(), ckpt_path="best", verbose=False)
     again, _ = runs.fit(every(monitor="score", mode="max"), ckpt_path="last", max_steps=12)
     assert again.io.checkpointer.restored.step == 10
+
+
+def test_last_is_no_copy_of_what_was_saved_before_the_batch_counted(runs):
+    """NeMo's preemption and its time limit count the batch that ends, and save "last" then."""
+
+    class Ends(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 10:
+                progress = trainer.fit_loop.epoch_loop.batch_progress
+                progress.current.completed = progress.total.completed = progress.current.ready
+                callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
+                raise _TunerExitException
+
+    callback = every(memory_every_n_train_steps=None)
+    trainer = runs.trainer([callback])
+    trainer.callbacks.append(Ends())
+    trainer.fit(Model())
+    io = runs.io()
+    for name, batches in (("epoch=0-step=10.ckpt", 9), ("last.ckpt", 10)):
+        loops = io.load_checkpoint(name)["loops"]["fit_loop"]
+        assert loops["epoch_loop.batch_progress"]["current"]["completed"] == batches
+    io.teardown()
+
+
+def test_a_restart_that_fails_before_it_trains_saves_nothing(runs):
+    class Failing(Callback):
+        def on_load_checkpoint(self, *_):
+            raise Stop
+
+    runs.fit(memory_alone(), max_steps=4, stop_at=4)
+    runs.fit(memory_alone(), Failing(), max_steps=4)
+    assert runs.durable() == []
+    runs.fit(memory_alone(), max_steps=4)
+    assert runs.durable() == ["end_of_training.ckpt"]

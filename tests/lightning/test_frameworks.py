@@ -100,7 +100,16 @@ def slurm(tmp_path, monkeypatch):
     scontrol.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/asked\n")
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
-    facts = {"JOB_ID": "77", "JOB_NAME": "train", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+    facts = {
+        "JOB_ID": "80",
+        "ARRAY_JOB_ID": "77",
+        "ARRAY_TASK_ID": "3",
+        "JOB_NAME": "train",
+        "NTASKS": "1",
+        "PROCID": "0",
+        "LOCALID": "0",
+        "NODEID": "0",
+    }
     for key, value in facts.items():
         monkeypatch.setenv(f"SLURM_{key}", value)
     return tmp_path / "asked"
@@ -117,7 +126,7 @@ def test_slurms_requeue_resumes_without_a_callback_of_ours(runs, slurm, tmp_path
     with pytest.raises(Preempted) as ended:
         runs.fit(model=Told(6, signal.SIGUSR1, fails=saves == "fails"), **options)
     assert ended.value.code == 128 + signal.SIGUSR1
-    assert slurm.read_text() == "requeue 77\n"
+    assert slurm.read_text() == "requeue 77_3\n"
     assert not [*tmp_path.glob("hpc_ckpt*")]
     trainer, _ = runs.fit(**options)
     restored = trainer.io.checkpointer.restored

@@ -9,7 +9,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from support.training import Model
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.callbacks.migration import key_to_load
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
 
@@ -124,20 +123,3 @@ def test_a_plain_plugin_is_a_change_over_as_well(runs, tmp_path):
     assert type(adopted) is TieredModelCheckpoint
     assert adopted.best_model_path == old.best_model_path
     assert adopted.best_k_models == old.best_k_models
-
-
-def test_which_state_is_loaded():
-    mine = TieredModelCheckpoint(**BEST)
-    arguments = mine.state_key.removeprefix("ModelCheckpoint")
-    earlier, slower = "TieredModelCheckpoint" + arguments, ModelCheckpoint(monitor="score", mode="max").state_key
-    third = ModelCheckpoint(monitor="score", mode="max", every_n_train_steps=3).state_key
-    for states, expected in (
-        ({mine.state_key: {}, earlier: {"withheld": []}}, mine.state_key),
-        ({earlier: {"withheld": []}, slower: {}}, earlier),
-        ({slower: {}}, slower),
-        ({slower: {}, third: {}}, None),
-        ({slower: {"withheld": []}}, None),
-        ({ModelCheckpoint(monitor="loss").state_key: {}, ModelCheckpoint: {}}, None),
-    ):
-        assert key_to_load(states, mine, ()) == expected
-    assert key_to_load({slower: {}}, mine, {slower}) is None

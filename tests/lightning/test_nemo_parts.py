@@ -14,17 +14,10 @@ from support.training import Model, Runs, durable
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, SaveError, UsageError
 from tiered_checkpoint_io.nemo import checkpoint
 from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
-from tiered_checkpoint_io.nemo.connector import RESUME, NeMoCheckpointConnector
+from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO, S3CheckpointIO
 from tiered_checkpoint_io.nemo.layouts import Rules
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-
-
-class Validated(Model):
-    def validation_step(self, batch, _):
-        self.layer(batch)
-
-    val_dataloader = Model.train_dataloader
 
 
 class NeMoParts(Runs):
@@ -279,15 +272,6 @@ def test_states_of_nemos_own_callback_are_known_by_its_key():
     assert callback.state_key.startswith("NeMoModelCheckpoint{'monitor': 'score', 'mode': 'min',")
 
 
-def test_the_connector_without_rules_is_lightnings(job):
-    trainer = job.train(5, rules=FRESH)
-    NeMoCheckpointConnector.of(trainer)._rules = None
-    trainer.fit_loop.epoch_loop.max_steps = 7
-    trainer.fit(trainer.module, ckpt_path="score=8.0-step=5.ckpt")
-    assert trainer.global_step == 7
-    assert RESUME not in (trainer.ckpt_path or "")
-
-
 def test_what_follows_a_resumed_fit_goes_on_with_its_weights(job):
     """Not with those of the checkpoint that it resumed from, which may be gone from memory by now."""
     job.train(7, rules=FRESH)
@@ -304,21 +288,6 @@ def test_what_follows_a_resumed_fit_goes_on_with_its_weights(job):
     NeMoCheckpointConnector.of(evaluates).resume_by(Rules())
     evaluates.test(Model())
     assert evaluates.io.checkpointer.restored.step == 9
-
-
-def test_and_so_does_what_follows_a_fit_after_a_validation(job):
-    job.train(7, rules=FRESH)
-    trainer = job.trainer(
-        [], io=NeMoCheckpointIO(job.dirpath, memory_dir=job.memory_dir), asynchronous=False, max_steps=9
-    )
-    NeMoCheckpointConnector.of(trainer).resume_by(Rules())
-    module = Validated()
-    trainer.validate(module)
-    trainer.fit(module)
-    assert trainer.global_step == 9
-    weights = module.layer.weight.clone()
-    trainer.test(module)
-    assert torch.equal(module.layer.weight, weights)
 
 
 @pytest.mark.matrix
@@ -383,14 +352,6 @@ def test_sharded_checkpoints_keep_their_optimizer_states_and_that_is_said_once(j
     said = [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
     assert sum("save_last_n_optim_states is for full checkpoints" in text for text in said) == 1
     assert not any("were not dropped" in text or "failed" in text for text in said)
-
-
-def test_optimizer_states_that_could_not_be_dropped_are_no_save_that_failed(job, monkeypatch, caplog):
-    monkeypatch.delattr(NeMoCheckpointIO.__mro__[1], "load_alone")
-    trainer = job.train(10, rules=FRESH, callback=job.callback(save_top_k=-1, save_last_n_optim_states=1))
-    assert trainer.io.checkpointer.session.progress().counters.get("failed", 0) == 0
-    assert "the optimizer states of score=8.0-step=5.ckpt were not dropped" in caplog.text
-    assert "saving" not in caplog.text
 
 
 def test_nemos_averages_with_a_sharded_strategy_are_refused_by_both_names():

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, model_parallel
@@ -111,26 +110,6 @@ def test_what_too_many_uploads_leave_out_beside_training_replaces_nothing(saves_
     assert kept == (["end_of_training.ckpt"] if saves_end else ["step=4.ckpt"])
 
 
-def test_an_overlapped_sharded_save_holds_what_training_changes_in_place_as_it_was(fit, tmp_path):
-    """Objects that only pickle knows: the next batch changes them before the capture begins."""
-    (answer,) = fit(5, ranks=1, staging="overlapped", live=True)
-    assert answer["overlapped"] >= 2, "steps 2 and 4"
-    saved = _load_distributed_checkpoint(tmp_path / "durable" / "step=4.ckpt")
-    kept = saved["state_dict"]["_extra_state"]
-    found = [kept["array"][0], kept["list"], kept["tuple"], kept["own"]["tensor"][0]]
-    assert found == [4, [4], ([4], "all"), 4]
-    assert saved["optimizer_0"]["param_groups"][0]["tally"].batches == 4
-
-
-@pytest.mark.matrix
-def test_a_weight_that_changes_beside_a_sharded_capture_fails_the_save_on_all_ranks(fit):
-    for answer in fit(8, staging="overlapped", careless=4, fails=True):
-        assert "failed on ranks [0, 1]: the checkpoint is not saved: a parameter, or an optimizer's" in answer["error"]
-    # What was whole before is there.
-    first, _ = fit(4, staging="overlapped", careless=-1)
-    assert first["from"][0] == "memory/epoch=0-step=2.ckpt"
-
-
 @pytest.mark.matrix
 def test_a_callbacks_sharded_tensor_that_cannot_be_described_fails_the_save_and_training_goes_on(fit, tmp_path):
     answers = fit(9, undescribed=4, on_save_error="warn")
@@ -174,16 +153,6 @@ def test_what_rank_0_cannot_pickle_fails_the_save_on_all_ranks_and_training_goes
         assert (
             "saving step=12.ckpt failed on ranks [0]: TypeError: cannot pickle '_thread.lock' object" in answer["error"]
         )
-
-
-@pytest.mark.matrix
-def test_a_rank_that_takes_too_long_behind_an_overlapped_save_costs_the_saves_meanwhile_and_no_more(fit, tmp_path):
-    answers = fit(13, staging="overlapped", stall_s=6, wait_timeout_s=2, on_save_error="warn")
-    assert [sorted(answer["losses"]) for answer in answers] == [list(range(13))] * 2
-    assert "is not complete in memory after 2 s" in said(tmp_path, 0)
-    more = {"dirpath": tmp_path / "other", "staging": "overlapped", "stall_s": 6, "wait_timeout_s": 2}
-    for answer in fit(13, **more, fails=True):
-        assert "is not complete in memory after 2 s" in answer["error"]
 
 
 @pytest.mark.matrix

@@ -5,14 +5,12 @@ import sys
 
 import pytest
 import torch
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from support.training import Model
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.model import ids
 
 OVERRIDDEN = {
     "_save_checkpoint": ["self", "trainer", "filepath"],
@@ -72,12 +70,6 @@ def test_the_empty_checkpoint_makes_lightning_skip_the_whole_restore(runs):
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
 
 
-def test_last_survives_lightnings_look_at_its_file_system():
-    filesystem = get_filesystem(ids.LAST_URL)
-    assert filesystem.exists(ids.LAST_URL)
-    assert filesystem.modified(ids.LAST_URL).tzinfo is not None
-
-
 @pytest.mark.matrix
 def test_lightning_asks_nothing_of_s3_itself(s3_url, memory_dir, tmp_path, monkeypatch):
     """It would by s3fs, which takes a restart a while to import, too."""
@@ -91,14 +83,6 @@ def test_lightning_asks_nothing_of_s3_itself(s3_url, memory_dir, tmp_path, monke
         runs.fit(callback, ckpt_path=ckpt_path, max_steps=6, max_epochs=3)
     trainer = runs.trainer([callback])
     trainer.test(Model(), ckpt_path=callback.best_model_path, verbose=False)
-
-
-@pytest.mark.parametrize("argument", [{}, {"weights_only": None}, {"weights_only": True}])
-def test_weights_only_may_be_given_or_not(runs, argument):
-    io = runs.io()
-    io.save_checkpoint({"global_step": 1, "w": torch.ones(2)}, "a.ckpt", storage_options={"tiers": ["memory"]})
-    assert io.load_checkpoint("a.ckpt", **argument)["w"].device.type == "cpu"
-    io.teardown()
 
 
 def test_what_a_fit_resumes_from_is_taken_after_the_setup_of_callbacks():
