@@ -13,9 +13,8 @@ from support.sharded import readable
 from support.supporting import build
 from typer.testing import CliRunner
 
-from tiered_checkpoint_io import TieredCheckpointIO
+from tiered_checkpoint_io import TieredCheckpointIO, export
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.cli import get as getting
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -67,7 +66,7 @@ def test_a_restart_of_the_job_reads_from_memory(run, memory_dir):
 
 def test_one_beside_another_finds_what_that_has_brought(run, memory_dir, monkeypatch):
     """As where each task of a node runs it."""
-    line, fetch, others = ("get", run, "--memory-dir", memory_dir), getting.fetch_chunk, []
+    line, fetch, others = ("get", run, "--memory-dir", memory_dir), export.fetch_chunk, []
 
     def late(*arguments):
         if not others:
@@ -75,7 +74,7 @@ def test_one_beside_another_finds_what_that_has_brought(run, memory_dir, monkeyp
             others[0] = command(*line)
         fetch(*arguments)
 
-    monkeypatch.setattr(getting, "fetch_chunk", late)
+    monkeypatch.setattr(export, "fetch_chunk", late)
     assert [command(*line).exit_code, others[0].exit_code] == [0, 0]
     root = namespace_root(memory_dir, "gpt-1")
     assert [len(MemoryTier(root).parts()), len(os.listdir(root / "slots"))] == [1, 0], (
@@ -117,7 +116,7 @@ def test_to_another_namespace_and_below_the_home(run, memory_dir, tmp_path, monk
 @pytest.mark.parametrize("to", ["memory", "folder"])
 def test_beside_a_run_that_overwrites_and_removes_what_is_read(to, run, memory_dir, tmp_path, monkeypatch):
     """It is not damaged: the command takes what the name means by then."""
-    fetch, turns = getting.fetch_chunk, []
+    fetch, turns = export.fetch_chunk, []
     io = build(TieredCheckpointIO, dirpath=run, memory_dir=memory_dir, namespace="live", drain="thread")
 
     def late(*arguments):
@@ -133,7 +132,7 @@ def test_beside_a_run_that_overwrites_and_removes_what_is_read(to, run, memory_d
         io.remove_checkpoint("step=5.ckpt")
         io.checkpointer.session.wait()
 
-    monkeypatch.setattr(getting, "fetch_chunk", late)
+    monkeypatch.setattr(export, "fetch_chunk", late)
     folder = [str(tmp_path / "here")] if to == "folder" else []
     where = () if folder else ("--memory-dir", memory_dir, "--namespace", "other")
     turns[:] = [replace, overwrite]

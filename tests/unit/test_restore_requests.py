@@ -10,7 +10,9 @@ from support.restoring import in_ranks, into_durable
 from support.sharded import bytes_of, make_part, views_of
 from support.story import op_id
 from support.supporting import build
+from typer.testing import CliRunner
 
+from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.commit import commit, put_part
 from tiered_checkpoint_io.engine.ranks.coordination import Group
@@ -20,7 +22,6 @@ from tiered_checkpoint_io.engine.restore.restore import NodeFetcher, restore
 from tiered_checkpoint_io.engine.restore.search import Search
 from tiered_checkpoint_io.engine.restore.shard_reading import open_shards
 from tiered_checkpoint_io.errors import CorruptCheckpointError, OtherKindError, StoreUnavailableError
-from tiered_checkpoint_io.export.find import find
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -180,7 +181,7 @@ def test_a_listing_that_cannot_be_asked_for_is_no_damage(world):
         world.open(store=Asked(world.store, fail_at=1))
 
 
-def test_while_an_overwrite_is_under_way_the_content_whose_metadata_is_there_is_loaded_and_exported(world):
+def test_while_an_overwrite_is_under_way_the_content_whose_metadata_is_there_is_loaded_and_fetched(world, tmp_path):
     def is_switch(operation, key):
         return operation == "upload" and key.endswith(METADATA)
 
@@ -191,12 +192,12 @@ def test_while_an_overwrite_is_under_way_the_content_whose_metadata_is_there_is_
     assert len(opened.rejected) == 1
     opened.files.ensure("__3_0.distcp", [(0, 10)])
     opened.close()
-    folder = find(world.store, f"step_{STEPS}", operation="export").folder
-    assert folder.read("__3_0.distcp", 0, 10) == bytes_of(STEPS, 3, "__3_0.distcp")[:10]
+    name, to = f"step_{STEPS}", tmp_path / "to"
+    assert CliRunner().invoke(app, ["get", world.store.url, name, str(to)]).exit_code == 0
+    assert (to / name / "__3_0.distcp").read_bytes() == bytes_of(STEPS, 3, "__3_0.distcp")
     # What lists the files of the new content may be damaged, as nothing else needs it.
     world.store.delete(ids.index_key(op_id(9)))
-    folder = find(world.store, f"step_{STEPS}", operation="export").folder
-    assert folder.size(METADATA) == len(bytes_of(STEPS, 0, METADATA))
+    assert CliRunner().invoke(app, ["get", world.store.url, name, str(to), "--yes"]).exit_code == 0
 
 
 def test_a_rank_of_a_local_checkpoint_reads_its_own_description_alone(memory_dir, tmp_path):

@@ -6,15 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from support.clocks import quick
 from support.draining import Node
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.errors import ExportError, StoreUnavailableError
-from tiered_checkpoint_io.export import export_checkpoint
-from tiered_checkpoint_io.export.files import new_files
+from tiered_checkpoint_io.export import new_files
 from tiered_checkpoint_io.stores.silence import answer_within, local_work
 
 #: Names that no file gets.
@@ -55,15 +53,6 @@ def test_a_pull_to_a_slow_disk_syncs_all_files_and_then_names_them(memory_dir, t
     there = {path.name for path in (tmp_path / "here").rglob("*") if path.is_file()}
     assert len(there) == 5
     assert [each == "link" for each in calls] == [False] * 5 + [True] * 5
-
-
-def test_scratch_files_are_not_synced(tmp_path, calls):
-    run = tmp_path / "run"
-    run.mkdir()
-    torch.save({"w": torch.arange(64.0), "v": torch.ones(8)}, run / "full")
-    export_checkpoint(run, "full", f"{run}-tensors", format="safetensors")
-    assert calls
-    assert not [each for each in calls if ".export-" in each]
 
 
 def test_where_one_file_gets_no_name_none_has(tmp_path, calls, monkeypatch):

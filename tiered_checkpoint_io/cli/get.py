@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
-import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,7 +17,6 @@ from tiered_checkpoint_io.cli.answers import ask, counter
 from tiered_checkpoint_io.cli.options import (
     SERVER,
     SHM,
-    Address,
     Dirpath,
     Json,
     MemoryDir,
@@ -32,20 +28,17 @@ from tiered_checkpoint_io.cli.options import (
 )
 from tiered_checkpoint_io.cli.output import Meter, printable, progress, say, write_json
 from tiered_checkpoint_io.cli.verify import check_part
-from tiered_checkpoint_io.engine.chunks import fetch_chunk
 from tiered_checkpoint_io.engine.durable.damage import contents_there
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    ExportError,
     ManifestError,
     MemoryFullError,
     MemoryTierError,
     StoreNotFoundError,
     TieredCheckpointError,
 )
-from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.inventory.details import File
 from tiered_checkpoint_io.inventory.durable import find, read_unchanged
 from tiered_checkpoint_io.logs import size_text
@@ -56,6 +49,9 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest, Part
 from tiered_checkpoint_io.stores import Store, place_of
 from tiered_checkpoint_io.stores.silence import local_work, moving
+
+if TYPE_CHECKING:
+    from tiered_checkpoint_io.export import Source
 
 #: Suffixes of files that torch.load reads.
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
@@ -130,49 +126,31 @@ def get(
     written as a torch file (.pt, .pth, .bin, .ckpt), as safetensors (.safetensors), or else as a folder with its files.
     It is there with all parts, or not at all.
     """
-    config, to = server.config(dirpath), target.to
+    config = server.config(dirpath)
     target.check()
     with wrong_use():
         config = replace(config, memory_dir=target.memory_dir)
         config = replace(config, namespace=target.namespace) if target.namespace is not None else config
         wanted = name_of(config, name or ids.LATEST)
-    if to is not None and target.written_form is not Format.files:
-        written = _export(config, server, wanted, to, target)
-        files = [File(str(path), path.stat().st_size) for path in written]
-        if as_json:
-            write_json("get", {**_answer(config, wanted), "files": files})
-            return
-        for each in files:
-            say(f"{printable(each.path)}: {size_text(each.size_bytes)}")
-        return
     # Torch takes its time, and the silence of the server is limited.
     importlib.import_module("torch")
     stop = threading.Event()
     fetch = _Fetch(config, wanted, target, stop, as_json)
-    parts, fetched, where = ask(config, fetch.run, stop=stop)
-    content, size = parts[0].content, sum(part.content.size for part in fetched)
+    got = ask(config, fetch.run, stop=stop)
     if as_json:
-        document = {
-            **_answer(config, parts[0].name),
-            "step": ids.known(content.step),
-            "namespace": where if to is None else None,
-            "folder": to,
-            "ranks": [part.rank for part in parts],
-            "fetched_size_bytes": size,
-        }
-        write_json("get", document)
-        return
-    there = str(to) if to is not None else f"node memory, namespace {where}"
-    if fetched:
-        say(printable(f"fetched {parts[0].name} ({size_text(size)}) to {there}"))
+        write_json("get", got)
+    elif got.files:
+        for each in got.files:
+            say(f"{printable(each.path)}: {size_text(each.size_bytes)}")
     else:
-        say(printable(f"{parts[0].name} is in {there} already, intact"))
-
-
-def _answer(config: TieredCheckpointConfig, name: str) -> dict[str, Any]:
-    """Returns the keys of the JSON document, of which each form sets its own."""
-    empty = dict.fromkeys(("step", "namespace", "folder", "fetched_size_bytes"))
-    return {"name": name, "dirpath": config.dirpath, **empty, "ranks": [], "files": []}
+        there = str(got.folder) if got.folder is not None else f"node memory, namespace {got.namespace}"
+        size = size_text(got.fetched_size_bytes)
+        is_new = got.fetched_size_bytes
+        say(
+            printable(
+                f"fetched {got.name} ({size}) to {there}" if is_new else f"{got.name} is in {there} already, intact"
+            )
+        )
 
 
 def _format_of(to: Path) -> Format:
@@ -183,77 +161,40 @@ def _format_of(to: Path) -> Format:
     return Format.torch if to.suffix in _TORCH else Format.files
 
 
-# ------------------------------------------------------------------------------------------ export
-def _export(config: TieredCheckpointConfig, server: Server, wanted: str, to: Path, options: Target) -> list[Path]:
-    """Writes a torch file or safetensors; returns the files."""
-    from tiered_checkpoint_io.export import export_checkpoint
+@dataclass(frozen=True, slots=True)
+class Got:
+    """A checkpoint that was fetched.
 
-    is_tensors = options.written_form is Format.safetensors
-    is_folder = is_tensors and to.suffix != _SAFETENSORS
-    old = sorted(to.glob("model*.safetensors*")) if is_folder else [to] if os.path.lexists(to) else []
-    _refuse_existing(old, yes=options.yes)
-    into = to if is_folder else to.parent
-    with _scratch(into) if old or (is_tensors and not is_folder) else contextlib.nullcontext() as scratch:
-        target = to if scratch is None else scratch if is_tensors else scratch / to.name
-        written = export_checkpoint(
-            config.dirpath,
-            wanted,
-            target,
-            format="safetensors" if is_tensors else "torch",
-            prefix=options.prefix,
-            weights_only=not options.trust,
-            **({} if is_folder or not is_tensors else {"max_shard_size": sys.maxsize}),
-            **{each.name: getattr(server, each.name) for each in fields(Address)},
-        )
-        if scratch is not None:
-            for each in old if is_folder else ():
-                each.unlink()
-            written = [_moved(each, into / each.name if is_folder else to) for each in written]
-    return written
+    Attributes:
+        name: Its name.
+        dirpath: The durable tier.
+        step: The training step; None if it is not known.
+        namespace: The namespace of node memory that has it; None for files.
+        folder: The folder of its files as saved; None for others.
+        fetched_size_bytes: Bytes that were read; 0 if node memory had all of it.
+        ranks: Ranks whose parts were asked for.
+        files: The torch file, or safetensors.
+    """
 
-
-def _refuse_existing(existing: Sequence[Path], *, yes: bool) -> None:
-    if existing and not yes:
-        more = f", and {len(existing) - 1} more" if len(existing) > 1 else ""
-        raise ExportError(
-            f"{existing[0]} exists already{more}",
-            operation="get",
-            key=str(existing[0]),
-            hint="give another TO, or replace it by --yes",
-        )
-
-
-@contextlib.contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """Makes a folder for the time of the block, on the file system of another."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(prefix=".tiered-get-", dir=folder)
-    except OSError as error:
-        raise ExportError(
-            f"{folder} can't be written: {error.strerror or error}",
-            operation="get",
-            key=str(folder),
-            hint="give another TO, in a folder with enough room",
-        ) from error
-    with made as name:
-        yield Path(name)
-
-
-def _moved(made: Path, target: Path) -> Path:
-    made.replace(target)
-    return target
+    name: str
+    dirpath: str
+    step: int | None
+    namespace: str | None
+    folder: Path | None
+    fetched_size_bytes: int
+    ranks: Sequence[int]
+    files: Sequence[File]
 
 
 # ------------------------------------------------------------------------------------------- fetch
 @dataclass(frozen=True, slots=True)
 class _Fetch:
-    """Fetches the parts of a checkpoint to node memory, or their files to a folder; every byte is verified.
+    """Fetches a checkpoint to node memory or files; every byte is verified.
 
     Attributes:
         config: The durable tier, and node memory.
         wanted: The checkpoint's name, or ``tiered:latest``.
-        target: The ranks, and node memory or a folder.
+        target: The ranks, and node memory or files.
         stop: Ends it.
         silent: Whether no progress is shown.
     """
@@ -264,8 +205,8 @@ class _Fetch:
     stop: threading.Event
     silent: bool
 
-    def run(self, store: Store) -> tuple[list[Part], list[Part], str]:
-        """Returns the parts, those of them that were fetched (memory may have had others), and the namespace.
+    def run(self, store: Store) -> Got:
+        """Fetches the checkpoint.
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
@@ -279,7 +220,7 @@ class _Fetch:
             manifest = _find(store, self.wanted)
             return manifest, manifest
 
-        def work(manifest: Manifest) -> tuple[list[Part], list[Part], str]:
+        def work(manifest: Manifest) -> Got:
             errors: list[TieredCheckpointError] = []
             for content in contents_there(store, manifest):
                 try:
@@ -291,23 +232,52 @@ class _Fetch:
 
         return read_unchanged(store, look, work, operation="get")
 
-    def _content(self, store: Store, name: str, content: Content) -> tuple[list[Part], list[Part], str]:
-        # A restart looks only in the namespace of its job.
-        namespace = self.target.namespace or content.namespace or self.config.namespace
-        parts = _parts(self.config, store, name, content, self.target.rank or ())
-        with contextlib.ExitStack() as held:
-            if self.target.to is not None:
-                fetched, views = parts, held.enter_context(_files(self.target.to, parts, yes=self.target.yes))
-            else:
-                tier = _open(self.config, namespace)
-                fetched = [part for part in parts if not _has(tier, part)]
-                views = held.enter_context(_slots(tier, fetched))
-            entries = [entry for part in fetched for entry in part.content.files]
-            jobs = [(entry, index) for entry in entries for index in range(len(entry.hashes))]
-            meter = held.enter_context(progress("get", sum(entry.size for entry in entries), silent=self.silent))
+    def _content(self, store: Store, name: str, content: Content) -> Got:
+        to, config = self.target.to, self.config
+        namespace, files, ranks, size = None, [], [], 0
+        if to is not None and self.target.written_form is not Format.files:
+            size = content.size
+            files = [File(str(path), path.stat().st_size) for path in self._convert(store, name, content, to)]
+        else:
+            parts = fetched = _parts(config, store, name, content, self.target.rank or ())
+            with contextlib.ExitStack() as held:
+                if to is not None:
+                    views = held.enter_context(_files(to, parts, replace=self.target.yes))
+                else:
+                    # A restart looks only in the namespace of its job.
+                    namespace = self.target.namespace or content.namespace or config.namespace
+                    tier = _open(config, namespace)
+                    fetched = [part for part in parts if not _has(tier, part)]
+                    views = held.enter_context(_slots(tier, fetched))
+                entries = [entry for part in fetched for entry in part.content.files]
+                size = sum(entry.size for entry in entries)
+                held.enter_context(self._source(store, name, content, entries, size)).fetch(views)
+            ranks = [part.rank for part in parts]
+        folder = to if to is not None and not files else None
+        return Got(name, config.dirpath, ids.known(content.step), namespace, folder, size, ranks, files)
+
+    def _convert(self, store: Store, name: str, content: Content, to: Path) -> list[Path]:
+        """Writes a torch file or safetensors; returns the files."""
+        from tiered_checkpoint_io.export import to_safetensors, to_torch_file
+
+        options = self.target
+        with self._source(store, name, content, files_of(store, content).all(), content.size) as source:
+            if options.written_form is Format.torch:
+                return to_torch_file(source, to, replace=options.yes)
+            return to_safetensors(source, to, prefix=options.prefix, replace=options.yes)
+
+    @contextlib.contextmanager
+    def _source(
+        self, store: Store, name: str, content: Content, files: Sequence[FileEntry], size: int
+    ) -> Iterator[Source]:
+        """Gives the checkpoint to read files of, and shows how far that is."""
+        from tiered_checkpoint_io.engine.trust import Trust
+        from tiered_checkpoint_io.export import Source
+
+        with progress("get", size, silent=self.silent) as meter:
             count = counter("get", store.url, self.stop, meter.add)
-            in_parallel(lambda job: _fetch(store, views, *job, count), jobs, self.config.read_concurrency())
-        return parts, fetched, namespace
+            trust = Trust(weights_only=not self.target.trust)
+            yield Source(store, name, content, files, trust, self.config.read_concurrency(), count)
 
 
 def _find(store: Store, wanted: str) -> Manifest:
@@ -400,32 +370,15 @@ def _slots(tier: MemoryTier, parts: Sequence[Part]) -> Iterator[_Views]:
 
 
 @contextlib.contextmanager
-def _files(folder: Path, parts: Sequence[Part], *, yes: bool) -> Iterator[_Views]:
+def _files(folder: Path, parts: Sequence[Part], *, replace: bool) -> Iterator[_Views]:
     """Makes files below a folder, which get their names if the block does not raise; the switch gets its name last."""
-    from tiered_checkpoint_io.export.files import new_files
+    from tiered_checkpoint_io.export import new_files
 
     entries = [(entry, part.content.switch) for part in parts for entry in part.content.files]
     entries.sort(key=lambda each: each[0].basename == each[1])
-    paths = [(entry.path, entry.size) for entry, _ in entries]
-    old = [folder / path for path, _ in paths if os.path.lexists(folder / path)]
-    _refuse_existing(old, yes=yes)
-    with _scratch(folder) if old else contextlib.nullcontext(folder) as into:
-        for path, _ in paths:
-            for below in (into, folder):
-                (below / path).parent.mkdir(parents=True, exist_ok=True)
-        targets = [(into / path, size) for path, size in paths]
-        with new_files(targets) as mappings, contextlib.ExitStack() as held:
-            yield {
-                path: held.enter_context(memoryview(mapping))
-                for (path, _), mapping in zip(paths, mappings, strict=True)
-            }
-        for path, _ in paths if old else ():
-            _moved(into / path, folder / path)
-
-
-def _fetch(store: Store, views: _Views, entry: FileEntry, index: int, count: Callable[[int], None]) -> None:
-    count(0)
-    offset, length = entry.chunks[index]
-    with views[entry.path][offset : offset + length] as chunk:
-        fetch_chunk(store, entry, index, chunk)
-    count(length)
+    targets = [(folder / entry.path, entry.size) for entry, _ in entries]
+    with new_files(targets, replace=replace) as mappings, contextlib.ExitStack() as held:
+        yield {
+            entry.path: held.enter_context(memoryview(mapping))
+            for (entry, _), mapping in zip(entries, mappings, strict=True)
+        }

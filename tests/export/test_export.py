@@ -1,0 +1,272 @@
+"""``tiered-ckpt get`` as a torch file and as safetensors: against torch's own conversion, and under a bound of memory."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from support.supporting import build
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter
+from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.errors import CorruptCheckpointError, ExportError, RestoreError, TieredCheckpointError
+from tiered_checkpoint_io.export import new_files
+from tiered_checkpoint_io.stores.directory import DirectoryStore
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("/tmp/evil-was-here",)
+
+
+def get(*arguments):
+    return CliRunner().invoke(app, ["get", *map(str, arguments)])
+
+
+def got(*arguments):
+    done = get(*arguments, "--json")
+    assert done.exit_code == 0, (done.output, done.exception)
+    return [each["path"] for each in json.loads(done.stdout)["files"]]
+
+
+def tensors():
+    torch.manual_seed(0)
+    weight = torch.randn(40, 70)
+    numbers = torch.randn(60, 70, dtype=torch.complex64)
+    return {
+        "wide": weight,
+        "tied": weight,
+        "transposed": torch.randn(7, 5).t(),
+        "part": torch.randn(9, 9)[2:5],
+        "bf16": torch.randn(3, 4, 5).bfloat16(),
+        "f8": torch.arange(6.0).to(torch.float8_e4m3fn),
+        "bool": torch.tensor([True, False]),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 3),
+        "conjugate": numbers.conj(),
+        "negative": torch._neg_view(numbers.real.clone()),
+    }
+
+
+def state(step=1):
+    return {
+        "pytorch-lightning_version": "2.5.0",
+        "global_step": step,
+        "epoch": step,
+        "loops": {},
+        "state_dict": tensors(),
+        "optimizer_states": [
+            {"state": {0: {"step": torch.tensor(2.0), "m": torch.randn(9)}}, "param_groups": [{"lr": 1}]}
+        ],
+        "names": ["a", "b"],
+    }
+
+
+def same(one, two):
+    if isinstance(one, dict):
+        return set(one) == set(two) and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(two) and all(map(same, one, two))
+    if isinstance(one, torch.Tensor):
+        plain = (lambda each: each) if one.is_complex() else lambda each: each.float()
+        return one.dtype == two.dtype and one.shape == two.shape and torch.equal(plain(one), plain(two))
+    return one == two
+
+
+def saved(kind, dirpath, memory_dir, name, state):
+    if kind == "full":
+        io = build(TieredCheckpointIO, dirpath, memory_dir=memory_dir, drain="thread")
+        io.save_checkpoint(state, name)
+        io.teardown()
+        return
+    writer = build(TieredStorageWriter, dirpath=dirpath, memory_dir=memory_dir, wait=True, drain="thread")
+    dcp.save(state, checkpoint_id=name, storage_writer=writer, no_dist=True)
+    writer.close()
+
+
+@pytest.fixture
+def run(tmp_path, memory_dir):
+    """A dirpath with one state, saved as ``full`` and as ``sharded``."""
+    dirpath = str(tmp_path / "run")
+    saved("full", dirpath, memory_dir, "full", state(2))
+    saved("sharded", dirpath, memory_dir, "step_1", state(1))
+    return dirpath
+
+
+def test_one_torch_file(run, tmp_path):
+    assert got(run, "full", tmp_path / "new" / "full.pt") == [str(tmp_path / "new" / "full.pt")]
+    assert (tmp_path / "new" / "full.pt").read_bytes() == (tmp_path / "run" / "full").read_bytes()
+    got(run, f"{run}/step_1", tmp_path / "ours.pt")
+    dcp_to_torch_save(f"{run}/step_1", tmp_path / "theirs.pt")
+    ours, theirs = torch.load(tmp_path / "ours.pt"), torch.load(tmp_path / "theirs.pt", weights_only=False)
+    assert same(ours, theirs)
+    assert same(ours["state_dict"], tensors())
+    assert sorted(os.listdir(tmp_path)) == ["new", "ours.pt", "run", "theirs.pt"]
+
+
+@pytest.mark.parametrize("name", ["full", "step_1"])
+def test_safetensors(name, run, tmp_path, monkeypatch):
+    """One file, a folder, all that has no prefix, and shards that an index leads to."""
+    assert same(load_file(*got(run, name, tmp_path / "one.safetensors")), tensors())
+    hf = ["--format", "safetensors"]
+    assert got(run, name, tmp_path / "hf", *hf) == [str(tmp_path / "hf" / "model.safetensors")]
+    assert same(load_file(tmp_path / "hf" / "model.safetensors"), tensors())
+    assert os.listdir(tmp_path / "hf") == ["model.safetensors"]
+    monkeypatch.setattr("tiered_checkpoint_io.export.SHARD_SIZE", 12_000)
+    refused = get(run, name, tmp_path / "hf", *hf, "--prefix", "")
+    assert isinstance(refused.exception, ExportError), "readers would take some of each export"
+    *files, index = got(run, name, tmp_path / "hf", *hf, "--prefix", "", "--yes")
+    assert sorted(map(str, (tmp_path / "hf").iterdir())) == sorted([*files, index])
+    with open(index) as file:
+        index = json.load(file)
+    found = {}
+    for file in files:
+        content = load_file(file)
+        assert {key for key, where in index["weight_map"].items() if where == os.path.basename(file)} == set(content)
+        assert len(content) == 1 or sum(tensor.nbytes for tensor in content.values()) <= 12_000
+        found.update(content)
+    assert len(files) > 2
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    assert same(
+        {key: value for key, value in found.items() if key.startswith("state_dict.")},
+        {f"state_dict.{key}": value for key, value in tensors().items()},
+    )
+    assert any("optimizer_states" in key for key in found)
+
+
+def test_shards_of_several_ranks_along_each_dimension(tmp_path, memory_dir):
+    script = f"""
+        import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+        from torch.distributed.tensor import distribute_tensor, init_device_mesh, Shard
+        from tiered_checkpoint_io import TieredStorageWriter
+        dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=int(sys.argv[1]), world_size=2)
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.arange(35.0 * 12).reshape(35, 12)
+        state = {{str(dim): distribute_tensor(whole, mesh, [Shard(dim)]) for dim in (0, 1)}}
+        writer = TieredStorageWriter(dirpath="{tmp_path}/run", memory_dir="{memory_dir}", wait=True)
+        dcp.save({{"state_dict": state}}, checkpoint_id="step_1", storage_writer=writer)
+        writer.close()
+    """
+    ranks = [subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), str(rank)]) for rank in (0, 1)]
+    assert [each.wait(120) for each in ranks] == [0, 0]
+    whole = torch.arange(35.0 * 12).reshape(35, 12)
+    got(f"{tmp_path}/run", "step_1", tmp_path / "ours.pt")
+    assert same(torch.load(tmp_path / "ours.pt"), {"state_dict": {"0": whole, "1": whole}})
+    assert same(load_file(*got(f"{tmp_path}/run", "step_1", tmp_path / "x.safetensors")), {"0": whole, "1": whole})
+
+
+@pytest.mark.matrix
+def test_memory_stays_bounded(tmp_path, memory_dir):
+    """A process that gets 512 MiB, in tensors of 256 MiB, grows by less than 200 MiB."""
+    script = f"""
+        import resource, sys, torch, torch.distributed.checkpoint, tiered_checkpoint_io.export
+        from typer.testing import CliRunner
+        from tiered_checkpoint_io.cli import app
+        def peak():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = peak()
+        for to in ("ours.pt", "x.safetensors"):
+            assert CliRunner().invoke(app, ["get", "{tmp_path}/run", "step_1", "{tmp_path}/" + to]).exit_code == 0
+        print((peak() - before) >> 10)
+    """
+    large = {"a": torch.zeros(1 << 14, 1 << 12), "b": {"c": torch.arange(float(1 << 26))}}
+    saved("sharded", str(tmp_path / "run"), memory_dir, "step_1", large)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=240, check=True
+    )
+    assert int(done.stdout) < 200
+    assert same(torch.load(tmp_path / "ours.pt", mmap=True), large)
+
+
+@pytest.mark.parametrize(("name", "to"), [*itertools.product(["full", "step_1"], ["bad.pt", "bad.safetensors", "bad"])])
+def test_damage_is_found_and_nothing_is_left_of_it(name, to, run, tmp_path):
+    line = [run, name, tmp_path / to, *(["--format", "safetensors"] if to == "bad" else [])]
+    (path,) = (tmp_path / "run").glob("full" if name == "full" else "step_1/*.distcp")
+    good = path.read_bytes()
+    for damaged in (
+        good[:-1],
+        good[: len(good) // 2] + bytes([good[len(good) // 2] ^ 1]) + good[len(good) // 2 + 1 :],
+        b"",
+    ):
+        path.write_bytes(damaged)
+        assert isinstance(get(*line).exception, CorruptCheckpointError)
+    path.unlink()
+    assert isinstance(get(*line).exception, TieredCheckpointError)
+    assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+def test_what_can_not_be_written(run, tmp_path):
+    wrong = get(run, "step_1", tmp_path / "x.safetensors", "--prefix", "model.")
+    assert "names begin with" in wrong.exception.hint
+    assert "optimizer_states, state_dict" in wrong.exception.hint
+    (tmp_path / "file").touch()
+    for to in ("file/x.pt", "file/x.safetensors"):
+        assert "can't be written" in str(get(run, "full", tmp_path / to).exception)
+    # If one file gets no name, none has one.
+    (tmp_path / "c").mkdir()
+    with pytest.raises(ExportError, match="exists already"), new_files([(tmp_path / each, 8) for each in "abc"]):
+        pass
+    with (
+        pytest.raises(ExportError, match="c can't be written"),
+        new_files([(tmp_path / each, 8) for each in "abd"] + [(tmp_path / "file" / "c", 8)]),
+    ):
+        pass
+    assert sorted(os.listdir(tmp_path)) == ["c", "file", "run"]
+
+
+def test_what_is_stored_runs_no_code(tmp_path, memory_dir):
+    run = str(tmp_path / "run")
+    for kind in ("full", "sharded"):
+        saved(
+            kind,
+            run,
+            memory_dir,
+            "full" if kind == "full" else "step_1",
+            {"x": torch.ones(2), "evil": Ellipsis.__class__},
+        )
+    assert isinstance(get(run, "step_1", tmp_path / "a.pt").exception, RestoreError)
+    for name in ("full", "step_1"):
+        to = tmp_path / f"{name}.safetensors"
+        if name == "full":
+            assert isinstance(get(run, name, to).exception, RestoreError)
+        assert get(run, name, to, "--trust").exit_code == 0
+        assert load_file(to)["x"].tolist() == [1, 1]
+    assert get(run, "step_1", tmp_path / "a.pt", "--trust").exit_code == 0
+    assert torch.load(tmp_path / "a.pt", weights_only=False)["evil"] is type(...)
+    saved("full", run, memory_dir, "evil", {"x": torch.ones(2), "evil": Evil()})
+    assert isinstance(get(run, "evil", tmp_path / "b.safetensors").exception, RestoreError)
+    assert not os.path.exists("/tmp/evil-was-here")
+
+
+@pytest.mark.parametrize("to", ["latest.pt", "latest.safetensors", "folder"])
+def test_beside_a_run_that_removes_what_is_read(to, run, tmp_path, memory_dir, monkeypatch):
+    """The latest is then another one, and nothing is damaged."""
+    saved("full", run, memory_dir, "later", state(3))
+    io = build(TieredCheckpointIO, run, memory_dir=memory_dir, drain="thread")
+    read, turns = DirectoryStore.read_pieces, []
+
+    def late(store, key, *arguments, **options):
+        if turns and key == "later":
+            turns.pop()()
+        return read(store, key, *arguments, **options)
+
+    def replace():
+        io.save_checkpoint(state(4), "last")
+        io.remove_checkpoint("later")
+        io.checkpointer.session.wait()
+
+    monkeypatch.setattr(DirectoryStore, "read_pieces", late)
+    turns.append(replace)
+    done = get(run, "tiered:latest", tmp_path / to, "--json")
+    assert (done.exit_code, json.loads(done.stdout)["step"], turns) == (0, 4, []), done.exception
+    io.teardown()
