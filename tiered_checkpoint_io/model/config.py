@@ -70,7 +70,7 @@ class TieredCheckpointConfig:
             then gives an ``AsyncCheckpointIO``.
         staging: When a save copies the state: ``eager`` or ``overlapped``. ``eager`` copies it before the save
             returns; ``overlapped`` copies what only the optimizers change while the next forward and backward run. See
-            docs/staging.md.
+            docs/lightning.md.
         on_save_error: After a failed save, ``warn`` and train on, or ``raise``.
         replication_factor: Nodes that keep each part in memory, its own included; 1 for no copies.
         safe_globals: Classes and functions that checkpoints may hold, as ``module.name``. The first save names those
