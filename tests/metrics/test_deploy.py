@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tiered_checkpoint_io.metrics.catalog import CATALOG, PREFIX
+from tiered_checkpoint_io.metrics import CATALOG, PREFIX
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"
 DASHBOARD = DEPLOY / "grafana" / "tiered-checkpoint.json"
-LABELS = {each.name: {"namespace", "instance", *each.labels} for each in CATALOG}
+LABELS = {each.name: {"namespace", "instance", each.label} for each in CATALOG}
 
 
 def test_each_metric_that_they_name_exists_with_the_labels_that_they_ask_for():
@@ -45,7 +45,7 @@ def test_the_formulas_of_the_page_give_a_value_of_each_job(tmp_path):
     of_labels = {"tier": ["memory", "durable"], "cause": ["stall", "restore", "repeated_steps"]}
     series = []
     for each in CATALOG:
-        (label,) = each.labels or ("",)
+        label = each.label
         for value in of_labels.get(label, [""]):
             more = f', {label}="{value}"' if label else ""
             name = f'{each.name}{{namespace="gpt-1", instance="a", job="node"{more}}}'

@@ -26,7 +26,7 @@ from tiered_checkpoint_io.engine.restore.loaders import report_left_out
 from tiered_checkpoint_io.engine.restore.restore import Restored
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, InvalidNameError, UsageError
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.metrics.recording import Recording
+from tiered_checkpoint_io.metrics import Recording
 from tiered_checkpoint_io.model import ids
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,14 +15,13 @@ from tiered_checkpoint_io.cli.options import NODES, Json, Nodes, path_of
 from tiered_checkpoint_io.cli.output import is_terminal, printable, say, show, write_json
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.inventory.details import PartHere, parts_here
 from tiered_checkpoint_io.inventory.node import held_part, tier_of
 from tiered_checkpoint_io.inventory.record import time_of
 from tiered_checkpoint_io.inventory.roots import tier_at
 from tiered_checkpoint_io.logs import size_text
-from tiered_checkpoint_io.metrics.collect import Source
-from tiered_checkpoint_io.metrics.text import prometheus_text, write_textfile
+from tiered_checkpoint_io.metrics import Sample, collect, prometheus_text, write_textfile
 from tiered_checkpoint_io.model import ids
 
 _SHOWN_OUTCOMES = 10
@@ -70,15 +70,20 @@ def status(
 
 
 def _write_metrics(roots: list[Path], textfile: Path | None) -> None:
-    samples = Source(lambda: roots)()
+    samples: list[Sample] = []
+    for root in roots:
+        # Deleted meanwhile, or out of descriptors: the next look tells. A missing series is what alerts see.
+        with contextlib.suppress(OSError, TieredCheckpointError):
+            samples += collect(root)
+    text = prometheus_text(samples)
     if textfile is None:
-        say(prometheus_text(samples).removesuffix("\n"))
+        say(text.removesuffix("\n"))
         return
     try:
-        write_textfile(textfile, samples)
+        write_textfile(textfile, text)
     except OSError as error:
-        text = f"metrics can't be written to {textfile}: {error.strerror or error}"
-        raise ConfigError(text, hint="name a file in a folder that this user may write to") from error
+        why = f"metrics can't be written to {textfile}: {error.strerror or error}"
+        raise ConfigError(why, hint="name a file in a folder that this user may write to") from error
 
 
 def _look(root: Path) -> dict[str, Any]:

@@ -1,0 +1,313 @@
+"""Metrics of a node's memory as Prometheus' text, for node_exporter and other collectors.
+
+They are read from parts, the operation log and the record of events, beside a trainer and without one; no server is
+asked. A training adds to the record by :class:`Recording`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from tiered_checkpoint_io.clock import SYSTEM
+from tiered_checkpoint_io.engine.drain.events import RunningTotals, note
+from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.stores import last_config
+from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.errors import TieredCheckpointError
+from tiered_checkpoint_io.memory.budget import noted_budget, space_of
+from tiered_checkpoint_io.memory.spill import AUTO
+from tiered_checkpoint_io.memory.tier import MemoryTier
+
+PREFIX = "tiered_checkpoint_"
+#: How often the step that training has reached is noted, seconds: as often as metrics are asked for.
+STEP_EVERY_S = 15.0
+
+
+class _Look:
+    """The memory of a namespace at one moment."""
+
+    def __init__(self, root: Path) -> None:
+        config, queue = last_config(root), Queue(root)
+        # No limit of this process: it may be in another container than the trainer.
+        tier = MemoryTier(root, budget_bytes=noted_budget(root))
+        tier.use_spill(config.spill_dir if config is not None else AUTO)
+        self.now = SYSTEM.wall()
+        self.totals, self.drain = RunningTotals(root).look(), queue.progress()
+        self.waiting, self.quarantined, self.parts = len(queue.look(tier)), len(tier.quarantined()), tier.parts()
+        tiers = {"memory": tier, "spill": tier.spill}
+        self.space = {name: space_of(each) for name, each in tiers.items() if each is not None}
+        # What was saved last counts: a run may go back to an earlier step.
+        last = sorted(self.parts, key=lambda each: each.save_id)
+        self.memory_step = next((each.part.content.step for each in reversed(last)), -1)
+        self.replicated_step = next((each.part.content.step for each in reversed(last) if each.replicated), -1)
+
+    @property
+    def at_risk(self) -> int | None:
+        """Steps that the loss of this node costs; None before the first step."""
+        # After training has gone back to an earlier step, a checkpoint of a later one does not count.
+        totals = self.totals
+        safe = max((each for each in (totals.durable_step, self.replicated_step) if each <= totals.step), default=-1)
+        return totals.step - max(0, safe) if totals.step >= 0 else None
+
+
+#: A value, or one for each value of the label; None if it is not known.
+Values = float | None | Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: Its full name. Names of counters end in ``_total``.
+        kind: A ``counter`` only grows, until the record of the run is deleted; a ``gauge`` is a value of now.
+        meaning: Its meaning, in one or two sentences.
+        read: Reads it from a look.
+        label: Tells its values apart, beside ``namespace``, which all have; empty for a single value.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    meaning: str
+    read: Callable[[_Look], Values]
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A value of a metric."""
+
+    metric: Metric
+    value: float
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def _gauge(name: str, meaning: str, read: Callable[[_Look], Values], label: str = "") -> Metric:
+    return Metric(PREFIX + name, "gauge", meaning, read, label)
+
+
+def _counter(name: str, meaning: str, read: Callable[[_Look], Values], label: str = "") -> Metric:
+    return Metric(f"{PREFIX}{name}_total", "counter", meaning, read, label)
+
+
+def _known(step: int) -> float | None:
+    return step if step >= 0 else None
+
+
+CATALOG: tuple[Metric, ...] = (
+    _gauge(
+        "running",
+        "1 from the start of training to its regular end, also if it was killed meanwhile; else 0.",
+        lambda look: look.totals.running,
+    ),
+    _gauge(
+        "last_activity_timestamp_seconds",
+        "When this node last trained, validated or saved, since the epoch; noted every 15 s.",
+        lambda look: look.totals.active_at or None,
+    ),
+    _gauge("step", "The last training step that is known of.", lambda look: _known(look.totals.step)),
+    _gauge(
+        "memory_step",
+        "The step of the newest checkpoint in this node's memory.",
+        lambda look: _known(look.memory_step),
+    ),
+    _gauge(
+        "durable_step",
+        "The step of the last checkpoint that was committed on the durable tier.",
+        lambda look: _known(look.totals.durable_step),
+    ),
+    _gauge(
+        "durable_age_seconds",
+        "Training time since that checkpoint was captured, or since the run began where there is none; without pauses.",
+        lambda look: look.totals.durable_age_s if look.totals.active_at else None,
+    ),
+    _gauge(
+        "steps_at_risk",
+        "Steps that the loss of this node costs: those since the last safe checkpoint.",
+        lambda look: look.at_risk,
+    ),
+    _gauge(
+        "replicated_step",
+        "The step of the newest checkpoint that is also in the memory of other nodes.",
+        lambda look: _known(look.replicated_step),
+    ),
+    _gauge(
+        "replication_lag_steps",
+        "By how many steps that is behind the newest checkpoint in memory.",
+        lambda look: max(0, look.memory_step - look.replicated_step) if look.replicated_step >= 0 else None,
+    ),
+    _counter(
+        "saves",
+        "Saves of this node's first rank, by where they go.",
+        lambda look: {"memory": look.totals.memory_saves, "durable": look.totals.durable_saves},
+        "tier",
+    ),
+    _counter("stall_seconds", "Time for which training waited for saves.", lambda look: look.totals.stall_s),
+    _gauge("last_stall_seconds", "The same for the last save.", lambda look: look.totals.last_stall_s),
+    _counter("capture_seconds", "Of that time, how long states were copied.", lambda look: look.totals.capture_s),
+    _counter(
+        "skipped",
+        "Saves of each rank that were left out for want of room, or stay in memory alone.",
+        lambda look: look.totals.skipped,
+    ),
+    _counter(
+        "failures",
+        "Saves and uploads that failed; each attempt of each rank counts.",
+        lambda look: look.totals.failed,
+    ),
+    _counter(
+        "other_failures",
+        "Aliases, copies, deletes and retention that failed; each attempt counts.",
+        lambda look: look.totals.failed_other,
+    ),
+    _counter(
+        "uploads",
+        "Checkpoints, or this node's parts of them, that were uploaded.",
+        lambda look: look.totals.uploads,
+    ),
+    _counter("uploaded_bytes", "Bytes of these.", lambda look: look.totals.uploaded_bytes),
+    _counter("upload_seconds", "Time that their uploads took.", lambda look: look.totals.upload_s),
+    _counter(
+        "request_retries",
+        "Requests to the durable tier that the drain repeated since it started.",
+        lambda look: look.drain.counters.get("retries", 0) if look.drain.pid else None,
+    ),
+    _gauge(
+        "drain_bytes_per_second",
+        "The rate of the upload in work, or else of the last one.",
+        lambda look: look.drain.rate if look.drain.pid else None,
+    ),
+    _gauge(
+        "drain_heartbeat_age_seconds",
+        "Time since the drain last wrote its progress.",
+        lambda look: max(0.0, look.now - look.drain.heartbeat) if look.drain.pid else None,
+    ),
+    _gauge("pending", "Saves, copies and deletes that wait for the durable tier.", lambda look: look.waiting),
+    _gauge(
+        "pending_bytes",
+        "Bytes of the parts among them.",
+        lambda look: sum(each.part.content.size for each in look.parts if each.pending),
+    ),
+    _gauge("quarantined", "Damaged parts in this node's quarantine.", lambda look: look.quarantined),
+    _gauge(
+        "used_bytes",
+        "Bytes of node memory, and of the spill, in use; idle slots are not.",
+        lambda look: {name: each.used for name, each in look.space.items()},
+        "tier",
+    ),
+    _gauge(
+        "free_bytes",
+        "Bytes that checkpoints may still take there, with idle slots.",
+        lambda look: {name: each.free for name, each in look.space.items()},
+        "tier",
+    ),
+    _counter("restores", "Checkpoints that this node loaded.", lambda look: look.totals.restores),
+    _counter(
+        "repeated_steps", "Steps that were trained again after restarts.", lambda look: look.totals.repeated_steps
+    ),
+    _counter(
+        "lost_seconds",
+        "Time that training lost: to stalls, to restores, and to steps that were trained again.",
+        lambda look: {
+            "stall": look.totals.stall_s,
+            "restore": look.totals.restore_s,
+            "repeated_steps": look.totals.repeated_s,
+        },
+        "cause",
+    ),
+    _gauge(
+        "run_seconds",
+        "Time since the first event of the run.",
+        lambda look: max(0.0, look.now - look.totals.began) if look.totals.began else None,
+    ),
+)
+
+
+def collect(root: Path) -> list[Sample]:
+    """Returns the metrics of a memory tier as of now, without those that are not known.
+
+    Raises:
+        OSError: The memory tier can't be read: it was deleted, or no descriptor is left.
+    """
+    look, found = _Look(root), []
+    for metric in CATALOG:
+        read = metric.read(look)
+        values = read if isinstance(read, Mapping) else {"": read}
+        for label, value in values.items():
+            if value is not None:
+                labels = {"namespace": root.name, **({metric.label: label} if metric.label else {})}
+                found.append(Sample(metric, float(value), labels))
+    return found
+
+
+def prometheus_text(samples: Iterable[Sample]) -> str:
+    """Returns samples in Prometheus' text format; pure."""
+    metrics: dict[str, list[Sample]] = {}
+    for each in samples:
+        metrics.setdefault(each.metric.name, []).append(each)
+    lines: list[str] = []
+    for name, found in metrics.items():
+        lines += [f"# HELP {name} {_escaped(found[0].metric.meaning)}", f"# TYPE {name} {found[0].metric.kind}"]
+        for each in found:
+            labels = ",".join(f'{label}="{_escaped(value)}"' for label, value in each.labels.items())
+            lines.append(f"{name}{{{labels}}} {each.value!r}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def write_textfile(path: Path, text: str) -> None:
+    """Replaces a file for node_exporter, so that a reader sees the old content or the new.
+
+    Raises:
+        OSError: The file can't be written.
+    """
+    # The collector takes only *.prom.
+    made = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        made.write_text(text)
+        made.replace(path)
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r'[\\"]', r"\\\g<0>", text).replace("\n", r"\n")
+
+
+# --------------------------------------------------------------------------------------- recording
+class Recording:
+    """The record of one training, by the first rank of each node; on the others it does nothing."""
+
+    def __init__(self) -> None:
+        self._root: Path | None = None
+        self._noted = 0.0
+
+    def begin(self, local_rank: int, step: int, session: Session) -> None:
+        """Notes that training starts from a step."""
+        if local_rank != 0:
+            return
+        try:
+            root = self._root = session.open().tier.root
+        except TieredCheckpointError as error:
+            # The first save meets it as well, and does what it has to do then.
+            session.log.error("no metrics of this node: %s", error)
+            return
+        note(root, "start", clock=session.clock, step=step)
+
+    def reach(self, step: int, session: Session) -> None:
+        """Notes the step that training has reached, every few seconds; the same one while it is validated."""
+        now = session.clock.monotonic()
+        if self._root is not None and now - self._noted >= STEP_EVERY_S:
+            self._noted = now
+            note(self._root, "step", clock=session.clock, step=step)
+
+    def end(self, step: int, session: Session, error: BaseException | None = None) -> None:
+        """Notes that training has ended, and the error that ended it."""
+        if self._root is not None:
+            why = type(error).__name__ if error is not None else ""
+            note(self._root, "end", clock=session.clock, step=step, error=why)
+        self._root = None
