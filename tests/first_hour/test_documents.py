@@ -52,8 +52,6 @@ ELSEWHERE = {
     ("docs/python-api.md", "Evaluating each checkpoint"): "test_python_api.py",
     ("docs/nemo.md", "One line"): "make test-nemo",
     ("docs/nemo.md", "Or one function"): "make test-nemo",
-    ("docs/stores.md", "An example"): "tests/contract/test_installed_store.py",
-    ("docs/stores.md", "Testing it"): "tests/contract/test_installed_store.py",
 }
 
 
