@@ -196,83 +196,78 @@ SECTIONS = (
     Section(
         "Planning",
         "planning",
-        "Processor time a tensor, of 20,000, for what a save does before it copies; torch.save writes to memory.",
+        "Processor time for each of 20,000 tensors before the copy; torch.save writes to memory.",
         ("what is planned", "us a tensor"),
         planning,
     ),
     Section(
         "The first saves",
         "first",
-        "Eager ones, beside a copy of the same state into memory that was never touched. A Lightning fit makes room for"
-        " its first save after its first step; saves without a Trainer, one right after another, find none.",
+        "Eager saves, relative to a copy into untouched memory.",
         ("saves", "first", "second", "third", "the slowest of a round"),
         first_saves,
     ),
     Section(
         "The call of an overlapped save",
         CALL,
-        "In a Lightning fit whose saves are all overlapped. A training step of it reads and writes more than the caches"
-        " hold, so that a call finds little of what it needs there.",
+        "In a Lightning fit whose steps use more than the caches.",
         ("checkpoint", "our share, ms", "of this"),
         calls,
     ),
     Section(
         "Training steps beside a save",
         "overlap",
-        "A Lightning fit on one thread, with AdamW; saves and uploads of several kinds by turns. Of the two steps after"
-        " a save, the slower one counts; ± is the standard error of its median.",
+        "A Lightning fit on one thread, with AdamW. The slower of the two steps after a save counts; ± is the standard"
+        " error of its median.",
         ("measure", "value"),
         overlapped("overlap"),
     ),
     Section(
         "The same, sharded",
         "overlap --sharded",
-        "By TieredModelParallelStrategy with FSDP2 and one rank. DCP's plans and exchanges are beside the steps too.",
+        "TieredModelParallelStrategy with FSDP2 and one rank, DCP's exchanges included.",
         ("measure", "value"),
         overlapped("overlap --sharded"),
     ),
     Section(
         "Restores",
         "restore",
-        "Into parameters that exist, four times as many bytes as above. The copy is between warm tensors. The raw"
-        " client verifies nothing.",
+        "Four times as many bytes as above, into parameters that exist. The raw client verifies nothing.",
         ("way", "seconds", "/ memcpy", "rate / raw client", "CPU s/GiB"),
         restores,
     ),
     Section(
         "After a kill",
         "restart",
-        "From the start of the process that follows to the end of its first step, the one after the saved step.",
+        "From the start of the next process to the end of its first step.",
         ("way", "seconds", "of these"),
         restarts,
     ),
     Section(
         "A lost node",
         "recovery",
-        "Two ranks, one of which has lost its node's memory: the load of a sharded checkpoint.",
+        "A sharded load by two ranks, one of which has lost its node's memory.",
         ("its part comes", "seconds"),
         recoveries,
     ),
     Section(
         "Uploads",
         "clients",
-        "The rate beside boto3's parts in the same round, and processor seconds a GiB of the client. See"
-        " [the choice of the S3 client](design/0001-s3-client.md).",
+        "The rate relative to boto3's parts in the same round, and the client's processor time.",
         ("over", "client", "rate / boto3", "CPU s/GiB"),
         uploads,
     ),
     Section(
         "A Python loop beside an upload",
         "loop",
-        "What the loop loses, and processor seconds of the uploading process and of the server. The raw clients have"
-        " processes of their own.",
+        "Time that the loop loses. Each raw client has its own process.",
         ("upload by", "lost, s/GiB", "CPU s/GiB", "server's CPU s/GiB"),
         beside,
     ),
     Section(
         "Replication",
         "replication",
-        "Between two processes over the loopback interface, both ways at once. Only ours hashes and keeps what comes.",
+        "Two processes, over the loopback interface, both ways at once. Only ours hashes and keeps the bytes.",
         ("way", "GiB/s each way", "CPU s/GiB, both ranks"),
         replication,
     ),
@@ -300,16 +295,14 @@ def write(found: dict[str, Any], docs: Path) -> None:
 
 Made by `make bench ARGS='{found["options"]}'` from one run, on {machine["date"]}: {machine["cores"]} cores,
 {machine["memory_GiB"]} GiB, {machine["system"]}, no GPU; Python {machine["python"]}, {versions};
-commit {machine["commit"]}. The load was {machine["load_before"]:.1f} before and {machine["load_after"]:.1f} after;
-where it is above the number of cores, other work ran beside it, and only large factors mean anything. The S3 server is
-on the same machine, and uses the same cores. A GPU has [a page of its own](benchmarks-gpu.md).
+commit {machine["commit"]}; load {machine["load_before"]:.1f} before and {machine["load_after"]:.1f} after. The S3
+server is on the same machine. [On a GPU](benchmarks-gpu.md).
 
 ## How long training waits
 
-States of {found["mebibytes"]} MiB (the GPT is smaller, what is uploaded by its changes four times as large), medians of
-{found["rounds"]} rounds, each beside a copy into warm tensors by one thread in the same process. The load is into
-tensors that exist, once. Peak memory is anonymous memory of the training process. Ours, overlapped,
-has not copied the tensors when it returns; it has taken all else by then.
+States of {found["mebibytes"]} MiB (the GPT's is smaller), medians of {found["rounds"]} rounds, each beside a copy into
+warm tensors by one thread. The load is into tensors that exist. Peak memory is anonymous memory of the trainer.
+An overlapped save returns before it has copied the tensors.
 
 ![Stall beside a copy](benchmarks.svg)
 
@@ -319,7 +312,7 @@ has not copied the tensors when it returns; it has taken all else by then.
 
 ## Goals
 
-Beside a miss: its parts, timed in the same run.
+The parts of each miss were timed in the same run.
 
 {markdown(GOALS, [goal_cells(goal) for goal in found["goals"]])}
 
