@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from support.clocks import LOOKS, hurry
+from support.fault_proxy import FaultProxy
 from support.launch import zygote_pids
 from support.warm import warm_up
 
@@ -115,6 +116,33 @@ def s3_url(s3_server, _shared_bucket):
     prefix = f"{secrets.token_hex(6)}/run"
     yield f"s3://{_shared_bucket}/{prefix}"
     s3_server.empty(_shared_bucket, prefix)
+
+
+@pytest.fixture
+def proxy(s3_server):
+    """Between the test and the server: it fails, delays or refuses what the test says."""
+    with FaultProxy(s3_server.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def moto():
+    """A server that copies parts, and takes a real MD5 for their ETag, as S3 does and rclone does not."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield S3Server(f"http://{host}:{port}", "testing", "testing")
+    server.stop()
+
+
+@pytest.fixture
+def bucket(moto):
+    name = f"copies-{os.urandom(6).hex()}"
+    moto.make_bucket(name)
+    yield name
+    moto.remove_bucket(name)
 
 
 @contextlib.contextmanager

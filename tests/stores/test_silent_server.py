@@ -17,18 +17,12 @@ from support.restoring import flip
 from support.supporting import build
 from support.training import Runs
 
-from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
+from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import SaveError, StoreUnavailableError
-from tiered_checkpoint_io.nemo.connector import _find
-from tiered_checkpoint_io.nemo.layouts import Rules
 from tiered_checkpoint_io.stores.base import Metrics
 from tiered_checkpoint_io.stores.retry import Retry
-from tiered_checkpoint_io.stores.silence import answer_within
-
-#: One request that takes seven seconds at three MiB a second.
-LARGE = (21 << 20) // 4
-_PIECE = 64 << 10
+from tiered_checkpoint_io.stores.silence import answer_within, local_work
 
 
 class Book(logging.Handler):
@@ -127,19 +121,6 @@ def test_training_resumes_from_memory_and_counts_down_to_it(s3_url, s3_server, m
     assert book.having("restoring from node memory: S3 has not answered for 3 s")
 
 
-@pytest.mark.matrix
-def test_without_memory_it_is_an_error_after_the_longer_bound(io_of, proxy, book):
-    Gate(proxy)
-    with hurried(retry_deadline_s=2.0, s3_read_s=2.0):
-        io = io_of()
-        with pytest.raises(StoreUnavailableError):
-            io.load_checkpoint("tiered:latest")
-    assert proxy.counts["list"] >= 2, "it is asked again, and never started from scratch"
-    assert book.having("has not answered for")[0] == (
-        "S3 has not answered for 1 s; node memory has no checkpoint that serves; giving up in 5 s at most"
-    )
-
-
 def test_a_server_that_refuses_all_that_it_is_asked_is_told_as_that(io_of, proxy, book):
     """As S3 does that is asked too much."""
     first = io_of()
@@ -166,15 +147,6 @@ def test_where_memory_is_damaged_the_answer_is_waited_for(io_of, proxy, book, me
     assert book.having("restoring from node memory: S3 has not answered for 1 s")
 
 
-def test_nemos_rules_do_without_the_names_where_memory_was_resumed_from(io_of, proxy, book):
-    gate, io = Gate(proxy), io_of()
-    assert _find(io, Rules(), 1, restored=True) is None
-    assert book.having("could not check whether this training has completed: the durable tier has not answered for 1 s")
-    gate.open()
-    assert io.checkpointer.session.known.all() == frozenset(), "the first question is still answered"
-    assert proxy.counts["list"] <= 2, "once, and again where it was cut off"
-
-
 def test_a_save_that_waits_stays_in_memory_and_is_uploaded_later(io_of, proxy, book):
     gate, io = Gate(proxy), io_of(pending_timeout_s=1, max_pending=3)
     made = io.checkpointer
@@ -199,22 +171,6 @@ def test_a_save_that_waits_stays_in_memory_and_is_uploaded_later(io_of, proxy, b
 
 
 @pytest.mark.matrix
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_so_does_a_sharded_save(s3_url, memory_dir, proxy, book):
-    options = {"dirpath": s3_url, "memory_dir": memory_dir, "endpoint_url": proxy.endpoint_url, "drain": "thread"}
-    options |= {"pending_timeout_s": 1, "durable_timeout_s": 1, "logger": book.log, "wait_timeout_s": 120}
-    gate, writer = Gate(proxy), build(TieredStorageWriter, **options, wait=True, save_to_s3=True)
-    for step in (1, 2):
-        dcp.save({"w": state(step)["w"]}, checkpoint_id=f"step_{step}", storage_writer=writer)
-    assert book.having("cannot ask whether step_1 exists")
-    assert book.having("shard 0 of step_2 stays in node memory, queued for upload: nothing has reached S3 for 1 s")
-    gate.open()
-    writer.wait()
-    writer.close()
-    assert book.having("step_2 is durable")
-
-
-@pytest.mark.matrix
 def test_a_full_queue_is_not_waited_for_and_the_save_is_of_memory_alone(io_of, proxy, book):
     gate, io = Gate(proxy), io_of(pending_timeout_s=1, max_pending=1)
     for step in (1, 2, 3):
@@ -225,63 +181,6 @@ def test_a_full_queue_is_not_waited_for_and_the_save_is_of_memory_alone(io_of, p
     gate.open()
     io.checkpointer.session.wait()
     assert not io.checkpointer.session.is_pending("1.ckpt")
-
-
-class SlowLink:
-    """Passes bytes on to a server, at so many a second."""
-
-    def __init__(self, server_port, bytes_per_second):
-        self.server_port, self.bytes_per_second = server_port, bytes_per_second
-        self.listener, self.threads = socket.socket(), []
-        # What is buffered on the way has left, and has not arrived.
-        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PIECE)
-        self.listener.bind(("127.0.0.1", 0))
-        self.listener.listen()
-        self.endpoint_url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-
-    def __enter__(self):
-        self._start(self._accept)
-        return self
-
-    def __exit__(self, *_):
-        self.listener.shutdown(socket.SHUT_RDWR)
-        for thread in self.threads:
-            thread.join(30)
-        self.listener.close()
-
-    def _start(self, run, *args):
-        self.threads.append(threading.Thread(target=run, args=args))
-        self.threads[-1].start()
-
-    def _accept(self):
-        with contextlib.suppress(OSError):
-            while True:
-                self._start(self._connect, self.listener.accept()[0])
-
-    def _connect(self, client):
-        with client, socket.create_connection(("127.0.0.1", self.server_port)) as server:
-            back = threading.Thread(target=self._pass, args=(server, client, False))
-            back.start()
-            self._pass(client, server, True)
-            back.join(30)
-
-    def _pass(self, source, target, is_slow):
-        with contextlib.suppress(OSError):
-            while data := source.recv(_PIECE):
-                target.sendall(data)
-                time.sleep(len(data) / self.bytes_per_second if is_slow else 0)
-            target.shutdown(socket.SHUT_WR)
-
-
-@pytest.mark.matrix
-def test_a_slow_upload_is_waited_for(io_of, proxy, book):
-    with SlowLink(proxy.target.port, 3 << 20) as link:
-        io = io_of(endpoint_url=link.endpoint_url, pending_timeout_s=4)
-        io.save_checkpoint(state(1, LARGE), "1.ckpt")
-        assert not io.checkpointer.session.is_pending("1.ckpt")
-        assert book.having("saved 1.ckpt to memory and S3")
-        assert not book.having("stays in node memory")
-        io.teardown()
 
 
 def test_each_answer_begins_a_new_silence():
@@ -302,3 +201,24 @@ def test_each_answer_begins_a_new_silence():
     never.set()
     with pytest.raises(KeyError):
         answer_within(1.0, {}.popitem, clock=clock)
+
+
+def test_work_on_a_slow_disk_is_no_silence():
+    clock = quick(silence_line_s=0.1)
+
+    def work():
+        with local_work():
+            time.sleep(1)
+        return "done"
+
+    said = []
+    assert answer_within(0.3, work, clock=clock, count_down=lambda *figures: said.append(figures)) == "done"
+    assert not said
+
+    def then_silent():
+        with local_work():
+            pass
+        time.sleep(1)
+
+    with pytest.raises(StoreUnavailableError):
+        answer_within(0.3, then_silent, clock=clock)

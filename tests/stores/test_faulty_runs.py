@@ -8,6 +8,7 @@ import torch
 from support.bad_input import state
 from support.clocks import hurried
 from support.fault_proxy import (
+    SLOW_DOWN,
     answered_by_another,
     late,
     lose_answer,
@@ -24,14 +25,8 @@ from support.supporting import supported
 
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp, list_checkpoints
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
-from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.stores import open_store
 
-SLOW_DOWN = refuse(503, "SlowDown")
 #: Above the smallest part size: three parts.
 LARGE = (17 << 20) // 4
 
@@ -100,29 +95,6 @@ def test_s3_is_away_for_a_whole_run_and_comes_back(io_of, options, proxy, caplog
     elsewhere = io_of(namespace="another-node")
     assert torch.equal(elsewhere.load_checkpoint("tiered:latest")["w"], state(8)["w"])
     assert elsewhere.checkpointer.restored.tier == "durable"
-
-
-@pytest.mark.matrix
-@pytest.mark.timeout(60)
-def test_what_a_dead_run_left_on_its_node_does_not_replace_what_was_saved_since(io_of, proxy, monkeypatch):
-    """A job is preempted while S3 is away, goes on and is preempted on another node, and comes back to the first."""
-    soon, gone_past = Clock(Timing(left_over_s=0.0)), commit.gone_past
-    monkeypatch.setattr(commit, "gone_past", lambda old, part, _, **more: gone_past(old, part, soon, **more))
-    proxy.plan = where(SLOW_DOWN)
-    first = io_of()
-    first.checkpointer.save(state(1), "preempted.ckpt", wait=False)
-    first.teardown()
-    proxy.plan = lambda *_: None
-    second = io_of(namespace="another-node")
-    second.save_checkpoint(state(2), "preempted.ckpt")
-    second.teardown()
-    third = io_of()
-    assert third.load_checkpoint("tiered:latest")["global_step"] == 2
-    third.checkpointer.session.wait()
-    (told,) = (each for each in third.checkpointer.session.poll() if each.action == "save")
-    assert (told.state, told.error) == ("skipped", "a later save has taken its name")
-    third.teardown()
-    assert io_of(namespace="a-third-node").load_checkpoint("preempted.ckpt")["global_step"] == 2
 
 
 FAULTS = {
@@ -224,19 +196,3 @@ def test_an_archived_manifest_keeps_no_other_checkpoint_from_its_use(io_of, opti
     assert "it was archived" in listed[1].problem
     proxy.plan = lambda *_: None
     assert io_of(namespace="a-third").load_checkpoint("1.ckpt")["global_step"] == 1, "it was not removed"
-
-
-@pytest.mark.matrix
-@pytest.mark.timeout(45)
-def test_a_server_that_never_answers_is_an_error_within_the_bound(options, proxy, s3_url):
-    proxy.plan = where(stall)
-    store = open_store(TieredCheckpointConfig.from_any(**options))
-    started = time.monotonic()
-    with pytest.raises(OSError, match="timed out|Timeout|timeout"):
-        list(store.list(""))
-    assert time.monotonic() - started < 20
-    store.close()
-    made = Checkpointer(TieredCheckpointConfig.from_any(**options))
-    with pytest.raises(OSError, match="timed out|Timeout|timeout"):
-        made.load("tiered:latest")
-    made.close()

@@ -5,10 +5,12 @@ import socket
 import time
 
 import pytest
-from support.clocks import quick
 from support.fault_proxy import (
+    SLOW_DOWN,
+    always,
     answered_by_another,
     object_lock,
+    on,
     refuse,
     reset,
     short_pages,
@@ -30,37 +32,11 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.stores import s3_bodies
 from tiered_checkpoint_io.stores.fallbacks import folders_of
-from tiered_checkpoint_io.stores.s3 import MIB, S3Store
+from tiered_checkpoint_io.stores.s3 import MIB
 from tiered_checkpoint_io.stores.s3_errors import refusal
 from tiered_checkpoint_io.testing.contract import MemoryJournal
 
-SLOW_DOWN = refuse(503, "SlowDown")
 PASSING = [SLOW_DOWN, refuse(500, "InternalError"), refuse(502, ""), refuse(400, "RequestTimeout"), reset]
-
-
-@pytest.fixture
-def open_store(s3_url, proxy):
-    stores = []
-
-    def open_store(url=s3_url, *, deadline_s=20.0, endpoint_url=None, seconds=None, **options):
-        given = {"retry_deadline_s": deadline_s, "retry_first_wait_s": 0.01, "retry_max_wait_s": 0.05}
-        clock = quick(**{**given, **(seconds or {})})
-        options = {"part_size": 8 * MIB, "write_concurrency": 3, **options}
-        store = S3Store(url, endpoint_url=endpoint_url or proxy.endpoint_url, clock=clock, **options)
-        stores.append(store)
-        return store
-
-    yield open_store
-    for store in stores:
-        store.close()
-
-
-def on(operation, fault, numbers=(1,)):
-    return lambda name, number: fault if name == operation and number in numbers else None
-
-
-def always(operation, fault):
-    return lambda name, _: fault if name == operation else None
 
 
 def test_each_request_survives_a_fault_that_passes(open_store, proxy):
@@ -150,13 +126,6 @@ def test_an_answer_that_breaks_off_amid_pieces_is_read_from_the_first_again(
         assert proxy.connections - opened <= 1, "what was read to its end leaves its connection to the next"
 
 
-def test_a_listing_cut_short_is_read_again(open_store, proxy):
-    store = open_store()
-    store.put("x", b"1")
-    proxy.plan = on("list", truncate(60))
-    assert [entry.key for entry in store.list("")] == ["x"]
-
-
 def test_pages_without_a_marker_are_followed_by_what_was_last(open_store, proxy):
     store, keys = open_store(), ["a", "b/1", "b/2", "c", "d/1", "e/1", "é"]
     for key in keys:
@@ -243,12 +212,6 @@ def test_an_answer_that_does_not_tell_its_length_is_read_to_its_end(open_store, 
         open_store(deadline_s=0.1).read_into("x", 7, buffer)
 
 
-def test_a_size_that_the_server_does_not_tell_is_an_error(open_store, proxy):
-    proxy.plan = always("head", chunked(b"1"))
-    with pytest.raises(StoreError, match="does not tell the size of the object.*Content-Length"):
-        open_store().size("x")
-
-
 @pytest.mark.parametrize(("fault", "seconds"), [(truncate(MIB), 20.0), (slow_body(1 << 20, 1 << 20), 0.3)])
 def test_an_answer_that_stops_amid_its_body_tells_of_the_network(fault, seconds, open_store, proxy):
     store = open_store(deadline_s=0.0, seconds={"s3_read_s": seconds})
@@ -277,23 +240,6 @@ def test_a_server_that_stops_reading_for_a_while_is_waited_for(open_store, proxy
     assert store.get("x") == data
 
 
-def test_refusals_are_not_repeated(open_store, proxy):
-    store = open_store()
-    for status, code, kind in (
-        (403, "AccessDenied", StoreAccessError),
-        (404, "NoSuchKey", StoreNotFoundError),
-        (400, "InvalidArgument", StoreError),
-        (501, "NotImplemented", StoreError),
-    ):
-        proxy.counts.clear()
-        proxy.plan = always("get", refuse(status, code))
-        with pytest.raises(kind, match=code) as caught:
-            store.get("x")
-        assert not caught.value.retryable
-        assert proxy.counts["get"] == 1
-    assert "retries" not in store.metrics.snapshot()
-
-
 def test_a_bucket_with_object_lock_gets_checksums(open_store, proxy):
     proxy.plan = lambda name, _: object_lock if name in ("put", "part") else None
     store, data = open_store(write_concurrency=1), os.urandom(20 * MIB)
@@ -303,15 +249,6 @@ def test_a_bucket_with_object_lock_gets_checksums(open_store, proxy):
     assert (store.get("small"), store.get("large")) == (b"123456", data)
     # It is learned once.
     assert (proxy.counts["put"], proxy.counts["part"]) == (3, 3)
-
-
-def test_a_refusal_for_another_reason_is_asked_about_once_more(open_store, proxy):
-    proxy.plan = always("put", refuse(400, "InvalidRequest"))
-    store = open_store()
-    for _ in range(2):
-        with pytest.raises(StoreError, match="InvalidRequest"):
-            store.put("x", b"12345")
-    assert proxy.counts["put"] == 4
 
 
 def test_a_failure_keeps_no_reference_to_the_buffer(open_store, proxy):
@@ -386,15 +323,3 @@ def test_a_proxy_that_refuses_is_named(status, kind, hint, open_store, proxy, mo
     with pytest.raises(kind, match=hint) as caught:
         open_store(endpoint_url="http://s3.example.invalid").get("x")
     assert "secret" not in str(caught.value)
-
-
-def test_a_proxy_that_is_away_is_named(open_store, monkeypatch):
-    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
-    with pytest.raises(StoreUnavailableError, match="check HTTPS_PROXY"):
-        open_store(endpoint_url="https://s3.example.invalid", deadline_s=0.1).get("x")
-
-
-def test_a_wrong_region_is_named(open_store, proxy):
-    proxy.plan = lambda *_: refuse(400, "AuthorizationHeaderMalformed", Region="eu-central-1")
-    with pytest.raises(StoreConfigError, match="eu-central-1"):
-        open_store(region="us-west-2").get("x")

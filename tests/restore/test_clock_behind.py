@@ -29,17 +29,7 @@ def run(tmp_path, memory_dir, s3_url):
     return run
 
 
-@pytest.mark.parametrize(
-    ("kind", "memory_first"),
-    [
-        ("synchronous", False),
-        pytest.param("synchronous", True, marks=pytest.mark.matrix),
-        pytest.param("asynchronous", True, marks=pytest.mark.matrix),
-        pytest.param("asynchronous", False, marks=pytest.mark.matrix),
-        ("dcp", False),
-        pytest.param("fabric", False, marks=pytest.mark.matrix),
-    ],
-)
+@pytest.mark.parametrize(("kind", "memory_first"), [("synchronous", True), ("dcp", False)])
 def test_what_a_new_run_saves_is_newer(run, s3_url, memory_dir, kind, memory_first):
     run(kind, "before", 9)
     logged = run(kind, "after", 3, behind_s=DAY_S, memory_first=memory_first)

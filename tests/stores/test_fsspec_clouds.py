@@ -134,6 +134,9 @@ def test_an_empty_bucket_that_may_not_be_looked_at_is_an_empty_one(cloud):
     for info in (_raising(FileNotFoundError("bucket")), _raising(_http(403)), lambda *_, **__: _forbidden()):
         cloud.instead["info"] = info
         assert list(store.list("")) == []
+    cloud.instead["cat_file"] = lambda *_, **__: _forbidden()
+    with pytest.raises(StoreAccessError):
+        store.get("x")
     cloud.instead["info"] = _raising(_http(503))
     with pytest.raises(StoreUnavailableError):
         list(store.list(""))
@@ -144,18 +147,3 @@ def test_a_bucket_that_is_not_there_is_no_empty_one(cloud):
     cloud.instead |= dict.fromkeys(("find", "info", "ls"), _raising(FileNotFoundError("bucket")))
     with pytest.raises(StoreConfigError, match="bucket 'bucket' does not exist"):
         list(store.list(""))
-
-
-def test_a_blob_of_the_name_of_the_folder_is_not_below_it(cloud):
-    """Where that is all there is, adlfs gives its name in a list, and others the facts of it."""
-    store = RemoteStore("gs://bucket/run", clock=quick(retry_deadline_s=0.5))
-    for found in (["/bucket/run"], {"/bucket/run": {"size": 1}}):
-        cloud.instead |= {"find": lambda *_, found=found, **__: found, "info": lambda *_, **__: {}}
-        assert list(store.list("")) == []
-
-
-def test_what_gcsfs_calls_forbidden_is_a_refusal(cloud):
-    store = RemoteStore("gs://bucket/run", clock=quick(retry_deadline_s=0.5))
-    cloud.instead["cat_file"] = lambda *_, **__: _forbidden()
-    with pytest.raises(StoreAccessError):
-        store.get("x")

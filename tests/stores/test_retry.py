@@ -7,7 +7,6 @@ import os
 import threading
 import time
 import weakref
-from functools import partial
 
 import pytest
 from support.clocks import VirtualClock, quick
@@ -16,8 +15,6 @@ from tiered_checkpoint_io.errors import StoreAccessError, StoreError, StoreNotFo
 from tiered_checkpoint_io.stores.base import Metrics
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.stores.retry import Progress, Retry
-from tiered_checkpoint_io.testing.contract import StoreContract
-from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
 
 class Flaky:
@@ -95,72 +92,6 @@ def test_progress_tells_no_byte_twice():
     assert sum(seen) == 10
 
 
-class Shaky(DirectoryStore):
-    """Each call of the file system fails the first time, and uploads in the middle of their content."""
-
-    def __init__(self, root):
-        super().__init__(root, clock=QUICK)
-        self.failed = set()
-
-    def _fail_first(self, name, *args, call):
-        if name not in self.failed:
-            self.failed.add(name)
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return call(*args)
-
-    def __getattribute__(self, name):
-        found = super().__getattribute__(name)
-        return partial(self._fail_first, name, call=found) if name in CALLS else found
-
-
-CALLS = ("_files", "_get", "_size", "_read", "_delete", "_drop_abandoned")
-
-
-def test_a_store_repeats_each_operation(tmp_path, monkeypatch):
-    store = Shaky(str(tmp_path))
-    for call in (
-        lambda: store.put("x", b"1"),
-        lambda: store.get("x"),
-        lambda: store.size("x"),
-        lambda: [*store.list("")],
-        lambda: store.read_into("x", 0, memoryview(bytearray(1))),
-        lambda: store.delete("x"),
-    ):
-        call()
-    assert store.metrics.snapshot()["retries"] == len(CALLS)
-    writes, seen = [], []
-    write = os.write
-
-    def stale_once(descriptor, data):
-        writes.append(len(data))
-        if len(writes) == 2:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return write(descriptor, data)
-
-    monkeypatch.setattr(os, "write", stale_once)
-    store.upload("y", memoryview(bytes(20 << 20)), progress=seen.append)
-    assert store.size("y") == sum(seen) == 20 << 20
-    assert store.metrics.snapshot()["retries"] == len(CALLS) + 1
-
-
-@pytest.mark.parametrize(("when", "stands"), [("before", b"old"), ("during", b"old"), ("after", b"new")])
-def test_the_faulty_store_fails_where_it_is_told_to(tmp_path, when, stands):
-    directory = DirectoryStore(str(tmp_path))
-    directory.put("x", b"old")
-    store = FaultyStore(directory, fail_at=2, when=when)
-    assert store.get("x") == b"old"
-    for _ in range(2):
-        with pytest.raises(Injected):
-            store.upload("x", memoryview(b"new"))
-        assert directory.get("x") == stands
-
-
-class TestFaultyStoreWithoutFaults(StoreContract):
-    @pytest.fixture
-    def store(self, tmp_path):
-        yield FaultyStore(DirectoryStore(str(tmp_path / "root")))
-
-
 def test_what_a_call_and_its_error_hold_is_free_at_once():
     class Held:
         pass
@@ -183,3 +114,18 @@ def test_what_a_call_and_its_error_hold_is_free_at_once():
         assert [ask(error)() for error in (None, StoreNotFoundError)] == [None, None]
     finally:
         gc.enable()
+
+
+def test_an_upload_to_a_directory_that_was_interrupted_is_repeated_and_told_once(tmp_path, monkeypatch):
+    store, writes, seen, write = DirectoryStore(str(tmp_path), clock=QUICK), [], [], os.write
+
+    def stale_once(descriptor, data):
+        writes.append(len(data))
+        if len(writes) == 2:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", stale_once)
+    store.upload("y", memoryview(bytes(20 << 20)), progress=seen.append)
+    assert store.size("y") == sum(seen) == 20 << 20
+    assert store.metrics.snapshot()["retries"] == 1

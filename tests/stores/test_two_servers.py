@@ -7,12 +7,10 @@ import textwrap
 
 import boto3
 import pytest
-from support.draining import where_of
 from support.launch import scripts
 
-from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
-from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, Drain
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.place import Place, Server, endpoint_text
@@ -133,29 +131,6 @@ def test_a_queued_save_goes_to_the_server_of_its_job_alone(servers, job, s3_buck
     assert manifests_on(second, s3_bucket) == {"y.ckpt.json"}
     # The first job's own restart takes its own.
     assert job.on(first, ["load"], by=by) == [0]
-
-
-@pytest.mark.matrix
-def test_what_another_server_refuses_waits_for_it(s3_server, job, s3_bucket, tmp_path, capsys, monkeypatch):
-    with RcloneServer(tmp_path) as second:
-        second.make_bucket(s3_bucket)
-        refuse_and_take(s3_server, second, job, s3_bucket, capsys, monkeypatch)
-
-
-def refuse_and_take(first, second, job, s3_bucket, capsys, monkeypatch):
-    job.leaves_queued(second, ["queue", "x.ckpt"])
-    assert job.on(first, ["load"], ["save", "y.ckpt"]) == [None]
-    assert names_on(first, s3_bucket) == {"y.ckpt"}
-    app(["status", *where_of(job.root)], standalone_mode=False)
-    said = capsys.readouterr().out
-    assert f"dirpath: {job.url} at {first.endpoint_url}" in said
-    assert f"dirpath: {job.url} at {second.endpoint_url}" in said
-    # By the configuration of the other job, but with keys that this server takes.
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, second.env()[name])
-    Drain(job.root).run(once=True)
-    assert names_on(first, s3_bucket) == {"y.ckpt"}
-    assert names_on(second, s3_bucket) == {"x.ckpt"}
 
 
 @pytest.mark.matrix

@@ -57,13 +57,6 @@ def test_a_lost_answer_is_no_change_by_others(store, proxy, expected):
     assert store.metrics.snapshot()["retries"] == 1
 
 
-def test_a_lost_answer_to_a_delete_is_none_either(store, proxy):
-    tag = store.put_if("x", b"1", None)
-    proxy.plan = where(lose_answer, operation="delete", key="x", calls=[1])
-    store.delete_if("x", tag)
-    assert store.tag("x") is None
-
-
 @pytest.mark.parametrize("refusal", [(501, "NotImplemented"), (400, "InvalidArgument")])
 def test_a_server_that_refuses_conditions_is_written_to_without(store, proxy, refusal):
     def without_conditions(exchange):

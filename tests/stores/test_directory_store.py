@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from tiered_checkpoint_io.errors import InvalidNameError, StoreAccessError, StoreError, StoreNotFoundError
+from tiered_checkpoint_io.errors import InvalidNameError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 KILLED = """
@@ -152,10 +152,3 @@ def test_what_stands_in_the_way_is_said(tmp_path):
     with pytest.raises(StoreError, match="same name"):
         store.put("folder", b"1")
     assert store.get("x") == store.get("folder/x") == b"1"
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or not os.path.isdir("/proc/sys"), reason="needs a place that root cannot write")
-def test_a_place_that_may_not_be_written_is_an_access_error():
-    with pytest.raises((StoreAccessError, StoreError)) as caught:
-        DirectoryStore("/proc/sys/tiered").put("x", b"1")
-    assert not caught.value.retryable

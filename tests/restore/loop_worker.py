@@ -21,17 +21,12 @@ def save(kind, told):
         dcp.save(state, checkpoint_id=told["name"], storage_writer=writer)
         writer.close()
         return
-    from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
+    from tiered_checkpoint_io import TieredCheckpointIO
 
     io = build(TieredCheckpointIO, **options)
     if told["memory_first"]:
         io.save_checkpoint(state, "in-memory.ckpt", {"tiers": ["memory"]})
-    if kind == "fabric":
-        from lightning import Fabric
-
-        Fabric(accelerator="cpu", devices=1, plugins=[io]).save(told["name"], state)
-    else:
-        (AsyncCheckpointIO(io) if kind == "asynchronous" else io).save_checkpoint(state, told["name"])
+    io.save_checkpoint(state, told["name"])
     io.teardown()
 
 
