@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
 from tiered_checkpoint_io.engine.durable.manifests import names_of, read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, DrainError, UsageError
-from tiered_checkpoint_io.inventory.flushing import to_flush
+from tiered_checkpoint_io.inventory.node import to_flush
 from tiered_checkpoint_io.memory.parts import StoredPart, mark_durable
 from tiered_checkpoint_io.model.ids import LEASE_PREFIX, manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore

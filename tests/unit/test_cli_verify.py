@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.cli import output as shown
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreArchivedError
-from tiered_checkpoint_io.inventory.roots import roots_of
+from tiered_checkpoint_io.inventory.node import roots_of
 from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.model.place import Place, Server
 from tiered_checkpoint_io.stores.directory import DirectoryStore

@@ -21,8 +21,8 @@ from tiered_checkpoint_io.errors import (
     StoreUnavailableError,
     WaitTimeoutError,
 )
+from tiered_checkpoint_io.inventory.api import NewCheckpoints
 from tiered_checkpoint_io.inventory.durable import read_all
-from tiered_checkpoint_io.inventory.new_checkpoints import NewCheckpoints
 from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore

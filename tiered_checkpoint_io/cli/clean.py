@@ -20,8 +20,7 @@ from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, latest, read_all
-from tiered_checkpoint_io.inventory.flushing import HeldSave, by_payload, saves_of, with_units
-from tiered_checkpoint_io.inventory.roots import TRAINERS, owned, undone
+from tiered_checkpoint_io.inventory.node import TRAINERS, HeldSave, by_payload, owned, saves_of, undone, with_units
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.ownership import OWNER_FILE, siblings
 from tiered_checkpoint_io.memory.parts import StoredPart

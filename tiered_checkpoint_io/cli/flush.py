@@ -30,9 +30,17 @@ from tiered_checkpoint_io.errors import (
     StoreNotFoundError,
     TieredCheckpointError,
 )
-from tiered_checkpoint_io.inventory.flushing import HeldSave, Unit, by_payload, to_flush
-from tiered_checkpoint_io.inventory.node import held_part
-from tiered_checkpoint_io.inventory.roots import existing, has_trainer, owned, tier_at
+from tiered_checkpoint_io.inventory.node import (
+    HeldSave,
+    Unit,
+    by_payload,
+    existing,
+    has_trainer,
+    held_part,
+    owned,
+    tier_at,
+    to_flush,
+)
 from tiered_checkpoint_io.logs import get_logger, size_text
 from tiered_checkpoint_io.memory.parts import mark_durable
 from tiered_checkpoint_io.memory.private import write_atomic

@@ -39,8 +39,8 @@ from tiered_checkpoint_io.errors import (
     StoreNotFoundError,
     TieredCheckpointError,
 )
-from tiered_checkpoint_io.inventory.details import File
 from tiered_checkpoint_io.inventory.durable import find, read_unchanged
+from tiered_checkpoint_io.inventory.rows import File
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.node import node_budget
 from tiered_checkpoint_io.memory.tier import MemoryTier

@@ -12,11 +12,8 @@ from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.options import SERVER, SHM, AnyDirpath, Json, MemoryDir, Name, Server, has_memory, name_of
 from tiered_checkpoint_io.cli.output import is_terminal, printable, say, show, write_json
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
-from tiered_checkpoint_io.inventory.details import Details, PartHere, details_of
-from tiered_checkpoint_io.inventory.listing import checkpoints_of
-from tiered_checkpoint_io.inventory.look import Look, Looker
-from tiered_checkpoint_io.inventory.node import PartState, look_at_node
-from tiered_checkpoint_io.inventory.record import CheckpointInfo, CheckpointState, iso
+from tiered_checkpoint_io.inventory.node import HeldPart, PartState, look_at_node
+from tiered_checkpoint_io.inventory.rows import CheckpointInfo, CheckpointState, Details, Look, Looker, details_of, iso
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -56,7 +53,7 @@ def list_all(
     found: Sequence[CheckpointInfo]
     if dirpath is None:
         node = look_at_node(memory_dir)
-        found = [each for place in node.places for each in checkpoints_of(place, None, node)]
+        found = [each for place in node.places for each in Look(place, node).checkpoints]
     else:
         config = server.config(dirpath)
         wanted = name_of(config, name) if name is not None else None
@@ -241,7 +238,7 @@ def _show_details(info: Details, names: dict[str, str]) -> None:
         show("", [(file.path, size_text(file.size_bytes)) for file in info.files], "path", "size")
 
 
-def _part_row(each: PartHere) -> tuple[str, ...]:
+def _part_row(each: HeldPart) -> tuple[str, ...]:
     return (
         str(each.rank),
         each.tier,

@@ -15,7 +15,7 @@ import typer
 
 from tiered_checkpoint_io.clock import DURABLE_TIMEOUT_S
 from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
-from tiered_checkpoint_io.inventory.roots import all_roots, existing
+from tiered_checkpoint_io.inventory.node import all_roots, existing
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tiered_checkpoint_io.inventory.record import iso
+from tiered_checkpoint_io.inventory.rows import iso
 from tiered_checkpoint_io.logs import size_text
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def write_json(command: str, document: object) -> None:
 def as_json(value: Any) -> Any:
     """The same for JSON: times as ISO 8601 (UTC), and null where a number is not finite."""
     if is_dataclass(value):
-        return {each.name: as_json(getattr(value, each.name)) for each in fields(value)}
+        return {each.name: as_json(getattr(value, each.name)) for each in fields(value) if each.repr}
     if isinstance(value, Mapping):
         return {key: as_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -18,8 +18,8 @@ from tiered_checkpoint_io.engine.durable.pruning import finish, remove_all, unfi
 from tiered_checkpoint_io.engine.durable.retention import in_order, refused_text
 from tiered_checkpoint_io.engine.durable.survey import RemovalAttempt, Survey
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, TieredCheckpointError
-from tiered_checkpoint_io.inventory.leftovers import Leftovers, leftovers
-from tiered_checkpoint_io.inventory.record import time_of
+from tiered_checkpoint_io.inventory.durable import Leftovers, leftovers
+from tiered_checkpoint_io.inventory.node import time_of
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import BLOCK, TieredCheckpointConfig

@@ -16,10 +16,8 @@ from tiered_checkpoint_io.cli.output import is_terminal, printable, say, show, w
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
-from tiered_checkpoint_io.inventory.details import PartHere, parts_here
-from tiered_checkpoint_io.inventory.node import held_part, tier_of
-from tiered_checkpoint_io.inventory.record import time_of
-from tiered_checkpoint_io.inventory.roots import tier_at
+from tiered_checkpoint_io.inventory.node import HeldPart, held_part, tier_at, tier_of, time_of
+from tiered_checkpoint_io.inventory.rows import marked
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.metrics import Sample, collect, prometheus_text, write_textfile
 from tiered_checkpoint_io.model import ids
@@ -95,7 +93,7 @@ def _look(root: Path) -> dict[str, Any]:
         "root": root,
         "dirpath": tier.place.dirpath if tier.place is not None else None,
         "server": (tier.place.endpoint or None) if tier.place is not None else None,
-        "parts": parts_here([held_part(tier, each, outcomes) for each in tier.held()]),
+        "parts": marked([held_part(tier, each, outcomes) for each in tier.held()]),
         "damaged": [
             {"folder": folder, "tier": tier_of(tier, folder), "error": str(error)}
             for folder, error in tier.unreadable()
@@ -197,7 +195,7 @@ def _rows(found: Mapping[str, Any], named: Mapping[tuple[str, str | None], str],
     ]
 
 
-def _row(part: PartHere, dirpath: str) -> _Row:
+def _row(part: HeldPart, dirpath: str) -> _Row:
     state = "replica" if part.tier == "replicas" else part_text(part.state)
     # Of a save of several ranks, only all parts together are safe.
     safe = "yes" if part.is_replicated else "no"

@@ -31,7 +31,7 @@ from tiered_checkpoint_io.errors import (
     StoreArchivedError,
 )
 from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, checkpoints, latest, read
-from tiered_checkpoint_io.inventory.roots import tier_at
+from tiered_checkpoint_io.inventory.node import tier_at
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids

@@ -18,9 +18,8 @@ from tiered_checkpoint_io.cli.answers import ask, raising
 from tiered_checkpoint_io.cli.listing import looker_of, state_text, table_of
 from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server
 from tiered_checkpoint_io.cli.output import is_terminal, printable, rich_table, row_writer, say, write_json
-from tiered_checkpoint_io.inventory.look import RepeatedLook
-from tiered_checkpoint_io.inventory.new_checkpoints import NewCheckpoints, held
-from tiered_checkpoint_io.inventory.record import CheckpointInfo, iso
+from tiered_checkpoint_io.inventory.api import NewCheckpoints, held
+from tiered_checkpoint_io.inventory.rows import CheckpointInfo, RepeatedLook, iso
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig

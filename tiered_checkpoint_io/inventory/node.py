@@ -1,62 +1,224 @@
-"""What this node's memory holds: each namespace, looked at once, without asking a server."""
+"""The memory of this node: each namespace, looked at without asking a server, and what must not be lost of it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from tiered_checkpoint_io.engine.drain.locks import is_locked
+from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
-from tiered_checkpoint_io.errors import FormatVersionError, ManifestError
-from tiered_checkpoint_io.inventory.record import Tier
-from tiered_checkpoint_io.inventory.roots import all_roots, tier_at
+from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, last_config
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
+from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
+from tiered_checkpoint_io.errors import ConfigError, FormatVersionError, InvalidNameError, ManifestError
 from tiered_checkpoint_io.memory.parts import PART_FILE, REPLICAS, StoredPart
-from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.memory.spill import AUTO
+from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier, namespace_root
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.model.manifest import Content, Kind, Part
 from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.model.retention import UnitKey, unit_of
+from tiered_checkpoint_io.stores import place_of
 
-#: What has become of a part, as far as this node can tell: ``waiting`` for the durable tier; ``durable``: this node has
+Tier = Literal["memory", "spill", "replicas", "durable"]
+#: The state of a part, as far as this node can tell: ``waiting`` for the durable tier; ``durable``: this node has
 #: committed its save there; ``sent``: it is there, and another node commits its save; ``unknown``: a copy of what
 #: others upload, or too long ago; ``memory_only``: it was never to go there, or was given up, or was deleted there.
 PartState = Literal["waiting", "durable", "sent", "unknown", "memory_only"]
+#: Locks of processes that may add to the memory: a trainer, and a job.
+TRAINERS = (TRAINERS_FILE, JOB_FILE)
+#: Durable tier, step, and the name without its folder.
+Unit: TypeAlias = tuple[Place, UnitKey, str]
 
 
+# ------------------------------------------------------------------------------------------- roots
+def all_roots(memory_dir: str) -> list[Path]:
+    """Returns the memory tiers of all of this user's namespaces.
+
+    Raises:
+        ConfigError: The folder does not exist.
+    """
+    if not os.path.isdir(memory_dir):
+        raise ConfigError(f"there is no folder {memory_dir}", hint="check --memory-dir")
+    folder = namespace_root(memory_dir, "default").parent
+    return sorted(each for each in folder.glob("[!.]*") if _is_tier(each))
+
+
+def roots_of(memory_dir: str, place: Place) -> list[Path]:
+    """Returns those whose last trainer saved to ``place``; the last to be written to first. Raises as all_roots."""
+    configs = {root: last_config(root) for root in all_roots(memory_dir)}
+    found = [root for root, config in configs.items() if config is not None and place_of(config) == place]
+    return sorted(found, key=lambda root: (root / CONFIG_FILE).stat().st_mtime, reverse=True)
+
+
+def existing(root: Path) -> Path:
+    """Returns the root of a memory tier.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if not _is_tier(root):
+        raise ConfigError(f"no memory tier at {root}", hint="check --memory-dir and --namespace")
+    return root
+
+
+def owned(root: Path) -> Path:
+    """Returns the root of a memory tier, for commands that write there.
+
+    Raises:
+        ConfigError: It is another user's. What we made there, as root, that user's trainer and drain could not open.
+    """
+    owner = root.stat().st_uid
+    if owner != os.getuid():
+        text = f"{root} belongs to user {owner}, and this command runs as user {os.getuid()}; nothing was changed"
+        raise ConfigError(text, hint=f"run it as that user, such as by: sudo -u '#{owner}'")
+    return root
+
+
+def _is_tier(root: Path) -> bool:
+    return all((root / folder).is_dir() for folder in FOLDERS)
+
+
+def tier_at(root: Path) -> MemoryTier:
+    """Returns the memory tier of a root with its spill."""
+    tier, config = MemoryTier(root), last_config(root)
+    tier.use_spill(config.spill_dir if config is not None else AUTO)
+    tier.place = place_of(config) if config is not None else None
+    return tier
+
+
+def has_trainer(root: Path) -> bool:
+    """Tells if a process lives that may add to the memory."""
+    for path in filter(Path.exists, (root / name for name in TRAINERS)):
+        lock = try_lock(path)
+        if lock is None:
+            return True
+        release(lock)
+    return False
+
+
+def undone(root: Path) -> int:
+    """Counts the operations that wait for the durable tier, except those that need a further save."""
+    try:
+        return len(Queue(root).doable(tier_at(root)))
+    except FileNotFoundError:
+        # Half cleaned away already.
+        return 0
+
+
+# ------------------------------------------------------------------------------------------- parts
 @dataclass(frozen=True, slots=True)
 class HeldPart:
     """An intact part in node memory, as far as its description tells.
 
     Attributes:
-        stored: What it is, and where it lies.
-        tier: Which memory: the node's, its spill, or what it keeps for other nodes.
-        namespace: Whose.
-        outcome: What the drain has noted of its upload, or of a later delete of its name; None where it has not, or too
-            long ago.
+        name: The checkpoint.
+        dirpath: The durable tier that it belongs to.
+        server: The endpoint of that; None for AWS's own, or if it is not known.
+        save_id: The save that made it.
+        step: The training step; None if it is not known.
+        rank: The rank that wrote it.
+        tier: The kind of memory: the node's, its spill, or what it keeps for other nodes.
+        namespace: The namespace that has it.
+        folder: Its folder.
+        size_bytes: Its bytes.
+        created: Time of the save (UTC).
+        is_for_durable: It was to go to the durable tier.
+        is_pending: It waits for the durable tier.
+        state: See :data:`PartState`.
+        is_replicated: All parts of its save are in the memory of other nodes as well.
+        resumable: Training can resume from it.
+        is_latest: ``tiered:latest`` means its save, of all that its namespace has in memory.
+        stored: The part itself.
+        outcome: The drain's note of its upload, or of a later delete of its name; None if there is none.
     """
 
-    stored: StoredPart
+    name: str
+    dirpath: str
+    server: str | None
+    save_id: str
+    step: int | None
+    rank: int
     tier: Tier
     namespace: str
-    outcome: Outcome | None = None
+    folder: Path
+    size_bytes: int
+    created: datetime | None
+    is_for_durable: bool
+    is_pending: bool
+    state: PartState
+    is_replicated: bool
+    resumable: bool
+    stored: StoredPart = field(repr=False)
+    outcome: Outcome | None = field(repr=False)
+    is_latest: bool = False
 
     @property
-    def state(self) -> PartState:
-        """What has become of it."""
-        outcome, stored = self.outcome, self.stored
-        if stored.pending:
-            return "waiting"
-        is_gone = outcome is not None and (outcome.state != "committed" or outcome.action == "delete")
-        if is_gone or not stored.part.durable:
-            return "memory_only"
-        if outcome is None or stored.is_replica:
-            # Also what a restore has brought, from the durable tier or from a node that has yet to upload it.
-            return "unknown"
-        return "durable" if stored.part.commits else "sent"
+    def place(self) -> Place:
+        """The durable tier that it belongs to."""
+        return self.stored.part.place
+
+
+def held_part(tier: MemoryTier, stored: StoredPart, outcomes: Iterable[Outcome]) -> HeldPart:
+    """Returns a part of a tier, or of its replicas, with what became of it."""
+    part, content, outcome = stored.part, stored.part.content, _outcome(stored, outcomes)
+    return HeldPart(
+        name=part.name,
+        dirpath=part.dirpath,
+        server=part.place.endpoint or None,
+        save_id=part.save_id,
+        step=ids.known(content.step),
+        rank=part.rank,
+        tier=tier_of(tier, stored.folder),
+        namespace=tier.root.name,
+        folder=stored.folder,
+        size_bytes=content.size,
+        created=time_of(content.created),
+        is_for_durable=part.durable,
+        is_pending=stored.pending,
+        state=_state(stored, outcome),
+        is_replicated=stored.replicated,
+        resumable=content.resumable,
+        stored=stored,
+        outcome=outcome,
+    )
+
+
+def _state(stored: StoredPart, outcome: Outcome | None) -> PartState:
+    if stored.pending:
+        return "waiting"
+    is_gone = outcome is not None and (outcome.state != "committed" or outcome.action == "delete")
+    if is_gone or not stored.part.durable:
+        return "memory_only"
+    if outcome is None or stored.is_replica:
+        # Also what a restore has brought, from the durable tier or from a node that has yet to upload it.
+        return "unknown"
+    return "durable" if stored.part.commits else "sent"
+
+
+def tier_of(tier: MemoryTier, folder: Path) -> Tier:
+    """Returns the kind of memory that has a part of a tier, or of its replicas."""
+    if folder.parent.parent.name == REPLICAS:
+        return "replicas"
+    return "spill" if tier.is_spilled(folder) else "memory"
+
+
+def _outcome(stored: StoredPart, outcomes: Iterable[Outcome]) -> Outcome | None:
+    """Returns what became of a part on the durable tier last."""
+    part, last = stored.part, None
+    for each in outcomes:
+        # One that was skipped, as for a hold, has deleted nothing.
+        is_delete = (each.action, each.state, each.name) == ("delete", "committed", part.name)
+        is_gone = is_delete and each.op_id > part.save_id and each.place == part.place
+        if each.op_id == stored.op_id or is_gone:
+            last = each
+    return last
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +226,11 @@ class BrokenPart:
     """A part that can't be used.
 
     Attributes:
-        folder: Where it lies.
-        why: What is wrong with it.
-        part: What it was; None where that can't be read.
-        place: The durable tier that it belongs to, or, where its description can't be read, that of its namespace.
-        is_newer: Whether it has another format version: then it is not damaged.
+        folder: Its folder.
+        why: The damage.
+        part: Its description; None if that can't be read.
+        place: The durable tier that it belongs to; of one without a description, that of its namespace.
+        is_newer: It has another format version: then it is not damaged.
     """
 
     folder: Path
@@ -79,7 +241,7 @@ class BrokenPart:
 
     @property
     def save_id(self) -> str:
-        """The save that it is of, as its description or its folder tells; "" where neither does."""
+        """The save that it is of, as its description or its folder tells; "" if neither does."""
         if self.part is not None:
             return self.part.save_id
         in_quarantine = self.folder.name.removeprefix(f"{REPLICAS}.").partition(".rank-")[0]
@@ -88,7 +250,7 @@ class BrokenPart:
 
 @dataclass(frozen=True, slots=True)
 class NodeMemory:
-    """What all namespaces of this user on this node hold.
+    """The memory of all namespaces of this user on this node.
 
     Attributes:
         held: Intact parts.
@@ -103,9 +265,9 @@ class NodeMemory:
     working_on: frozenset[str] = frozenset()
 
     def at(self, place: Place) -> NodeMemory:
-        """What of it belongs to one durable tier."""
+        """Returns what of it belongs to one durable tier."""
         return NodeMemory(
-            tuple(each for each in self.held if each.stored.part.place == place),
+            tuple(each for each in self.held if each.place == place),
             tuple(each for each in self.broken if each.place == place),
             tuple(each for each in self.waiting if each.place == place),
             self.working_on,
@@ -114,7 +276,7 @@ class NodeMemory:
     @property
     def places(self) -> list[Place]:
         """The durable tiers that something here belongs to."""
-        found = {each.stored.part.place for each in self.held} | {each.place for each in self.waiting if each.dirpath}
+        found = {each.place for each in self.held} | {each.place for each in self.waiting if each.dirpath}
         return sorted(found | {each.place for each in self.broken if each.place is not None}, key=str)
 
 
@@ -141,30 +303,6 @@ def look_at_node(memory_dir: str) -> NodeMemory:
     return NodeMemory(tuple(held), tuple(broken), tuple(waiting), frozenset(working_on - {""}))
 
 
-def held_part(tier: MemoryTier, stored: StoredPart, outcomes: Iterable[Outcome]) -> HeldPart:
-    """A part of a tier, or of its replicas, with what became of it."""
-    return HeldPart(stored, tier_of(tier, stored.folder), tier.root.name, _outcome(stored, outcomes))
-
-
-def tier_of(tier: MemoryTier, folder: Path) -> Tier:
-    """Which memory a part of a tier, or of its replicas, lies in."""
-    if folder.parent.parent.name == REPLICAS:
-        return "replicas"
-    return "spill" if tier.is_spilled(folder) else "memory"
-
-
-def _outcome(stored: StoredPart, outcomes: Iterable[Outcome]) -> Outcome | None:
-    """What became of a part on the durable tier last."""
-    part, last = stored.part, None
-    for each in outcomes:
-        # One that was skipped, as for a hold, has deleted nothing.
-        is_delete = (each.action, each.state, each.name) == ("delete", "committed", part.name)
-        is_gone = is_delete and each.op_id > part.save_id and each.place == part.place
-        if each.op_id == stored.op_id or is_gone:
-            last = each
-    return last
-
-
 def _broken(tier: MemoryTier) -> Iterator[BrokenPart]:
     for folder, error in tier.unreadable():
         yield BrokenPart(folder, str(error), None, tier.place, isinstance(error, FormatVersionError))
@@ -176,3 +314,139 @@ def _broken(tier: MemoryTier) -> Iterator[BrokenPart]:
         with contextlib.suppress(OSError, ManifestError):
             part = Part.from_json(path.read_bytes(), where=str(path))
         yield BrokenPart(folder, f"in quarantine: {why}", part, part.place if part is not None else tier.place)
+
+
+def time_of(seconds: float) -> datetime | None:
+    """Returns a time in seconds since the epoch; None if there is no such time: the writer's clock said so."""
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc)
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+# ------------------------------------------------------------------------------------------- saves
+@dataclass(frozen=True, slots=True)
+class HeldSave:
+    """One save, as far as this node's own memory holds it.
+
+    Attributes:
+        place: Its durable tier.
+        parts: This node's own parts of it.
+    """
+
+    place: Place
+    parts: tuple[StoredPart, ...]
+
+    @property
+    def name(self) -> str:
+        return self.parts[0].part.name
+
+    @property
+    def content(self) -> Content:
+        """The facts of the save; the files are those of one part."""
+        return self.parts[0].part.content
+
+    @property
+    def size(self) -> int:
+        """Bytes of the parts here."""
+        return sum(each.part.content.size for each in self.parts)
+
+    @property
+    def unit(self) -> Unit:
+        """What a restart may need together: averages beside weights, and the parts of process groups.
+
+        Other checkpoints of the same step have names of their own, in whatever folder.
+        """
+        name = ids.without_companion(self.name, ids.EMA).rpartition("/")[2]
+        return self.place, unit_of(self.name, self.content.step), name
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks whose parts are not here."""
+        held = {each.part.rank for each in self.parts}
+        # Of a checkpoint of one part, any rank may have written it.
+        return [] if self.content.parts == 1 else [rank for rank in range(self.content.parts) if rank not in held]
+
+    @property
+    def commits(self) -> bool:
+        """This node's drain commits it."""
+        return any(each.part.commits for each in self.parts)
+
+
+def saves_of(parts: Iterable[StoredPart]) -> list[HeldSave]:
+    """Returns the saves that parts are of, the newest first."""
+    found: dict[tuple[Place, str], list[StoredPart]] = {}
+    for each in parts:
+        found.setdefault((each.part.place, each.save_id), []).append(each)
+    saves = [HeldSave(place, tuple(parts)) for (place, _), parts in found.items()]
+    return sorted(saves, key=lambda save: save.content.order, reverse=True)
+
+
+def to_flush(
+    own: Iterable[StoredPart], *, name: str | None = None, everything: bool = False, without: Collection[Unit] = ()
+) -> list[HeldSave]:
+    """Chooses the saves that have to be on the durable tier, the newest first; they may be there already. Pure.
+
+    Args:
+        own: This node's own parts.
+        name: Only the newest save of this name, which may be given as a path or URL below its durable tier.
+        everything: All saves.
+        without: Units that are not to be chosen.
+
+    Returns:
+        By default, of each durable tier and payload the newest save that training can resume from and that is complete
+        here. If parts of newer ones are on other nodes, this node can't tell which of them is complete: then these as
+        well. With each of them, its whole unit.
+    """
+    saves = [save for save in saves_of(own) if save.unit not in without]
+    if everything:
+        return saves
+    if name is not None:
+        places = dict.fromkeys(save.place for save in saves)
+        named = [[save for save in saves if (save.place, save.name) == (at, _name_at(at, name))] for at in places]
+        return with_units([save for group in named for save in group[:1]], saves)
+    return with_units([save for group in by_payload(saves) for save in _newest(group)], saves)
+
+
+def by_payload(saves: Iterable[HeldSave]) -> list[list[HeldSave]]:
+    """Groups the saves that training can resume from by durable tier and payload: each adapter looks for its own."""
+    groups: dict[tuple[Place, Kind], list[HeldSave]] = {}
+    for save in saves:
+        if save.content.resumable:
+            groups.setdefault((save.place, save.content.kind), []).append(save)
+    return list(groups.values())
+
+
+def with_units(chosen: Sequence[HeldSave], saves: Iterable[HeldSave]) -> list[HeldSave]:
+    """Returns the saves of ``chosen``, and the newest of each other name in their units, the newest first."""
+    units = {save.unit for save in chosen}
+    ids_of = {(save.place, save.content.save_id) for save in chosen}
+    names = {(save.place, save.name) for save in chosen}
+    found: list[HeldSave] = []
+    for save in saves:
+        if (save.place, save.content.save_id) in ids_of:
+            found.append(save)
+        elif save.unit in units and (save.place, save.name) not in names and not _is_lost(save, chosen):
+            names.add((save.place, save.name))
+            found.append(save)
+    return found
+
+
+def _is_lost(save: HeldSave, chosen: Iterable[HeldSave]) -> bool:
+    """Tells if a save never became complete: if one of as many parts is complete here, all ranks are on this node."""
+    return bool(save.missing) and any(not each.missing and each.content.parts == save.content.parts for each in chosen)
+
+
+def _name_at(place: Place, name: str) -> str | None:
+    """Returns a name, or a path or URL below a durable tier, as its name there; None if it is none of this one."""
+    try:
+        return ids.name_in(place.dirpath, name)
+    except InvalidNameError:
+        return None
+
+
+def _newest(saves: list[HeldSave]) -> list[HeldSave]:
+    complete = next((number for number, save in enumerate(saves) if not save.missing), None)
+    if complete is None:
+        return saves
+    return [save for save in saves[: complete + 1] if not _is_lost(save, [saves[complete]])]

@@ -1,0 +1,441 @@
+"""Rows of a listing: one for each checkpoint, from what the tiers hold, and all that is known of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
+from typing import Any, Literal
+
+from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.drain.operations import NAMING
+from tiered_checkpoint_io.engine.durable.files import files_of
+from tiered_checkpoint_io.engine.durable.manifests import manifest_cache
+from tiered_checkpoint_io.engine.restore.choice import Candidate
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    StoreUnavailableError,
+)
+from tiered_checkpoint_io.inventory.durable import (
+    DurableCheckpoint,
+    IncompleteSave,
+    checkpoints,
+    incomplete_saves,
+    latest,
+    newer,
+)
+from tiered_checkpoint_io.inventory.node import BrokenPart, HeldPart, NodeMemory, Tier, look_at_node, time_of
+from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Content, Kind, Manifest, Metric
+from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.redaction import without_secrets
+from tiered_checkpoint_io.stores import Store
+
+CheckpointState = Literal["durable", "memory_only", "waiting", "uploading", "incomplete", "corrupt", "newer_release"]
+_NOT_KNOWN = "this node can't tell whether it is durable; the durable tier can, where DIRPATH is given and it answers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """One checkpoint, as a look at the tiers found it.
+
+    Attributes:
+        name: Its path relative to dirpath. Of a damaged part whose name can't be read, the part's folder.
+        url: Where it lies on the durable tier, or will lie: dirpath and name.
+        dirpath: The durable tier that it belongs to.
+        save_id: Which save made it; as text, ids sort in the order of the saves. "" where it is not known.
+        state: ``durable``: committed on the durable tier. ``memory_only``: in node memory, and not to be uploaded.
+            ``waiting``, ``uploading``: in node memory, on its way to the durable tier. ``incomplete``: a part of it is
+            on the durable tier; other nodes are uploading it, or it never became complete; or, where the durable tier
+            was not asked, only that can tell whether it did. ``corrupt``: it can't be read, or was found damaged, and
+            no intact copy is known. ``newer_release``: a newer release of this package wrote it.
+        where: The tiers that have it, or parts of it, without those that are known to be damaged. ``memory``: this
+            node's; ``spill``: on its disk; ``replicas``: kept for other nodes.
+        step: The training step; None where it is not known. So is the epoch.
+        epoch: The epoch.
+        metric: What ModelCheckpoint monitored when it saved: ``monitor`` and ``value``; None where it did not.
+        size_bytes: Bytes of all its files; where the durable tier does not have it, of the parts on this node.
+        created: When it was saved, by the writer's clock (UTC); None where it is not known.
+        kind: ``full``, ``sharded`` or ``local``; None where it is not known.
+        resumable: Whether training can resume from it.
+        is_latest: Whether ``tiered:latest`` means this one, of what was found.
+        alias_of: For an alias, the name that it stands for.
+        copy_of: For a copy, the id of the save that made its bytes.
+        parts: How many parts it has; 0 where that is not known.
+        parts_here: How many of them this node's memory has.
+        problem: What is wrong with it, or with one copy of it; "" where nothing is known to be.
+    """
+
+    name: str
+    url: str
+    dirpath: str
+    save_id: str = ""
+    state: CheckpointState
+    where: tuple[Tier, ...] = ()
+    step: int | None = None
+    epoch: int | None = None
+    metric: Metric | None = None
+    size_bytes: int = 0
+    created: datetime | None = None
+    kind: Kind | None = None
+    resumable: bool = False
+    is_latest: bool = False
+    alias_of: str | None = None
+    copy_of: str | None = None
+    parts: int = 0
+    parts_here: int = 0
+    problem: str = ""
+
+    @property
+    def order(self) -> tuple[str, bool]:
+        """Sorts in the order of the saves; a copy, or an alias, comes right before what it stands for."""
+        return self.copy_of or self.save_id, not (self.copy_of or self.alias_of)
+
+
+def info(name: str, dirpath: str, content: Content, *, state: CheckpointState, **more: Any) -> CheckpointInfo:
+    """The record of a checkpoint of which a content is known; ``more`` are further fields."""
+    facts: Mapping[str, Any] = {
+        "save_id": content.save_id,
+        "step": ids.known(content.step),
+        "epoch": ids.known(content.epoch),
+        "metric": content.metric,
+        "size_bytes": content.size,
+        "created": time_of(content.created),
+        "kind": content.kind,
+        "resumable": content.resumable,
+        "copy_of": content.copy_of or None,
+        "parts": content.parts,
+    }
+    return CheckpointInfo(name=name, url=url_of(dirpath, name), dirpath=dirpath, state=state, **{**facts, **more})
+
+
+def url_of(dirpath: str, name: str) -> str:
+    """Where a checkpoint lies on the durable tier, without secrets."""
+    return without_secrets(ids.join_url(dirpath, name))
+
+
+def iso(when: datetime | float | None) -> str | None:
+    """A time as ISO 8601 in UTC, to the millisecond."""
+    when = time_of(when) if isinstance(when, float) else when
+    return when.isoformat(timespec="milliseconds").replace("+00:00", "Z") if when is not None else None
+
+
+# -------------------------------------------------------------------------------------------- look
+class Look:
+    """One look at the tiers.
+
+    Attributes:
+        place: The durable tier that was asked for.
+        found: Its names with a manifest; None if it was not asked, or did not answer.
+        node: The memory of this node, of all durable tiers; empty if it was not looked at.
+        manifests: The manifests that could be read, by name.
+        held: The parts in this node's memory of that durable tier, by save.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        node: NodeMemory,
+        found: Sequence[DurableCheckpoint] | None = None,
+        incomplete: Sequence[IncompleteSave] = (),
+    ) -> None:
+        """Takes what the tiers hold; ``incomplete`` are saves of the durable tier without a manifest."""
+        self.place, self.node, self.found = place, node, found
+        self._incomplete, self._here = incomplete, node.at(place)
+        self.manifests = {each.name: each.manifest for each in found or () if each.manifest is not None}
+        self.held: dict[str, list[HeldPart]] = {}
+        for each in self._here.held:
+            self.held.setdefault(each.save_id, []).append(each)
+        self._broken: dict[str, list[BrokenPart]] = {}
+        for damage in self._here.broken:
+            self._broken.setdefault(damage.save_id or str(damage.folder), []).append(damage)
+
+    @property
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """One row for each checkpoint of the durable tier, the latest save first; what can't be read is last."""
+        rows = [self._durable(each) for each in self.found or ()]
+        rows += [self._overwriting(each) for each in self.manifests.values() if each.previous and not each.alias_of]
+        rows += self._queued()
+        seen = {row.save_id for row in rows if not row.alias_of}
+        rows += [self._parts_of(each) for each in self._incomplete if each.save_id not in seen]
+        seen |= {row.save_id for row in rows if not row.alias_of}
+        rows += [self._in_memory(save) for save in self.held if save not in seen]
+        seen |= self.held.keys()
+        rows += [self._damaged(them[0]) for save, them in self._broken.items() if save not in seen]
+        meant = self._latest()
+        rows = [
+            replace(row, is_latest=meant is not None and not row.alias_of and row.save_id == meant.save_id)
+            for row in rows
+        ]
+        return sorted(sorted(rows, key=lambda row: row.name), key=lambda row: row.order, reverse=True)
+
+    def _latest(self) -> Candidate | None:
+        """Returns what a restart would take of all this, by the engine's own choice; None if it is refused."""
+        if newer(self.found or ()) is not None or any(each.is_newer for each in self._here.broken):
+            # What a newer release wrote may be the latest.
+            return None
+        aliases = {each.name: each.target for each in self._here.waiting if each.action in NAMING}
+        return latest(self.found or (), (each.stored for each in self._here.held), aliases=aliases)
+
+    def _durable(self, each: DurableCheckpoint) -> CheckpointInfo:
+        manifest, dirpath = each.manifest, self.place.dirpath
+        if manifest is None:
+            state: CheckpointState = "newer_release" if isinstance(each.error, FormatVersionError) else "corrupt"
+            url = url_of(dirpath, each.name)
+            return CheckpointInfo(name=each.name, url=url, dirpath=dirpath, state=state, problem=str(each.error))
+        # An alias follows its target, which may have been overwritten.
+        content = self.manifests.get(manifest.alias_of or "", manifest).settled
+        return self._row(manifest.name, content, "durable", is_durable=True, alias_of=manifest.alias_of)
+
+    def _overwriting(self, manifest: Manifest) -> CheckpointInfo:
+        """Returns the row of a save that is about to take the place of the content that a name has."""
+        before = f"step {manifest.settled.step}" if manifest.settled.step >= 0 else "the checkpoint before"
+        problem = f"it takes the place of {before} once its upload is complete"
+        return self._begun(manifest.name, manifest.content, problem)
+
+    def _queued(self) -> Iterable[CheckpointInfo]:
+        """Yields aliases and copies that wait for the durable tier, unless their name is there already."""
+        contents = {each.name: each.content for each in self.manifests.values()}
+        contents |= {each.name: each.stored.part.content for each in self._here.held}
+        last = {each.name: each for each in self._here.waiting if each.action in NAMING}
+        for name, request in last.items():
+            content = contents.get(request.target)
+            if content is None or name in self.manifests:
+                continue
+            made = {"alias_of": request.target} if request.action == "alias" else {"copy_of": content.save_id}
+            save_id = content.save_id if request.action == "alias" else request.op_id
+            yield info(name, self.place.dirpath, content, state="waiting", **{**made, "save_id": save_id})
+
+    def _in_memory(self, save_id: str) -> CheckpointInfo:
+        """Returns the row of a save that this node's memory has, and that has no manifest as far as is known."""
+        held = self.held[save_id]
+        state, part = self._memory_state(held), held[0].stored.part
+        row = self._row(part.name, part.content, state, size_bytes=sum(each.size_bytes for each in held))
+        return replace(row, problem=_NOT_KNOWN) if state == "incomplete" and not row.problem else row
+
+    def _memory_state(self, held: Sequence[HeldPart]) -> CheckpointState:
+        states = {each.state for each in held}
+        if "waiting" in states:
+            return "uploading" if held[0].name in self.node.working_on else "waiting"
+        if self.found is not None or "memory_only" in states:
+            # The durable tier does not have it: it was never to, or it was removed there, or the upload was given up.
+            return "memory_only"
+        # Else others upload it, or commit it; they may have died before.
+        return "durable" if "durable" in states else "incomplete"
+
+    def _parts_of(self, each: IncompleteSave) -> CheckpointInfo:
+        held = self.held.get(each.save_id, [])
+        part = each.part or next((here.stored.part for here in held), None)
+        count = f"{len(each.ranks)} of {part.content.parts} parts" if part is not None else f"{len(each.ranks)} parts"
+        problem = f"{count} on the durable tier, and no manifest"
+        if part is not None:
+            return self._begun(part.name, part.content, problem)
+        return CheckpointInfo(
+            name=f"save {each.save_id}",
+            url=url_of(self.place.dirpath, ""),
+            dirpath=self.place.dirpath,
+            save_id=each.save_id,
+            state="incomplete",
+            where=("durable",),
+            created=time_of(each.modified),
+            problem=problem,
+        )
+
+    def _begun(self, name: str, content: Content, problem: str) -> CheckpointInfo:
+        """Returns the row of a save that has begun to arrive on the durable tier: from this node, or from others."""
+        held = self.held.get(content.save_id, [])
+        if any(each.is_pending for each in held):
+            row = self._in_memory(content.save_id)
+            return replace(row, where=(*row.where, "durable"), problem="")
+        resumable = content.resumable and bool(held)
+        return self._row(name, content, "incomplete", is_durable=True, resumable=resumable, problem=problem)
+
+    def _damaged(self, each: BrokenPart) -> CheckpointInfo:
+        state: CheckpointState = "newer_release" if each.is_newer else "corrupt"
+        dirpath = self.place.dirpath
+        if each.part is not None:
+            return info(each.part.name, dirpath, each.part.content, state=state, resumable=False, problem=each.why)
+        name = str(each.folder)
+        return CheckpointInfo(name=name, url=name, dirpath=dirpath, save_id=each.save_id, state=state, problem=each.why)
+
+    def _row(
+        self, name: str, content: Content, state: CheckpointState, *, is_durable: bool = False, **more: Any
+    ) -> CheckpointInfo:
+        """Returns the row of a save with the tiers that have it, and the damage of its parts here."""
+        held, broken = self.held.get(content.save_id, []), self._broken.get(content.save_id)
+        order: tuple[Tier, ...] = ("memory", "spill", "replicas")
+        facts = {
+            "where": (
+                *(tier for tier in order if any(each.tier == tier for each in held)),
+                *(["durable"] if is_durable else []),
+            ),
+            "parts_here": len({each.rank for each in held}),
+            "problem": f"memory: {broken[0].why}" if broken else "",
+        }
+        return info(name, self.place.dirpath, content, state=state, **{**facts, **more})
+
+
+class Looker:
+    """Looks at the same tiers again and again; see :class:`DocumentCache`."""
+
+    def __init__(self, place: Place, memory_dir: str | None = None, *, clock: Clock = SYSTEM) -> None:
+        """Takes the durable tier, and the folder of node memory; None not to look there."""
+        self._place = place
+        self._memory_dir = memory_dir
+        self._clock = clock
+        self._manifests = manifest_cache()
+
+    def look(self, store: Store | None, *, with_incomplete: bool = True) -> Look:
+        """Looks at both tiers, at memory first: what is committed in between is seen twice, and not missed.
+
+        Args:
+            store: The durable tier; None to look at memory alone.
+            with_incomplete: Whether to look for saves without a manifest as well.
+
+        Raises:
+            CheckpointNotFoundError: There is nothing at all at this dirpath.
+            ConfigError: There is no such folder of node memory.
+            StoreError: The durable tier could not be asked.
+        """
+        node = look_at_node(self._memory_dir) if self._memory_dir is not None else NodeMemory()
+        if store is None:
+            return Look(self._place, node)
+        try:
+            found = checkpoints(store, self._manifests, self._clock)
+        except CheckpointNotFoundError:
+            if self._place not in node.places:
+                raise
+            found = []
+        left = incomplete_saves(store, found) if with_incomplete else ()
+        return Look(self._place, node, found, left)
+
+
+class RepeatedLook:
+    """Looks again and again, for those who wait; a durable tier that is silent meanwhile is said once."""
+
+    def __init__(self, look: Callable[[], Look], say: Callable[[str], object]) -> None:
+        """Takes what looks, and what shows a line to the user."""
+        self._look = look
+        self._say = say
+        self._found: list[CheckpointInfo] | None = None
+        self._had_any = False
+        self._why = ""
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether the durable tier has answered so far."""
+        return self._found is not None
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """What is there now; while a tier that has answered before is unreachable, what was there before.
+
+        Raises:
+            StoreError: The durable tier refuses, or is unreachable at the first look.
+        """
+        why, said = "", ""
+        try:
+            self._found = self._look().checkpoints
+            self._had_any = self._had_any or bool(self._found)
+        except CheckpointNotFoundError as error:
+            self._found, why = [], "nothing"
+            then = "any more; asking again" if self._had_any else "yet; waiting for the first checkpoint"
+            said = f"there is nothing at {error.key} {then}"
+        except StoreUnavailableError as error:
+            if self._found is None:
+                raise
+            why, said = "silent", f"{error}; asking again"
+        # An error's text may change from look to look.
+        if why and why != self._why:
+            self._say(said)
+        self._why = why
+        return self._found
+
+
+# ------------------------------------------------------------------------------------------ details
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file: its path, of a checkpoint's below dirpath, and its bytes."""
+
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Details(CheckpointInfo):
+    """All that is known of one save of a name: its row in a listing, and the rest.
+
+    Attributes:
+        manifest_key: Its manifest below dirpath; None if it has none.
+        namespace: The namespace that saved it; empty if it is not known.
+        world_size: Number of ranks of the job.
+        writer: Versions of the software that wrote it.
+        aliases: Names of its aliases.
+        previous_save_ids: Saves that its objects may hold during an overwrite.
+        files: All files if the durable tier has them, else those of the parts here.
+        held_parts: Its parts in this node's memory.
+    """
+
+    manifest_key: str | None
+    namespace: str
+    world_size: int | None
+    writer: Mapping[str, str]
+    aliases: Sequence[str]
+    previous_save_ids: Sequence[str]
+    files: Sequence[File]
+    held_parts: Sequence[HeldPart]
+
+
+def details_of(name: str, look: Look, store: Store | None) -> list[Details]:
+    """All saves of a name, the latest first: a name may have one on the durable tier, and a later one in memory.
+
+    Args:
+        name: The name, or ``tiered:latest``.
+        look: What the tiers hold.
+        store: The durable tier, from which the index of a checkpoint of several parts is read; None not to.
+
+    Raises:
+        StoreError: The durable tier could not be asked.
+    """
+    rows = look.checkpoints
+    meant = [row for row in rows if (row.is_latest if name == ids.LATEST else row.name == name)]
+    return [_details(row, rows, look, store) for row in meant]
+
+
+def _details(row: CheckpointInfo, rows: list[CheckpointInfo], look: Look, store: Store | None) -> Details:
+    manifest = look.manifests.get(row.name) if "durable" in row.where else None
+    target = look.manifests.get(manifest.alias_of or "", manifest) if manifest is not None else None
+    held = marked(look.node.at(look.place).held)
+    parts = [each.stored.part for each in look.held.get(row.save_id, [])]
+    files = {entry.path: entry.size for part in parts for entry in part.content.files}
+    contents = (target.content, *target.previous) if target is not None else ()
+    known = (*contents, *(part.content for part in parts))
+    content = next((each for each in known if each.save_id == row.save_id), None)
+    if content is not None and target is not None and row.state == "durable":
+        try:
+            files = files_of(store, content).sizes if store is not None else files
+        except CorruptCheckpointError as error:
+            row = replace(row, state="corrupt", problem=str(error))
+    return Details(
+        **{each.name: getattr(row, each.name) for each in fields(row)},
+        manifest_key=ids.manifest_key(row.name) if manifest is not None else None,
+        namespace=content.namespace if content is not None else "",
+        world_size=content.world_size if content is not None else None,
+        writer=content.writer if content is not None else {},
+        aliases=[each.name for each in rows if each.alias_of == row.name],
+        previous_save_ids=[each.save_id for each in target.previous] if target is not None else [],
+        files=[File(path, size) for path, size in files.items()],
+        held_parts=[each for each in held if each.save_id == row.save_id],
+    )
+
+
+def marked(held: Sequence[HeldPart]) -> list[HeldPart]:
+    """Marks the parts of the save that ``tiered:latest`` means, of each namespace and durable tier."""
+    together: dict[tuple[str, Place], list[StoredPart]] = {}
+    for each in held:
+        together.setdefault((each.namespace, each.place), []).append(each.stored)
+    meant = {key: latest((), parts) for key, parts in together.items()}
+    saves = {key: found.save_id for key, found in meant.items() if found is not None}
+    return [replace(each, is_latest=each.save_id == saves.get((each.namespace, each.place))) for each in held]
