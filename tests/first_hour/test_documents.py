@@ -44,7 +44,7 @@ PRELUDES = {
     ("docs/python-api.md", "Any loop", 0): STATE,
 }
 #: Stories that stand for the others in `make test`.
-SHORT = {"Hydra"}
+SHORT = {"One process, killed"}
 #: Blocks of Python with tests of their own.
 ELSEWHERE = {
     ("docs/python-api.md", "Finding checkpoints"): "test_python_api.py",

@@ -14,25 +14,10 @@ from support.launch import free_port
 from support.supporting import supported
 
 
-def test_a_run_that_is_killed_resumes(story):
-    assert story.python("train.py", "kill=37")[1] is None
-    story.drained()
-    assert "trained to step 60" in story.python("train.py")[0]
-    story.tiered_ckpt("ls", "s3://bucket/run")
-    story.tiered_ckpt("verify", "s3://bucket/run")
-    story.tiered_ckpt("verify", "s3://bucket/run", "tiered:latest")
-    story.shown("killed_and_resumed")
-
-
 def test_what_is_mistyped(story):
     story.python("mistakes.py")
     story.python("defaults.py")
     story.shown("mistakes")
-
-
-def test_a_bucket_that_is_not_there(story):
-    story.python("train.py", "dirpath=s3://no-such-bucket/run")
-    story.shown("no_bucket")
 
 
 def test_no_credentials(story, monkeypatch):
@@ -47,25 +32,6 @@ def test_where_trainer_save_checkpoint_saves(story):
     story.python("save_checkpoint.py")
     story.tiered_ckpt("ls", "s3://bucket/run")
     story.shown("save_checkpoint")
-
-
-def test_an_evaluation_with_nothing_there(story):
-    story.python("evaluate.py")
-    story.shown("evaluate_nothing")
-
-
-def test_two_callbacks_keep_the_newest_and_the_best(story):
-    story.python("two_callbacks.py")
-    story.tiered_ckpt("ls", "s3://bucket/run")
-    story.shown("two_callbacks")
-
-
-def test_the_end_of_training_is_uploaded(story):
-    story.python("train.py", "max_steps=35")
-    story.drained()
-    story.tiered_ckpt("ls", "s3://bucket/run")
-    story.tiered_ckpt("clean", "--namespace", "first", "--yes")
-    story.shown("train_end")
 
 
 def test_ctrl_c_and_the_only_copy(story):
