@@ -298,7 +298,7 @@ Made by `make bench ARGS='{found["options"]}'` from one run, on {machine["date"]
 commit {machine["commit"]}; load {machine["load_before"]:.1f} before and {machine["load_after"]:.1f} after. The S3
 server is on the same machine. [On a GPU](benchmarks-gpu.md).
 
-## How long training waits
+## Stalls
 
 States of {found["mebibytes"]} MiB (the GPT's is smaller), medians of {found["rounds"]} rounds, each beside a copy into
 warm tensors by one thread. The load is into tensors that exist. Peak memory is anonymous memory of the trainer.
