@@ -2,7 +2,6 @@
 
 import secrets
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from support.bad_input import KEPT, Kept, state
 from support.clocks import hurried
 from support.fault_proxy import FaultProxy
 from support.refusing import in_region
-from support.restoring import of_a_newer_release
 from support.supporting import build
 from support.training import Model, Runs
 
@@ -18,7 +16,6 @@ from tiered_checkpoint_io import TieredStorageWriter
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
-    FormatVersionError,
     InvalidNameError,
     SaveError,
     StoreConfigError,
@@ -26,8 +23,6 @@ from tiered_checkpoint_io.errors import (
     StoreUnavailableError,
     UsageError,
 )
-from tiered_checkpoint_io.model.ids import manifest_key
-from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 #: Nobody is left waiting for longer, whatever is wrong.
 BOUND_S = 30.0
@@ -152,37 +147,6 @@ def test_bad_names_and_options_are_refused_and_nothing_is_saved(kept, tmp_path):
 
 
 # -------------------------------------------------------------------------------------- newer format
-def test_a_newer_format_on_the_durable_tier_is_never_passed_over(kept):
-    store = DirectoryStore(kept.options["dirpath"])
-    store.put(manifest_key("newer.ckpt"), as_of_version_7(store.get(manifest_key(KEPT))))
-    for name in ("tiered:latest", "newer.ckpt"):
-        with pytest.raises(FormatVersionError, match="7 is not 1,.*upgrade"):
-            kept.io().load_checkpoint(name)
-    # What is older is there by its name, and all is, once the newer one is away.
-    assert kept.io().load_checkpoint(KEPT)["global_step"] == 1
-    store.delete(manifest_key("newer.ckpt"))
-    assert kept.io().load_checkpoint("tiered:latest")["global_step"] == 1
-
-
-def test_nor_is_one_in_memory(kept):
-    io = kept.io()
-    io.save_checkpoint(state(2), "other.ckpt", storage_options={"tiers": ["memory"]})
-    io.teardown()
-    (part,) = (f for f in Path(kept.options["memory_dir"]).rglob("part.json") if b"other.ckpt" in f.read_bytes())
-    text = part.read_bytes()
-    part.write_bytes(as_of_version_7(text))
-    with pytest.raises(FormatVersionError, match="7 is not 1,.*upgrade"):
-        kept.io().load_checkpoint("tiered:latest")
-    with pytest.raises(CheckpointNotFoundError, match="may have been.*7 is not 1,.*upgrade"):
-        kept.io().load_checkpoint("other.ckpt")
-    assert kept.io().load_checkpoint(KEPT)["global_step"] == 1
-    # It was left where it is: the later version still has it.
-    part.write_bytes(text)
-    assert kept.io().load_checkpoint("tiered:latest")["global_step"] == 2
-
-
-def as_of_version_7(text):
-    return of_a_newer_release(text, version=7)
 
 
 # ------------------------------------------------------------------------------ empty and unreachable

@@ -96,13 +96,6 @@ def test_damage_that_one_of_two_ranks_of_a_node_finds_leads_to_the_durable_copy(
     assert list(Path(memory_dir, "a").glob("tiered-*/*/quarantine/*rank-00001.*/reason.txt"))
 
 
-def test_a_file_that_only_another_rank_of_a_node_needs_comes_there(ranks):
-    """Its lowest rank receives it, which needs nothing of it."""
-    ranks(4, ["save_shards", 1], ["close"], nodes="aabb")
-    for answer in ranks(4, ["load_shards", 1], nodes="bbaa"):
-        assert answer[0].get("got", answer[0])["matches"]
-
-
 def test_loads_that_are_refused_leave_nothing_open(ranks):
     for answer in ranks(2, ["save", 1], ["refused_loads", 3], ["load", 1]):
         held = answer[1].get("got", answer[1])

@@ -103,66 +103,7 @@ def test_damage_in_memory_is_found_and_the_durable_copy_is_taken(saved, name, ho
     reader.close()
 
 
-@pytest.mark.parametrize("how", ["flip", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("cut", "lose"))])
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_damage_in_both_tiers_leads_to_the_step_before(saved, name, how):
-    damage(files_there(saved, 2)[name], how)
-    damage(files_in_memory(saved, -1)[name], how)
-    loaded = blank()
-    reader = ours.load(loaded, **saved)
-    assert is_step(loaded, 1)
-    assert reader.opened.name == "step_1"
-    reader.close()
-
-
-def test_plain_load_fails_on_damage_and_the_same_reader_then_takes_the_step_before(saved):
-    lose_memory(saved["memory_dir"])
-    os.mkdir(saved["memory_dir"])
-    damage(files_there(saved, 2)["__0_0.distcp"], "flip")
-    reader, loaded = TieredStorageReader(**saved), blank()
-    with pytest.raises(BaseException, match="differ from their hash"):
-        dcp.load(loaded, storage_reader=reader)
-    dcp.load(loaded, storage_reader=reader)
-    assert is_step(loaded, 1)
-    reader.close()
-
-
-def test_when_nothing_is_intact_it_is_said_and_nothing_is_returned(saved):
-    lose_memory(saved["memory_dir"])
-    os.mkdir(saved["memory_dir"])
-    for step in (1, 2):
-        damage(files_there(saved, step)["__0_0.distcp"], "flip")
-    with pytest.raises(RestoreError, match="no sharded checkpoint is intact"):
-        ours.load(blank(), **saved)
-    with pytest.raises(CheckpointNotFoundError):
-        ours.load(blank(), **{**saved, "dirpath": saved["dirpath"] + "-other"})
-
-
 # ------------------------------------------------------------------ defects of others, not to be had
-def test_step_zero_is_found(config):
-    writer = TieredStorageWriter(**config, step=0, save_to_s3=False)
-    dcp.save(state(0), storage_writer=writer)
-    loaded = blank()
-    ours.load(loaded, **config)
-    assert is_step(loaded, 0)
-    loaded = blank()
-    ours.load(loaded, step=0, **config)
-    assert is_step(loaded, 0)
-    writer.close()
-
-
-def test_a_newest_step_without_metadata_does_not_hide_an_older_one(saved):
-    files_in_memory(saved, -1)[".metadata"].unlink()
-    files_there(saved, 2)[".metadata"].unlink()
-    loaded = blank()
-    ours.load(loaded, **saved)
-    assert is_step(loaded, 1)
-
-
-def test_a_step_that_is_absent_is_an_error_also_for_partial_loads(saved):
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    with pytest.raises(CheckpointNotFoundError, match="of step 9"):
-        ours.load(blank(), step=9, planner=planner, **saved)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])
@@ -238,27 +179,6 @@ def test_a_folder_that_plain_dcp_wrote_is_read_with_a_notice(saved, caplog):
     assert is_step(loaded, 5)
     assert "nothing verified it" in caplog.text
     reader.close()
-
-
-def test_plain_dcp_reads_the_folder_on_the_durable_tier(saved):
-    loaded = blank()
-    dcp.load(loaded, storage_reader=dcp.FileSystemReader(Path(saved["dirpath"], "step_2")))
-    assert is_step(loaded, 2)
-
-
-def test_an_overwritten_checkpoint_holds_the_new_content(saved):
-    before = files_there(saved, 2)["__0_0.distcp"]
-    writer = TieredStorageWriter(**saved, wait=True)
-    other = {**state(2), "note": "again"}
-    dcp.save(other, checkpoint_id="step_2", storage_writer=writer)
-    writer.close()
-    assert len(list(before.parent.iterdir())) == 2
-    assert files_there(saved, 2)["__0_0.distcp"] != before, "the old file was not written to"
-    lose_memory(saved["memory_dir"])
-    os.mkdir(saved["memory_dir"])
-    loaded = blank()
-    ours.load(loaded, **saved)
-    assert loaded["note"] == "again"
 
 
 class Inverted(StreamTransformExtension):

@@ -17,7 +17,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
-from .conftest import DEADLINE_S, failures
+from .conftest import DEADLINE_S
 
 WORKER = Path(__file__).with_name("smp_worker.py")
 
@@ -141,29 +141,6 @@ def test_ranks_save_and_load_alone_over_restarts_and_overwrites(job, tmp_path, m
     dcp.TieredStorageWriter(**options).close()
 
 
-@pytest.mark.matrix
-def test_nodes_keep_what_is_whole_while_a_rank_has_nothing_that_can_be_saved(job):
-    """They hold but their own parts: only that rank knows that the newer checkpoints have none of its own."""
-    failing = [step for number in (3, 4, 5) for step in (["save_local", number, {"lock": 1}], ["meet"])]
-    *_, failed, _, held, loaded = job(
-        2,
-        ["save_local", 1],
-        ["meet"],
-        ["save_local", 2],
-        ["meet"],
-        *failing,
-        ["parts"],
-        ["load_local", 2, {"checkpoint_id": "step_2"}],
-        nodes="ab",
-        memory_keep_last=2,
-        save_to_s3=False,
-    )
-    assert [answer["saved"] for answer in got(failed)] == [True, False]
-    of_rank = [{name for name, *_ in parts} for parts in got(held)]
-    assert all("step_2" in names for names in of_rank), of_rank
-    assert [answer["same"] for answer in got(loaded)] == [True, True]
-
-
 @pytest.mark.parametrize("breaks", ["parts", pytest.param("surface", marks=pytest.mark.matrix)])
 def test_a_save_that_fails_on_one_rank_before_it_has_begun_leaves_later_ones_in_step(job, tmp_path, breaks):
     """The name has no step, so each rank has to count all saves of it: else parts of two would make one checkpoint."""
@@ -190,20 +167,6 @@ def test_a_save_that_fails_on_one_rank_before_it_has_begun_leaves_later_ones_in_
     assert [answer["ended"] for answer in got(saved)] == [["last"]] * 2
     assert [answer["same"] for answer in got(again)] == [True, True]
     assert (tmp_path / "durable" / ids.manifest_key("last")).exists()
-
-
-def test_a_save_of_which_a_rank_has_no_part_has_failed_for_all_where_training_goes_on(job, memory_dir):
-    name = {"name": "last", "require_step": False}
-    _, _, failed = job(
-        2,
-        ["save_local", 1, name],
-        ["meet"],
-        ["save_local", 2, {**name, "sync": True, "breaks": [1, "parts"]}],
-        on_save_error="warn",
-        wait_timeout_s=40,
-    )
-    assert [(answer["tiers"], answer["failed"]) for answer in got(failed)] == [([], 1)] * 2
-    assert len(failures(memory_dir)) == 2, "one of each rank"
 
 
 def test_who_saves_for_its_replicas_may_change_from_save_to_save(job):
@@ -301,15 +264,3 @@ def test_a_process_alone_overwrites_and_keeps_what_memory_keeps(memory_dir, tmp_
     assert state == {"n": 3}
     assert reader.opened.rejected
     reader.close()
-
-
-def test_ids_that_ranks_make_alone_sort_as_their_saves():
-    run = ids.new_run_id(now=1_700_000_000)
-    saves = [(0, -1), (0, 0), (0, 7), (0, 10**8 + 7), (1, 3), (1, 4), (2, 0)]
-    made = [ids.save_id_of_ranks(run, "job/step_#", repeat, step) for repeat, step in saves]
-    assert made[1:] == sorted(set(made[1:]))
-    assert all(ids.validate_save_id(each) for each in made)
-    assert len({ids.line_of(each) for each in made}) == 1
-    assert ids.save_id_of_ranks(run, "job/tp0/step_#", 0, 7) not in made
-    later = ids.new_run_id(after=made[-1], now=1_600_000_000)
-    assert ids.save_id_of_ranks(later, "job/step_#", 0, 0) > made[-1]

@@ -97,7 +97,7 @@ def agents(tmp_path, memory_dir):
         yield made
 
 
-@pytest.mark.parametrize("dies", ["rank", "node"])
+@pytest.mark.parametrize("dies", ["rank", pytest.param("node", marks=pytest.mark.matrix)])
 def test_all_ranks_of_an_attempt_save_and_load_the_same(agents, tmp_path, dies):
     for number, node in enumerate("ab"):
         agents.pause(node)

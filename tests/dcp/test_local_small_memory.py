@@ -98,29 +98,6 @@ def test_a_durable_save_that_neither_memory_nor_a_spill_has_room_for_fails(job, 
     assert [answer["same"] for answer in got(named)] == [True, True]
 
 
-@pytest.mark.matrix
-def test_memory_keeps_what_is_whole_while_other_nodes_have_no_room(job, small, tmp_path):  # noqa: F811
-    """Not bounded by a count of saves: what no memory will ever make whole goes as soon as a newer one is there."""
-    small("b")
-    steps = []
-    for number in range(2, 7):
-        steps += [["save_local", number, {**LARGE, **MEMORY}], ["wait"]]
-    *_, held, named = job(
-        2,
-        # Durable, so that there is an operation log, which takes room.
-        ["save_local", 1, {"sync": True}],
-        ["meet"],
-        *steps,
-        ["parts"],
-        ["load_local", 1, {"checkpoint_id": "step_1"}],
-        nodes="ab",
-        spill_dir=None,
-        memory_keep_last=2,
-    )
-    assert [names_of(parts) for parts in got(held)] == [["step_1", "step_5", "step_6"], ["step_1"]]
-    assert [answer["same"] for answer in got(named)] == [True, True]
-
-
 def test_nothing_goes_for_a_save_that_does_not_fit_all_the_same(memory_dir, tmp_path):
     options = {"dirpath": str(tmp_path / "durable"), "memory_keep_last": 2, "spill_dir": None}
     with mounted_tmpfs(f"{memory_dir}/a", 16 << 20) as folder:

@@ -1,6 +1,5 @@
 """What the users of the SageMaker library write works here, and what it refuses is refused in its words."""
 
-import asyncio
 import contextlib
 import inspect
 import logging
@@ -144,43 +143,6 @@ def test_which_steps_go_to_the_durable_tier(memory_dir, tmp_path):
     every.wait(60)
     every.close()
     assert sorted(os.listdir(tmp_path / "durable")) == [".tiered", *(f"step_{step}" for step in (0, 13, 2, 5, 7, 9))]
-
-
-def test_our_async_save_holds_what_was_there_and_tells_when_it_is_durable(memory_dir, tmp_path):
-    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir}
-    tensor = torch.ones(1000)
-    future = ours.async_save({"t": tensor}, checkpoint_id="step_1", **options)
-    tensor.zero_()
-    assert future.result(60) is not None
-    assert (tmp_path / "durable" / "step_1" / ".metadata").exists()
-    state = {"t": torch.zeros(1000)}
-    reader = ours.load(state, **options)
-    assert state["t"].sum() == 1000
-    reader.close()
-
-
-def test_who_stops_waiting_for_a_save_neither_stops_it_nor_harms_later_ones(memory_dir, tmp_path):
-    options = {
-        "dirpath": str(tmp_path / "durable"),
-        "memory_dir": memory_dir,
-        "on_save_error": "raise",
-    }
-
-    save = ours.async_save({"t": torch.ones(10)}, checkpoint_id="step_1", save_to_s3=False, **options)
-
-    async def give_up_waiting():
-        waiting = asyncio.wrap_future(save)
-        with contextlib.suppress(asyncio.TimeoutError):
-            # Unless it has ended by then.
-            await asyncio.wait_for(waiting, 0)
-
-    asyncio.run(give_up_waiting())
-    ours.save({"t": torch.zeros(10)}, checkpoint_id="step_2", save_to_s3=False, **options)
-    assert save in ours.maybe_finalize_async_calls(blocking=True)
-    assert save.exception(60) is None
-    state = {"t": torch.zeros(10)}
-    ours.load(state, checkpoint_id="step_1", **options).close()
-    assert state["t"].sum() == 10
 
 
 class Gate:

@@ -99,12 +99,3 @@ def test_where_one_node_has_no_room_the_others_keep_no_more_than_they_are_told(r
             # The last that is whole in memory, and the two that may yet be so as far as this rank knows.
             assert held[-1] == ["step_1", "step_6", "step_7"]
         assert loaded["got"]["matches"], loaded
-
-
-@pytest.mark.matrix
-def test_what_another_node_sends_and_memory_has_no_room_for_is_there_for_all_ranks_of_the_node(ranks, small):
-    """Only one of them receives it."""
-    ranks(2, ["save", 1, LARGE], ["save", 2, LARGE], nodes="bb")
-    small("a")
-    for answer in ranks(3, ["load", 2, LARGE], nodes="aab"):
-        assert answer[0].get("got", answer[0])["matches"]

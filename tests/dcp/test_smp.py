@@ -9,7 +9,6 @@ from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
-from tiered_checkpoint_io.adapters.state import _on_cpu
 from tiered_checkpoint_io.engine.ranks.coordination import device_of
 from tiered_checkpoint_io.errors import SaveError
 
@@ -138,11 +137,3 @@ def test_ranks_send_by_way_of_the_device_that_their_group_is_of(job):  # noqa: F
         SimpleNamespace(_device_types=list(map(torch.device, each))) for each in (["cuda"], ["cpu", "cuda"], ["cpu"])
     ]
     assert [device_of(each) for each in groups] == ["cuda", "cpu", "cpu"]
-
-
-def test_shards_are_gathered_on_the_cpu_whatever_the_default_device_is():
-    shard = SimpleNamespace(tensor=torch.arange(3.0), metadata=SimpleNamespace(shard_offsets=[4]))
-    with torch.device("meta"):
-        offsets, copied = _on_cpu(shard)
-    assert offsets == [4]
-    assert copied.tolist() == [0, 1, 2]

@@ -1,22 +1,36 @@
 """Checkpoints made by hand, and ranks as threads, for tests of restore."""
 
+import functools
 import itertools
 import json
+import logging
+import os
 import pickle
 import queue
 import threading
+from pathlib import Path
+
+from support.supporting import build
 
 from tiered_checkpoint_io.engine.durable.commit import commit
 from tiered_checkpoint_io.engine.ranks.coordination import Group
+from tiered_checkpoint_io.engine.restore.catalog import Tiers
+from tiered_checkpoint_io.engine.restore.choice import Selector
+from tiered_checkpoint_io.engine.restore.restore import restore
+from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Part
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 RUN = ids.new_run_id(now=1_700_000_000.0)
 CHUNK = 1 << 16
 #: Bytes of what a rank tells all others at once, at most.
 SMALL = 2048
+LATEST = Selector("latest")
+OLD, NEW = os.urandom(3 * CHUNK + 5), os.urandom(3 * CHUNK + 9)
 
 
 def save_id(number):
@@ -123,3 +137,52 @@ def in_ranks(nodes, work, timeout_s=30.0):
         thread.join(timeout_s)
         assert not thread.is_alive(), "a rank hangs"
     return results
+
+
+class World:
+    """Nodes, each with a memory of its own, and one durable tier."""
+
+    def __init__(self, base, durable):
+        self.base = Path(base)
+        self.store = DirectoryStore(durable)
+        self.tiers = {}
+
+    def tier(self, node="n", **options):
+        if node not in self.tiers or options:
+            folder = self.base / node
+            folder.mkdir(exist_ok=True)
+            self.tiers[node] = MemoryTier.open(str(folder), "default", **options)
+        return self.tiers[node]
+
+    def restorer(self, node="n", store=None, dirpath=None):
+        config = build(
+            TieredCheckpointConfig, dirpath=self.store.url, memory_dir=str(self.base / node), wait_timeout_s=20
+        )
+        tier, log = self.tier(node), logging.getLogger("test")
+        tiers = Tiers(config, tier, lambda: store or self.store, dirpath or self.store.url, log)
+        return functools.partial(restore, tiers)
+
+    def restore(self, selector=LATEST, node="n", store=None):
+        """Alone; the restored one and its bytes."""
+        restored = self.restorer(node, store)(selector, Group(node))
+        return restored, read(restored)
+
+    def restore_all(self, nodes, selector=LATEST, stores=None):
+        """On all ranks; what each got, or raised."""
+        for node in nodes:
+            self.tier(node)
+
+        def work(group):
+            store = (stores or {}).get(group.rank)
+            restored = self.restorer(group.node, store)(selector, group)
+            return restored and (restored.content.save_id, restored.tier, read(restored))
+
+        return in_ranks(nodes, work)
+
+
+def read(restored):
+    if restored is None:
+        return None
+    data = restored.path.read_bytes()
+    restored.release()
+    return data

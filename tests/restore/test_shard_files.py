@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tiered_checkpoint_io.engine.chunks import chunks_of
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, clear_reads
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreUnavailableError
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
@@ -52,17 +51,6 @@ def folder(tmp_path):
     folder.close()
 
 
-def test_only_the_chunks_of_a_span_are_fetched(folder):
-    store = Durable()
-    file = opened(folder, store)
-    file.ensure([(1500, 600), (10 * CHUNK, 7)])
-    assert sorted(store.asked) == [1000, 2000, 10_000]
-    assert bytes(file.view[1500:2100]) == DATA[1500:2100]
-    file.ensure([(1000, 2000)])
-    assert len(store.asked) == 3, "what is here is not fetched again"
-    file.close()
-
-
 def test_readers_of_a_node_fetch_each_chunk_once(folder):
     store = Durable(wait_s=0.01)
     files = [opened(folder, store) for _ in range(4)]
@@ -92,19 +80,6 @@ def test_a_chunk_that_differs_from_its_hash_is_refused_each_time(folder):
     file.close()
 
 
-def test_a_failed_fetch_leaves_the_chunk_to_the_next_reader(folder):
-    store = Durable()
-    store.broken = True
-    first, second = opened(folder, store), opened(folder, store)
-    with pytest.raises(StoreUnavailableError):
-        first.ensure([(0, 10)])
-    store.broken = False
-    second.ensure([(0, 10)])
-    assert bytes(second.view[:10]) == DATA[:10]
-    first.close()
-    second.close()
-
-
 def test_the_wait_for_another_reader_is_bounded(folder):
     slow, quick = Durable(wait_s=1.0), Durable()
     first, second = opened(folder, slow), opened(folder, quick, timeout_s=0.1)
@@ -121,24 +96,6 @@ def test_the_wait_for_another_reader_is_bounded(folder):
     second.close()
 
 
-def test_readers_of_a_slow_store_wait_as_long_as_chunks_arrive(folder):
-    """All of it takes longer than the wait for a chunk may; each of the two fetches a part, and waits for the rest."""
-    store = Durable(wait_s=0.2)
-    files = [opened(folder, store, timeout_s=0.8, concurrency=1) for _ in range(2)]
-    with ThreadPoolExecutor(2) as threads:
-        for done in [threads.submit(file.ensure, [(0, len(DATA))]) for file in files]:
-            done.result(30)
-    assert sorted(store.asked) == [offset for offset, _ in ENTRY.chunks]
-    assert all(bytes(file.view[: len(DATA)]) == DATA for file in files)
-    for file in files:
-        file.close()
-
-
-def test_a_span_beyond_the_file_is_damage(folder):
-    with pytest.raises(CorruptCheckpointError, match="names bytes up to"):
-        chunks_of(ENTRY, [(0, len(DATA) + 1)])
-
-
 def test_the_last_reader_removes_the_folder(tmp_path):
     first, second = SharedFolder(tmp_path, "save"), SharedFolder(tmp_path, "save")
     first.close()
@@ -151,13 +108,15 @@ def test_the_last_reader_removes_the_folder(tmp_path):
 
 def left_behind(root):
     """A folder as a power loss leaves it: what says that chunks are verified is on the disk, and the chunks are not."""
-    dead = SharedFolder(root, "save")
-    file = opened(dead, Durable())
-    file.ensure([(0, len(DATA))])
-    file.view[: len(DATA)] = bytes(len(DATA))
-    file.close()
-    os.close(dead._descriptor)
-    return dead.path
+    child = os.fork()
+    if not child:
+        file = opened(SharedFolder(root, "save"), Durable())
+        file.ensure([(0, len(DATA))])
+        file.view[: len(DATA)] = bytes(len(DATA))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    (path,) = (root / "reads").iterdir()
+    return path
 
 
 def joined_and_read(root):
@@ -210,10 +169,3 @@ def test_nobody_waits_until_the_bytes_of_the_dead_are_gone(tmp_path, monkeypatch
         other.result(30).close()
     folder.close()
     assert not list((tmp_path / "reads").iterdir())
-
-
-def test_folders_of_the_dead_are_cleared(tmp_path):
-    folder = SharedFolder(tmp_path, "save")
-    os.close(folder._descriptor)
-    clear_reads(tmp_path)
-    assert not folder.path.exists()

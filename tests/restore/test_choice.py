@@ -59,27 +59,6 @@ def test_the_last_may_be_weights_alone_where_there_is_no_other():
     assert [step for _, step, _ in chosen({"n": [half]}, [weights], Selector("last"))] == [3]
 
 
-def test_nothing_anywhere_is_no_candidate():
-    assert chosen({"n": []}, [], LATEST) == []
-
-
-def test_the_later_save_comes_first_whatever_its_step_and_memory_comes_before_the_durable_tier():
-    manifests = [Manifest("a.ckpt", content("a.ckpt", 1)), Manifest("b.ckpt", content("b.ckpt", 2))]
-    assert chosen({"n": [held("b.ckpt", 2), held("m.ckpt", 3)]}, manifests, LATEST) == [
-        ("m.ckpt", 3, {"n": "memory"}),
-        ("b.ckpt", 2, {"n": "memory+durable"}),
-        ("a.ckpt", 1, {"n": "durable"}),
-    ]
-
-
-def test_what_one_node_alone_holds_it_gives_to_the_others():
-    memory = {"n": [held("a.ckpt", 1), held("b.ckpt", 2)], "m": []}
-    assert chosen(memory, [Manifest("a.ckpt", content("a.ckpt", 1))], LATEST) == [
-        ("b.ckpt", 2, {"n": "memory", "m": "peer"}),
-        ("a.ckpt", 1, {"n": "memory+durable", "m": "peer+durable"}),
-    ]
-
-
 def test_a_save_of_which_only_copies_are_left_is_orphaned_unless_the_durable_tier_has_it():
     copy = replace(held("a.ckpt", 1), owns=False)
 
@@ -89,24 +68,6 @@ def test_a_save_of_which_only_copies_are_left_is_orphaned_unless_the_durable_tie
     assert orphaned({"n": [copy], "m": [copy]}) == [True]
     assert orphaned({"n": [copy], "m": [held("a.ckpt", 1)]}) == [False]
     assert orphaned({"n": [copy], "m": []}, [Manifest("a.ckpt", content("a.ckpt", 1))]) == [False]
-
-
-def test_an_overwrite_under_way_offers_the_new_content_and_then_the_old():
-    manifest = Manifest("a.ckpt", content("a.ckpt", 2), previous=(content("a.ckpt", 1),))
-    assert [step for _, step, _ in chosen({"n": []}, [manifest], Selector("name", "a.ckpt"))] == [2, 1]
-
-
-def test_an_alias_follows_its_target_and_stands_for_itself_where_that_is_gone():
-    alias = Manifest("last.ckpt", content("a.ckpt", 1), alias_of="a.ckpt")
-    target = Manifest("a.ckpt", content("a.ckpt", 4))
-    for selector in (Selector("last"), Selector("name", "last.ckpt")):
-        assert [step for _, step, _ in chosen({"n": []}, [alias, target], selector)] == [4]
-        assert [step for _, step, _ in chosen({"n": []}, [alias], selector)] == [1]
-
-
-def test_a_queued_alias_finds_its_target_in_memory():
-    memory = {"n": [held("a.ckpt", 3), held("b.ckpt", 4)]}
-    assert chosen(memory, [], Selector("last"), {"last.ckpt": "a.ckpt"}) == [("a.ckpt", 3, {"n": "memory"})]
 
 
 def test_a_copy_stands_behind_what_it_is_a_copy_of_and_means_it_wherever_that_is():
@@ -249,26 +210,9 @@ def names(memory, durable=(), selector=LATEST, accepts="sharded", own=None, *, r
     return [each.name for each in choose(Catalog(memory, durable), selector, accepts, own, replicas=replicas)]
 
 
-def test_the_newest_save_of_any_tier_comes_first():
-    memory = {"a": [part(1, 0), part(1, 1), part(3, 0), part(3, 1)]}
-    found = choose(Catalog(memory, [manifest(2), manifest(1)]), LATEST)
-    assert [each.name for each in found] == ["step_3", "step_2", "step_1"]
-    assert [each.durable is not None for each in found] == [False, True, True]
-    assert [each.coordinators for each in found] == [("a",), (), ("a",)]
-
-
-def test_parts_on_several_nodes_make_one_checkpoint():
-    assert names({"a": [part(1, 0)], "b": [part(1, 1)]}) == ["step_1"]
-
-
 def test_a_save_that_lacks_a_part_or_that_of_its_coordinator_is_no_candidate():
     memory = {"a": [part(1, 0), part(1, 1), part(2, 0), part(3, 0, commits=False), part(3, 1)], "b": []}
     assert names(memory) == ["step_1"]
-
-
-def test_what_memory_lacks_is_taken_from_the_durable_tier():
-    (found,) = choose(Catalog({"a": [part(2, 0)]}, [manifest(2)]), LATEST)
-    assert (found.name, found.in_memory, found.durable is not None) == ("step_2", False, True)
 
 
 def test_weights_alone_are_never_resumed_from_and_load_by_their_name():
@@ -276,19 +220,6 @@ def test_weights_alone_are_never_resumed_from_and_load_by_their_name():
     manifests = [weights, Manifest("a.ckpt", content("a.ckpt", 1))]
     assert [name for name, *_ in chosen({"n": []}, manifests, LATEST)] == ["a.ckpt"]
     assert [name for name, *_ in chosen({"n": []}, manifests, Selector("name", "w.ckpt"))] == ["w.ckpt"]
-
-
-def test_a_step_or_a_name_selects():
-    memory = {"a": [part(number, rank) for number in (1, 2, 3) for rank in (0, 1)]}
-    assert names(memory, [manifest(2)], Selector("latest", step=2)) == ["step_2"]
-    assert names(memory, [], Selector("name", "step_1")) == ["step_1"]
-    assert names(memory, [], Selector("latest", step=9)) == []
-
-
-def test_a_queued_alias_finds_a_checkpoint_of_any_number_of_parts():
-    memory = {"a": [part(1, 0), part(2, 0)], "b": [part(1, 1), part(2, 1)]}
-    (found,) = choose(Catalog(memory, aliases={"last": "step_1"}), Selector("last"), "sharded")
-    assert found.name == "step_1"
 
 
 @pytest.mark.parametrize(

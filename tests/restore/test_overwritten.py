@@ -1,17 +1,13 @@
 """Restore on one node of what another run overwrites, or replaces, meanwhile."""
 
-# ruff: noqa: F811 - a fixture of another module is an argument here
-
 import pytest
-from support.restoring import CHUNK, into_durable, make_content, save_id
+from support.restoring import CHUNK, LATEST, NEW, OLD, into_durable, make_content, save_id
 
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-
-from .test_restore import LATEST, NEW, OLD, world  # noqa: F401 - fixtures
 
 #: An object of an overwrite under way may be the larger or the smaller.
 SHORT = OLD[: 2 * CHUNK]

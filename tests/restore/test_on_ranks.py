@@ -1,12 +1,12 @@
 """Restore on several nodes, with ranks as threads: what is taken, and what is told."""
 
-# ruff: noqa: F811 - a fixture of another module is an argument here
-
 from pathlib import Path
 
 import pytest
 from support.restoring import (
     CHUNK,
+    NEW,
+    OLD,
     flip,
     in_ranks,
     into_durable,
@@ -23,8 +23,6 @@ from tiered_checkpoint_io.errors import (
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.faulty import FaultyStore
-
-from .test_restore import NEW, OLD, read, world  # noqa: F401 - fixtures
 
 
 def test_two_nodes_fetch_once_each_and_all_ranks_have_it(world):

@@ -17,11 +17,10 @@ from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.commit import commit, put_part
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.restore.catalog import Tiers, discover
-from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector
-from tiered_checkpoint_io.engine.restore.restore import NodeFetcher, restore
-from tiered_checkpoint_io.engine.restore.search import Search
+from tiered_checkpoint_io.engine.restore.choice import Selector
+from tiered_checkpoint_io.engine.restore.restore import restore
 from tiered_checkpoint_io.engine.restore.shard_reading import open_shards
-from tiered_checkpoint_io.errors import CorruptCheckpointError, OtherKindError, StoreUnavailableError
+from tiered_checkpoint_io.errors import OtherKindError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -167,20 +166,6 @@ def test_a_full_one_behind_damaged_sharded_ones_is_loaded_by_a_caller_that_takes
     assert "this object is missing" in str(restored.rejected)
 
 
-def test_a_damaged_description_of_another_rank_shows_where_its_bytes_are_read(world):
-    world.store.delete(ids.description_key(op_id(STEPS), 2))
-    opened = world.open()
-    opened.files.ensure("__1_0.distcp", [(0, 10)])
-    with pytest.raises(CorruptCheckpointError, match="this object is missing"):
-        opened.files.ensure("__2_0.distcp", [(0, 10)])
-    opened.close()
-
-
-def test_a_listing_that_cannot_be_asked_for_is_no_damage(world):
-    with pytest.raises(StoreUnavailableError):
-        world.open(store=Asked(world.store, fail_at=1))
-
-
 def test_while_an_overwrite_is_under_way_the_content_whose_metadata_is_there_is_loaded_and_fetched(world, tmp_path):
     def is_switch(operation, key):
         return operation == "upload" and key.endswith(METADATA)
@@ -198,22 +183,3 @@ def test_while_an_overwrite_is_under_way_the_content_whose_metadata_is_there_is_
     # What lists the files of the new content may be damaged, as nothing else needs it.
     world.store.delete(ids.index_key(op_id(9)))
     assert CliRunner().invoke(app, ["get", world.store.url, name, str(to), "--yes"]).exit_code == 0
-
-
-def test_a_rank_of_a_local_checkpoint_reads_its_own_description_alone(memory_dir, tmp_path):
-    world = World(memory_dir, str(tmp_path / "durable"))
-    world.save(1, kind="local", files_of_rank=1)
-    asked = Asked(world.store)
-    fetcher = NodeFetcher(world.tiers(asked), part_rank=2)
-    (manifest,) = discover(world.tiers(), LATEST, {}).manifests
-    search = Search(world.tiers(), LATEST, "local", Group("n"))
-    candidate = Candidate(manifest.name, manifest.content, durable=manifest.content)
-    for _ in range(2):
-        fetched = fetcher.fetch(candidate, "durable", search).value
-        assert Path(fetched.path).read_bytes()[:1000] == bytes_of(1, 2, "__2_0.distcp")[:1000]
-    assert asked.listings() == [ids.index_key(op_id(1)), ids.description_key(op_id(1), 2)]
-    assert fetcher.find(op_id(1)).part.content.size == len(bytes_of(1, 2, "__2_0.distcp"))
-    world.store.delete(ids.description_key(op_id(1), 3))
-    lacking = NodeFetcher(world.tiers(), part_rank=3).fetch(candidate, "durable", search)
-    assert lacking.is_open
-    assert "this object is missing" in lacking.rejected[0]

@@ -1,0 +1,9 @@
+"""Nodes with memories of their own, and one durable tier."""
+
+import pytest
+from support.restoring import World
+
+
+@pytest.fixture
+def world(memory_dir, tmp_path):
+    return World(memory_dir, str(tmp_path / "durable"))
