@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError, StoreUnavailableError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo, UploadContent, UploadJournal, validate_key
 
 PIECE = 8 << 20
@@ -38,7 +38,7 @@ class AcmeStore:
                 database.execute(PIECES)
                 yield database
         except sqlite3.OperationalError as error:
-            raise StoreUnavailableError(str(error), operation=operation, key=key) from error
+            raise StoreError(str(error), operation=operation, key=key, reason="unavailable") from error
         except (sqlite3.Error, OSError) as error:
             if isinstance(error, StoreError):
                 raise

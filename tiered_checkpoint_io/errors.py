@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypeGuard
 
 from tiered_checkpoint_io.redaction import without_secrets
 
@@ -19,6 +19,22 @@ if _PLATFORM != "linux":
     raise ImportError(f"tiered_checkpoint_io runs on Linux only; this is {_PLATFORM}")
 
 _CONTEXT_FIELDS = ("operation", "tier", "key", "rank", "step")
+#: Kinds of failure that code distinguishes within one class.
+Reason = Literal[
+    "access",  # StoreError: rights are missing
+    "archived",  # StoreError: the object has to be restored from an archive before it can be read
+    "changed",  # StoreError: the object is not as it was read, so nothing was written or removed
+    "config",  # StoreError: no such bucket, region or endpoint
+    "credentials",  # StoreError: credentials are missing, wrong or expired
+    "full",  # StoreError, MemoryTierError: no space, or a quota is used up
+    "missing",  # StoreNotFoundError
+    "unavailable",  # StoreError: throttling, failing or unreachable
+    "unsafe",  # MemoryTierError: a folder belongs to another user, is open to others, or is a symbolic link
+    "format",  # CorruptCheckpointError: another format version than the one that this release reads
+    "held",  # ConfigError: another program uses the checkpoint
+    "other_kind",  # RestoreError: a full checkpoint instead of a sharded one, or the reverse
+    "lost_rank",  # RestoreError: a rank died or can't be reached
+]
 
 
 class TieredCheckpointError(Exception):
@@ -32,12 +48,13 @@ class TieredCheckpointError(Exception):
         rank: The global rank on which it failed.
         step: The training step of the checkpoint.
         hint: What the user can do about it.
+        reason: The kind of failure, if code distinguishes several of one class; see :data:`Reason`.
     """
 
-    #: Whether the same call may succeed later without any change.
-    retryable: bool = False
     #: The tier that errors of this class are about, where none is named.
     _tier: str | None = None
+    #: The reason of errors of this class, if none is named.
+    _reason: Reason | None = None
 
     def __init__(
         self,
@@ -49,6 +66,7 @@ class TieredCheckpointError(Exception):
         rank: int | None = None,
         step: int | None = None,
         hint: str | None = None,
+        reason: Reason | None = None,
     ) -> None:
         # Errors are logged, written down and sent to other ranks; URLs in them may hold what none of those should.
         self.message = without_secrets(message)
@@ -58,7 +76,13 @@ class TieredCheckpointError(Exception):
         self.rank = rank
         self.step = step
         self.hint = without_secrets(hint) if hint is not None else None
+        self.reason = reason or self._reason
         super().__init__(self.message)
+
+    @property
+    def retryable(self) -> bool:
+        """True if the same call may succeed later without any change."""
+        return self.reason in ("unavailable", "changed")
 
     def __str__(self) -> str:
         context = ", ".join(
@@ -68,7 +92,7 @@ class TieredCheckpointError(Exception):
         return f"{text} — {self.hint}" if self.hint else text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {field: getattr(self, field) for field in (*_CONTEXT_FIELDS, "hint")}
+        state = {field: getattr(self, field) for field in (*_CONTEXT_FIELDS, "hint", "reason")}
         return (_rebuild, (type(self), self.message, state))
 
 
@@ -77,113 +101,52 @@ def _rebuild(cls: type[TieredCheckpointError], message: str, state: dict[str, An
 
 
 class ConfigError(TieredCheckpointError, ValueError):
-    """A configuration key or value is not allowed. Nothing was done."""
-
-
-class InvalidNameError(TieredCheckpointError, ValueError):
-    """A checkpoint name, key or URL is malformed, or would leave its folder. Nothing was done."""
-
-
-class UsageError(TieredCheckpointError, RuntimeError):
-    """The API was called where, or in a way that, it cannot work."""
+    """A setting, a name or a call is not allowed. Nothing was done."""
 
 
 class CheckpointNotFoundError(TieredCheckpointError, FileNotFoundError):
-    """No tier holds the checkpoint that was asked for by name."""
-
-
-class HeldError(TieredCheckpointError):
-    """A checkpoint is in use by another program, so it was not deleted."""
+    """No tier holds the checkpoint."""
 
 
 class CorruptCheckpointError(TieredCheckpointError):
-    """Bytes in a tier differ from what their manifest says, or are missing."""
-
-
-class ManifestError(TieredCheckpointError):
-    """A manifest or part manifest that cannot be understood."""
-
-
-class FormatVersionError(ManifestError):
-    """A document of another format version than the one that this version of the package reads."""
+    """Bytes differ from what their manifest says, a manifest can't be understood, or it has another format version."""
 
 
 class MemoryTierError(TieredCheckpointError, OSError):
-    """The memory tier of this node cannot be used."""
-
-
-class MemoryFullError(MemoryTierError):
-    """No room in the memory tier: by its budget, or by the file system that it lies on."""
-
-
-class MemoryUnsafeError(MemoryTierError, PermissionError):
-    """The memory tier's folder is not ours, is open to others, or is a symbolic link."""
+    """The memory tier of this node is full, can't be used, or is not safe to use."""
 
 
 class StoreError(TieredCheckpointError, OSError):
-    """An operation on the durable tier failed."""
+    """An operation on the durable tier failed; ``reason`` says why."""
 
     _tier = "durable"
+
+    @property
+    def is_denied(self) -> bool:
+        """True if rights or credentials are missing."""
+        return self.reason in ("access", "credentials")
 
 
 class StoreNotFoundError(StoreError, FileNotFoundError):
     """The durable tier has no object under this key."""
 
-
-class StoreArchivedError(StoreError):
-    """An object is there, and can't be read before the durable tier has been told to restore it."""
-
-
-class StoreAccessError(StoreError, PermissionError):
-    """The durable tier refuses, as rights are missing. Retrying does not help."""
-
-
-class StoreCredentialsError(StoreAccessError):
-    """Credentials for the durable tier are missing, wrong or expired. With others, the same call may succeed."""
-
-
-class StoreConfigError(StoreError):
-    """The durable tier does not exist as configured: bucket, region or endpoint."""
-
-
-class StoreFullError(StoreError):
-    """The durable tier is full: its disks, or a quota. What was there before is intact."""
-
-
-class StoreUnavailableError(StoreError):
-    """The durable tier is throttling, failing or unreachable. The same call may succeed later."""
-
-    retryable = True
-
-
-class StoreChangedError(StoreError):
-    """An object is not as it was read, so it was neither replaced nor removed. Look at it anew, and decide again."""
-
-    retryable = True
-
-
-class WaitTimeoutError(TieredCheckpointError, TimeoutError):
-    """What was waited for did not come in time."""
-
-
-class DrainError(TieredCheckpointError, RuntimeError):
-    """The background drain failed, died, or did not finish in time."""
+    _reason = "missing"
 
 
 class SaveError(TieredCheckpointError, RuntimeError):
-    """A checkpoint did not reach the tiers that it was meant for."""
+    """A checkpoint or an export was not written where it was meant to be."""
+
+
+class DrainError(TieredCheckpointError, TimeoutError):
+    """The upload in the background failed, died, or did not finish in time."""
 
 
 class RestoreError(TieredCheckpointError, RuntimeError):
-    """No candidate could be restored, or the ranks could not agree on one."""
-
-
-class OtherKindError(RestoreError):
-    """The checkpoint to restore is a full one where a sharded one was asked for, or the reverse.
+    """No candidate could be restored, or the ranks could not agree on one.
 
     Args:
         message: As :class:`TieredCheckpointError` takes it.
-        rejected: Ids of saves that were tried before it, and why they were not taken.
+        rejected: Ids of saves that were tried before, and the reasons why they were not taken.
         context: As :class:`TieredCheckpointError` takes it.
     """
 
@@ -196,13 +159,6 @@ class OtherKindError(RestoreError):
         return build, (kind, message, {**state, "rejected": self.rejected})
 
 
-class LostRankError(RestoreError):
-    """A rank died, or can't be reached any more, while all were restoring together."""
-
-
-class PeerError(TieredCheckpointError, RuntimeError):
-    """A part did not get to another node's memory, or did not come from there."""
-
-
-class ExportError(TieredCheckpointError, RuntimeError):
-    """An export can't be written as asked. What was there before is as it was."""
+def is_other_format(error: object) -> TypeGuard[CorruptCheckpointError]:
+    """Returns True if a document has another format version than the one that this release reads."""
+    return isinstance(error, CorruptCheckpointError) and error.reason == "format"

@@ -32,11 +32,11 @@ from tiered_checkpoint_io.engine.chunks import Span, chunks_of, fetch_chunk
 from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, fetch_targets
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
+    ConfigError,
     CorruptCheckpointError,
-    ExportError,
-    OtherKindError,
+    RestoreError,
+    SaveError,
     TieredCheckpointError,
-    UsageError,
 )
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.formats.image import plan
@@ -134,8 +134,8 @@ def to_torch_file(source: Source, target: Path, *, replace: bool = False) -> lis
     """Writes the whole state as ``torch.save`` does; of a full checkpoint, copies the file.
 
     Raises:
-        OtherKindError: It is a local checkpoint.
-        ExportError: The target exists, or can't be written.
+        RestoreError: It is a local checkpoint.
+        SaveError: The target exists, or can't be written.
         CorruptCheckpointError: Its bytes are not those that were saved.
         RestoreError: It holds objects that are not trusted.
         StoreError: It could not be read.
@@ -190,7 +190,7 @@ def to_safetensors(source: Source, target: Path, *, prefix: str | None = None, r
         The files.
 
     Raises:
-        ExportError: The target exists or can't be written; no tensor has the prefix; or safetensors has no name for an
+        SaveError: The target exists or can't be written; no tensor has the prefix; or safetensors has no name for an
             element type.
         TieredCheckpointError: As :func:`to_torch_file`.
     """
@@ -236,11 +236,12 @@ def to_safetensors(source: Source, target: Path, *, prefix: str | None = None, r
 
 def _is_full(source: Source) -> bool:
     if source.content.kind == "local":
-        raise OtherKindError(
+        raise RestoreError(
             f"{source.name} is a local checkpoint, each rank's state by itself",
             operation="get",
             key=source.where,
             hint="get its files into a folder, or load it by tiered_checkpoint_io.dcp with kind='local'",
+            reason="other_kind",
         )
     return source.content.kind == "full"
 
@@ -260,7 +261,7 @@ def _named(tensors: _Tensors, prefix: str | None, where: str) -> dict[str, str]:
     found = {name.removeprefix(prefix): name for name in names if name.startswith(prefix) and name != prefix}
     if not found:
         heads = sorted({name.partition(".")[0] for name in names})
-        raise ExportError(
+        raise SaveError(
             f"no tensor's name begins with {prefix!r}",
             operation="get",
             tier="durable",
@@ -291,7 +292,7 @@ def _header(shard: Mapping[str, str], tensors: _Tensors) -> tuple[bytes, dict[st
     for name, whole in shard.items():
         dtype, size = tensors.kind(whole)
         if dtype not in _SAFETENSORS:
-            raise ExportError(
+            raise SaveError(
                 f"safetensors has no name for {dtype}, the element type of {whole!r}",
                 operation="get",
                 hint="get a torch file, or choose other tensors by --prefix",
@@ -382,7 +383,7 @@ class _Sharded:
                 text = f"{item.storage_index.fqn!r} at {item.storage_index.offset} lies in no file"
                 raise CorruptCheckpointError(text, operation="get", tier="durable", key=self._source.where)
             if getattr(place, "transform_descriptors", None):
-                raise UsageError(
+                raise ConfigError(
                     f"{item.storage_index.fqn!r} was transformed by {place.transform_descriptors}",
                     operation="get",
                     key=self._source.where,
@@ -460,7 +461,7 @@ class _FullState:
         state = source.trust.read(file, "the file", {"key": source.where}, map_location="cpu", mmap=True)
         if not isinstance(state, dict):
             text = f"the file holds a {type(state).__name__}, no dictionary"
-            raise ExportError(text, operation="get", tier="durable", key=source.where)
+            raise SaveError(text, operation="get", tier="durable", key=source.where)
         flat, _ = flatten_state_dict(state)
         self._where = source.where
         self._tensors = {name: each.detach() for name, each in flat.items() if isinstance(each, torch.Tensor)}
@@ -479,7 +480,7 @@ class _FullState:
         for name, view in views.items():
             if self._tensors[name].layout != torch.strided:
                 hint = "get a torch file, or choose other tensors by --prefix"
-                raise ExportError(f"{name!r} is sparse", operation="get", key=self._where, hint=hint)
+                raise SaveError(f"{name!r} is sparse", operation="get", key=self._where, hint=hint)
             view.copy_(self._tensors[name])
             _let_go(mappings)
 
@@ -510,7 +511,7 @@ def new_files(targets: Sequence[tuple[Path, int]], *, replace: bool = False) -> 
         replace: Replace files that exist.
 
     Raises:
-        ExportError: One exists, or can't be written; then none gets its name.
+        SaveError: One exists, or can't be written; then none gets its name.
     """
     _refuse_existing([path for path, _ in targets if os.path.lexists(path)], replace=replace)
     with contextlib.ExitStack() as held:
@@ -535,7 +536,7 @@ def new_files(targets: Sequence[tuple[Path, int]], *, replace: bool = False) -> 
 def _refuse_existing(existing: Sequence[Path], *, replace: bool) -> None:
     if existing and not replace:
         more = f", and {len(existing) - 1} more" if len(existing) > 1 else ""
-        raise ExportError(
+        raise SaveError(
             f"{existing[0]} exists already{more}",
             operation="get",
             key=str(existing[0]),
@@ -550,7 +551,7 @@ def _writing(target: Path) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, TieredCheckpointError):
             raise
-        raise ExportError(
+        raise SaveError(
             f"{target} can't be written: {error.strerror or error}",
             operation="get",
             key=str(target),
@@ -559,7 +560,7 @@ def _writing(target: Path) -> Iterator[None]:
 
 
 class _NewFile:
-    """A file that has no name yet; each method raises ExportError."""
+    """A file that has no name yet; each method raises SaveError."""
 
     def __init__(self, target: Path, size: int) -> None:
         self.target, self._size = target, size

@@ -19,7 +19,7 @@ class OtherTrainerGuard(Callback):
         """Looks before anything is loaded or trained.
 
         Raises:
-            UsageError: There is something of ours.
+            ConfigError: There is something of ours.
         """
         found: list[Any] = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
         io: Any = trainer.strategy.checkpoint_io

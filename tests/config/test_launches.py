@@ -102,7 +102,7 @@ def script(tmp_path, memory_dir):
     return start
 
 
-ANOTHER_JOB = "UsageError: another live job keeps its checkpoints in this node's memory under the same namespace"
+ANOTHER_JOB = "ConfigError: another live job keeps its checkpoints in this node's memory under the same namespace"
 
 
 def test_jobs_that_upload_nothing_are_kept_apart_as_well(job, tmp_path):
@@ -136,7 +136,7 @@ def test_a_process_and_one_that_it_starts_are_one_but_two_that_it_starts_are_not
     said = script("parent", {})
     assert said[0] == "0 ok"
     # Which of the two comes first is open. Memory is shared by the parent's lock; the lease tells them apart.
-    assert sorted(line.split()[1] for line in said[1:]) == ["UsageError:", "ok"], said
+    assert sorted(line.split()[1] for line in said[1:]) == ["ConfigError:", "ok"], said
 
 
 def test_a_job_that_training_submits_is_another_run(script):

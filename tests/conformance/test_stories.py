@@ -21,13 +21,10 @@ import contextlib
 from pathlib import Path
 
 import pytest
+from support.failing import failing
 from support.restoring import flip, of_a_newer_release
 
-from tiered_checkpoint_io.errors import (
-    CheckpointNotFoundError,
-    FormatVersionError,
-    RestoreError,
-)
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError
 
 from .kinds import KINDS, METRICS, SENTINELS, lose_memory
 
@@ -203,7 +200,7 @@ def test_a_newest_part_in_memory_of_a_newer_release_is_an_error(start):
     newest = job.documents()[-1]
     job.close()
     newest.write_bytes(of_a_newer_release(newest.read_bytes(), version=99))
-    with pytest.raises(FormatVersionError, match="upgrade"):
+    with failing("format", match="upgrade"):
         start().load(LATEST)
 
 
@@ -216,7 +213,7 @@ def test_a_newest_manifest_of_a_newer_release_is_an_error(start, dirpath, memory
     lose_memory(memory_dir)
     newest = Path(dirpath, ".tiered", "manifests", "step_2.ckpt.json")
     newest.write_bytes(of_a_newer_release(newest.read_bytes(), version=99))
-    with pytest.raises(FormatVersionError, match="upgrade"):
+    with failing("format", match="upgrade"):
         start().load(LATEST)
 
 

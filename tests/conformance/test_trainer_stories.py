@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.training import Runs
 
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 
 
 @pytest.fixture
@@ -37,7 +37,9 @@ def test_a_stock_checkpoint_without_a_dirpath_keeps_its_best_and_its_last(runs):
 
 
 def test_a_stock_checkpoint_with_a_dirpath_elsewhere_is_refused_before_the_first_batch(runs, tmp_path):
-    with pytest.raises(UsageError, match=r"ModelCheckpoint\(dirpath='.*elsewhere'\).*leave the callback's dirpath out"):
+    with pytest.raises(
+        ConfigError, match=r"ModelCheckpoint\(dirpath='.*elsewhere'\).*leave the callback's dirpath out"
+    ):
         runs.fit(ModelCheckpoint(dirpath=tmp_path / "elsewhere"), ckpt_path=None)
     assert not (tmp_path / "elsewhere").exists()
     below = ModelCheckpoint(dirpath=f"{runs.dirpath}/own", every_n_train_steps=5)

@@ -5,9 +5,10 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from support.failing import failing
 from support.fault_proxy import FaultProxy, lose_answer, refuse
 
-from tiered_checkpoint_io.errors import StoreUnavailableError
+from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.stores.base import CopyRefusedError, Metrics, ServerCopy
 from tiered_checkpoint_io.stores.fallbacks import copy_to
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
@@ -118,9 +119,9 @@ def test_a_source_that_changes_while_parts_are_copied_ends_the_copy(store, moto,
     def check():
         calls.append(1)
         if len(calls) == 2:
-            raise StoreUnavailableError("changed", operation="copy", key="a")
+            raise StoreError("changed", operation="copy", key="a", reason="unavailable")
 
-    with pytest.raises(StoreUnavailableError):
+    with failing("unavailable"):
         copy_to(store, "b", ServerCopy("a", SIZE, check))
     assert store.get("b") == b"old"
     assert moto.uploads(bucket) == []
@@ -132,7 +133,7 @@ def test_a_server_that_sees_another_etag_is_asked_again_later(moto, bucket, size
         put(store, "a", os.urandom(size))
         store.put("b", b"old")
         proxy.plan = lambda request, _: refuse(412, "PreconditionFailed") if request in ("put", "part") else None
-        with pytest.raises(StoreUnavailableError, match="replaced"):
+        with failing("unavailable", match="replaced"):
             copy_to(store, "b", ServerCopy("a", size, lambda: None))
         proxy.plan = lambda *_: None
         assert store.get("b") == b"old"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.fault_proxy import FaultProxy, refuse
 
-from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, StoreNotFoundError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, StoreNotFoundError
 from tiered_checkpoint_io.nemo import s3_dirpath_utils
 from tiered_checkpoint_io.nemo.s3_utils import S3Utils
 
@@ -47,7 +47,7 @@ def test_empty_ones(s3_url, tmp_path):
     S3Utils.download_s3_file_to_path(f"{s3_url}/empty", tmp_path / "empty")
     assert (tmp_path / "empty").read_bytes() == b""
     assert S3Utils.download_s3_file_to_stream(f"{s3_url}/empty").read() == b""
-    with pytest.raises(UsageError, match="is empty"):
+    with pytest.raises(ConfigError, match="is empty"):
         S3Utils.upload_file(tmp_path / "empty", f"{s3_url}/x")
 
 
@@ -123,5 +123,5 @@ def test_urls():
     assert S3Utils.parse_s3_url("s3://bb") == ("bb", "")
     assert S3Utils.parse_s3_url("/local") == (None, None)
     assert S3Utils.parse_prefix_with_step("no step") == "no step"
-    with pytest.raises(InvalidNameError, match="names no object"):
+    with pytest.raises(ConfigError, match="names no object"):
         S3Utils.remove_object("s3://bbucket/folder/")

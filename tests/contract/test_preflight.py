@@ -18,14 +18,8 @@ from support.training import Model, Runs
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine import preflight
-from tiered_checkpoint_io.errors import (
-    MemoryFullError,
-    MemoryTierError,
-    StoreAccessError,
-    StoreConfigError,
-    StoreCredentialsError,
-    StoreError,
-)
+from tiered_checkpoint_io.errors import MemoryTierError, StoreError
+from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
 
@@ -93,18 +87,18 @@ def denied(operation):
 
 #: A wrong setup: its options, the error's class, its operation, and texts of its message, key and hint.
 WRONG = {
-    "no bucket": ({"dirpath": "s3://no-such-bucket-here/run"}, StoreConfigError, "list", "does not exist there"),
-    "no credentials": ({"without": CREDENTIALS}, StoreCredentialsError, "list, put", "environment, profile or role"),
-    "no profile": ({"profile": "nobody"}, StoreConfigError, "connect", "check profile"),
+    "no bucket": ({"dirpath": "s3://no-such-bucket-here/run"}, "config", "list", "does not exist there"),
+    "no credentials": ({"without": CREDENTIALS}, "credentials", "list, put", "environment, profile or role"),
+    "no profile": ({"profile": "nobody"}, "config", "connect", "check profile"),
     "a wrong region": (
         {"plan": in_region("eu-central-1", told=False), "region": "us-west-2"},
-        StoreConfigError,
+        "config",
         "list",
         "set region and endpoint_url",
     ),
-    "no right to anything": (denied(None), StoreAccessError, "list, put", "their rights on this bucket"),
+    "no right to anything": (denied(None), "access", "list, put", "their rights on this bucket"),
     **{
-        f"no right to {name}": (denied(name), StoreAccessError, name, "their rights on this bucket and prefix")
+        f"no right to {name}": (denied(name), "access", name, "their rights on this bucket and prefix")
         for name in ("list", "put", "get", "delete", "create", "abort")
     },
 }
@@ -115,7 +109,7 @@ FURTHER = {"no right to anything", "no profile", "no right to list", "no right t
     "setup", [pytest.param(each, marks=pytest.mark.matrix) if each in FURTHER else each for each in WRONG]
 )
 def test_what_no_retry_can_mend_is_one_error_before_the_first_batch(setup, runs, proxy, monkeypatch):
-    changes, kind, operation, hint = WRONG[setup]
+    changes, reason, operation, hint = WRONG[setup]
     options = {"endpoint_url": proxy.endpoint_url, **changes}
     proxy.plan = options.pop("plan", proxy.plan)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -124,7 +118,7 @@ def test_what_no_retry_can_mend_is_one_error_before_the_first_batch(setup, runs,
         for name in options.pop("without", ()):
             env.delenv(name)
         trainer, error, _ = fit(runs, on_save_error="warn", **options)
-    assert type(error) is kind
+    assert error.reason == reason
     assert error.message.startswith("preflight: ")
     assert error.operation == operation
     assert error.key.startswith(options.get("dirpath", runs.dirpath))
@@ -140,7 +134,7 @@ def test_a_directory_that_takes_no_files_is_an_error(runs, tmp_path):
     runs.dirpath = str(tmp_path / "durable")
     Path(runs.dirpath).write_bytes(b"in the way")
     trainer, error, _ = fit(runs)
-    assert type(error) is StoreError
+    assert isinstance(error, StoreError)
     assert (error.operation, trainer.global_step) == ("put", 0)
     assert error.key.startswith(runs.dirpath)
 
@@ -217,7 +211,7 @@ def test_a_restart_after_a_role_was_changed_continues_from_memory(memory_dir, tm
         # Another node, whose memory holds nothing, is refused.
         runs.wipe()
         trainer, error, _ = fit(runs, ckpt_path="tiered:latest")
-        assert type(error) is StoreAccessError
+        assert error.reason == "access"
         assert (error.operation, trainer.global_step) == ("put", 0)
 
 
@@ -229,7 +223,7 @@ def use(env: Mapping[str, str], monkeypatch):
 @pytest.mark.parametrize(("operation", "trains"), [("list", False), ("put", True)])
 def test_what_a_restart_fails_for_is_an_error_whatever_memory_holds(runs, monkeypatch, operation, trains):
     assert fit(runs)[1] is None
-    refused = StoreAccessError("denied", operation=operation)
+    refused = StoreError("denied", operation=operation, reason="access")
     monkeypatch.setattr(preflight, "try_durable", lambda *_, **__: [refused])
     trainer, error, _ = fit(runs)
     assert (trainer.global_step, error is None) == ((3, True) if trains else (0, False))

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.failing import failing
 from support.launch import launch
 from support.losing import lose_memory
 from support.sharded import incomplete
 
 from tiered_checkpoint_io import dcp
 from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, OtherKindError, RestoreError, UsageError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, RestoreError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Manifest
@@ -136,7 +137,7 @@ def test_ranks_save_and_load_alone_over_restarts_and_overwrites(job, tmp_path, m
     with pytest.raises(CheckpointNotFoundError, match="'step_9'"):
         dcp.load(state, checkpoint_id="step_9", kind="local", **options)
     dcp.save({"t": torch.ones(2)}, checkpoint_id="step_11", **options, save_to_s3=False)
-    with pytest.raises(OtherKindError, match="step_11 is a sharded checkpoint"):
+    with failing("other_kind", match="step_11 is a sharded checkpoint"):
         dcp.load(state, checkpoint_id="step_11", kind="local", **options)
     dcp.TieredStorageWriter(**options).close()
 
@@ -242,7 +243,7 @@ def test_ranks_load_no_save_that_lies_in_the_memory_of_other_nodes_alone(job, tm
 
 @pytest.mark.parametrize("kind", ["full", "Local"])
 def test_other_kinds_are_refused(kind, memory_dir):
-    with pytest.raises(UsageError, match="allowed: 'sharded', 'local'"):
+    with pytest.raises(ConfigError, match="allowed: 'sharded', 'local'"):
         dcp.async_save({}, checkpoint_id="step_1", kind=kind, memory_dir=memory_dir)
 
 

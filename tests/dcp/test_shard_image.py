@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from support.tenants import refuse
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from tiered_checkpoint_io.errors import ExportError
+from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats import image, shard_image
 from tiered_checkpoint_io.formats.image import plan
 from tiered_checkpoint_io.formats.shard_image import ALIGNMENT, TensorRow, plan_shard, skeleton_of
@@ -164,7 +164,7 @@ def test_a_stand_in_may_be_larger_than_the_machine(monkeypatch):
 
 def test_a_limit_of_address_space_is_what_the_error_names(monkeypatch):
     monkeypatch.setattr(shard_image, "_skeletons", {})
-    with pytest.raises(ExportError, match=r"no address space for a tensor of \d+ bytes.*ulimit -v"):
+    with pytest.raises(SaveError, match=r"no address space for a tensor of \d+ bytes.*ulimit -v"):
         skeleton_of(torch.uint8, (1 << 62,))
 
 

@@ -135,10 +135,10 @@ def test_a_flipped_byte_in_s3_sends_all_to_the_older_one(durable, nodes, run):
     ("dirpath", "endpoint_url", "error", "words"),
     [
         pytest.param(
-            *("s3://there-is-no-such-bucket/run", None, "StoreConfigError", "there-is-no-such-bucket"),
+            *("s3://there-is-no-such-bucket/run", None, "StoreError", "there-is-no-such-bucket"),
             marks=pytest.mark.matrix,
         ),
-        (None, "http://127.0.0.1:9", "StoreUnavailableError", "endpoint_url"),
+        (None, "http://127.0.0.1:9", "StoreError", "endpoint_url"),
     ],
     ids=["missing bucket", "unreachable"],
 )
@@ -156,7 +156,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others_not_a_hang(durable, nodes, r
     ranks[1]["die"] = True
     answers = run(ranks)
     assert answers[1] is None
-    assert [answer["error"] for answer in answers[:1]] == ["LostRankError"]
+    assert [answer["error"] for answer in answers[:1]] == ["RestoreError"]
     assert max(answer["seconds"] for answer in answers[:1]) < 60
 
 
@@ -165,7 +165,7 @@ def test_a_rank_that_never_comes_is_named_within_the_bound(durable, nodes, run):
     ranks[1]["late"] = True
     answers = run(ranks)
     assert answers[1] == {"late": True}
-    assert [answer["error"] for answer in answers[:1]] == ["UsageError"]
+    assert [answer["error"] for answer in answers[:1]] == ["ConfigError"]
     assert all("every rank has to make it" in answer["message"] for answer in answers[:1])
     assert max(answer["seconds"] for answer in answers[:1]) < 60
 
@@ -173,7 +173,7 @@ def test_a_rank_that_never_comes_is_named_within_the_bound(durable, nodes, run):
 @pytest.mark.matrix
 def test_a_load_off_the_main_thread_is_refused(durable, nodes, run):
     answers = run(jobs(durable.url, [nodes[0]] * 2, thread=True))
-    assert [answer["error"] for answer in answers] == ["UsageError"] * 2
+    assert [answer["error"] for answer in answers] == ["ConfigError"] * 2
     assert all("main thread" in answer["message"] for answer in answers)
 
 

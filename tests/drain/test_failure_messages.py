@@ -19,7 +19,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 )
 def test_only_a_damaged_part_in_memory_is_told_as_quarantined(action, words):
     config = TieredCheckpointConfig(dirpath="s3://bucket/run", namespace="gpt-1")
-    outcome = Outcome("1", action, "last.ckpt", -1, "failed", error="damaged", error_type="CorruptCheckpointError")
+    outcome = Outcome("1", action, "last.ckpt", -1, "failed", error="damaged", error_type="damaged_in_memory")
     hint = failure_of(outcome, config).hint
     assert words in hint
     assert ("quarantine" in hint) == (action in ("save", "part"))

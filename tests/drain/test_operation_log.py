@@ -13,7 +13,7 @@ import pytest
 from support.tenants import Tenant, descriptors_to_spare, mounted_tmpfs
 
 from tiered_checkpoint_io.engine.drain.log import OperationLog
-from tiered_checkpoint_io.errors import MemoryFullError
+from tiered_checkpoint_io.memory.space import MemoryFullError
 
 BODY = "y" * 300
 #: Where the two halves of a log begin, and how long each is.

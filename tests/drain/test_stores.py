@@ -5,7 +5,7 @@ import logging
 from support.clocks import VirtualClock
 
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, Stores
-from tiered_checkpoint_io.errors import StoreUnavailableError
+from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 DAY = 24 * 3600.0
@@ -19,7 +19,7 @@ class Looked:
     def abort_stale_uploads(self):
         self.at.append(self._clock.now)
         if len(self.at) == 2:
-            raise StoreUnavailableError("away")
+            raise StoreError("away", reason="unavailable")
 
     def close(self):
         pass

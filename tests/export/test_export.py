@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.errors import CorruptCheckpointError, ExportError, RestoreError, TieredCheckpointError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.export import new_files
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
@@ -124,7 +124,7 @@ def test_safetensors(name, run, tmp_path, monkeypatch):
     assert os.listdir(tmp_path / "hf") == ["model.safetensors"]
     monkeypatch.setattr("tiered_checkpoint_io.export.SHARD_SIZE", 12_000)
     refused = get(run, name, tmp_path / "hf", *hf, "--prefix", "")
-    assert isinstance(refused.exception, ExportError), "readers would take some of each export"
+    assert isinstance(refused.exception, SaveError), "readers would take some of each export"
     *files, index = got(run, name, tmp_path / "hf", *hf, "--prefix", "", "--yes")
     assert sorted(map(str, (tmp_path / "hf").iterdir())) == sorted([*files, index])
     with open(index) as file:
@@ -214,10 +214,10 @@ def test_what_can_not_be_written(run, tmp_path):
         assert "can't be written" in str(get(run, "full", tmp_path / to).exception)
     # If one file gets no name, none has one.
     (tmp_path / "c").mkdir()
-    with pytest.raises(ExportError, match="exists already"), new_files([(tmp_path / each, 8) for each in "abc"]):
+    with pytest.raises(SaveError, match="exists already"), new_files([(tmp_path / each, 8) for each in "abc"]):
         pass
     with (
-        pytest.raises(ExportError, match="c can't be written"),
+        pytest.raises(SaveError, match="c can't be written"),
         new_files([(tmp_path / each, 8) for each in "abd"] + [(tmp_path / "file" / "c", 8)]),
     ):
         pass

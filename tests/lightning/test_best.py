@@ -7,7 +7,7 @@ from support.training import Model, durable
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
-from tiered_checkpoint_io.errors import StoreUnavailableError
+from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
@@ -45,7 +45,7 @@ def refusals(monkeypatch):
         def failed_or_done(self, key, *arguments, **options):
             if key.endswith("best-step=10.ckpt") and left[0] > 0:
                 left[0] -= 1
-                raise StoreUnavailableError("slow down", operation="put", key=key)
+                raise StoreError("slow down", operation="put", key=key, reason="unavailable")
             return upload(self, key, *arguments, **options)
 
         return failed_or_done

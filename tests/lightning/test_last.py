@@ -12,7 +12,7 @@ from support.training import Model, Runs
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.errors import InvalidNameError
+from tiered_checkpoint_io.errors import ConfigError
 
 #: In elements: so that a checkpoint is large beside manifests.
 BALLAST = 1 << 18
@@ -150,7 +150,7 @@ def test_an_on_exception_checkpoint_that_is_in_no_tier_is_warned_of(runs, tmp_pa
 
 def test_an_on_exception_checkpoint_that_can_not_be_saved_is_an_error_before_training(runs):
     trainer = runs.trainer([newest(), OnExceptionCheckpoint("../elsewhere")])
-    with pytest.raises(InvalidNameError, match="has an empty, '.' or '..' component"):
+    with pytest.raises(ConfigError, match="has an empty, '.' or '..' component"):
         trainer.fit(Model())
     assert trainer.global_step == 0
     trainer.io.teardown()

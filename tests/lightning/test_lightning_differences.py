@@ -66,7 +66,7 @@ def _(side):
     return "saved"
 
 
-@different("names that leave dirpath, or are no name", lightning="saved", here="InvalidNameError")
+@different("names that leave dirpath, or are no name", lightning="saved", here="ConfigError")
 def _(side):
     try:
         side.fit(side.callback(filename="../{epoch}"))

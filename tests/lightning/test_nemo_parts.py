@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from support.supporting import build
 from support.training import Model, Runs, durable
 
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, SaveError, UsageError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, SaveError
 from tiered_checkpoint_io.nemo import checkpoint
 from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
 from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector
@@ -92,7 +92,7 @@ def test_finalize_fn_is_called_once_the_checkpoint_is_committed_and_never_for_on
     io.maybe_finalize_save_checkpoint(blocking=True)
     assert called == [("a.ckpt", True), ("b.ckpt", True)]
     assert set(io.load_checkpoint("b.ckpt")) == {"global_step", "w"}
-    with pytest.raises(UsageError, match="finalize_fn"):
+    with pytest.raises(ConfigError, match="finalize_fn"):
         io.save_checkpoint({}, "c.ckpt", storage_options={"finalize_fn": 3})
     io.save_checkpoint({"cannot": lambda: None}, "c.ckpt", storage_options={"finalize_fn": lambda: called.append("c")})
     io.teardown()
@@ -362,5 +362,5 @@ def test_nemos_averages_with_a_sharded_strategy_are_refused_by_both_names():
         pass
 
     trainer = SimpleNamespace(callbacks=[EMA()], strategy=type("TieredFSDPStrategy", (TieredSharding,), {})())
-    with pytest.raises(UsageError, match=r"NeMo's EMA with TieredFSDPStrategy.*leave exp_manager\.ema out"):
+    with pytest.raises(ConfigError, match=r"NeMo's EMA with TieredFSDPStrategy.*leave exp_manager\.ema out"):
         NeMoParts.callback().setup(trainer, Model(), "fit")

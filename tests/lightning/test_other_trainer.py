@@ -16,7 +16,7 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.guard import StrategyGuard, ensure_guard
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.other_trainer import OtherTrainerGuard
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def test_a_trainer_of_pytorch_lightning_with_ours_is_refused(tmp_path, memory_di
     else:
         callbacks = [PreemptionCheckpoint() if given == "callback" else TieredModelCheckpoint()]
     trainer = pytorch_lightning.Trainer(strategy=strategy, callbacks=callbacks, max_steps=1, **QUIET)
-    with pytest.raises(UsageError, match=r"in a trainer of pytorch_lightning.*import Trainer from lightning\.pytorch"):
+    with pytest.raises(ConfigError, match=r"in a trainer of pytorch_lightning.*import Trainer from lightning\.pytorch"):
         trainer.fit(Model())
 
 

@@ -8,7 +8,7 @@ from support.training import Model
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.places import check_places, folder_of
-from tiered_checkpoint_io.errors import ConfigError, UsageError
+from tiered_checkpoint_io.errors import ConfigError
 
 
 def test_one_to_resume_from_and_one_for_the_best(runs):
@@ -61,7 +61,7 @@ def test_what_keeps_two_apart():
 
 
 def test_lightnings_own_elsewhere_is_refused(runs, tmp_path):
-    with pytest.raises(UsageError, match="does not save below TieredCheckpointIO's dirpath"):
+    with pytest.raises(ConfigError, match="does not save below TieredCheckpointIO's dirpath"):
         runs.trainer([ModelCheckpoint(tmp_path / "elsewhere")]).fit(Model())
     assert folder_of("s3://bucket/run-2", "s3://bucket/run") is None
     assert folder_of("s3://bucket/run/a/", "s3://bucket/run") == "s3://bucket/run/a"

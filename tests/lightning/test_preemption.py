@@ -18,7 +18,7 @@ from support.training import Model, Runs, Stop, durable, wipe
 from tiered_checkpoint_io.callbacks import Preempted, PreemptionCheckpoint, TieredModelCheckpoint
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.staging.capture import Capturer
-from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, SaveError
+from tiered_checkpoint_io.errors import ConfigError, SaveError
 
 WORKER = Path(__file__).with_name("preemption_worker.py")
 GRACE_S = 20.0
@@ -142,7 +142,7 @@ def test_without_s3_the_checkpoint_is_in_memory_within_the_grace_time_and_reache
         ({"signals": ["SIGHELLO"]}, ConfigError, "there is no signal 'SIGHELLO'"),
         ({"signals": ["SIGKILL"]}, ConfigError, "SIGKILL cannot be handled"),
         ({"signals": []}, ConfigError, "signals is empty"),
-        ({"name": "../up"}, InvalidNameError, "up"),
+        ({"name": "../up"}, ConfigError, "up"),
         ({"requeue": "yes"}, ConfigError, "requeue is 'yes'"),
     ],
 )

@@ -139,7 +139,7 @@ def test_a_name_that_rank_0_refuses_ends_all_ranks(launch, tmp_path, monkeypatch
     monkeypatch.setenv("FILENAME", "../{step}")
     done = launch(str(tmp_path / "durable"), 4, 2, timeout_s=100)
     assert done.returncode != 0
-    assert done.stderr.count("InvalidNameError: ") >= 2
+    assert done.stderr.count("ConfigError: ") >= 2
     for rank in (0, 1):
         assert f"[rank{rank}]" in done.stderr
 
@@ -185,7 +185,7 @@ def test_a_second_run_is_refused_on_all_ranks_before_it_trains(launch, s3_url, t
         done = launch(s3_url, 4, 2)
         assert done.returncode != 0
         assert "RANK" not in done.stdout
-        refusal = "UsageError: another run writes to the same dirpath"
+        refusal = "ConfigError: another run writes to the same dirpath"
         assert done.stderr.count(f"{refusal}: process {first.pid} on") == 2
         assert first.do("save b.ckpt") == "ok"
         assert durable(s3_url) == ["a.ckpt", "b.ckpt"]

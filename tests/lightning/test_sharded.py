@@ -15,7 +15,7 @@ from support.training import Model, wipe
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy
 
 WORKER = Path(__file__).with_name("sharded_worker.py")
@@ -282,7 +282,7 @@ def test_a_stock_sharded_strategy_is_refused_before_it_writes_anything(
         enable_model_summary=False,
         max_steps=1,
     )
-    with pytest.raises(UsageError, match=f"use tiered_checkpoint_io.strategies.Tiered{strategy.__name__}"):
+    with pytest.raises(ConfigError, match=f"use tiered_checkpoint_io.strategies.Tiered{strategy.__name__}"):
         trainer.fit(Model())
     assert not Path("s3:").exists()
 
@@ -290,7 +290,7 @@ def test_a_stock_sharded_strategy_is_refused_before_it_writes_anything(
 @pytest.mark.parametrize("strategy", [TieredFSDPStrategy, TieredModelParallelStrategy])
 def test_ours_with_another_io_is_refused(strategy):
     ours = strategy()
-    with pytest.raises(UsageError, match=r"plugins=\[TieredCheckpointIO"):
+    with pytest.raises(ConfigError, match=r"plugins=\[TieredCheckpointIO"):
         ours.setup(None)
 
 

@@ -11,12 +11,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from support.failing import failing
 from support.parts import RUN, content_of, files_in, save
 
-from tiered_checkpoint_io.errors import (
-    MemoryTierError,
-    MemoryUnsafeError,
-)
+from tiered_checkpoint_io.errors import MemoryTierError
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory.parts import opened, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -28,32 +26,32 @@ def test_folders_that_are_not_ours_alone_are_refused_and_left(memory_dir, tmp_pa
     base = Path(memory_dir)
     ours = base / f"tiered-{os.getuid()}"
     ours.symlink_to(tmp_path)
-    with pytest.raises(MemoryUnsafeError, match="symbolic link"):
+    with failing("unsafe", match="symbolic link"):
         MemoryTier.open(memory_dir, "test")
     assert list(tmp_path.iterdir()) == []
     ours.unlink()
 
     ours.mkdir(mode=0o700)
     ours.chmod(0o775)
-    with pytest.raises(MemoryUnsafeError, match="open to others"):
+    with failing("unsafe", match="open to others"):
         MemoryTier.open(memory_dir, "test")
     assert stat.S_IMODE(ours.stat().st_mode) == 0o775
     ours.chmod(0o700)
 
     (ours / "test").mkdir(mode=0o700)
     (ours / "test" / "slots").symlink_to(tmp_path)
-    with pytest.raises(MemoryUnsafeError, match="symbolic link"):
+    with failing("unsafe", match="symbolic link"):
         MemoryTier.open(memory_dir, "test")
     (ours / "test" / "slots").unlink()
 
     (ours / "test" / "slots").write_text("")
-    with pytest.raises(MemoryUnsafeError, match="not a folder"):
+    with failing("unsafe", match="not a folder"):
         MemoryTier.open(memory_dir, "test")
     (ours / "test" / "slots").unlink()
 
     if os.getuid() == 0:
         os.chown(ours / "test", 12345, -1)
-        with pytest.raises(MemoryUnsafeError, match="belongs to user 12345"):
+        with failing("unsafe", match="belongs to user 12345"):
             MemoryTier.open(memory_dir, "test")
 
 

@@ -10,7 +10,7 @@ from support.tenants import Tenant, mounted_tmpfs
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.engine.drain.locks import try_lock
-from tiered_checkpoint_io.errors import ExportError, SaveError
+from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.export import new_files
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory import tier as memory
@@ -147,7 +147,7 @@ def test_other_processes_take_the_memory_of_the_node_or_job(kept, tmp_path, monk
 def test_an_export_to_a_full_file_system_is_an_error(small):
     """What is put together in a mapped file has to have its space before it is written to."""
     Tenant(small).fills(leave=MIB)
-    with pytest.raises(ExportError, match="No space left"), new_files([(small / "target", 8 * MIB)]):
+    with pytest.raises(SaveError, match="No space left"), new_files([(small / "target", 8 * MIB)]):
         pass
     assert not (small / "target").exists()
 

@@ -11,12 +11,9 @@ from pathlib import Path
 import pytest
 from support.parts import content_of, files_in, part_of, save
 
-from tiered_checkpoint_io.errors import (
-    CheckpointNotFoundError,
-    MemoryFullError,
-    MemoryTierError,
-)
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, MemoryTierError
 from tiered_checkpoint_io.memory.parts import opened, reading
+from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part

@@ -7,8 +7,8 @@ import pytest
 from support.parts import content_of, files_in, save
 
 from tiered_checkpoint_io.engine.staging.capture import acquire_for
-from tiered_checkpoint_io.errors import MemoryFullError
 from tiered_checkpoint_io.memory.pages import Mapped
+from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
 MIB = 1 << 20

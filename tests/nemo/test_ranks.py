@@ -95,7 +95,7 @@ def test_ranks_above_0_ask_s3_for_nothing_when_they_resume(ranks, count, way, s3
 def test_a_rank_that_can_make_no_temporary_folder_ends_all_ranks(ranks):
     """The others would wait for it, in the export or after it."""
     answers = ranks.launch(2, 2, EXPORT, one={1: {"no_folder": True}})
-    assert [answer and re.match(r"ExportError: the model could not be exported: OSError: no folder", answer["error"])
+    assert [answer and re.match(r"SaveError: the model could not be exported: OSError: no folder", answer["error"])
             is not None for answer in answers] == [True, True], said(ranks.folder, 0)  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from support.supporting import build
 
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint
 from tiered_checkpoint_io.engine.durable.manifests import current
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, UsageError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.nemo import S3CheckpointIO, S3Utils, TieredNeMoCheckpoint, tiered_exp_manager
 
 FRESH_ONLY = {"exp_manager": {"resume_ignore_no_checkpoint": False}}
@@ -305,7 +305,7 @@ def test_bad_configurations_are_told_of(runs):
         save_checkpoint = load_checkpoint = remove_checkpoint = None
 
     trainer.strategy.checkpoint_io = Other()
-    with pytest.raises(UsageError, match="tiered_exp_manager with a Other"):
+    with pytest.raises(ConfigError, match="tiered_exp_manager with a Other"):
         tiered_exp_manager(trainer, OmegaConf.create(runs.config()))
 
 

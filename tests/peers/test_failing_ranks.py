@@ -2,7 +2,7 @@
 
 import pytest
 
-from tiered_checkpoint_io.errors import LostRankError
+from tiered_checkpoint_io.errors import RestoreError
 
 #: Far below ``wait_timeout_s``, by which a rank that hears nothing gives up.
 SOON_S = 15.0
@@ -94,5 +94,5 @@ def test_a_rank_that_dies_while_it_sends_is_an_error_of_all_others(ranks, kind):
     )
     for answer in (told[0], *told[2:]):
         # DCP tells all ranks of failures by an exchange of its own, which then fails as well.
-        assert answer["error"] in (LostRankError.__name__, *(["RuntimeError"] if kind == "sharded" else []))
+        assert answer["error"] in (RestoreError.__name__, *(["RuntimeError"] if kind == "sharded" else []))
         assert answer["seconds"] < SOON_S

@@ -97,7 +97,7 @@ def test_a_rank_that_is_stopped_with_the_store_of_all_holds_up_no_other_for_long
         ["settle"],
         ["load_local", "step_1"],
     )
-    assert stopped[1]["error"] == "UsageError"
+    assert stopped[1]["error"] == "ConfigError"
     assert "does not answer" in stopped[1]["message"]
     assert stopped[1]["seconds"] < 6
     assert [answer["value"] for answer in woken] == [[100.0], [101.0]]

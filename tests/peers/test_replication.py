@@ -67,7 +67,7 @@ def test_of_containers_on_one_machine_each_has_its_copies_on_another(ranks):
 def test_copies_on_the_same_machine_are_refused_on_all_ranks(ranks, nodes, machines, factor):
     """Also where each of its containers has a memory of its own, as with Kubernetes' emptyDir."""
     (answers,) = ranks(nodes, ["save", 1], machines=machines, replication_factor=factor)
-    assert [answer["error"] for answer in answers] == ["UsageError"] * len(nodes)
+    assert [answer["error"] for answer in answers] == ["ConfigError"] * len(nodes)
     assert all("same machine" in answer["message"] for answer in answers)
 
 

@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.restore.catalog import Tiers, discover
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import restore
 from tiered_checkpoint_io.engine.restore.shard_reading import open_shards
-from tiered_checkpoint_io.errors import OtherKindError
+from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -156,7 +156,7 @@ def test_a_full_one_behind_damaged_sharded_ones_is_loaded_by_a_caller_that_takes
     for number in range(1, STEPS + 1):
         world.store.delete(ids.index_key(op_id(number)))
     with pytest.raises(
-        OtherKindError, match="old.ckpt is a full checkpoint, not a sharded one; before it: .*step_3"
+        RestoreError, match="old.ckpt is a full checkpoint, not a sharded one; before it: .*step_3"
     ) as caught:
         world.open()
     rejected = pickle.loads(pickle.dumps(caught.value)).rejected

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, clear_reads
-from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreUnavailableError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreError
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
 from tiered_checkpoint_io.model.manifest import FileEntry
 
@@ -36,7 +36,7 @@ class Durable:
         self.asked.append(offset)
         time.sleep(self.wait_s)
         if self.broken:
-            raise StoreUnavailableError("503", operation="get", tier="durable", key=key)
+            raise StoreError("503", operation="get", tier="durable", key=key, reason="unavailable")
         buffer[:] = self.data[offset : offset + len(buffer)]
 
 

@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.ranks import transfer
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.ranks.store_client import LostStoreError, StoreClient
 from tiered_checkpoint_io.engine.replication import local_peers, meeting, peer_link, replica_sender
-from tiered_checkpoint_io.errors import LostRankError
+from tiered_checkpoint_io.errors import RestoreError
 
 
 class Job:
@@ -231,7 +231,7 @@ class JobGroup(Group):
         while len(gathered) < self.world_size:
             if world.now > deadline or not all(each.is_alive for each in job.ranks):
                 self._is_over = True
-                raise LostRankError("the ranks lost each other", operation="meet", rank=self.rank)
+                raise RestoreError("the ranks lost each other", operation="meet", rank=self.rank, reason="lost_rank")
             world.current.wait(0.5)
         return [gathered[rank] for rank in range(self.world_size)]
 

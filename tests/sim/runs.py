@@ -25,10 +25,10 @@ from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
+    ConfigError,
     RestoreError,
     StoreError,
     TieredCheckpointError,
-    UsageError,
 )
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
@@ -122,7 +122,7 @@ class Trainer:
         """Takes note where another run has the dirpath."""
         try:
             yield
-        except UsageError as error:
+        except ConfigError as error:
             self.run.refused = self.run.refused or self.world.now
             self.world.note(f"{self.run.process.name} is refused: {error.message}")
 

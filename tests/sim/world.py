@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from greenlet import getcurrent, greenlet
 
 from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.errors import StoreChangedError, StoreNotFoundError, StoreUnavailableError
+from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo, changed
 
@@ -162,7 +162,9 @@ class Process:
         if behind or not fate:
             try:
                 result = effect()
-            except (StoreNotFoundError, StoreChangedError) as error:
+            except StoreError as error:
+                if error.reason not in ("missing", "changed"):
+                    raise
                 missing = error
             if changes:
                 world.judge()
@@ -171,7 +173,7 @@ class Process:
             while True:
                 self.sleep(0.0)
         if fails:
-            raise StoreUnavailableError("injected", operation=what)
+            raise StoreError("injected", operation=what, reason="unavailable")
         if missing is not None:
             raise missing
         return result

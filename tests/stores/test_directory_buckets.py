@@ -5,10 +5,10 @@ import os
 
 import pytest
 from support.clocks import quick
+from support.failing import failing
 from support.fault_proxy import FaultProxy, directory_bucket, refuse
 
 from tiered_checkpoint_io.engine.durable.pruning import unfinished
-from tiered_checkpoint_io.errors import StoreAccessError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.s3 import S3Store
 from tiered_checkpoint_io.testing.servers import S3Server
@@ -44,7 +44,7 @@ def store(proxy):
 
 def test_a_session_that_is_refused_is_named(store, proxy):
     proxy.plan = lambda *_: refuse(403, "AccessDenied")
-    with pytest.raises(StoreAccessError, match=r"could not be had: CreateSession failed \(AccessDenied, HTTP 403\)"):
+    with failing("credentials", match=r"could not be had: CreateSession failed \(AccessDenied, HTTP 403\)"):
         store.put("a.ckpt", b"A")
     proxy.plan = lambda *_: refuse(503, "SlowDown") if proxy.counts["get"] < 4 else directory_bucket
     store.put("a.ckpt", b"A")

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from tiered_checkpoint_io.errors import InvalidNameError, StoreError, StoreNotFoundError
+from tiered_checkpoint_io.errors import ConfigError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 KILLED = """
@@ -123,7 +123,7 @@ def test_writers_and_deleters_of_one_folder_do_not_disturb_each_other(tmp_path):
 
 
 def test_its_own_folder_is_no_place_for_objects(tmp_path):
-    with pytest.raises(InvalidNameError):
+    with pytest.raises(ConfigError):
         DirectoryStore(str(tmp_path)).put(".tiered/tmp/x", b"1")
 
 

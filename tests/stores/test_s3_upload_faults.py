@@ -7,11 +7,11 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 from support.draining import Node, names
+from support.failing import failing
 from support.fault_proxy import SLOW_DOWN, always, lose_answer, on, refuse
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain.worker import Drain
-from tiered_checkpoint_io.errors import StoreAccessError, StoreUnavailableError
 from tiered_checkpoint_io.stores.s3 import MIB
 from tiered_checkpoint_io.testing.contract import MemoryJournal
 
@@ -45,7 +45,7 @@ def test_an_outage_leaves_the_upload_to_the_next_process(open_store, proxy, uplo
     data = os.urandom(40 * MIB)
     journal = MemoryJournal()
     proxy.plan = lambda name, number: SLOW_DOWN if name == "part" and number > 2 else None
-    with pytest.raises(StoreUnavailableError):
+    with failing("unavailable"):
         open_store(deadline_s=0.3, write_concurrency=1).upload("x", memoryview(data), journal=journal)
     assert len(uploads()) == 1
     proxy.plan = lambda name, number: None
@@ -85,11 +85,11 @@ DENIED = refuse(403, "AccessDenied")
 def test_an_interrupted_upload_that_may_not_be_asked_after_is_made_again(denied, open_store, proxy, uploads, caplog):
     data, journal = os.urandom(40 * MIB), MemoryJournal()
     proxy.plan = lambda name, number: SLOW_DOWN if name == "part" and number > 2 else None
-    with pytest.raises(StoreUnavailableError):
+    with failing("unavailable"):
         open_store(deadline_s=0.1, write_concurrency=1).upload("x", memoryview(data), journal=journal)
     # Other credentials may ask: with these it goes no further, and nothing is lost.
     proxy.plan = always("list_parts", refuse(400, "ExpiredToken"))
-    with pytest.raises(StoreAccessError, match="ExpiredToken"):
+    with failing("credentials", match="ExpiredToken"):
         open_store().upload("x", memoryview(data), journal=journal)
     assert (len(uploads()), journal.read() is None, proxy.counts["abort"]) == (1, False, 0)
     proxy.plan = lambda name, _: DENIED if name in denied else None
@@ -115,7 +115,7 @@ def test_a_part_without_an_answer_is_sent_again_where_the_upload_may_not_be_aske
 def test_an_upload_whose_credentials_expire_goes_on_where_it_was_with_others(open_store, proxy, uploads):
     data, journal = os.urandom(40 * MIB), MemoryJournal()
     proxy.plan = lambda *_: refuse(400, "ExpiredToken") if proxy.counts["part"] > 2 else None
-    with pytest.raises(StoreAccessError):
+    with failing("credentials"):
         open_store(write_concurrency=1).upload("x", memoryview(data), journal=journal)
     proxy.plan = lambda *_: None
     again = open_store()
@@ -151,9 +151,7 @@ def test_an_upload_goes_on_where_it_was_once_its_role_can_be_assumed_again(
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", proxy.endpoint_url)
     data, journal = os.urandom(40 * MIB), MemoryJournal()
     granted = False
-    with pytest.raises(
-        StoreAccessError, match="could not be had: AssumeRoleWithWebIdentity failed .AccessDenied, HTTP"
-    ):
+    with failing("credentials", match="could not be had: AssumeRoleWithWebIdentity failed .AccessDenied, HTTP"):
         open_store(write_concurrency=1).upload("x", memoryview(data), journal=journal)
     granted = True
     again = open_store()
@@ -198,7 +196,7 @@ def test_one_thread_sends_all_parts_where_the_system_allows_no_more(starting, op
 def test_without_any_thread_an_upload_is_left_to_the_next_try(starting, open_store, proxy, uploads):
     starting.update(range(2, 9))
     data, journal, store = os.urandom(40 * MIB), MemoryJournal(), open_store()
-    with pytest.raises(StoreUnavailableError, match="no thread can be started"):
+    with failing("unavailable", match="no thread can be started"):
         store.upload("x", memoryview(bytes(40 * MIB)), journal=journal)
     assert len(uploads()) == 1
     store.upload("x", memoryview(data), journal=journal)
@@ -210,7 +208,7 @@ def test_a_refused_part_ends_the_upload_and_leaves_nothing(open_store, proxy, up
     journal = MemoryJournal()
     proxy.plan = on("part", refuse(403, "AccessDenied"), numbers=[2])
     store = open_store(write_concurrency=1)
-    with pytest.raises(StoreAccessError):
+    with failing("access"):
         store.upload("x", memoryview(bytes(40 * MIB)), journal=journal)
     assert proxy.counts["part"] == 2
     assert uploads() == []

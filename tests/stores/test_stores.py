@@ -6,14 +6,10 @@ import secrets
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from support.failing import failing
 from support.supporting import build
 
-from tiered_checkpoint_io.errors import (
-    ManifestError,
-    StoreAccessError,
-    StoreConfigError,
-    StoreError,
-)
+from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.model.s3_limits import MAX_OBJECT, MAX_PART, MAX_PARTS, MIN_PART
@@ -59,7 +55,7 @@ class TestRemoteStoreThatMoves(StoreContract):
             return listing(system, path, **options)
 
         monkeypatch.setattr(LocalFileSystem, "ls", refuse)
-        with pytest.raises(StoreAccessError):
+        with failing("access"):
             list(store.list(""))
 
 
@@ -73,9 +69,9 @@ class TestRemoteStoreOnS3(StoreContract):
 
     def test_a_missing_bucket_is_no_empty_one(self, s3_server):
         store = RemoteStore("s3://no-such-bucket-here/run")
-        with pytest.raises(StoreConfigError, match="no-such-bucket-here"):
+        with failing("config", match="no-such-bucket-here"):
             list(store.list(""))
-        with pytest.raises(StoreConfigError):
+        with failing("config"):
             store.put("x", b"1")
 
 
@@ -130,7 +126,7 @@ def test_what_is_above_the_limit_is_refused_and_no_manifest_has_it():
         part_size_for(MAX_OBJECT + 1, 8 * MIB)
     largest = {"path": "a", "size": MAX_OBJECT, "chunk_size": MAX_OBJECT, "hashes": ["0" * 32]}
     assert FileEntry.from_json(largest).size == MAX_OBJECT
-    with pytest.raises(ManifestError, match="size"):
+    with pytest.raises(CorruptCheckpointError, match="size"):
         FileEntry.from_json({**largest, "size": MAX_OBJECT + 1})
 
 

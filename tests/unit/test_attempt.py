@@ -19,7 +19,7 @@ import json, sys
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tiered_checkpoint_io.engine.ranks.local_run import Run
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 
 port, rank, run_id = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
@@ -28,7 +28,7 @@ print(flush=True)
 for step, _ in enumerate(sys.stdin):
     try:
         said = [run.begin_load("x"), run.save_id("job", "step_#", step, 0, lambda: run_id)]
-    except UsageError as error:
+    except ConfigError as error:
         said = str(error)
     print(json.dumps(said), flush=True)
 """

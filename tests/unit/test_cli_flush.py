@@ -19,7 +19,7 @@ from tiered_checkpoint_io.engine.drain.locks import is_locked
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
 from tiered_checkpoint_io.engine.durable.manifests import names_of, read_manifest
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, DrainError, UsageError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, DrainError
 from tiered_checkpoint_io.inventory.node import to_flush
 from tiered_checkpoint_io.memory.parts import StoredPart, mark_durable
 from tiered_checkpoint_io.model.ids import LEASE_PREFIX, manifest_key
@@ -282,7 +282,7 @@ def test_while_a_run_of_another_job_is_there_nothing_is_written(memory_dir, tmp_
     io.save_checkpoint({"global_step": 2}, f"{node.dirpath}/step=2.ckpt")
     store = DirectoryStore(node.dirpath)
     done = command("flush", *node.where)
-    assert isinstance(done.exception, UsageError)
+    assert isinstance(done.exception, ConfigError)
     assert f"another run writes to the same dirpath: process {os.getpid()}" in str(done.exception)
     assert (names_of(store), [each.pending for each in node.tier.parts()]) == ({"step=2.ckpt"}, [False])
     io.teardown()

@@ -16,14 +16,9 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io import TieredCheckpointIO, export
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
-from tiered_checkpoint_io.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    ExportError,
-    MemoryFullError,
-    StoreChangedError,
-)
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, SaveError
 from tiered_checkpoint_io.memory import tier as memory
+from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -141,7 +136,7 @@ def test_beside_a_run_that_overwrites_and_removes_what_is_read(to, run, memory_d
     turns[:] = [overwrite] * 3
     overwrite()
     done = command("get", run, "step=5.ckpt", *folder, *where)
-    assert isinstance(done.exception, StoreChangedError)
+    assert done.exception.reason == "changed"
     assert "step=5.ckpt was removed or overwritten while it was read" in str(done.exception)
     io.teardown()
 
@@ -223,7 +218,7 @@ def test_a_file_that_exists_is_replaced_only_with_yes(to, run, tmp_path):
         assert torch.load(path)["global_step"] == 5
     path.write_bytes(b"earlier")
     kept = command(*line)
-    assert isinstance(kept.exception, ExportError)
+    assert isinstance(kept.exception, SaveError)
     assert f"{path} exists already" in str(kept.exception)
     assert "--yes" in kept.exception.hint
     assert files() == {path: b"earlier"}

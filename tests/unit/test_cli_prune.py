@@ -25,7 +25,7 @@ from tiered_checkpoint_io.engine.durable import pruning
 from tiered_checkpoint_io.engine.durable.holds import hold, release
 from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.engine.leasing.leases import Lease
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores import open_store
@@ -130,7 +130,7 @@ def test_while_a_run_is_there_nothing_is_removed(s3, memory_dir):
     io = build(TieredCheckpointIO, s3.url, memory_dir=memory_dir, drain="thread")
     io.save_checkpoint({"global_step": 7, "epoch": 0}, f"{s3.url}/c7")
     done = command("prune", s3.url, "--keep-latest", "1", "--yes")
-    assert isinstance(done.exception, UsageError)
+    assert isinstance(done.exception, ConfigError)
     assert f"another run writes to the same dirpath: process {os.getpid()}" in str(done.exception)
     assert len(names(s3)) == 7
     io.teardown()
@@ -230,7 +230,7 @@ def test_a_full_disk_is_cleared_up_unless_another_run_may_write_there(other, tmp
         assert names(store) == files(store) == ["c3"]
         assert not list(store.list(ids.PRUNE_PREFIX))
     else:
-        assert isinstance(done.exception, UsageError)
+        assert isinstance(done.exception, ConfigError)
         assert "may use this dirpath, and there is no room to ask it" in str(done.exception)
         assert names(store) == ["c1", "c2", "c3"]
 
@@ -249,7 +249,7 @@ def test_a_used_up_quota_is_cleared_up_unless_another_run_may_write_there(other,
         )
         done = command("prune", s3.url, "--keep-latest", "1", "--yes", "--json")
     if other:
-        assert isinstance(done.exception, UsageError)
+        assert isinstance(done.exception, ConfigError)
         assert "may use this dirpath, and there is no room to ask it" in str(done.exception)
         assert len(names(s3)) == 6
     else:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.cli import output as shown
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreArchivedError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
 from tiered_checkpoint_io.inventory.node import roots_of
 from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.model.place import Place, Server
@@ -109,7 +109,7 @@ def test_what_can_not_be_read_of_one_checkpoint_does_not_end_it(node, tmp_path, 
 
     def read_pieces(store, key, *arguments, **options):
         if key.startswith("b/"):
-            raise StoreArchivedError("it is in an archive", operation="read", tier="durable", key=key)
+            raise StoreError("it is in an archive", operation="read", tier="durable", key=key, reason="archived")
         return read(store, key, *arguments, **options)
 
     monkeypatch.setattr(DirectoryStore, "read_pieces", read_pieces)

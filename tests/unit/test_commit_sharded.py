@@ -4,6 +4,7 @@ import contextlib
 import os
 
 import pytest
+from support.failing import failing
 from support.sharded import FlatStore, entry_of, make_part, named, objects, readable, views_of
 
 from tiered_checkpoint_io.engine.durable import aliases, commit
@@ -12,7 +13,7 @@ from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.garbage import collect
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.durable.survey import Survey
-from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError, StoreAccessError, StoreError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Content, Part
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -70,7 +71,7 @@ def test_the_files_of_the_old_content_are_never_written_to(tmp_path):
     alias(store, "last", "a")
     for prepare in (lambda: None, lambda: delete(store, "a")):
         prepare()
-        with pytest.raises(UsageError, match="belongs to the checkpoint that this save is to replace"):
+        with pytest.raises(ConfigError, match="belongs to the checkpoint that this save is to replace"):
             save(store, "a", 2)
         assert readable(store, "last") == 1
 
@@ -149,7 +150,7 @@ def test_a_damaged_description_commits_nothing_and_removes_nothing_of_others(hos
     part, data = make_part("a", 2, 0)
     journal = MemoryJournal()
     commit.put_part(store, part, views_of(data), journal=journal)
-    with pytest.raises(ManifestError):
+    with pytest.raises(CorruptCheckpointError):
         commit.commit(store, part, views_of(data), arrived(store, part).rows, journal=journal)
     save(store, "c", 3)
     assert readable(store, "b") == 1
@@ -164,7 +165,7 @@ def test_only_all_ranks_make_a_checkpoint(tmp_path):
     part, data = make_part("a", 1, 0, world_size=4)
     arrivals = arrived(store, part)
     assert arrivals.missing == [1, 3]
-    with pytest.raises(ManifestError):
+    with pytest.raises(CorruptCheckpointError):
         commit.commit(store, part, views_of(data), arrivals.rows)
     assert readable(store, "a") is None
 
@@ -220,7 +221,7 @@ def test_a_locked_file_keeps_no_other_garbage_and_is_asked_for_once(tmp_path):
         def delete(self, key):
             if key.startswith("a/__1_0"):
                 self.asked += 1
-                raise StoreAccessError("locked", operation="delete", key=key)
+                raise StoreError("locked", operation="delete", key=key, reason="access")
             super().delete(key)
 
     store, survey = Locked(str(tmp_path)), Survey()
@@ -228,7 +229,7 @@ def test_a_locked_file_keeps_no_other_garbage_and_is_asked_for_once(tmp_path):
     part_only(store, "b", 2, 1)
     save(DirectoryStore(str(tmp_path)), "c", 1, run=LATER)
     committed, _ = make_part("c", 1, 0, run=LATER)
-    with pytest.raises(StoreAccessError, match="locked"):
+    with failing("access", match="locked"):
         collect(store, committed, patience_s=-1, survey=survey)
     (left,) = [key for key in objects(store) if not key.startswith(("c/", ".tiered/"))]
     assert left.startswith("a/__1_0")
@@ -278,7 +279,7 @@ def test_nothing_is_collected_while_a_manifest_cannot_be_read(tmp_path):
     intact = store.get(key)
     store.put(key, intact[:-10])
     save_b = make_part("b", 2, 0)[0]
-    with pytest.raises(ManifestError):
+    with pytest.raises(CorruptCheckpointError):
         save(store, "b", 2)
     store.put(key, intact)
     assert collect(store, save_b, patience_s=-1) == []
@@ -321,7 +322,7 @@ def test_a_save_reads_no_manifest_again(what, tmp_path):
         commit.put_part(store, part, views_of(data))
         commit.commit(store, part, views_of(data), arrived(store, part).rows)
         before = store.metrics.snapshot()["requests.get"]
-        with contextlib.suppress(ManifestError):
+        with contextlib.suppress(CorruptCheckpointError):
             assert collect(store, part, patience_s=3600, survey=survey) == []
         asked.append(store.metrics.snapshot()["requests.get"] - before)
     assert asked[0] >= 11

@@ -4,6 +4,7 @@ import traceback
 
 import pytest
 import torch.distributed as dist
+from support.failing import failing
 from support.restoring import SMALL, in_ranks
 
 from tiered_checkpoint_io.adapters.groups import shard_role_of
@@ -17,7 +18,7 @@ from tiered_checkpoint_io.engine.ranks.coordination import (
     machine,
     node_of,
 )
-from tiered_checkpoint_io.errors import LostRankError, RestoreError, StoreUnavailableError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, RestoreError, StoreError
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory.node import memory_of
 
@@ -29,11 +30,11 @@ class Unpicklable(Exception):
 
 def test_all_ranks_raise_the_error_of_the_lowest_that_failed():
     def work(group):
-        errors = {1: StoreUnavailableError("slow down", key="k", hint="wait"), 2: Unpicklable("other")}
+        errors = {1: StoreError("slow down", key="k", hint="wait", reason="unavailable"), 2: Unpicklable("other")}
         agree(group, errors.get(group.rank))
 
     raised = in_ranks(["n"] * 4, work)
-    assert {type(error) for error in raised} == {StoreUnavailableError}
+    assert {error.reason for error in raised} == {"unavailable"}
     assert {str(error) for error in raised} == {"slow down [tier=durable, key=k] — wait"}
     assert isinstance(raised[2].__cause__, Unpicklable)
 
@@ -57,7 +58,7 @@ def test_bytes_of_one_rank_reach_all_or_its_error_does():
         def share(group):
             with group.failing_together():
                 if fails and group.rank == 1:
-                    raise StoreUnavailableError("slow down")
+                    raise StoreError("slow down", reason="unavailable")
                 return bytes(group.share_bytes(bytes(SMALL + 1) if group.rank == 1 else b"", 1))
 
         return share
@@ -88,7 +89,7 @@ def test_a_rank_whose_device_has_no_room_for_what_it_sends_is_lost_to_the_others
         exchanged = []
         monkeypatch.setattr(group, "_all_gather", exchanged.append)
         group.world_size = 2
-        with pytest.raises(LostRankError, match="out of memory"), group.failing_together():
+        with failing("lost_rank", match="out of memory"), group.failing_together():
             group.transfer((memoryview(b"x"), 0), None)
         assert not exchanged
     finally:
@@ -96,8 +97,8 @@ def test_a_rank_whose_device_has_no_room_for_what_it_sends_is_lost_to_the_others
 
 
 def test_alone_an_error_is_raised_as_it_is(tmp_path):
-    error = StoreUnavailableError("no")
-    with pytest.raises(StoreUnavailableError) as caught:
+    error = StoreError("no", reason="unavailable")
+    with failing("unavailable") as caught:
         agree(Group("n"), error)
     assert caught.value is error
     assert "direct cause" not in "".join(traceback.format_exception(caught.value))
@@ -135,10 +136,10 @@ def test_a_rank_that_is_in_none_of_the_groups_it_gives_is_told_so():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for groups in ((outside, None), (outside, [0])):
-            with pytest.raises(UsageError, match="this rank is not in the process group"):
+            with pytest.raises(ConfigError, match="this rank is not in the process group"):
                 shard_role_of(*groups, None)
         for replicas in (outside, []):
-            with pytest.raises(UsageError, match=r"the replication group has ranks \[\], not 0"):
+            with pytest.raises(ConfigError, match=r"the replication group has ranks \[\], not 0"):
                 shard_role_of(None, replicas, None)
         assert shard_role_of(None, [0, 0], None).writes
     finally:

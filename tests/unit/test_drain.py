@@ -13,7 +13,8 @@ from tiered_checkpoint_io.engine.drain import log, queue, report
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
-from tiered_checkpoint_io.errors import MemoryFullError, StoreAccessError
+from tiered_checkpoint_io.errors import StoreError
+from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
@@ -127,7 +128,7 @@ def test_a_corrupt_part_is_set_aside_and_what_it_was_to_replace_stays(node, stor
     next(part for part in node.tier.parts() if part.save_id == bad).file("new.ckpt").write_bytes(b"neW")
     drain(node).run(once=True)
     outcome = node.queue.outcome(bad)
-    assert (outcome.state, outcome.error_type) == ("failed", "CorruptCheckpointError")
+    assert (outcome.state, outcome.error_type) == ("failed", "damaged_in_memory")
     assert node.queue.outcome(later_alias).state == "skipped"
     assert node.queue.outcome(held) is None
     assert names(store) == ["old.ckpt"]
@@ -142,7 +143,7 @@ def test_a_corrupt_part_is_set_aside_and_what_it_was_to_replace_stays(node, stor
 
 
 def test_a_save_that_no_store_takes_is_superseded_by_the_next_one(node, store):
-    broken = Broken(store, lambda key: StoreAccessError("no") if key == "a.ckpt" else None)
+    broken = Broken(store, lambda key: StoreError("no", reason="access") if key == "a.ckpt" else None)
     first, old, second = node.save("a.ckpt", b"A"), node.delete("none.ckpt"), node.save("b.ckpt", b"B")
     drain(node, broken).run(once=True)
     assert node.states() == {first: "skipped", old: "committed", second: "committed"}
@@ -153,7 +154,7 @@ def test_a_save_that_no_store_takes_is_superseded_by_the_next_one(node, store):
 
 def test_a_failing_save_is_told_at_once_and_tried_again_when_something_new_comes(node, store):
     mended = threading.Event()
-    broken = Broken(store, lambda key: None if mended.is_set() else StoreAccessError("no rights"))
+    broken = Broken(store, lambda key: None if mended.is_set() else StoreError("no rights", reason="access"))
     first = node.save("a.ckpt", b"A")
     stop = threading.Event()
     thread = threading.Thread(target=drain(node, broken, stop=stop, stay=True).run)
@@ -187,7 +188,7 @@ def test_an_error_that_nobody_thought_of_is_one_operations_error(node, store):
 
 
 def test_a_cancelled_save_is_given_up_and_holds_deletes_back(node, store):
-    broken = Broken(store, lambda key: StoreAccessError("no") if key == "b.ckpt" else None)
+    broken = Broken(store, lambda key: StoreError("no", reason="access") if key == "b.ckpt" else None)
     node.save("a.ckpt", b"A")
     lost, held = node.save("b.ckpt", b"B"), node.delete("a.ckpt")
     drain(node, broken).run(once=True)
@@ -204,7 +205,7 @@ def test_a_delete_waits_for_a_later_save_however_many_have_failed_meanwhile(node
     monkeypatch.setattr(queue, "_KEEP", 8)
     node.save("good.ckpt", b"A")
     drain(node).run(once=True)
-    broken, before = Broken(store, lambda key: StoreAccessError("no")), "good.ckpt"
+    broken, before = Broken(store, lambda key: StoreError("no", reason="access")), "good.ckpt"
     for number in range(12):
         lost, _ = node.save(f"{number}.ckpt", b"B"), node.delete(before)
         before = f"{number}.ckpt"
@@ -328,7 +329,7 @@ def test_with_no_trainer_and_no_store_it_gives_up_and_leaves_all_to_the_next(nod
 def test_with_no_trainer_and_a_store_that_refuses_it_leaves_at_once(node, store, caplog):
     """Its credentials are those of the trainer that started it; the next one may bring better ones."""
     first, second = node.save("a.ckpt", b"A"), node.alias("last.ckpt", "a.ckpt")
-    assert drain(node, Broken(store, lambda key: StoreAccessError("no rights"))).run()
+    assert drain(node, Broken(store, lambda key: StoreError("no rights", reason="access"))).run()
     assert "no rights" in caplog.text
     assert drain(node).run()
     assert node.states() == {first: "committed", second: "committed"}

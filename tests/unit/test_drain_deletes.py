@@ -6,7 +6,7 @@ from unittest.mock import Mock
 from support.draining import names, readable
 
 from tiered_checkpoint_io.engine.drain import execute, queue
-from tiered_checkpoint_io.errors import StoreAccessError
+from tiered_checkpoint_io.errors import StoreError
 
 from .test_drain import Broken, drain, node, store  # noqa: F401 - fixtures
 
@@ -14,7 +14,7 @@ from .test_drain import Broken, drain, node, store  # noqa: F401 - fixtures
 def test_a_delete_goes_with_the_save_that_replaces_and_stays_where_that_is_given_up(node, store):  # noqa: F811
     """A later save of something else makes up for nothing, and the one that is needed is tried until it is there."""
     away = threading.Event()
-    broken = Broken(store, lambda key: StoreAccessError("no") if key == "best-2" and away.is_set() else None)
+    broken = Broken(store, lambda key: StoreError("no", reason="access") if key == "best-2" and away.is_set() else None)
     node.save("best-1", b"1")
     for fate in ("committed", "skipped"):
         away.set()
@@ -41,7 +41,7 @@ def test_what_a_delete_waits_for_is_known_however_much_was_done_since(node, stor
     new = node.save("new", b"new")
     held = node.request("delete", "old", new)
     with monkeypatch.context() as locked:
-        locked.setattr(execute.aliases, "delete", Mock(side_effect=StoreAccessError("locked")))
+        locked.setattr(execute.aliases, "delete", Mock(side_effect=StoreError("locked", reason="access")))
         for number in range(12):
             node.save(f"{number}", b"more")
             drain(node).run(once=True)

@@ -9,7 +9,7 @@ from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain.begun import Begun
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.outcomes import NewOutcomes
-from tiered_checkpoint_io.errors import StoreAccessError, StoreUnavailableError
+from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.testing.faulty import FaultyStore
 
 from .test_drain import drain, node, store, until  # noqa: F401 - fixtures
@@ -25,7 +25,7 @@ class Undeletable:
     def delete_if(self, key, expected):
         self.asked += 1
         if self.refuses:
-            raise StoreAccessError("no")
+            raise StoreError("no", reason="access")
         self._store.delete_if(key, expected)
 
     def __getattr__(self, name):
@@ -52,7 +52,7 @@ def test_a_save_goes_before_a_delete_that_was_refused(node, store):  # noqa: F81
 def test_what_has_failed_a_thousand_times_is_tried_again():
     """A right that is missing for a day ended the drain."""
     begun, clock = Begun(), Clock()
-    for error in (StoreAccessError("no"), StoreUnavailableError("away")):
+    for error in (StoreError("no", reason="access"), StoreError("away", reason="unavailable")):
         for _ in range(1100):
             begun.failed(error, clock)
         assert 0 < begun.due - clock.monotonic() <= 60
@@ -119,14 +119,14 @@ def test_an_alias_that_failed_once_is_set_though_the_queue_is_never_empty(node, 
 
     save()
     clock = Clock(Timing(redo_first_s=0.0, redo_max_s=0.0))
-    drain(node, Unnamed(store, StoreUnavailableError("away"), 1, sending=save), clock=clock).run(once=True)
+    drain(node, Unnamed(store, StoreError("away", reason="unavailable"), 1, sending=save), clock=clock).run(once=True)
     assert seen[-1] == b"A"
     assert not node.queue.requests()
 
 
 def test_an_alias_that_was_refused_once_does_not_wait_behind_deletes_that_are_refused(node, store):  # noqa: F811
     """``last`` stayed behind for as many saves as there were such deletes: one of all of them was tried at each."""
-    locked, stop = Undeletable(Unnamed(store, StoreAccessError("no"), 1)), threading.Event()
+    locked, stop = Undeletable(Unnamed(store, StoreError("no", reason="access"), 1)), threading.Event()
     for number in range(10):
         node.save(f"{number}.ckpt", b"A")
         node.delete(f"{number}.ckpt")
@@ -160,7 +160,7 @@ def test_what_failed_last_is_said_until_all_that_failed_is_done(node, store):  #
 
 def test_a_failure_for_another_reason_is_news(node):  # noqa: F811
     news, told = NewOutcomes(node.queue), []
-    for kind in ("StoreUnavailableError", "StoreAccessError", "StoreAccessError"):
+    for kind in ("unavailable", "access", "access"):
         node.queue.finish(Outcome(op_id(1), "save", "1.ckpt", 1, "failed", "why", kind), final=False)
         told.append([each.error_type for each in news.take()[0]])
-    assert told == [["StoreUnavailableError"], ["StoreAccessError"], []]
+    assert told == [["unavailable"], ["access"], []]

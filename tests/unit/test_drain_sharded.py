@@ -14,7 +14,7 @@ from support.story import op_id
 
 from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.engine.drain.worker import Drain
-from tiered_checkpoint_io.errors import StoreAccessError
+from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores import open_store
@@ -302,7 +302,7 @@ class Refusing:
 
     def upload(self, key, data, **options):
         if key.startswith(self._names):
-            raise StoreAccessError("no")
+            raise StoreError("no", reason="access")
         self._store.upload(key, data, **options)
 
     def upload_if(self, key, data, expected, *, look=None, **options):
@@ -316,7 +316,7 @@ class Keeping(Refusing):
     """A store that removes nothing."""
 
     def delete(self, key):
-        raise StoreAccessError("no")
+        raise StoreError("no", reason="access")
 
     def delete_if(self, key, expected):
         self.delete(key)

@@ -25,7 +25,7 @@ from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
-from tiered_checkpoint_io.errors import DrainError, StoreUnavailableError
+from tiered_checkpoint_io.errors import DrainError, StoreError
 from tiered_checkpoint_io.logs import get_logger
 
 from .test_drain_sharded import LOG, Refusing, drain, nodes, part_op, pending, store, until, working  # noqa: F401 - fixtures
@@ -118,7 +118,7 @@ def test_what_is_complete_and_can_not_be_committed_is_spared_once(nodes, store, 
     assert worker.run(once=True)
     second.part("1.ckpt", 1, 1)
     assert drain(second).run(once=True)
-    away = Mock(side_effect=StoreUnavailableError("away"))
+    away = Mock(side_effect=StoreError("away", reason="unavailable"))
     monkeypatch.setattr(commit, "put_part", away)
     for number, state in ((2, "failed"), (3, "skipped")):
         first.cancel(op_id(1))

@@ -11,6 +11,7 @@ import torch
 from support.committing import RUN, alias, delete, rate, save
 from support.draining import Node, names
 from support.draining import objects as files
+from support.failing import failing
 from support.fault_proxy import FaultProxy, locked
 from support.sharded import FlatStore, Journals, named, objects, readable
 from support.supporting import build
@@ -21,7 +22,7 @@ from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable.holds import LIFETIME_S, hold, release
 from tiered_checkpoint_io.engine.durable.retention import removed
 from tiered_checkpoint_io.engine.durable.survey import Survey
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, HeldError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.retention import Best, Latest
@@ -67,11 +68,11 @@ def test_what_is_held_stays_until_it_is_released_or_its_program_is_dead(s3):
         save(s3, f"c{number}", number)
     first, second = hold(s3, "c1", save_of(1)), hold(s3, "c1", save_of(1))
     hold(s3, "c3", save_of(3))
-    with pytest.raises(HeldError, match="c1 is in use by another program .* — it stays"):
+    with failing("held", match="c1 is in use by another program .* — it stays"):
         delete(s3, "c1")
     assert [each.name for each in apply(s3, [Latest(1)], Survey())] == ["c2"]
     release(s3, first)
-    with pytest.raises(HeldError):
+    with failing("held"):
         delete(s3, "c1")
     assert readable(s3, "c1")
     release(s3, second)
@@ -95,7 +96,7 @@ def test_a_hold_is_of_one_name_only(tmp_path):
         save(store, name, number)
     hold(store, "a/b", save_of(2))
     delete(store, "a")
-    with pytest.raises(HeldError):
+    with failing("held"):
         delete(store, "a/b")
     assert names(store) == ["a/b"]
 
@@ -168,7 +169,7 @@ def test_a_hold_that_meets_a_delete_keeps_it_out_or_is_refused(tmp_path, kind):
                 made.append(hold(store, "a", save_of(1)))
 
         meeting = Meeting(store, at, act)
-        with contextlib.suppress(HeldError):
+        with contextlib.suppress(ConfigError):
             delete(meeting, "a")
         if made and meeting.operations >= at:
             held += 1
@@ -187,7 +188,7 @@ def test_a_delete_that_meets_a_hold_or_an_overwrite_leaves_what_is_wanted(tmp_pa
         save(store, "a", 1)
 
         def act(store=store):
-            with contextlib.suppress(HeldError):
+            with contextlib.suppress(ConfigError):
                 delete(store, "a")
 
         try:

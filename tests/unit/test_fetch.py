@@ -5,11 +5,12 @@ import os
 import threading
 
 import pytest
+from support.failing import failing
 from support.restoring import CHUNK, flip, make_content
 
 from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.chunks import drop_temporary, fetch, temporary_file, unverified, verify, writer_to
-from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreUnavailableError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.faulty import FaultyStore
 
@@ -113,7 +114,7 @@ def test_a_short_object_is_corrupt(store, tmp_path):
 
 def test_the_first_failure_stops_the_rest(store):
     faulty = FaultyStore(store, fail_at=3)
-    with pytest.raises(StoreUnavailableError, match="injected at operation 3"):
+    with failing("unavailable", match="injected at operation 3"):
         fetch(faulty, ENTRY, memoryview(bytearray(len(DATA))), concurrency=1)
     assert faulty.operations == 3
 
@@ -133,8 +134,8 @@ def test_the_ranges_of_a_huge_file_are_worked_out_once():
 
 
 def test_a_temporary_file_goes_where_its_filling_fails(tmp_path):
-    with pytest.raises(StoreUnavailableError), temporary_file(tmp_path, 10):
-        raise StoreUnavailableError("gone")
+    with failing("unavailable"), temporary_file(tmp_path, 10):
+        raise StoreError("gone", reason="unavailable")
     assert not list(tmp_path.iterdir())
     with pytest.raises(RestoreError, match="no room"), temporary_file(tmp_path, 1 << 60):
         pass

@@ -12,7 +12,7 @@ import torch
 from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 
 THREADS, SAVES, BOUND_S = 4, 5, 60.0
 
@@ -69,7 +69,7 @@ def test_a_save_within_a_save_is_one_clear_error(io):
         def __reduce__(self):
             if not refused:
                 refused.append(None)
-                with pytest.raises(UsageError, match="in the middle of another save of the same thread"):
+                with pytest.raises(ConfigError, match="in the middle of another save of the same thread"):
                     io.save_checkpoint(state(2), "step=2.ckpt")
             return (int, (7,))
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.formats.image import plan
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
 
@@ -286,7 +286,7 @@ def test_a_tensor_that_shrank_meanwhile_is_an_error_and_no_crash():
     weight = torch.ones(1 << 20)
     image = plan({"w": weight})
     weight.untyped_storage().resize_(8)
-    with pytest.raises(UsageError, match="resized"):
+    with pytest.raises(ConfigError, match="resized"):
         filled(image)
 
 

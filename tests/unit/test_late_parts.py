@@ -13,7 +13,7 @@ from tiered_checkpoint_io.engine.drain.begun import Unfinished
 from tiered_checkpoint_io.engine.durable.commit import commit, put_part
 from tiered_checkpoint_io.engine.durable.garbage import collect
 from tiered_checkpoint_io.engine.durable.survey import Survey
-from tiered_checkpoint_io.errors import DrainError, ManifestError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, DrainError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
@@ -100,7 +100,7 @@ def test_a_damaged_description_of_an_older_save_that_waits_holds_up_no_later_one
     assert begun.gather(store, older, PATIENCE_S, clock) is None
     store.put(ids.description_key(older.save_id, 1), b"{")
     assert sorted(begun.gather(store, made[2][0], PATIENCE_S, clock)) == [0, 1]
-    with pytest.raises(ManifestError):
+    with pytest.raises(CorruptCheckpointError):
         begun.gather(store, older, PATIENCE_S, clock)
 
 

@@ -11,7 +11,7 @@ from support.clocks import VirtualClock
 
 from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper
 from tiered_checkpoint_io.engine.leasing.leases import Lease
-from tiered_checkpoint_io.errors import StoreAccessError, StoreNotFoundError, StoreUnavailableError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.stores.base import ObjectInfo
 
 
@@ -41,7 +41,7 @@ class _Requests:
     def _turn(self):
         self.player.pause()
         if self.world.away:
-            raise StoreUnavailableError("away", operation="test")
+            raise StoreError("away", operation="test", reason="unavailable")
 
     def put(self, key, data):
         self._turn()
@@ -84,7 +84,7 @@ def test_the_whole_story_of_a_lease_takes_no_time():
     def keeper_of(name):
         def pause():
             if name in silent:
-                raise StoreUnavailableError("no answer", operation="test")
+                raise StoreError("no answer", operation="test", reason="unavailable")
 
         return _keeper(world, _Requests(world, SimpleNamespace(pause=pause)), name, threads)
 
@@ -99,7 +99,7 @@ def test_the_whole_story_of_a_lease_takes_no_time():
     assert world.puts <= 27, "each is a version in a bucket that keeps versions"
     newcomer = keeper_of("newcomer")
     world.clock.advance(20, *threads)
-    with pytest.raises(UsageError, match="another run writes to the same dirpath: .* is running"):
+    with pytest.raises(ConfigError, match="another run writes to the same dirpath: .* is running"):
         newcomer.check()
     assert len(world.objects) == 1, "a refused run leaves nothing behind"
     silent.add("first")
@@ -111,7 +111,7 @@ def test_the_whole_story_of_a_lease_takes_no_time():
     heir.check()
     silent.clear()
     world.clock.advance(20, *threads)
-    with pytest.raises(UsageError, match="took over"):
+    with pytest.raises(ConfigError, match="took over"):
         first.check()
     heir.close(5.0)
     assert not world.objects
@@ -136,7 +136,7 @@ def test_processes_of_one_launch_do_not_take_each_other_for_another_run():
     assert first.met == met[0] + 1, "what it has saved meanwhile is older than what we save now"
     newcomer = _keeper(world, _Requests(world, SimpleNamespace(pause=lambda: None)), "other", threads)
     world.clock.advance(40, *threads)
-    with pytest.raises(UsageError, match="launch.* is running"):
+    with pytest.raises(ConfigError, match="launch.* is running"):
         newcomer.check()
     assert first.met > met[0] + 1
     first.close(5.0)
@@ -148,7 +148,7 @@ def test_where_deletes_are_refused_a_run_is_as_safe_and_as_quiet_as_elsewhere(ca
 
     class Denied(_Requests):
         def delete(self, key):
-            raise StoreAccessError("denied", operation="delete", key=key)
+            raise StoreError("denied", operation="delete", key=key, reason="access")
 
     def keeper_of(name):
         return _keeper(world, Denied(world, SimpleNamespace(pause=lambda: None)), name, threads)
@@ -170,7 +170,7 @@ def test_where_deletes_are_refused_a_run_is_as_safe_and_as_quiet_as_elsewhere(ca
     assert world.puts == before, "each is a version in a bucket that keeps versions"
     newcomer = keeper_of("a-newcomer")
     world.clock.advance(40, *threads)
-    with pytest.raises(UsageError, match="z-running.* is running"):
+    with pytest.raises(ConfigError, match="z-running.* is running"):
         newcomer.check()
     running.check()
     assert not [each.message for each in caplog.records if each.levelno == logging.WARNING]
@@ -202,7 +202,9 @@ class Player:
                 pause = self.keeper.step()
             except _Dead:
                 return
-            except StoreUnavailableError:
+            except StoreError as error:
+                if error.reason != "unavailable":
+                    raise
                 self.keeper._watched.clear()
                 pause = self.world.clock.timing.lease_beat_s
             if self.is_refused:

@@ -25,7 +25,7 @@ from tiered_checkpoint_io.engine.leasing import lease_keeper, leases
 from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper
 from tiered_checkpoint_io.engine.leasing.leases import Lease
 from tiered_checkpoint_io.engine.leasing.namespace_lock import NamespaceLock
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.ids import LEASE_PREFIX, lease_key
 from tiered_checkpoint_io.stores import open_store
@@ -65,7 +65,7 @@ def test_a_second_run_on_a_node_is_refused_before_it_writes_and_a_crashed_one_ho
     first, second, elsewhere, other = runs(s3_url, s3_url, s3_url + "-2", s3_url)
     assert first.do("save a.ckpt") == "ok"
     refused = second.do("save b.ckpt")
-    assert refused.startswith("UsageError: another run writes to the same dirpath: process ")
+    assert refused.startswith("ConfigError: another run writes to the same dirpath: process ")
     assert f"process {first.pid} on" in refused
     assert "stop one of the two, or give it a dirpath of its own" in refused
     # It stays refused, whatever it does, until it makes a new start.
@@ -90,7 +90,7 @@ def test_another_job_in_the_same_memory_of_a_node_is_refused(runs, tmp_path):
     apart, elsewhere = runs(two, two + "-b", nodes=[0, 1], namespace="apart")
     assert first.do("save a.ckpt") == "ok"
     refused = second.do("save b.ckpt")
-    assert refused.startswith("UsageError: another live job keeps its checkpoints in this node's memory")
+    assert refused.startswith("ConfigError: another live job keeps its checkpoints in this node's memory")
     assert f"that of {one}, process {first.pid}" in refused
     assert "a namespace of its own" in refused
     assert not names_and_leases(two)[0]
@@ -252,7 +252,7 @@ def test_a_lease_that_nobody_understands_is_no_lease_of_the_dead_while_it_beats(
     time.sleep(0.05)
     store.put(key, data)
     keeper.step()
-    with pytest.raises(UsageError, match="whose lease can't be read"):
+    with pytest.raises(ConfigError, match="whose lease can't be read"):
         keeper.check()
     silent = LeaseKeeper(lambda: store, "default", logging.getLogger("test"), owner="me", clock=clock)
     while not silent._lease.held:
@@ -291,7 +291,7 @@ def test_a_run_whose_process_is_hidden_is_judged_by_its_beats_and_a_dead_one_at_
     time.sleep(0.05)
     store.put(lease_key("default", "alive"), alive.to_json())
     keeper.step()
-    with pytest.raises(UsageError, match="another run writes to the same dirpath"):
+    with pytest.raises(ConfigError, match="another run writes to the same dirpath"):
         keeper.check()
     store.close()
 

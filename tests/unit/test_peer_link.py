@@ -12,14 +12,13 @@ import pytest
 import torch.distributed as dist
 from support.clocks import VirtualClock, quick
 
-from tiered_checkpoint_io.engine.ranks.store_client import LostStoreError, StoreClient
+from tiered_checkpoint_io.engine.ranks.store_client import LostStoreError, PeerError, StoreClient
 from tiered_checkpoint_io.engine.ranks.transfer import receive_description
 from tiered_checkpoint_io.engine.replication import replica_sender
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.peer_link import request, take_request
 from tiered_checkpoint_io.engine.replication.replica_receiver import ReplicaReceiver
 from tiered_checkpoint_io.engine.replication.replica_sender import ReplicaSender
-from tiered_checkpoint_io.errors import PeerError
 
 KEY = "offer/0/1"
 

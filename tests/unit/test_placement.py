@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_checkpoint_io.engine.replication.placement import node_peers, peers_of_ranks, sender_of
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 
 
 @st.composite
@@ -67,7 +67,7 @@ def test_three_nodes_with_two_copies_go_around():
 
 @pytest.mark.parametrize(("nodes", "factor"), [("a", 2), ("aaaa", 2), ("aabb", 3)])
 def test_copies_on_one_machine_are_refused(nodes, factor):
-    with pytest.raises(UsageError, match="same machine"):
+    with pytest.raises(ConfigError, match="same machine"):
         peers_of_ranks(list(nodes), factor=factor)
 
 

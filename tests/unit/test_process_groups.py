@@ -12,7 +12,7 @@ from support.story import op_id
 from tiered_checkpoint_io.engine.drain import queue
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
-from tiered_checkpoint_io.errors import StoreUnavailableError
+from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
@@ -88,7 +88,7 @@ class Away(Refusing):
 
     def upload(self, key, data, **options):
         if key.startswith(self._names):
-            raise StoreUnavailableError("away")
+            raise StoreError("away", reason="unavailable")
         self._store.upload(key, data, **options)
 
 

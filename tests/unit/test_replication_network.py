@@ -3,7 +3,7 @@
 import pytest
 
 from tiered_checkpoint_io.engine.replication.network import Interface, choose, interfaces_here, megabits_of, rate_text
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 
 LO, DOCKER = Interface("lo", "127.0.0.1"), Interface("docker0", "172.17.0.1")
 SLOW, FAST, DOWN = Interface("eth0", "10.0.0.5"), Interface("ib0", "10.1.0.5"), Interface("eno1", "10.2.0.5", False)
@@ -39,7 +39,7 @@ def test_which_interface_is_taken(has, given, chosen):
 
 
 def test_a_name_that_does_not_exist_is_an_error_that_lists_those_that_do():
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(ConfigError) as caught:
         choose([LO, FAST], environment="eth9", host="", source=None)
     assert "GLOO_SOCKET_IFNAME is 'eth9'" in str(caught.value)
     assert caught.value.hint == "use one of lo (127.0.0.1), ib0 (10.1.0.5)"

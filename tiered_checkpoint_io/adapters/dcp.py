@@ -26,7 +26,7 @@ from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
-from tiered_checkpoint_io.errors import RestoreError, SaveError, TieredCheckpointError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, RestoreError, SaveError, TieredCheckpointError
 
 Kind = Literal["sharded", "local"]
 
@@ -85,7 +85,7 @@ def save(
             ``raise``: of kind ``sharded`` the lowest failing rank's error, on all ranks; of kind ``local`` on
             this rank alone, but for a checkpoint that is not committed on the durable tier: on all that wait for it.
         CheckpointException: A ``sharded`` save failed in DCP itself or in the user's own code, likewise.
-        UsageError: Arguments that do not go together.
+        ConfigError: Arguments that do not go together.
     """
     writer = storage_writer or TieredStorageWriter(**options)
     before, writer.wait_option = writer.wait_option, writer.wait_option if wait is None else wait
@@ -185,7 +185,7 @@ def async_save(
     Raises:
         TieredCheckpointError: The state could not be captured, or an earlier asynchronous save failed, and
             ``on_save_error`` is ``raise``; as :func:`save` raises it.
-        UsageError: Arguments that do not go together.
+        ConfigError: Arguments that do not go together.
     """
     writer = storage_writer or TieredStorageWriter(**options)
     groups = {"process_group": process_group, "replication_group": replication_group}
@@ -332,7 +332,7 @@ def save_full(
 
     Raises:
         SaveError: It was not saved; on all ranks.
-        InvalidNameError: The name is not allowed.
+        ConfigError: The name is not allowed.
     """
     writer = TieredStorageWriter(**options, require_step=False)
     writer.reset(checkpoint_id)
@@ -378,11 +378,11 @@ def _is_stateful(value: Any) -> bool:
 
 def _is_local(kind: str, planner: Any, replication_group: Any) -> bool:
     if kind not in get_args(Kind):
-        raise UsageError(f"kind is {kind!r}", operation="call", hint="allowed: 'sharded', 'local'; see also save_full")
+        raise ConfigError(f"kind is {kind!r}", operation="call", hint="allowed: 'sharded', 'local'; see also save_full")
     if kind == "local" and planner is not None:
-        raise UsageError("a planner for a local checkpoint", operation="call", hint="planners are for kind='sharded'")
+        raise ConfigError("a planner for a local checkpoint", operation="call", hint="planners are for kind='sharded'")
     if kind == "sharded" and replication_group is not None:
-        raise UsageError(
+        raise ConfigError(
             "replication_group for a sharded checkpoint",
             operation="call",
             hint="give one replica's sharding group as process_group, and save on its ranks alone",

@@ -30,7 +30,7 @@ from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.engine.restore.shard_exchange import exchange, share_reads
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards, open_shards
 from tiered_checkpoint_io.engine.trust import Trust
-from tiered_checkpoint_io.errors import InvalidNameError, RestoreError, TieredCheckpointError
+from tiered_checkpoint_io.errors import ConfigError, RestoreError, TieredCheckpointError
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
@@ -81,7 +81,7 @@ class TieredStorageReader(OverTiers, StorageReader):
 
         Raises:
             ConfigError: A key or value is not allowed.
-            InvalidNameError: The step or path is not allowed.
+            ConfigError: The step or path is not allowed.
         """
         super().__init__()
         given = config if config is not None else checkpoint_config
@@ -130,7 +130,7 @@ class TieredStorageReader(OverTiers, StorageReader):
             return
         if text.startswith(f"{ids.SENTINELS}:"):
             hint = f"allowed: {ids.LATEST}, a name, a path or a URL"
-            raise InvalidNameError(f"{text!r} stands for no checkpoint", operation="load", hint=hint)
+            raise ConfigError(f"{text!r} stands for no checkpoint", operation="load", hint=hint)
         located = ids.locate(self._base.config.dirpath, path, self.step)
         self.settings = self._base.at(located.dirpath)
         self.selector = Selector("name", located.name)

@@ -12,7 +12,7 @@ from typing import Any
 from tiered_checkpoint_io.adapters.given import check_positive
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, UsageError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model import ids
@@ -70,7 +70,7 @@ class Settings:
     def check_world_size(self, count: int, checkpoint_id: str | None) -> None:
         """Refuses a save of another number of ranks than ``world_size``."""
         if self.world_size not in (None, count):
-            raise UsageError(
+            raise ConfigError(
                 f"world_size is {self.world_size}, but {count} ranks save together",
                 operation="save",
                 key=checkpoint_id,
@@ -146,7 +146,7 @@ def _settings_of(config: object, given: Mapping[str, Any]) -> Settings:
                 # That library's word for a job without a name.
                 folder = raw["namespace"] if is_named else "default"
                 raw["dirpath"] = ids.join_url(ids.normalize_dirpath(base), folder)
-            except InvalidNameError as error:
+            except ConfigError as error:
                 raise ConfigError(f"{key} is {base!r}: {error.message}", hint=error.hint) from error
     has_durable = raw.get("dirpath") is not None
     if not has_durable:

@@ -30,7 +30,7 @@ from tiered_checkpoint_io.engine.save.facts import SaveFacts, agreed, arrived, e
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
 from tiered_checkpoint_io.engine.save.room import vote
 from tiered_checkpoint_io.engine.trust import warn_at_first_save
-from tiered_checkpoint_io.errors import InvalidNameError, SaveError, TieredCheckpointError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.numbers import seconds
@@ -116,7 +116,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
 
         Raises:
             ConfigError: A key or value is not allowed.
-            InvalidNameError: The step or path is not allowed.
+            ConfigError: The step or path is not allowed.
         """
         super().__init__()
         self._given = config if config is not None else checkpoint_config
@@ -155,7 +155,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         """Names the checkpoint that this thread saves next; see ``StorageWriter.reset``.
 
         Raises:
-            InvalidNameError: Neither a step nor a path that tells one; or a name that is not allowed.
+            ConfigError: Neither a step nor a path that tells one; or a name that is not allowed.
         """
         if checkpoint_id is not None:
             self._path = checkpoint_id
@@ -166,7 +166,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             settings = settings_of(self._given, self._options).with_support(settings.config.support)
         located = ids.locate(settings.config.dirpath, self._path, self.step)
         if located.step < 0 and self._require_step:
-            raise InvalidNameError(
+            raise ConfigError(
                 f"Invalid step value: {located.name!r} tells none",
                 hint="give step=, or a checkpoint_id that holds step_N, such as 'step_42'",
             )
@@ -202,7 +202,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
     def checkpoint_id(self) -> str | None:
         """The path of the newest save, or of the first one to come; None if no step or path tells it."""
         located = self._save.located
-        with contextlib.suppress(InvalidNameError):
+        with contextlib.suppress(ConfigError):
             located = located or ids.locate(self.settings.config.dirpath, self._path, self.step)
         return ids.join_url(located.dirpath, located.name) if located is not None else None
 
@@ -210,10 +210,10 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         """Takes this rank's role.
 
         Raises:
-            UsageError: ``use_collectives`` is false.
+            ConfigError: ``use_collectives`` is false.
         """
         if not kwargs.get("use_collectives", True):
-            raise UsageError(
+            raise ConfigError(
                 "use_collectives=False",
                 operation="save",
                 hint="ranks of a sharded checkpoint have to agree on it; leave use_collectives as it is",

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from tiered_checkpoint_io.adapters.tensor_kinds import CheckingSavePlanner
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.save.uncoordinated import ShardRole
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 
 #: Earlier releases keep a rank's plan also where the save then fails, and lose its items from the next one.
 _KEEPS_WHAT_SUCCEEDED = "_pending_local_plan" in DefaultSavePlanner.finish_plan.__code__.co_names
@@ -116,7 +116,7 @@ def rank_in_group(process_group: Any, coordinator_rank: int | None) -> int:
             none of them, the rank in the group, as DCP has it. None for the first.
 
     Raises:
-        UsageError: It is neither.
+        ConfigError: It is neither.
     """
     if coordinator_rank is None or world() is None:
         return 0
@@ -125,7 +125,7 @@ def rank_in_group(process_group: Any, coordinator_rank: int | None) -> int:
         return ranks.index(coordinator_rank)
     if 0 <= coordinator_rank < len(ranks):
         return coordinator_rank
-    raise UsageError(
+    raise ConfigError(
         f"coordinator_rank is {coordinator_rank}, the process group has ranks {ranks}",
         operation="save",
         hint="give the global rank of a member of the group",
@@ -143,12 +143,12 @@ def shard_role_of(process_group: Any, replication_group: Any, writer: int | None
         alone: Whether this process has the whole state.
 
     Raises:
-        UsageError: The groups do not tell.
+        ConfigError: The groups do not tell.
     """
     if alone or world() is None:
         return ShardRole()
     if process_group is not None and not ranks_of(process_group):
-        raise UsageError(
+        raise ConfigError(
             "this rank is not in the process group",
             operation="save",
             rank=dist.get_rank(),
@@ -156,7 +156,7 @@ def shard_role_of(process_group: Any, replication_group: Any, writer: int | None
         )
     if replication_group is None:
         if writer is not None:
-            raise UsageError(
+            raise ConfigError(
                 "coordinator_rank without replication_group",
                 operation="save",
                 hint="in a local checkpoint it says which rank of a replication group saves: give that group as"
@@ -167,7 +167,7 @@ def shard_role_of(process_group: Any, replication_group: Any, writer: int | None
     ranks = list(ranks_of(replication_group))
     saves = min(ranks, default=rank) if writer is None else writer
     if rank not in ranks or saves not in ranks:
-        raise UsageError(
+        raise ConfigError(
             f"the replication group has ranks {ranks}, not {rank if rank not in ranks else saves}",
             operation="save",
             rank=rank,
@@ -186,7 +186,7 @@ def _in_regular_layout(ranks: list[int]) -> tuple[int, int]:
     regular = ranks == list(range(ranks[0], ranks[0] + stride * size, stride))
     outer, inner = divmod(ranks[0], stride * size)
     if not regular or inner >= stride or count % (stride * size):
-        raise UsageError(
+        raise ConfigError(
             f"which shard the replication group {ranks} of {count} ranks has can't be told from it",
             operation="save",
             hint="give the sharding group as process_group=",

@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 from tiered_checkpoint_io.adapters.fresh_start import FreshStart
 from tiered_checkpoint_io.adapters.storage_options import is_of_tuner, is_resumable, read_storage_options
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.model import ids
@@ -121,8 +121,8 @@ class TieredCheckpointIO(CheckpointIO):
 
         Raises:
             SaveError: The save failed, or an earlier one in the background did, and ``on_save_error`` is ``raise``.
-            InvalidNameError: The path leaves dirpath, or is no name.
-            UsageError: storage_options are not understood, or Lightning's AsyncCheckpointIO calls.
+            ConfigError: The path leaves dirpath, or is no name.
+            ConfigError: storage_options are not understood, or Lightning's AsyncCheckpointIO calls.
         """
         self._save(checkpoint, path, storage_options, wait=True)
 
@@ -134,7 +134,7 @@ class TieredCheckpointIO(CheckpointIO):
                 self.checkpointer.session.log.info(text, path, self.config.dirpath)
             return
         if sys._getframe(2).f_globals.get("__name__", "").endswith("plugins.io.async_plugin"):
-            raise UsageError(REFUSE_LIGHTNING_ASYNC, operation="save", hint=USE_OURS)
+            raise ConfigError(REFUSE_LIGHTNING_ASYNC, operation="save", hint=USE_OURS)
         asked = read_storage_options(storage_options)
         text = os.fspath(path)
         if not (self._has_said_where or os.path.isabs(text) or ids.url_scheme(text)):
@@ -269,10 +269,10 @@ class AsyncCheckpointIO(_WrappingCheckpointIO):
             checkpoint_io: The IO whose saves are not to wait for the durable tier.
 
         Raises:
-            UsageError: It is not a TieredCheckpointIO: only that one snapshots before it returns.
+            ConfigError: It is not a TieredCheckpointIO: only that one snapshots before it returns.
         """
         if not isinstance(checkpoint_io, TieredCheckpointIO):
-            raise UsageError(
+            raise ConfigError(
                 f"AsyncCheckpointIO around a {type(checkpoint_io).__name__}",
                 hint="it wraps a TieredCheckpointIO only: that one takes the snapshot",
             )

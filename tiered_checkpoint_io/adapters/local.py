@@ -18,7 +18,7 @@ from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
 from tiered_checkpoint_io.engine.save.facts import check_attempt, count_save
 from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, ShardRole, save_local
 from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
-from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, UsageError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.formats.image import Image, plan
 from tiered_checkpoint_io.model import ids
 
@@ -83,7 +83,7 @@ def save_local_state(
             wait=writer.waits,
             threads=writer.threads,
         )
-    except (ConfigError, InvalidNameError, UsageError):
+    except ConfigError:
         raise
     except Exception as error:
         if error in earlier:

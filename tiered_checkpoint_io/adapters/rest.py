@@ -55,7 +55,7 @@ class Rest:
             model: The model's own tensors, by their names.
 
         Raises:
-            UsageError: A sharded tensor can't be described.
+            ConfigError: A sharded tensor can't be described.
             Exception: Whatever ``torch.save`` raises for it.
         """
         self.sharded: dict[str, DTensor] = {}

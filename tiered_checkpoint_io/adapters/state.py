@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tiered_checkpoint_io.errors import RestoreError, SaveError, TieredCheckpointError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, RestoreError, SaveError, TieredCheckpointError
 
 #: The key that marks a note, and below which the tensors are saved.
 SHARDED = "tiered_sharded"
@@ -242,7 +242,7 @@ def _assembled(value: ShardedTensor, parts: Sequence[Any]) -> torch.Tensor:
     here = [each for part in parts for each in part or ()]
     wanted = {tuple(shard.shard_offsets) for shard in value.metadata().shards_metadata}
     if None not in parts and wanted - {tuple(offsets) for offsets, _ in here}:
-        raise UsageError(
+        raise ConfigError(
             "a ShardedTensor lies on ranks that do not take part",
             operation="save",
             hint="give all ranks that hold the state as process_group",
@@ -260,7 +260,7 @@ def part_off(state: Any, model: Mapping[str, Any]) -> tuple[Any, dict[str, DTens
     """Returns the same state with a note for each sharded tensor, and these; ``model`` has the model's, by names.
 
     Raises:
-        UsageError: A tensor is sharded in a way that can't be made again from a note.
+        ConfigError: A tensor is sharded in a way that can't be made again from a note.
     """
     tensors: dict[str, DTensor] = {}
     found = {id(tensor): path for tensor, path in _sharded_in(state, ())}
@@ -302,7 +302,7 @@ def _layout(tensor: DTensor) -> tuple[Any, ...]:
 
 
 def make_again(state: Any, meshes: Sequence[DeviceMesh], model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Makes tensors to load into, for each note of :func:`part_off`; raises UsageError if no mesh of the run fits."""
+    """Makes tensors to load into, for each note of :func:`part_off`; raises ConfigError if no mesh of the run fits."""
     made: dict[str, torch.Tensor] = {}
     _with_notes(state, lambda note: made.setdefault(note[SHARDED], _like(note, meshes, model)))
     return made
@@ -324,7 +324,7 @@ def _note(tensor: DTensor | ShardedTensor, tensors: dict[str, DTensor]) -> dict[
     placements = tensor.placements if isinstance(tensor, DTensor) else ()
     known = all(type(placement) in (Shard, Replicate, _StridedShard) for placement in placements)
     if not isinstance(tensor, DTensor) or not known or not tensor.device_mesh.mesh_dim_names:
-        raise UsageError(
+        raise ConfigError(
             "a callback's state holds a sharded tensor that can't be described, such as FSDP1's ShardedTensor",
             operation="save",
             hint="let it hold DTensors over a mesh whose dimensions have names, or gather it before it is saved",
@@ -352,7 +352,7 @@ def _like(note: Mapping[str, Any], meshes: Sequence[DeviceMesh], model: Mapping[
     if part is None:
         whole = next((mesh for mesh in meshes if set(names) <= set(mesh.mesh_dim_names or ())), None)
         if whole is None:
-            raise UsageError(
+            raise ConfigError(
                 f"a callback's state is sharded over {names}, which no mesh of this strategy and model has",
                 operation="load",
             )

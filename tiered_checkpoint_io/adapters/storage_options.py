@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from tiered_checkpoint_io.engine.checkpointer import TIERS
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.redaction import shown
 
 #: What Lightning's tuner keeps for a moment, to come back to it.
@@ -58,23 +58,23 @@ def read_storage_options(options: Any) -> StorageOptions:
     """Validates ``storage_options``.
 
     Raises:
-        UsageError: They are not ``{"tiers": [...], "metric": (name, value), "wait": bool}``, or a part of that.
+        ConfigError: They are not ``{"tiers": [...], "metric": (name, value), "wait": bool}``, or a part of that.
     """
     allowed = "allowed: {'tiers': ['memory', 'durable'] or one of the two, 'metric': (name, value), 'wait': bool}"
     if options is None:
         return StorageOptions()
     if not isinstance(options, Mapping):
-        raise UsageError(f"storage_options is {shown(options)}", operation="save", hint=allowed)
+        raise ConfigError(f"storage_options is {shown(options)}", operation="save", hint=allowed)
     tiers, metric, wait = options.get("tiers", TIERS), options.get("metric"), options.get("wait", True)
     if unknown := {str(key) for key in options} - {"tiers", "metric", "wait"}:
         # Not their values: for other libraries these options hold credentials.
-        raise UsageError(f"storage_options has {', '.join(sorted(unknown))}", operation="save", hint=allowed)
+        raise ConfigError(f"storage_options has {', '.join(sorted(unknown))}", operation="save", hint=allowed)
     if not isinstance(wait, bool):
-        raise UsageError(f"storage_options['wait'] is {wait!r}", operation="save", hint=allowed)
+        raise ConfigError(f"storage_options['wait'] is {wait!r}", operation="save", hint=allowed)
     if isinstance(tiers, str):
         tiers = [tiers]
     if not isinstance(tiers, Collection) or not tiers or not all(isinstance(t, str) and t in TIERS for t in tiers):
-        raise UsageError(f"storage_options['tiers'] is {tiers!r}", operation="save", hint=allowed)
+        raise ConfigError(f"storage_options['tiers'] is {tiers!r}", operation="save", hint=allowed)
     if metric is not None:
         try:
             name, value = metric
@@ -83,5 +83,5 @@ def read_storage_options(options: Any) -> StorageOptions:
             metric = name, float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             # RuntimeError is torch's, of a tensor of several elements.
-            raise UsageError(f"storage_options['metric'] is {metric!r}", operation="save", hint=allowed) from error
+            raise ConfigError(f"storage_options['metric'] is {metric!r}", operation="save", hint=allowed) from error
     return StorageOptions(tiers, metric, wait)

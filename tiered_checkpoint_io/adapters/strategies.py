@@ -43,7 +43,6 @@ from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     DrainError,
-    OtherKindError,
     RestoreError,
     SaveError,
     TieredCheckpointError,
@@ -242,7 +241,7 @@ class TieredSharding(_Base):
 
     # ------------------------------------------------------------------------------------- life
     def setup(self, trainer: Trainer) -> None:
-        """As upstream; raises UsageError if the trainer's checkpoint IO is not ours."""
+        """As upstream; raises ConfigError if the trainer's checkpoint IO is not ours."""
         self._tiered_io  # noqa: B018 - raises
         super().setup(trainer)
 
@@ -438,7 +437,9 @@ class TieredSharding(_Base):
         reader = StrategyReader(self._shared, dirpath, selector)
         try:
             reader.choose()
-        except OtherKindError as error:
+        except RestoreError as error:
+            if error.reason != "other_kind":
+                raise
             return self._load_full(path, weights_only, error.rejected)
         except CheckpointNotFoundError as error:
             if selector.kind == "name":
@@ -450,7 +451,9 @@ class TieredSharding(_Base):
             return FreshStart(dirpath)
         try:
             rest = self._load_shards(reader, weights_only)
-        except OtherKindError as error:
+        except RestoreError as error:
+            if error.reason != "other_kind":
+                raise
             # Damage of the newer ones has shown only now.
             return self._load_full(path, weights_only, error.rejected)
         opened: Any = reader.opened

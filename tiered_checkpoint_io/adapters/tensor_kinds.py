@@ -13,7 +13,7 @@ from torch.masked import MaskedTensor
 
 from tiered_checkpoint_io.adapters.structure import Structure
 from tiered_checkpoint_io.engine.trust import Trust
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.formats.image import plan
 
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
@@ -33,7 +33,7 @@ class KindsCheck:
         """Refuses a tensor that a load could not bring back.
 
         Raises:
-            UsageError: It is one; says which, and what to do.
+            ConfigError: It is one; says which, and what to do.
         """
         kind = _lost(tensor)
         if kind is not None:
@@ -86,7 +86,7 @@ class CheckingSavePlanner(DefaultSavePlanner):
         """As upstream.
 
         Raises:
-            UsageError: A tensor of the state is of a kind that DCP can't plan.
+            ConfigError: A tensor of the state is of a kind that DCP can't plan.
         """
         if self.structure is not None:
             self.plan = self.structure.plan
@@ -148,8 +148,8 @@ def _size_of(plan: SavePlan) -> int:
     return sum(item.tensor_storage_size() or 1 for item in plan.items)
 
 
-def _refusal(name: str, kind: str, why: str, hint: str) -> UsageError:
-    return UsageError(f"{name!r} is {kind}, which {why}", operation="save", key=name, hint=hint)
+def _refusal(name: str, kind: str, why: str, hint: str) -> ConfigError:
+    return ConfigError(f"{name!r} is {kind}, which {why}", operation="save", key=name, hint=hint)
 
 
 def _lost(tensor: torch.Tensor) -> str | None:

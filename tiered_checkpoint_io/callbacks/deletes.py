@@ -12,9 +12,9 @@ from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks.migration import WITHHELD, PortableState
 from tiered_checkpoint_io.callbacks.trainer import failing_together, is_below, of_rank_0, on_rank_0
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.drain.operations import SAVES, Outcome
+from tiered_checkpoint_io.engine.drain.operations import DAMAGED_IN_MEMORY, SAVES, Outcome
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError, UsageError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, StoreError
 from tiered_checkpoint_io.model import ids
 
 _SCORES = "scores"
@@ -142,9 +142,7 @@ class SafeDeletes(PortableState):
         """Takes note on rank 0 of what became of queued saves and deletes."""
         for outcome in outcomes:
             path, save_id = self._path_of(outcome.name), ids.save_id_of_op(outcome.op_id)
-            if outcome.action in SAVES and (
-                outcome.state == "skipped" or outcome.error_type == CorruptCheckpointError.__name__
-            ):
+            if outcome.action in SAVES and (outcome.state == "skipped" or outcome.error_type == DAMAGED_IN_MEMORY):
                 self._lose(save_id)
                 # Of what an earlier process has saved, no id is known. A name may have been saved again since.
                 if self._saved_as.get(path, save_id) == save_id:
@@ -220,7 +218,7 @@ class SafeDeletes(PortableState):
     @property
     def _engine(self) -> Checkpointer:
         if self._io is None:
-            raise UsageError(f"{type(self).__name__} is used before setup", operation="save")
+            raise ConfigError(f"{type(self).__name__} is used before setup", operation="save")
         return self._io.checkpointer
 
     def _is_ours(self, path: str) -> bool:

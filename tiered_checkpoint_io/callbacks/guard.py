@@ -24,7 +24,7 @@ from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
 from tiered_checkpoint_io.engine.restore.loaders import report_left_out
 from tiered_checkpoint_io.engine.restore.restore import Restored
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, InvalidNameError, UsageError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.metrics import Recording
 from tiered_checkpoint_io.model import ids
@@ -94,8 +94,8 @@ class StrategyGuard(Callback):
         """Refuses what would go past our checkpoint IO; has ranks meet that keep each other's copies.
 
         Raises:
-            UsageError: A strategy does, or a ModelCheckpoint; or there are fewer machines than ``replication_factor``.
-            InvalidNameError: OnExceptionCheckpoint can't save where it is told to.
+            ConfigError: A strategy does, or a ModelCheckpoint; or there are fewer machines than ``replication_factor``.
+            ConfigError: OnExceptionCheckpoint can't save where it is told to.
             StoreError, ConfigError, MemoryTierError: As :func:`preflight`, on all ranks.
         """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
@@ -287,7 +287,7 @@ def _count_as_last(trainer: Trainer, io: TieredCheckpointIO) -> None:
             continue
         try:
             names.add(ids.name_in(engine.dirpath, each.ckpt_path))
-        except InvalidNameError:
+        except ConfigError:
             if not io._is_elsewhere(each.ckpt_path):
                 raise
             if trainer.is_global_zero and each.ckpt_path not in engine.session.warned:
@@ -305,11 +305,11 @@ def _place(callback: ModelCheckpoint, trainer: Trainer, io: TieredCheckpointIO) 
     """Makes one of ours of Lightning's own ModelCheckpoint, in place: the user may hold it and ask for its best path.
 
     Raises:
-        UsageError: Its dirpath is not below the IO's.
+        ConfigError: Its dirpath is not below the IO's.
     """
     root, folder = io.config.dirpath, folder_of(callback.dirpath, io.config.dirpath)
     if folder is None:
-        raise UsageError(
+        raise ConfigError(
             f"ModelCheckpoint(dirpath={str(callback.dirpath)!r}) does not save below TieredCheckpointIO's dirpath"
             f" {root!r}",
             operation="setup",

@@ -95,7 +95,7 @@ class TieredModelCheckpoint(DurableEnd):
 
         Raises:
             ConfigError: A value is not allowed, or this Lightning has no ``save_on_exception``.
-            InvalidNameError: dirpath is not a folder or URL.
+            ConfigError: dirpath is not a folder or URL.
             MisconfigurationException: Lightning refuses a value.
         """
         check_positive("memory_every_n_train_steps", memory_every_n_train_steps)
@@ -186,7 +186,7 @@ class TieredModelCheckpoint(DurableEnd):
 
     # ------------------------------------------------------------------------------------ hooks
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Takes the trainer's checkpoint IO; raises UsageError or ConfigError if it can't save there."""
+        """Takes the trainer's checkpoint IO; raises ConfigError or ConfigError if it can't save there."""
         io = require_tiered_io(trainer.strategy, "TieredModelCheckpoint")
         check_strategy(trainer.strategy)
         root = io.config.dirpath

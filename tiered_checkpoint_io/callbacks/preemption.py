@@ -74,7 +74,7 @@ class PreemptionCheckpoint(Callback):
 
         Raises:
             ConfigError: A value is not allowed.
-            InvalidNameError: The name is not.
+            ConfigError: The name is not.
         """
         self.notice = Notice(signals, grace_seconds)
         self.name = ids.validate_new_name(f"{name}.ckpt")
@@ -110,7 +110,7 @@ class PreemptionCheckpoint(Callback):
         """Handles the signals from here on.
 
         Raises:
-            UsageError: The trainer's checkpoint IO is not ours.
+            ConfigError: The trainer's checkpoint IO is not ours.
         """
         if stage != "fit":
             return

@@ -21,7 +21,7 @@ from tiered_checkpoint_io.engine.drain.messages import Standing, drain_command
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport, tier_label
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import GIB
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -187,7 +187,7 @@ def summary(standing: Standing, config: TieredCheckpointConfig) -> list[str]:
 
 def _io_that_trained(trainer: Trainer) -> TieredCheckpointIO | None:
     # An exception that ends a training must not be replaced by one of its summary.
-    with contextlib.suppress(UsageError):
+    with contextlib.suppress(ConfigError):
         return tiered_io_of(trainer.strategy.checkpoint_io)
     return None
 

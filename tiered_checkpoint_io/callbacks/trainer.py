@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 
 from tiered_checkpoint_io.engine.ranks.coordination import portable, raise_first
-from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, TieredCheckpointError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 
 _T = TypeVar("_T")
@@ -30,12 +30,12 @@ _BYPASSING = {
 
 
 def check_strategy(strategy: Strategy) -> None:
-    """Raises UsageError for a strategy that would go past a TieredCheckpointIO."""
+    """Raises ConfigError for a strategy that would go past a TieredCheckpointIO."""
     # Known by name: what is not used need not be installed.
     names = [kind.__name__ for kind in type(strategy).__mro__]
     bypassing = [name for name in names if name in _BYPASSING]
     if bypassing and "TieredSharding" not in names:
-        raise UsageError(
+        raise ConfigError(
             f"{type(strategy).__name__} writes its shards past the checkpoint IO",
             operation="setup",
             hint=_BYPASSING[bypassing[0]],
@@ -46,7 +46,7 @@ def is_below(path: str, root: str) -> bool:
     """Tells whether a path is that of a checkpoint below ``root``."""
     try:
         ids.name_in(root, path)
-    except InvalidNameError:
+    except ConfigError:
         return False
     return True
 

@@ -13,13 +13,7 @@ from tiered_checkpoint_io.cli.output import printable, say
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.ending import GRACE_S
 from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper
-from tiered_checkpoint_io.errors import (
-    StoreError,
-    StoreFullError,
-    StoreUnavailableError,
-    TieredCheckpointError,
-    UsageError,
-)
+from tiered_checkpoint_io.errors import ConfigError, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store
@@ -70,7 +64,7 @@ def ask(
         quiet: Whether nothing is shown while the server is silent.
 
     Raises:
-        StoreUnavailableError: It was silent for ``durable_timeout_s``; every five seconds of that are shown.
+        StoreError: It was silent for ``durable_timeout_s``; every five seconds of that are shown.
         BaseException: What ``work`` raises.
     """
 
@@ -147,7 +141,7 @@ def claimed(
         makes_room: Whether the block only deletes: where there is no room for a lease, it then goes by those of others.
 
     Raises:
-        UsageError: A live run holds it, or may hold it and there is no room to ask.
+        ConfigError: A live run holds it, or may hold it and there is no room to ask.
         StoreError: The tier does not answer, or refuses.
     """
     store = open_store(config, dirpath)
@@ -168,7 +162,7 @@ def _waits(
     while not keeper.is_held and not stop.is_set():
         keeper.check(_LOOK_S)
         failure, waited = keeper.failure, SYSTEM.monotonic() - began
-        if makes_room and isinstance(failure, StoreFullError):
+        if makes_room and isinstance(failure, StoreError) and failure.reason == "full":
             _refuse_others(keeper, store_url)
             # Once there is room, it would ask a run that is no more able to write its own than we were.
             keeper.close(float(config.support.durable_timeout_s))
@@ -180,11 +174,12 @@ def _waits(
             say(f"watching for up to {SYSTEM.timing.lease_ttl_s:.0f} s whether another run is alive", err=True)
             told = True
         if waited > SYSTEM.timing.lease_ttl_s + max(_PATIENCE_S, config.support.durable_timeout_s):
-            raise StoreUnavailableError(
+            raise StoreError(
                 "could not check whether another run uses this dirpath, so nothing was changed",
                 operation="claim",
                 key=store_url,
                 hint="try again once the server answers",
+                reason="unavailable",
             )
         SYSTEM.wait(stop, 0.0 if keeper.is_held else _LOOK_S)
     return not stop.is_set()
@@ -193,7 +188,7 @@ def _waits(
 def _refuse_others(keeper: LeaseKeeper, store_url: str) -> None:
     other = keeper.may_be_alive()
     if other is not None:
-        raise UsageError(
+        raise ConfigError(
             f"{other.who} may use this dirpath, and there is no room to ask it",
             operation="claim",
             tier="durable",

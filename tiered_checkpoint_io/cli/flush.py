@@ -18,6 +18,7 @@ from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain import standalone
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.ending import ended_by_signal
+from tiered_checkpoint_io.engine.drain.operations import DAMAGED_IN_MEMORY
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.drain.worker import Drain
@@ -25,7 +26,6 @@ from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
-    CorruptCheckpointError,
     DrainError,
     StoreNotFoundError,
     TieredCheckpointError,
@@ -330,7 +330,7 @@ def _followed(handle: DrainHandle, tier: MemoryTier, waiting: dict[str, int], me
 def _is_damaged(queue: Queue, save: HeldSave) -> bool:
     """Whether the drain has found that its bytes in memory are not those that were saved."""
     outcomes = [queue.outcome(each.op_id) for each in save.parts]
-    return any(each is not None and each.error_type == CorruptCheckpointError.__name__ for each in outcomes)
+    return any(each is not None and each.error_type == DAMAGED_IN_MEMORY for each in outcomes)
 
 
 def _row(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: HeldSave) -> FlushedSave:

@@ -33,8 +33,6 @@ from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    ManifestError,
-    MemoryFullError,
     MemoryTierError,
     StoreNotFoundError,
     TieredCheckpointError,
@@ -43,6 +41,7 @@ from tiered_checkpoint_io.inventory.durable import find, read_unchanged
 from tiered_checkpoint_io.inventory.rows import File
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.node import node_budget
+from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -212,8 +211,8 @@ class _Fetch:
             CheckpointNotFoundError: There is no such checkpoint.
             CorruptCheckpointError: Its bytes are not those that were saved.
             MemoryFullError: Memory has no room for it.
-            ExportError: A file exists already, or can't be written.
-            StoreChangedError: A run removed or overwrote it, each time that it was read.
+            SaveError: A file exists already, or can't be written.
+            StoreError: A run removed or overwrote it, each time that it was read.
         """
 
         def look() -> tuple[Manifest, Manifest]:
@@ -225,7 +224,7 @@ class _Fetch:
             for content in contents_there(store, manifest):
                 try:
                     return self._content(store, manifest.name, content)
-                except (CorruptCheckpointError, ManifestError, StoreNotFoundError, MemoryFullError) as error:
+                except (CorruptCheckpointError, StoreNotFoundError, MemoryFullError) as error:
                     errors.append(error)
             # The one without room may be the one that is intact.
             raise next((each for each in errors if isinstance(each, MemoryFullError)), errors[0])

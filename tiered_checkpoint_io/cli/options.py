@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from tiered_checkpoint_io.clock import DURABLE_TIMEOUT_S
-from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.inventory.node import all_roots, existing
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model import ids
@@ -72,7 +72,7 @@ def wrong_use() -> Iterator[None]:
     """A block in which a value that is not allowed is the user's, and ends the command with status 2."""
     try:
         yield
-    except (ConfigError, InvalidNameError) as error:
+    except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
 
 
@@ -193,5 +193,5 @@ def name_of(config: TieredCheckpointConfig, name: str) -> str:
     """A checkpoint's name, given as such, or as a path or URL below dirpath; ``tiered:latest`` stays."""
     with wrong_use():
         if name != ids.LATEST and name.startswith(f"{ids.SENTINELS}:"):
-            raise InvalidNameError(f"{name!r} is no name here", hint=f"allowed: a name, or {ids.LATEST}")
+            raise ConfigError(f"{name!r} is no name here", hint=f"allowed: a name, or {ids.LATEST}")
         return name if name == ids.LATEST else ids.name_in(config.dirpath, name)

@@ -24,12 +24,7 @@ from tiered_checkpoint_io.cli.options import (
 from tiered_checkpoint_io.cli.output import Meter, is_terminal, progress, row_writer, write_json
 from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.durable.damage import Damage, content_or_damage
-from tiered_checkpoint_io.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    FormatVersionError,
-    StoreArchivedError,
-)
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError, is_other_format
 from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, checkpoints, latest, read
 from tiered_checkpoint_io.inventory.node import tier_at
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
@@ -153,7 +148,7 @@ def _latest(held: _Parts, found: Sequence[DurableCheckpoint]) -> tuple[_Parts, l
     """The copies of the checkpoint that a restart on this node would take.
 
     Raises:
-        FormatVersionError: A newer release wrote what may be the latest; a restart is refused as well.
+        CorruptCheckpointError: A newer release wrote what may be the latest; a restart is refused as well.
     """
     meant = latest(found, (stored for _, stored in held))
     if meant is None:
@@ -190,9 +185,7 @@ def check_part(tier: MemoryTier, stored: StoredPart, meter: Meter) -> Checked:
 def unreadable(tier: MemoryTier) -> list[Checked]:
     """What lies in memory and can't be understood."""
     return [
-        Checked(
-            str(folder), "memory", "newer" if isinstance(error, FormatVersionError) else "damaged", error=str(error)
-        )
+        Checked(str(folder), "memory", "newer" if is_other_format(error) else "damaged", error=str(error))
         for folder, error in tier.unreadable()
     ]
 
@@ -221,13 +214,15 @@ def _checked(store: Store, each: DurableCheckpoint, known: dict[str, Content | D
     manifest, error = (target.manifest, target.error) if target.is_there else (each.manifest, None)
     if manifest is None:
         # What can't be read is not known to be damaged, nor to be intact.
-        state: CopyState = "newer" if isinstance(error, FormatVersionError) else "damaged"
+        state: CopyState = "newer" if is_other_format(error) else "damaged"
         return Checked(name, "durable", state, error=str(error))
     save_id = manifest.content.save_id
     if save_id not in known:
         try:
             known[save_id] = content_or_damage(store, manifest, meter.add)
-        except StoreArchivedError as archived:
+        except StoreError as archived:
+            if archived.reason != "archived":
+                raise
             # That of the others can be read all the same.
             known[save_id] = Damage(str(archived))
     damage = known[save_id]

@@ -18,12 +18,7 @@ from tiered_checkpoint_io.engine.restore.unmanaged import Entries, plain_checkpo
 from tiered_checkpoint_io.engine.save.full import FullSaver
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.trust import Trust
-from tiered_checkpoint_io.errors import (
-    CheckpointNotFoundError,
-    InvalidNameError,
-    TieredCheckpointError,
-    UsageError,
-)
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, names_text
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
@@ -112,15 +107,15 @@ class Checkpointer:
             skipped, because there is no room for it.
 
         Raises:
-            InvalidNameError: The path is not below dirpath, or not a valid name.
-            UsageError: Unknown tiers; or another live run writes to the same dirpath; or a signal handler saves
+            ConfigError: The path is not below dirpath, or not a valid name.
+            ConfigError: Unknown tiers; or another live run writes to the same dirpath; or a signal handler saves
                 while it interrupts a save.
             SaveError: The save, or an earlier one in the background, failed and ``on_save_error``
                 is ``raise``.
         """
         wanted = frozenset(tiers)
         if not wanted or wanted - TIERS:
-            raise UsageError(
+            raise ConfigError(
                 f"tiers is {sorted(wanted)}", operation="save", hint="allowed: 'memory', 'durable', or both"
             )
         name = ids.name_in(self.dirpath, path)
@@ -325,7 +320,7 @@ class Checkpointer:
         """The durable tier and the checkpoint there that ``text`` means; as :meth:`load` takes it.
 
         Raises:
-            InvalidNameError: It names none.
+            ConfigError: It names none.
         """
         if text == ids.LATEST:
             return self.dirpath, Selector("latest")
@@ -338,10 +333,10 @@ class Checkpointer:
             kind: Literal["best", "latest"] = "best" if monitor else "latest"
             return self.dirpath, Selector(kind, monitor=monitor, mode=mode)
         if ids.url_scheme(text) == ids.SENTINELS:
-            raise InvalidNameError(f"{text!r} stands for no checkpoint", hint=f"allowed: {ids.LOADABLE}")
+            raise ConfigError(f"{text!r} stands for no checkpoint", hint=f"allowed: {ids.LOADABLE}")
         try:
             return self.dirpath, Selector("name", ids.name_in(self.dirpath, text))
-        except InvalidNameError:
+        except ConfigError:
             full = ids.normalize_dirpath(text)
             dirpath, _, name = full.rpartition("/")
             if not dirpath or ".." in text.split("/") or dirpath.endswith(":/"):

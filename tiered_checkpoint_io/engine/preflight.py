@@ -19,17 +19,10 @@ from tiered_checkpoint_io.engine.ranks.coordination import node_of
 from tiered_checkpoint_io.engine.restore.catalog import DurableCatalog, discover, look, queued_aliases, tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Selector, choose
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.errors import (
-    ConfigError,
-    MemoryFullError,
-    MemoryTierError,
-    StoreConfigError,
-    StoreCredentialsError,
-    StoreUnavailableError,
-    TieredCheckpointError,
-)
+from tiered_checkpoint_io.errors import ConfigError, MemoryTierError, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.node import node_budget
+from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.spill import AUTO, spill_dir_of
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -165,7 +158,7 @@ def judge_store(failures: Sequence[TieredCheckpointError], config: TieredCheckpo
     key = first.key or config.dirpath
     # Keys of stores of files are relative.
     key = key if key.startswith(config.dirpath) else ids.join_url(config.dirpath, key)
-    error = type(first)(text, operation=operations, tier="durable", key=key, hint=first.hint)
+    error = type(first)(text, operation=operations, tier="durable", key=key, hint=first.hint, reason=first.reason)
     consequence = (
         "what needs this fails until it is fixed, and each failed upload is reported again at the next save"
         if not first.retryable
@@ -175,9 +168,10 @@ def judge_store(failures: Sequence[TieredCheckpointError], config: TieredCheckpo
     # The restore comes after this, and never takes silence for an empty tier.
     unless = ", unless ckpt_path needs an answer from there"
     # As the restore has it: what refuses to be read is not passed over, but for want of credentials.
-    refused = (each for each in failures if not each.retryable and not isinstance(each, StoreCredentialsError))
+    refused = (each for each in failures if not each.retryable and each.reason != "credentials")
     stops = any(
-        isinstance(each, ConfigError | StoreConfigError) or each.operation in ("list", "get") for each in refused
+        isinstance(each, ConfigError) or each.reason == "config" or each.operation in ("list", "get")
+        for each in refused
     )
     return [Problem(error, not first.retryable, consequence, unless, stops)]
 
@@ -221,7 +215,12 @@ def _refusal(error: TieredCheckpointError) -> TieredCheckpointError:
         filter(None, [error.hint, "to train from scratch all the same, set preflight: warn, and leave ckpt_path out"])
     )
     return type(error)(
-        f"preflight: {error.message}", operation=error.operation, tier=error.tier, key=error.key, hint=hint
+        f"preflight: {error.message}",
+        operation=error.operation,
+        tier=error.tier,
+        key=error.key,
+        hint=hint,
+        reason=error.reason,
     )
 
 
@@ -239,7 +238,7 @@ def _asked(config: TieredCheckpointConfig, clock: Clock, ask: Callable[[Store], 
     """What ``ask`` makes of the durable tier, each request sent once.
 
     Raises:
-        StoreUnavailableError: It is not done within ``preflight_s`` seconds; it ends by itself, later.
+        StoreError: It is not done within ``preflight_s`` seconds; it ends by itself, later.
         StoreError, ConfigError: Of ``ask``, or the store can't be opened.
     """
     seconds = clock.timing.preflight_s
@@ -264,15 +263,19 @@ def _asked(config: TieredCheckpointConfig, clock: Clock, ask: Callable[[Store], 
     thread = clock.start(run, "tiered-preflight")
     clock.join(thread, seconds)
     if not ended:
-        raise StoreUnavailableError(
-            f"no answer within {seconds:.0f} s", operation="preflight", key=config.dirpath, hint="check the network"
+        raise StoreError(
+            f"no answer within {seconds:.0f} s",
+            operation="preflight",
+            key=config.dirpath,
+            hint="check the network",
+            reason="unavailable",
         )
     answer, failed = ended[0]
     if isinstance(failed, TieredCheckpointError):
         raise failed
     if failed is not None:
         text = f"{type(failed).__name__}: {failed}"
-        raise StoreUnavailableError(text, operation="preflight", key=config.dirpath) from failed
+        raise StoreError(text, operation="preflight", key=config.dirpath, reason="unavailable") from failed
     return answer  # type: ignore[return-value]
 
 

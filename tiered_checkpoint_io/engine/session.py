@@ -32,11 +32,12 @@ from tiered_checkpoint_io.engine.staging.durable_names import DurableNameCache
 from tiered_checkpoint_io.engine.staging.host_pins import HostPins
 from tiered_checkpoint_io.engine.staging.save_ids import SaveIds
 from tiered_checkpoint_io.engine.staging.turn import Turn
-from tiered_checkpoint_io.errors import DrainError, MemoryFullError, SaveError
+from tiered_checkpoint_io.errors import DrainError, SaveError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.memory.budget import note_budget
 from tiered_checkpoint_io.memory.node import node_budget
+from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.spill import spill_dir_of
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
@@ -126,7 +127,7 @@ class Session:
 
         Raises:
             DrainError: It has not ended within ``wait_timeout_s``.
-            MemoryUnsafeError: The memory tier's folder is not safe to use.
+            MemoryTierError: The memory tier's folder is not safe to use.
             MemoryTierError: memory_dir is missing or can't be written.
         """
         self.background.wait()
@@ -306,6 +307,8 @@ class Session:
             return
         try:
             self.open().drain.flush(self.config.support.wait_timeout_s if timeout_s is None else timeout_s)
+        except DrainError:
+            raise
         except OSError as unread:
             raise DrainError(f"could not read the queue: {unread}", operation="drain", tier="memory") from unread
 
@@ -340,11 +343,11 @@ class Session:
             self.open().drain.submit(
                 Request(self.save_ids.next(), action, name, self.dirpath, target, server=self.place.server)
             )
-        except (OSError, DrainError) as refused:
+        except OSError as refused:
             # OSError: no room, no descriptor, no process, and whatever else may befall a node.
             self.not_done(action, name, refused)
 
-    def not_done(self, action: str, name: str, reason: OSError | DrainError) -> None:
+    def not_done(self, action: str, name: str, reason: OSError) -> None:
         """As :meth:`failed`, of what was not done with a name in node memory."""
         self.failed(name, -1, not_done(action, name, self.dirpath, reason), action)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from tiered_checkpoint_io.errors import CorruptCheckpointError, InvalidNameError
+from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError
 from tiered_checkpoint_io.formats import safe_pickle, safe_values
 from tiered_checkpoint_io.formats.safe_pickle import LEAVES, Allowed, Call, Converter, RefusedError, Rule
 from tiered_checkpoint_io.model import ids
@@ -163,7 +163,7 @@ def _check(found: metadata.Metadata) -> None:
         if info.relative_path not in known_names:
             try:
                 known_names.add(ids.validate_name(info.relative_path))
-            except InvalidNameError:
+            except ConfigError:
                 raise ValueError(f"{info.relative_path!r} is not a file of its folder") from None
         for value in (info.offset, info.length):
             if type(value) is not int or value < 0:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.formats.copies import Copies
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.formats.writing import Untouched, Written
@@ -335,7 +335,7 @@ def devices_of(regions: Iterable[Region]) -> set[torch.device]:
 
 
 def _addresses_of(storages: Sequence[torch.UntypedStorage], ends: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Where storages lie; UsageError where one has fewer bytes than are copied, which end there."""
+    """Where storages lie; ConfigError where one has fewer bytes than are copied, which end there."""
     found = np.empty((2, len(storages)), np.int64)
     for start in range(0, len(storages), _ASKED_AT_ONCE):
         # Few at once, so that they are still in the core's cache when the other is asked of them.
@@ -350,7 +350,7 @@ def _addresses_of(storages: Sequence[torch.UntypedStorage], ends: Any) -> np.nda
 def _check_sizes(left: Any) -> None:
     """Takes how many bytes storages have beyond those that are copied."""
     if np.any(left < 0):
-        raise UsageError(
+        raise ConfigError(
             "a tensor was resized between planning and capturing a checkpoint",
             operation="capture",
             hint="do not change the state while it is being saved",

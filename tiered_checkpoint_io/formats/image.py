@@ -99,7 +99,7 @@ class Image:
             xxh3-128 of each chunk of ``chunk_size`` bytes, as hexadecimal digits; nothing where not ``hashed``.
 
         Raises:
-            UsageError: A storage has become smaller since the file was planned.
+            ConfigError: A storage has become smaller since the file was planned.
         """
         target = view.cast("B") if view.format != "B" or view.ndim != 1 else view
         if len(target) < self.size:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tiered_checkpoint_io.errors import ExportError
+from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.filling import (
     Region,
     Segment,
@@ -76,7 +76,7 @@ def plan_shard(items: Iterable[Item]) -> tuple[Image, list[Placed]]:
     items must not change until the image is filled.
 
     Raises:
-        ExportError: As :func:`skeleton_of`.
+        SaveError: As :func:`skeleton_of`.
         Exception: Whatever ``torch.save`` raises for a tensor that it can't save.
     """
     segments: list[Segment] = []
@@ -139,7 +139,7 @@ def skeleton_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, .
     Its length is 0 where it is not known: this release of torch lays out its file in another way.
 
     Raises:
-        ExportError: This process may not have the address space of such a tensor.
+        SaveError: This process may not have the address space of such a tensor.
     """
     key = (dtype, shape, stride)
     known = _skeletons.get(key)
@@ -160,14 +160,14 @@ def untouched(nbytes: int) -> torch.Tensor:
     """Bytes that take no memory until they are touched, and may be more than the machine has.
 
     Raises:
-        ExportError: This process may not have so much address space.
+        SaveError: This process may not have so much address space.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     try:
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     except (OSError, OverflowError):
-        raise ExportError(
+        raise SaveError(
             f"no address space for a tensor of {nbytes} bytes",
             operation="plan",
             hint="raise `ulimit -v`; with vm.overcommit_memory=2, set that to 0, or use a machine with more memory",

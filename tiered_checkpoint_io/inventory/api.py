@@ -18,9 +18,9 @@ from tiered_checkpoint_io.engine.durable.holds import hold, release
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
-    FormatVersionError,
+    CorruptCheckpointError,
+    DrainError,
     StoreError,
-    WaitTimeoutError,
 )
 from tiered_checkpoint_io.inventory.rows import CheckpointInfo, Look, Looker, RepeatedLook
 from tiered_checkpoint_io.model import ids
@@ -77,7 +77,7 @@ def find_latest(
         The checkpoint; None where there is none, also where there is nothing at this dirpath.
 
     Raises:
-        FormatVersionError: A newer release wrote a checkpoint, which may be the latest.
+        CorruptCheckpointError: A newer release wrote a checkpoint, which may be the latest.
         ConfigError: As :func:`list_checkpoints`.
         StoreError: As :func:`list_checkpoints`.
     """
@@ -88,7 +88,9 @@ def find_latest(
         return None
     for each in found:
         if each.state == "newer_release":
-            raise FormatVersionError(each.problem, operation="find", key=each.url, hint="update this package")
+            raise CorruptCheckpointError(
+                each.problem, operation="find", key=each.url, hint="update this package", reason="format"
+            )
     return next((each for each in found if each.is_latest), None)
 
 
@@ -112,7 +114,7 @@ def wait_for(
         options: Of the durable tier, as for :func:`list_checkpoints`.
 
     Raises:
-        WaitTimeoutError: None has become durable in time; says which was the latest.
+        DrainError: None has become durable in time; says which was the latest.
         ConfigError: As :func:`list_checkpoints`; or ``step`` is no whole number, which no checkpoint would ever have;
             or a time is no number of seconds.
         StoreError: The durable tier refuses, or is unreachable at the first look; later it is asked again.
@@ -131,7 +133,7 @@ def wait_for(
             left = end - clock.monotonic()
             if left <= 0:
                 there = f"the latest is {durable[0].name}, step {durable[0].step}" if durable else "there is none"
-                raise WaitTimeoutError(
+                raise DrainError(
                     f"no checkpoint of step {step} became durable within {timeout_s:.0f} s; {there}",
                     operation="wait",
                     tier="durable",
@@ -288,7 +290,7 @@ class _Tiers:
         return self.ask(lambda store: self._looker.look(store, with_incomplete=self._with_incomplete))
 
     def ask(self, work: Callable[[Store], _T]) -> _T:
-        """Returns what ``work`` finds in the durable tier; raises StoreUnavailableError if that is silent."""
+        """Returns what ``work`` finds in the durable tier; raises StoreError if that is silent."""
 
         def asked() -> _T:
             # One that fails, or is given up, is not asked again.

@@ -15,13 +15,11 @@ from tiered_checkpoint_io.engine.durable.manifests import manifest_cache, read_m
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Held, Selector, choose
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
+    ConfigError,
     CorruptCheckpointError,
-    FormatVersionError,
-    InvalidNameError,
-    ManifestError,
-    StoreArchivedError,
-    StoreChangedError,
+    StoreError,
     StoreNotFoundError,
+    is_other_format,
 )
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
@@ -42,7 +40,7 @@ class DurableCheckpoint:
 
     name: str
     manifest: Manifest | None = None
-    error: ManifestError | InvalidNameError | StoreArchivedError | None = None
+    error: CorruptCheckpointError | ConfigError | StoreError | None = None
 
     @property
     def is_there(self) -> bool:
@@ -57,7 +55,9 @@ def read(store: Store, name: str) -> DurableCheckpoint:
     """
     try:
         return DurableCheckpoint(name, read_manifest(store, name))
-    except (ManifestError, InvalidNameError, StoreArchivedError) as error:
+    except (CorruptCheckpointError, ConfigError, StoreError) as error:
+        if isinstance(error, StoreError) and error.reason != "archived":
+            raise
         # The others are there all the same.
         return DurableCheckpoint(name, error=error)
 
@@ -69,7 +69,9 @@ def read_all(
     read = (cache or manifest_cache()).read(store, clock)
     named = {name: value for key, value in read.items() if (name := ids.name_from_manifest_key(key)) is not None}
     found = [
-        DurableCheckpoint(name, error=value) if isinstance(value, ManifestError) else DurableCheckpoint(name, value)
+        DurableCheckpoint(name, error=value)
+        if isinstance(value, CorruptCheckpointError)
+        else DurableCheckpoint(name, value)
         for name, value in sorted(named.items())
     ]
     return [each for each in found if each.is_there]
@@ -101,9 +103,9 @@ def checkpoints(
     return sorted(found, key=order, reverse=True)
 
 
-def newer(found: Sequence[DurableCheckpoint]) -> FormatVersionError | None:
+def newer(found: Sequence[DurableCheckpoint]) -> CorruptCheckpointError | None:
     """Why one of them can't be understood, where a newer release wrote it: it may be the latest."""
-    return next((each.error for each in found if isinstance(each.error, FormatVersionError)), None)
+    return next((each.error for each in found if is_other_format(each.error)), None)
 
 
 def latest(
@@ -140,7 +142,7 @@ def resumable(
         companion: See :class:`Selector`.
 
     Raises:
-        FormatVersionError: See :func:`newer`; a restart is refused as well.
+        CorruptCheckpointError: See :func:`newer`; a restart is refused as well.
     """
     error = newer(found)
     if error is not None:
@@ -160,7 +162,7 @@ def find(store: Store, name: str, *, operation: str, accepts: Kind | None = None
 
     Raises:
         CheckpointNotFoundError: It is ``tiered:latest``, and there is none to resume from.
-        ManifestError: It can't be understood; or a newer release wrote what may be the latest.
+        CorruptCheckpointError: It can't be understood; or a newer release wrote what may be the latest.
         StoreError: The tier could not be asked.
     """
     manifest = latest_manifest(store, operation, accepts) if name == ids.LATEST else read_manifest(store, name)
@@ -199,7 +201,7 @@ def read_unchanged(
         operation: For the error.
 
     Raises:
-        StoreChangedError: It was removed or overwritten each time.
+        StoreError: It was removed or overwritten each time.
         Exception: What ``look`` and ``work`` raise.
     """
     for left in reversed(range(_TRIES)):
@@ -210,11 +212,12 @@ def read_unchanged(
             if manifest is None or read(store, manifest.name).manifest == manifest:
                 raise
             if not left:
-                raise StoreChangedError(
+                raise StoreError(
                     f"{manifest.name} was removed or overwritten while it was read",
                     operation=operation,
                     key=ids.join_url(store.url, manifest.name),
                     hint="try again, or take one that the retention of its run keeps",
+                    reason="changed",
                 ) from error
     raise AssertionError("unreachable")
 
@@ -274,7 +277,7 @@ def _incomplete_save(store: Store, save_id: str) -> IncompleteSave | None:
     except StoreNotFoundError:
         # Cleared up, or committed and deleted, since it was listed.
         return None
-    except ManifestError:
+    except CorruptCheckpointError:
         part = None
     modified = max(entry.modified for entry in entries.values())
     return IncompleteSave(save_id, part, tuple(ranks), modified)

@@ -16,7 +16,7 @@ from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, last_config
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
-from tiered_checkpoint_io.errors import ConfigError, FormatVersionError, InvalidNameError, ManifestError
+from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, is_other_format
 from tiered_checkpoint_io.memory.parts import PART_FILE, REPLICAS, StoredPart
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier, namespace_root
@@ -305,13 +305,13 @@ def look_at_node(memory_dir: str) -> NodeMemory:
 
 def _broken(tier: MemoryTier) -> Iterator[BrokenPart]:
     for folder, error in tier.unreadable():
-        yield BrokenPart(folder, str(error), None, tier.place, isinstance(error, FormatVersionError))
+        yield BrokenPart(folder, str(error), None, tier.place, is_other_format(error))
     for folder in tier.quarantined():
         part, why = None, "found damaged"
         with contextlib.suppress(OSError, UnicodeDecodeError):
             why = (folder / "reason.txt").read_text() or why
         path = folder / PART_FILE
-        with contextlib.suppress(OSError, ManifestError):
+        with contextlib.suppress(OSError, CorruptCheckpointError):
             part = Part.from_json(path.read_bytes(), where=str(path))
         yield BrokenPart(folder, f"in quarantine: {why}", part, part.place if part is not None else tier.place)
 
@@ -441,7 +441,7 @@ def _name_at(place: Place, name: str) -> str | None:
     """Returns a name, or a path or URL below a durable tier, as its name there; None if it is none of this one."""
     try:
         return ids.name_in(place.dirpath, name)
-    except InvalidNameError:
+    except ConfigError:
         return None
 
 

@@ -12,12 +12,7 @@ from tiered_checkpoint_io.engine.drain.operations import NAMING
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import manifest_cache
 from tiered_checkpoint_io.engine.restore.choice import Candidate
-from tiered_checkpoint_io.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    FormatVersionError,
-    StoreUnavailableError,
-)
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError, is_other_format
 from tiered_checkpoint_io.inventory.durable import (
     DurableCheckpoint,
     IncompleteSave,
@@ -183,7 +178,7 @@ class Look:
     def _durable(self, each: DurableCheckpoint) -> CheckpointInfo:
         manifest, dirpath = each.manifest, self.place.dirpath
         if manifest is None:
-            state: CheckpointState = "newer_release" if isinstance(each.error, FormatVersionError) else "corrupt"
+            state: CheckpointState = "newer_release" if is_other_format(each.error) else "corrupt"
             url = url_of(dirpath, each.name)
             return CheckpointInfo(name=each.name, url=url, dirpath=dirpath, state=state, problem=str(each.error))
         # An alias follows its target, which may have been overwritten.
@@ -343,7 +338,9 @@ class RepeatedLook:
             self._found, why = [], "nothing"
             then = "any more; asking again" if self._had_any else "yet; waiting for the first checkpoint"
             said = f"there is nothing at {error.key} {then}"
-        except StoreUnavailableError as error:
+        except StoreError as error:
+            if error.reason != "unavailable":
+                raise
             if self._found is None:
                 raise
             why, said = "silent", f"{error}; asking again"

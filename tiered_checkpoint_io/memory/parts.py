@@ -17,12 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    InvalidNameError,
-    ManifestError,
-)
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from tiered_checkpoint_io.memory.private import sync_folder, write_atomic, write_private
 from tiered_checkpoint_io.memory.space import is_scarcity
 from tiered_checkpoint_io.model import ids
@@ -106,7 +101,9 @@ class PartIndex:
                 try:
                     part = self._read_part(description, known)
                     if part.save_id != save_id:
-                        raise ManifestError(f"part of save {part.save_id} in the folder of {save_id}", key=str(folder))
+                        raise CorruptCheckpointError(
+                            f"part of save {part.save_id} in the folder of {save_id}", key=str(folder)
+                        )
                     drained, replicated = os.path.exists(at + DRAINED), os.path.exists(at + REPLICATED)
                     if not drained:
                         # Or else it was taken away, marker and all, since its description was read.
@@ -116,7 +113,7 @@ class PartIndex:
                     # Removed while we looked; only a folder that is still there is damaged.
                     if folder.exists():
                         yield folder, error
-                except (ManifestError, OSError) as error:
+                except (CorruptCheckpointError, OSError) as error:
                     yield folder, error
         self._known = known
 
@@ -131,9 +128,9 @@ class PartIndex:
 
 
 def check_file_name(path: str) -> None:
-    """Refuses, with an InvalidNameError, a file that would lie in its part's folder in the place of another."""
+    """Refuses, with a ConfigError, a file that would lie in its part's folder in the place of another."""
     if path.rpartition("/")[2] in _RESERVED:
-        raise InvalidNameError(
+        raise ConfigError(
             f"checkpoint name {path!r} ends in a word that node memory has for its own files",
             operation="save",
             hint="give it another ending, such as '.ckpt'",

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError, MemoryUnsafeError
-from tiered_checkpoint_io.memory.space import NO_SPACE, needs_space
+from tiered_checkpoint_io.errors import MemoryTierError
+from tiered_checkpoint_io.memory.space import NO_SPACE, MemoryFullError, needs_space
 
 
 def write_atomic(path: Path, data: bytes, clock: Clock = SYSTEM) -> None:
@@ -64,17 +64,18 @@ def private_folder(folder: Path) -> bool:
     Kubernetes opens all folders of a volume to the group ``fsGroup`` when a pod starts.
 
     Raises:
-        MemoryUnsafeError: The one that is there is not this user's alone.
+        MemoryTierError: The one that is there is not this user's alone.
     """
     problem = problem_with(folder)
     was_open = bool(problem) and _close_to_group(folder)
     if problem and not was_open:
-        raise MemoryUnsafeError(
+        raise MemoryTierError(
             f"the memory tier's folder {problem}",
             operation="open",
             tier="memory",
             key=str(folder),
             hint="remove it, or name another memory_dir",
+            reason="unsafe",
         )
     return was_open
 

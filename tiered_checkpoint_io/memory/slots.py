@@ -18,12 +18,11 @@ import threading
 from collections.abc import Callable, Iterator
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.errors import MemoryFullError
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.memory.pages import are_worth_asking, make_huge
 from tiered_checkpoint_io.memory.private import inode_of
 from tiered_checkpoint_io.memory.slot import Slot
-from tiered_checkpoint_io.memory.space import needs_space
+from tiered_checkpoint_io.memory.space import MemoryFullError, needs_space
 
 _ROUND = 2 << 20
 #: What is prepared at once: who acquires the slot waits for it, and others get at the memory map's lock between two.

@@ -8,11 +8,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from tiered_checkpoint_io.errors import MemoryFullError
+from tiered_checkpoint_io.errors import MemoryTierError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 _SCARCE = (errno.EMFILE, errno.ENFILE, *NO_SPACE)
 FULL_HINT = "memory_dir is full: give it more space (docker: --shm-size), lower memory_keep_last, or name a spill_dir"
+
+
+class MemoryFullError(MemoryTierError):
+    """No room in the memory tier: its budget is used up, or its file system is full."""
+
+    _reason = "full"
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
+from tiered_checkpoint_io.errors import MemoryTierError
 from tiered_checkpoint_io.memory.clearing import clear_dead
 from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, unbounded
 from tiered_checkpoint_io.memory.parts import (
@@ -49,7 +49,7 @@ from tiered_checkpoint_io.memory.parts import (
 from tiered_checkpoint_io.memory.private import by_warning, make_folders, opening, sync_folder, write_private
 from tiered_checkpoint_io.memory.slot import Slot
 from tiered_checkpoint_io.memory.slots import SlotPool
-from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE, used
+from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE, MemoryFullError, used
 from tiered_checkpoint_io.memory.spill import Spill, disk_left
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
@@ -114,7 +114,7 @@ class MemoryTier:
     ) -> MemoryTier:
         """Opens the tier, making its folders, and clears what dead processes left incomplete; ``say`` warns.
 
-        Raises MemoryUnsafeError where a folder is not ours alone, MemoryTierError where it can't be used.
+        Raises MemoryTierError where a folder is not ours alone, MemoryTierError where it can't be used.
         """
         root = namespace_root(memory_dir, namespace)
         with opening(root):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
-from tiered_checkpoint_io.errors import ConfigError, InvalidNameError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.retention import Policies, policies_from
 from tiered_checkpoint_io.model.s3_options import S3Options
@@ -133,13 +133,13 @@ class TieredCheckpointConfig:
             normal = ids.normalize_dirpath(self.dirpath)
             ids.refuse_misspelt(self.dirpath)
             object.__setattr__(self, "dirpath", normal)
-        except InvalidNameError as error:
+        except ConfigError as error:
             raise ConfigError(f"dirpath is {self.dirpath!r}: {error.message}", hint=error.hint) from error
         try:
             ids.validate_namespace(self.namespace)
             if self.namespace == ids.AUTO_NAMESPACE:
                 object.__setattr__(self, "namespace", ids.namespace_of(self.dirpath))
-        except InvalidNameError as error:
+        except ConfigError as error:
             raise ConfigError(f"namespace is {self.namespace!r}", hint=error.hint) from error
         if not isinstance(self.memory_dir, str) or not self.memory_dir.startswith("/"):
             _refuse("memory_dir", self.memory_dir, "an absolute path, such as /dev/shm")

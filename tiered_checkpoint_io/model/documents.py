@@ -1,6 +1,6 @@
 """Versioned JSON documents that end with a digest of all that stands before it, and the values in them. Pure.
 
-A reader reads one version, and refuses every other one by :class:`FormatVersionError`.
+A reader reads one version, and refuses every other one by :class:`CorruptCheckpointError`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from tiered_checkpoint_io.errors import FormatVersionError, InvalidNameError, ManifestError
+from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.version import __version__
 
@@ -47,10 +47,10 @@ def located(where: str) -> Iterator[None]:
     """Puts the key of the document that is being read into errors of its parser."""
     try:
         yield
-    except (ManifestError, InvalidNameError) as error:
+    except (CorruptCheckpointError, ConfigError) as error:
         if error.key is not None:
             raise
-        raise ManifestError(f"not a valid manifest: {error.message}", operation="parse", key=where) from error
+        raise CorruptCheckpointError(f"not a valid manifest: {error.message}", operation="parse", key=where) from error
 
 
 def fields_of(value: Any) -> dict[str, Any]:
@@ -71,46 +71,47 @@ def load(data: bytes, where: str) -> Mapping[str, Any]:
     """Returns the fields of a stored document; ``where`` is its key or path, for errors.
 
     Raises:
-        FormatVersionError: It has another version than this package reads.
-        ManifestError: It is none, or differs from its digest.
+        CorruptCheckpointError: It has another version than this package reads.
+        CorruptCheckpointError: It is none, or differs from its digest.
     """
     try:
         raw = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ManifestError("not JSON, or cut short", operation="parse", key=where) from error
+        raise CorruptCheckpointError("not JSON, or cut short", operation="parse", key=where) from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise ManifestError(f"not a {FORMAT} document", operation="parse", key=where)
+        raise CorruptCheckpointError(f"not a {FORMAT} document", operation="parse", key=where)
     version = raw.get("version")
     # Another version may end in another way. Byte by byte: what JSON makes of a damaged one may look well.
     if version == FORMAT_VERSION or _DIGEST in raw:
         text, seal, end = data.rpartition(_SEAL)
         if not seal or end != hash_bytes(text).encode() + _END:
-            raise ManifestError("it differs from its digest", operation="parse", key=where)
+            raise CorruptCheckpointError("it differs from its digest", operation="parse", key=where)
     if type(version) is not int or version < 1:
-        raise ManifestError(f"version is {version!r}", operation="parse", key=where)
+        raise CorruptCheckpointError(f"version is {version!r}", operation="parse", key=where)
     if version != FORMAT_VERSION:
         raise _of_another_version(version, raw, where)
     return raw
 
 
-def _of_another_version(version: int, raw: Mapping[str, Any], where: str) -> FormatVersionError:
+def _of_another_version(version: int, raw: Mapping[str, Any], where: str) -> CorruptCheckpointError:
     writer = raw.get("writer")
     wrote = writer.get("tiered_checkpoint_io") if isinstance(writer, dict) else None
-    return FormatVersionError(
+    return CorruptCheckpointError(
         f"format version {version} is not {FORMAT_VERSION}, which tiered-checkpoint-io {__version__} reads",
         operation="parse",
         key=where,
         hint=f"upgrade tiered-checkpoint-io to {wrote or 'the version that wrote it'}",
+        reason="format",
     )
 
 
 def value_of(raw: Mapping[str, Any], key: str, kind: type[_T], default: _T | None = None) -> _T:
-    """A value of a document; raises ManifestError where it is of another kind, or missing without a default."""
+    """Returns a value; raises CorruptCheckpointError if it is of another kind, or missing without a default."""
     value = raw.get(key, default)
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
-        raise ManifestError(f"{key}: expected {_IN_JSON[kind]}")
+        raise CorruptCheckpointError(f"{key}: expected {_IN_JSON[kind]}")
     return value
 
 
@@ -118,7 +119,7 @@ def list_of(raw: Mapping[str, Any], key: str, kind: type[_T], default: list[_T] 
     """A list of values of one kind; raises as :func:`value_of`."""
     values = value_of(raw, key, list, default)
     if len(values) > _MOST or not all(type(each) is kind for each in values):
-        raise ManifestError(f"{key}: expected a list of at most {_MOST}, each {_IN_JSON[kind]}")
+        raise CorruptCheckpointError(f"{key}: expected a list of at most {_MOST}, each {_IN_JSON[kind]}")
     return values
 
 
@@ -126,12 +127,12 @@ def int_of(raw: Mapping[str, Any], key: str, low: int, high: int, default: int |
     """A whole number within bounds, or the default; raises as :func:`value_of`."""
     value = value_of(raw, key, int, default)
     if value != default and not low <= value <= high:
-        raise ManifestError(f"{key}: expected a whole number from {low} to {high}")
+        raise CorruptCheckpointError(f"{key}: expected a whole number from {low} to {high}")
     return value
 
 
 def digest_of(raw: Mapping[str, Any], key: str) -> str:
     digest = value_of(raw, key, str)
     if len(digest) != DIGEST_LENGTH:
-        raise ManifestError(f"{key}: expected {DIGEST_LENGTH} hexadecimal digits")
+        raise CorruptCheckpointError(f"{key}: expected {DIGEST_LENGTH} hexadecimal digits")
     return digest

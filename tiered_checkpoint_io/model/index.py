@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError
+from tiered_checkpoint_io.errors import CorruptCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import (
     DIGEST_LENGTH,
@@ -99,7 +99,7 @@ class Index:
             rows = list_of(raw, "rows", list)
             made = dict(_row(row, name) for row in rows)
             if len(made) != len(rows):
-                raise ManifestError("rows: two parts of one rank")
+                raise CorruptCheckpointError("rows: two parts of one rank")
             return cls(name, ids.validate_save_id(value_of(raw, "save_id", str)), made)
 
 
@@ -112,7 +112,7 @@ def _row(raw: object, name: str) -> tuple[int, IndexRow]:
     match raw:
         case [int(rank), list(files), str(digest)] if 0 <= rank < 1 << 31 and len(digest) == DIGEST_LENGTH:
             return rank, IndexRow(tuple(_file(file, name) for file in files), digest)
-    raise ManifestError("rows[]: expected a rank, files and a digest")
+    raise CorruptCheckpointError("rows[]: expected a rank, files and a digest")
 
 
 def _file(raw: object, name: str) -> tuple[str, int]:
@@ -121,7 +121,7 @@ def _file(raw: object, name: str) -> tuple[str, int]:
             path = f"{name}/{basename}" if basename else name
             # There may be 100,000 of them.
             return (path if _PLAIN.match(basename) else ids.validate_name(path)), size
-    raise ManifestError("rows[].files[]: expected a basename and a size")
+    raise CorruptCheckpointError("rows[].files[]: expected a basename and a size")
 
 
 def check_digest(data: bytes, digest: str, what: str, *, key: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError
+from tiered_checkpoint_io.errors import CorruptCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import (
     DIGEST_LENGTH,
@@ -81,7 +81,9 @@ class FileEntry:
         hashes = list_of(raw, "hashes", str)
         expected = max(1, -(-size // chunk_size))
         if len(hashes) != expected or not all(len(digest) == DIGEST_LENGTH for digest in hashes):
-            raise ManifestError(f"hashes of {path!r}: expected {expected}, of {DIGEST_LENGTH} hexadecimal digits each")
+            raise CorruptCheckpointError(
+                f"hashes of {path!r}: expected {expected}, of {DIGEST_LENGTH} hexadecimal digits each"
+            )
         return cls(path, size, chunk_size, tuple(hashes))
 
 
@@ -178,7 +180,7 @@ class Content:
     def from_json(cls, raw: Mapping[str, Any]) -> Content:
         kind = value_of(raw, "kind", str)
         if kind not in KINDS:
-            raise ManifestError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
+            raise CorruptCheckpointError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
         is_indexed, has_metric, has_switch = (raw.get(key) is not None for key in ("index", "metric", "switch"))
         files = () if is_indexed else list_of(raw, "files", dict)
         return cls(
@@ -246,8 +248,8 @@ class Manifest:
         """Reads a manifest; ``where`` is its key or path, for errors.
 
         Raises:
-            FormatVersionError: It has another format version.
-            ManifestError: It is not a manifest.
+            CorruptCheckpointError: It has another format version.
+            CorruptCheckpointError: It is not a manifest.
         """
         raw = load(data, where)
         with located(where):
@@ -275,7 +277,7 @@ def reservation_in(data: bytes) -> str:
     """The mark of a reservation; empty for any other document."""
     try:
         raw = load(data, "")
-    except ManifestError:
+    except CorruptCheckpointError:
         return ""
     mark = raw.get("reserved")
     return mark if isinstance(mark, str) and "save_id" not in raw else ""
@@ -353,7 +355,7 @@ class Part(AtPlace):
                 series=value_of(raw, "series", str),
             )
         if part.content.index is not None:
-            raise ManifestError("a part lists its files itself", operation="parse", key=where)
+            raise CorruptCheckpointError("a part lists its files itself", operation="parse", key=where)
         object.__setattr__(part, "_raw", bytes(data))
         return part
 

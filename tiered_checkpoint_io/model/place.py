@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from tiered_checkpoint_io.errors import ManifestError
+from tiered_checkpoint_io.errors import CorruptCheckpointError
 from tiered_checkpoint_io.model.documents import value_of
 
 
@@ -30,7 +30,7 @@ class Server:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Server:
-        """The inverse of :meth:`to_json`; raises ManifestError where it can't be understood."""
+        """The inverse of :meth:`to_json`; raises CorruptCheckpointError where it can't be understood."""
         return cls(*(value_of(raw, key, str, "") for key in ("endpoint_url", "region", "profile")))
 
 
@@ -38,11 +38,11 @@ def server_in(raw: Mapping[str, Any]) -> Server | None:
     """Returns the server that a document names; None if its durable tier is no S3 one.
 
     Raises:
-        ManifestError: It can't be understood.
+        CorruptCheckpointError: It can't be understood.
     """
     said = raw.get("server")
     if said is not None and not isinstance(said, dict):
-        raise ManifestError("server: expected an object")
+        raise CorruptCheckpointError("server: expected an object")
     return Server.from_json(said) if said is not None else None
 
 

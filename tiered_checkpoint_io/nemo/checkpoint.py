@@ -27,14 +27,7 @@ from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.durable.commit import commit
 from tiered_checkpoint_io.engine.durable.manifests import current
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
-from tiered_checkpoint_io.errors import (
-    ExportError,
-    RestoreError,
-    SaveError,
-    StoreUnavailableError,
-    TieredCheckpointError,
-    UsageError,
-)
+from tiered_checkpoint_io.errors import ConfigError, RestoreError, SaveError, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.formats.image import plan
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry
@@ -103,7 +96,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         ema = nemo_averages(trainer)
         if ema is not None and any(kind.__name__ == "TieredSharding" for kind in type(trainer.strategy).__mro__):
-            raise UsageError(
+            raise ConfigError(
                 f"NeMo's {type(ema).__name__} with {type(trainer.strategy).__name__}: it keeps its averages in the"
                 " optimizers' states, which a sharded checkpoint has in another form",
                 operation="setup",
@@ -288,7 +281,9 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         pattern = re.compile(re.sub(r"\\\{.*?\\\}", ".*", re.escape(self.CHECKPOINT_NAME_LAST)) + r"\.ckpt\Z")
         try:
             names = engine.session.known.all(engine.config.support.durable_timeout_s)
-        except StoreUnavailableError as error:
+        except StoreError as error:
+            if error.reason != "unavailable":
+                raise
             engine.session.log.warning('could not look for the "last" checkpoints of earlier runs: %s', error)
             names = frozenset()
         paths = {ids.join_url(engine.dirpath, without_rank(name)) for name in names} | {self.last_model_path}
@@ -352,7 +347,7 @@ def _as_export_error(trainer: Trainer, path: str) -> Iterator[None]:
         raise
     except Exception as error:
         text, where = f"the model could not be exported: {type(error).__name__}: {error}", trainer.global_rank
-        raise ExportError(text, operation="export", key=path, step=trainer.global_step, rank=where) from error
+        raise SaveError(text, operation="export", key=path, step=trainer.global_step, rank=where) from error
 
 
 def _progress(path: str) -> tuple[int, list[int]]:

@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from tiered_checkpoint_io.adapters.io_of import require_tiered_io
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks.trainer import failing_together, on_rank_0
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError, StoreUnavailableError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError, StoreError
 from tiered_checkpoint_io.inventory.durable import read_all, resumable
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.nemo.layouts import (
@@ -111,7 +111,9 @@ def _find(io: TieredCheckpointIO, rules: Rules, shards: int, *, restored: bool) 
     if restored:
         try:
             names = session.known.all(io.config.support.durable_timeout_s)
-        except StoreUnavailableError as error:
+        except StoreError as error:
+            if error.reason != "unavailable":
+                raise
             # Node memory carries the job while the durable tier does not answer.
             session.log.warning("could not check whether this training has completed: %s", error)
             names = frozenset()

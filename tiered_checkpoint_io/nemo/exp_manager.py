@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks.guard import ensure_guard
-from tiered_checkpoint_io.errors import ConfigError, UsageError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping
 from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
@@ -60,7 +60,7 @@ def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
     Raises:
         ConfigError: A key or value is not allowed, or ``cfg`` is no mapping; or the trainer has a checkpoint IO of ours
             whose value is another.
-        UsageError: The trainer has a checkpoint IO that is neither stock nor ours.
+        ConfigError: The trainer has a checkpoint IO that is neither stock nor ours.
     """
     take_over()
     ensure_guard(trainer)
@@ -73,7 +73,7 @@ def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
     if io is None:
         current = trainer.strategy.checkpoint_io
         if type(current) is not TorchCheckpointIO:
-            raise UsageError(
+            raise ConfigError(
                 f"tiered_exp_manager with a {type(current).__name__}",
                 operation="setup",
                 hint="leave the checkpoint IO to tiered_exp_manager, or take tiered_checkpoint_io.nemo.S3CheckpointIO",

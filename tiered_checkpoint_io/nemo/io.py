@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.adapters.storage_options import read_storage_options
-from tiered_checkpoint_io.errors import ConfigError, DrainError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, DrainError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import GETS_PER_SECOND, HEADROOM, PUTS_PER_SECOND, TieredCheckpointConfig
 from tiered_checkpoint_io.nemo.layouts import rank_folder_of
@@ -57,7 +57,7 @@ class NeMoCheckpointIO(TieredCheckpointIO):
                 checkpoint = {key: value for key, value in checkpoint.items() if key not in _FULL_STATE}
             storage_options = ours or None
         if finalize is not None and not callable(finalize):
-            raise UsageError(
+            raise ConfigError(
                 f"storage_options['finalize_fn'] is {finalize!r}", operation="save", hint="allowed: a function, or None"
             )
         session = self.checkpointer.session

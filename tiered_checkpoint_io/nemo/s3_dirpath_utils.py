@@ -13,7 +13,7 @@ def build_s3_url(bucket: str, key: str) -> str:
     """``("b", "x/y")`` gives ``"s3://b/x/y"``.
 
     Raises:
-        InvalidNameError: The bucket's name is not one that S3 allows.
+        ConfigError: The bucket's name is not one that S3 allows.
     """
     return ids.build_s3_url(bucket, key)
 

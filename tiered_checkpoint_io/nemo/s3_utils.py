@@ -14,7 +14,7 @@ from io import BytesIO
 from typing import Any
 
 from tiered_checkpoint_io.engine.chunks import fetch, unverified
-from tiered_checkpoint_io.errors import ConfigError, InvalidNameError, StoreNotFoundError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, StoreNotFoundError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.ids import StrPath
 from tiered_checkpoint_io.nemo import s3_dirpath_utils
@@ -121,9 +121,9 @@ class S3Utils:
         remove_file: bool = False,
         **options: Any,
     ) -> None:
-        """Writes a local file to an object, atomically; raises UsageError for an empty one, as NeMo does."""
+        """Writes a local file to an object, atomically; raises ConfigError for an empty one, as NeMo does."""
         if not os.path.getsize(file_path):
-            raise UsageError(f"{os.fspath(file_path)} is empty", operation="upload", key=str(s3_path))
+            raise ConfigError(f"{os.fspath(file_path)} is empty", operation="upload", key=str(s3_path))
         with _object(s3_path, chunk_size_MB, max_concurrency, **options) as (store, key):
             upload_file(store, key, file_path)
         if remove_file:
@@ -157,7 +157,7 @@ class S3Utils:
         """Returns ``("b", "x/y")`` for ``s3://b/x/y``; ``(None, None)`` for other paths."""
         try:
             return ids.parse_s3_url(s3_url)
-        except InvalidNameError:
+        except ConfigError:
             return None, None
 
     build_s3_url = staticmethod(s3_dirpath_utils.build_s3_url)
@@ -201,7 +201,7 @@ def _object(
 ) -> Iterator[tuple[S3Store, str]]:
     bucket, key = ids.parse_s3_url(path)
     if not key or key.endswith("/"):
-        raise InvalidNameError(f"{os.fspath(path)!r} names no object", hint="it must look like s3://bucket/key")
+        raise ConfigError(f"{os.fspath(path)!r} names no object", hint="it must look like s3://bucket/key")
     options["part_size"] = (chunk_size_mb or DEFAULT_CHUNK_SIZE_MB) * MIB
     options["write_concurrency"] = concurrency or DEFAULT_MAX_WRITE_CONCURRENCY
     options["read_concurrency"] = concurrency or DEFAULT_MAX_READ_CONCURRENCY

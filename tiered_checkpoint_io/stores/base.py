@@ -25,22 +25,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from tiered_checkpoint_io.errors import (
-    CorruptCheckpointError,
-    InvalidNameError,
-    StoreChangedError,
-    StoreError,
-)
+from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, Reason, StoreError, StoreNotFoundError
 
 
 def validate_key(key: str) -> str:
     """Gives ``key`` back where it names an object below a store's root, and can name no other.
 
     Raises:
-        InvalidNameError: Empty, absolute, or with an empty, ``.`` or ``..`` component.
+        ConfigError: Empty, absolute, or with an empty, ``.`` or ``..`` component.
     """
     if "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
-        raise InvalidNameError(
+        raise ConfigError(
             f"invalid key {key!r}", hint="keys are relative to the store's root, without '.' and '..' components"
         )
     return key
@@ -53,13 +48,20 @@ def too_short(key: str, size: int, end: int) -> CorruptCheckpointError:
     )
 
 
-def changed(operation: str, key: str) -> StoreChangedError:
+def store_error(reason: Reason | None, text: str, *, operation: str, key: str, hint: str | None) -> StoreError:
+    """Returns the error for a reason."""
+    kind = StoreNotFoundError if reason == "missing" else StoreError
+    return kind(text, operation=operation, key=key, hint=hint, reason=reason)
+
+
+def changed(operation: str, key: str) -> StoreError:
     """The error for an object that is not as it was read."""
-    return StoreChangedError(
+    return StoreError(
         "it changed since it was read: another run, or another node, works on the same name",
         operation=operation,
         key=key,
         hint="it is read again and decided anew; no action needed",
+        reason="changed",
     )
 
 
@@ -257,7 +259,7 @@ class ConditionalStore(Store, Protocol):
         """As ``put``; gives the tag of what was written.
 
         Raises:
-            StoreChangedError: The object is another than expected, and not this one either. Nothing was written.
+            StoreError: The object is another than expected, and not this one either. Nothing was written.
         """
         ...
 
@@ -282,6 +284,6 @@ class ConditionalStore(Store, Protocol):
         """As ``delete``.
 
         Raises:
-            StoreChangedError: The object is another than expected. Nothing was removed.
+            StoreError: The object is another than expected. Nothing was removed.
         """
         ...

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import StoreChangedError, StoreError, StoreFullError, StoreNotFoundError
+from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError
 from tiered_checkpoint_io.stores.base import UploadContent, UploadJournal, changed, too_short
-from tiered_checkpoint_io.stores.files import FileStore, kind_of
+from tiered_checkpoint_io.stores.files import FileStore, reason_of
 
 _T = TypeVar("_T")
 _SLICE = 8 << 20
@@ -192,7 +192,9 @@ class DirectoryStore(FileStore):
     def put_if(self, key: str, data: bytes, expected: str | None) -> str:
         try:
             return self._upload_if(key, memoryview(data), expected)
-        except StoreChangedError:
+        except StoreError as error:
+            if error.reason != "changed":
+                raise
             # A file system over a network may have lost just the answer.
             with contextlib.suppress(StoreNotFoundError):
                 found, tag = self.get_tagged(key)
@@ -259,7 +261,7 @@ class DirectoryStore(FileStore):
             try:
                 descriptor = self._into(lock, lambda folder, name: _open_in(folder, name, os.O_WRONLY | os.O_CREAT))
             except OSError as error:
-                if not makes_room or kind_of(error) is not StoreFullError:
+                if not makes_room or reason_of(error) != "full":
                     raise
                 break
             try:

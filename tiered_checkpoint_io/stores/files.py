@@ -12,18 +12,16 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.errors import (
-    InvalidNameError,
-    StoreAccessError,
-    StoreConfigError,
-    StoreError,
-    StoreFullError,
-    StoreNotFoundError,
-    StoreUnavailableError,
-    TieredCheckpointError,
-)
+from tiered_checkpoint_io.errors import ConfigError, Reason, StoreError, StoreNotFoundError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo, UploadContent, UploadJournal, validate_key
+from tiered_checkpoint_io.stores.base import (
+    Metrics,
+    ObjectInfo,
+    UploadContent,
+    UploadJournal,
+    store_error,
+    validate_key,
+)
 from tiered_checkpoint_io.stores.retry import Progress, Retry
 
 _T = TypeVar("_T")
@@ -234,7 +232,7 @@ class FileStore(ABC):
 
     def _path(self, key: str) -> str:
         if f"{validate_key(key)}/".startswith(_SCRATCH + "/"):
-            raise InvalidNameError(f"key {key!r} lies in the store's own folder {_SCRATCH!r}")
+            raise ConfigError(f"key {key!r} lies in the store's own folder {_SCRATCH!r}")
         return f"{self._root}/{key}"
 
     def _ask(self, request: str, key: str, call: Callable[[], _T]) -> _T:
@@ -252,7 +250,9 @@ class FileStore(ABC):
         refused = self._fs
         try:
             return once()
-        except StoreAccessError:
+        except StoreError as error:
+            if not error.is_denied:
+                raise
             if not self._renewed(refused):
                 raise
             return once()
@@ -273,23 +273,23 @@ class FileStore(ABC):
             raise self._translated(error, operation, key) from error
 
     def _translated(self, error: Exception, operation: str, key: str) -> StoreError:
-        kind, hint = kind_of(error), None
+        reason, hint = reason_of(error), None
         number = error.errno if isinstance(error, OSError) else None
         if operation == "put" and isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
-            kind, hint = StoreError, "a file and a folder cannot have the same name"
-        elif operation == "put" and kind is StoreNotFoundError:
-            kind, hint = StoreConfigError, "the bucket or folder to write to does not exist; check dirpath"
-        elif kind is StoreAccessError:
+            reason, hint = None, "a file and a folder cannot have the same name"
+        elif operation == "put" and reason == "missing":
+            reason, hint = "config", "the bucket or folder to write to does not exist; check dirpath"
+        elif reason == "access":
             hint = self._access_hint
-        elif kind is StoreUnavailableError:
+        elif reason == "unavailable":
             hint = self._network_hint
-        elif kind is StoreFullError:
+        elif reason == "full":
             hint = "no room: free some, or save elsewhere; what was saved before is intact"
         # The text of others may hold credentials (URLs do), so just what kind of error it is goes on.
         status = _status(error)
         detail = f"{type(error).__name__}, HTTP {status}" if status is not None else type(error).__name__
         text = os.strerror(number) if number else detail
-        return kind(f"{operation} failed: {text}", operation=operation, key=key, hint=hint)
+        return store_error(reason, f"{operation} failed: {text}", operation=operation, key=key, hint=hint)
 
 
 def _cancelling(cancelled: threading.Event, call: Callable[_P, None]) -> Callable[_P, None]:
@@ -315,43 +315,43 @@ def _status(error: Exception) -> int | None:
     return None
 
 
-def kind_of(error: Exception) -> type[StoreError]:
-    """Which of our errors a file system's error is: by type, HTTP status and errno, never by text.
+def reason_of(error: Exception) -> Reason | None:
+    """Returns the reason that a file system's error stands for, by type, HTTP status and errno, never by text.
 
-    One that says nothing itself is what the error is that led to it: libraries wrap those of others.
+    Libraries wrap errors of others: if an error says nothing itself, its cause is judged.
     """
     each: BaseException | None = error
     judged: set[int] = set()
     while isinstance(each, Exception) and id(each) not in judged:
-        kind = _own_kind(each)
-        if kind is not None:
+        reason, is_known = _own_reason(each)
+        if is_known:
             # That something else was missing before does not prove that what we asked for is.
-            return StoreError if each is not error and kind is StoreNotFoundError else kind
+            return None if each is not error and reason == "missing" else reason
         judged.add(id(each))
         # Not what was being handled meanwhile, which may be an error of the caller's.
         each = each.__cause__
-    return StoreError
+    return None
 
 
-def _own_kind(error: Exception) -> type[StoreError] | None:
-    """Which of our errors it is by itself; None where it says nothing."""
+def _own_reason(error: Exception) -> tuple[Reason | None, bool]:
+    """Returns the reason that an error stands for by itself, and whether it says anything."""
     status = _status(error)
     number = error.errno if isinstance(error, OSError) else None
     names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
     if isinstance(error, _MISSING) or status == 404:
-        return StoreNotFoundError
+        return "missing", True
     if isinstance(error, PermissionError) or number == errno.EROFS or status in (401, 403) or names & _NO_CREDENTIALS:
-        return StoreAccessError
+        return "access", True
     if isinstance(error, TimeoutError | ConnectionError) or names & _CONNECTION_LOST:
-        return StoreUnavailableError
+        return "unavailable", True
     if status in _RETRYABLE_STATUS or number in _RETRYABLE_ERRNO:
-        return StoreUnavailableError
+        return "unavailable", True
     if number in _FULL:
-        return StoreFullError
+        return "full", True
     if number is None and type(error) is OSError and _is_raised_by(error, "gcsfs.retry"):
         # All that gcsfs says where a request is forbidden.
-        return StoreAccessError
-    return StoreError if status is not None or number is not None else None
+        return "access", True
+    return None, status is not None or number is not None
 
 
 def _is_raised_by(error: Exception, module: str) -> bool:

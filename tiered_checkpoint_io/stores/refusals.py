@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
-from tiered_checkpoint_io.errors import StoreConfigError, StoreError
+from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 
 
@@ -22,7 +22,7 @@ class Refusals(list[StoreError]):
         try:
             yield
         except StoreError as error:
-            if error.retryable or isinstance(error, StoreConfigError):
+            if error.retryable or error.reason == "config":
                 raise
             self.append(error)
 

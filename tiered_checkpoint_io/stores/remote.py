@@ -13,18 +13,12 @@ import fsspec
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import (
-    StoreAccessError,
-    StoreConfigError,
-    StoreError,
-    StoreNotFoundError,
-    StoreUnavailableError,
-)
+from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.redaction import without_secrets
 from tiered_checkpoint_io.stores.base import UploadContent, too_short
-from tiered_checkpoint_io.stores.files import FileStore, kind_of
+from tiered_checkpoint_io.stores.files import FileStore, reason_of
 
 _MIB = 1 << 20
 _SLICE = 16 * _MIB
@@ -50,7 +44,7 @@ class RemoteStore(FileStore):
 
         Raises:
             ImportError: The package for this kind of URL is missing.
-            StoreConfigError: fsspec does not know this kind of URL.
+            StoreError: fsspec does not know this kind of URL.
         """
         shown = without_secrets(url.rstrip("/") if not url.endswith("://") else url)
         try:
@@ -58,8 +52,8 @@ class RemoteStore(FileStore):
             self._open = functools.partial(fsspec.core.url_to_fs, url, skip_instance_cache=True, **options)
             opened, root = self._open()
         except ValueError as error:
-            raise StoreConfigError(
-                "fsspec cannot open this URL", operation="connect", key=shown, hint="check dirpath"
+            raise StoreError(
+                "fsspec cannot open this URL", operation="connect", key=shown, hint="check dirpath", reason="config"
             ) from error
         super().__init__(shown, str(root).rstrip("/"), clock)
         self._fs, self._opening = opened, threading.Lock()
@@ -104,13 +98,13 @@ class RemoteStore(FileStore):
             data = self._fs.cat_file(path, start=offset, end=end)
         except Exception as error:
             # A range past the end is another error in each file system.
-            if kind_of(error) is not StoreError or self.size(key) >= end:
+            if reason_of(error) is not None or self.size(key) >= end:
                 raise
         if len(data) != len(piece):
             # fsspec does not distinguish a short object from an answer that was cut short.
             size = self.size(key)
             if size >= end:
-                raise StoreUnavailableError("the answer was cut short", operation="read", key=key)
+                raise StoreError("the answer was cut short", operation="read", key=key, reason="unavailable")
             raise too_short(key, size, end)
         piece[:] = data
 
@@ -228,15 +222,17 @@ class RemoteStore(FileStore):
             try:
                 look(bucket)
             except Exception as error:
-                missing, kind = error, kind_of(error)
+                missing, reason = error, reason_of(error)
                 # One may list a prefix, and not look at the bucket.
-                if kind is StoreAccessError:
+                if reason == "access":
                     return
-                if kind is not StoreNotFoundError:
+                if reason != "missing":
                     raise
             else:
                 return
-        raise StoreConfigError(f"bucket {bucket!r} does not exist there", operation="list", key=self.url) from missing
+        raise StoreError(
+            f"bucket {bucket!r} does not exist there", operation="list", key=self.url, reason="config"
+        ) from missing
 
 
 def _throw_away(file: Any) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import tenacity
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import StoreChangedError, StoreError
+from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.stores.base import Metrics
 from tiered_checkpoint_io.stores.silence import current_question
 
@@ -46,7 +46,7 @@ class Retry:
             last = state
             error = state.outcome.exception() if state.outcome is not None else None
             # What has changed is not as it was at a second try either: who asked has to look again.
-            again = isinstance(error, StoreError) and error.retryable and not isinstance(error, StoreChangedError)
+            again = isinstance(error, StoreError) and error.reason == "unavailable"
             if not again:
                 # Also that there is no such object is an answer.
                 self._metrics.add("answers")

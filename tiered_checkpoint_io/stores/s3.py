@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import StoreChangedError, StoreError, StoreNotFoundError, StoreUnavailableError
+from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.s3_options import S3Options
@@ -189,7 +189,9 @@ class S3Store:
     def _put_if(self, key: str, data: memoryview, expected: str | None) -> str:
         try:
             answer = self._client.ask_if("put_object", key, expected, self._write_options, body=data)
-        except StoreChangedError:
+        except StoreError as error:
+            if error.reason != "changed":
+                raise
             # Its own answer may have been lost: a repetition then meets what the first attempt wrote.
             with contextlib.suppress(StoreNotFoundError):
                 found, tag = self.get_tagged(key)
@@ -269,7 +271,9 @@ class S3Store:
         self._client.ask("copy_object", target, {**self._write_options, **copied.arguments, **ours})
         made = self._client.ask("head_object", target)
         if size_of(made, target) != copied.size or mark_of(made) not in (None, mark):
-            raise StoreUnavailableError("the copy that the server reported is not there", operation="copy", key=target)
+            raise StoreError(
+                "the copy that the server reported is not there", operation="copy", key=target, reason="unavailable"
+            )
         copied.check()
 
     def abandon(self, key: str, journal: UploadJournal) -> None:
@@ -313,4 +317,6 @@ def _as_changed(key: str) -> Iterator[None]:
     except StoreError as error:
         if not is_changed(error):
             raise
-        raise StoreUnavailableError("it was replaced while it was copied", operation="copy", key=key) from error
+        raise StoreError(
+            "it was replaced while it was copied", operation="copy", key=key, reason="unavailable"
+        ) from error

@@ -11,7 +11,7 @@ from typing import Any
 
 from botocore.response import StreamingBody
 
-from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreUnavailableError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.stores.base import too_short
 from tiered_checkpoint_io.stores.s3_errors import NETWORK_HINT
 
@@ -48,7 +48,7 @@ def fill(
 
     Raises:
         CorruptCheckpointError: The object is too short.
-        StoreUnavailableError: The answer is another range, or breaks off.
+        StoreError: The answer is another range, or breaks off.
     """
     with contextlib.closing(answer["Body"]) as body:
         extent = _Extent.of(answer, key)
@@ -136,9 +136,9 @@ def _reading(body: Any, key: str, *, whole: bool) -> Iterator[Callable[[memoryvi
         raw.release_conn()
 
 
-def _another_range(key: str) -> StoreUnavailableError:
-    return StoreUnavailableError("the answer is not the range asked for", operation="read", key=key)
+def _another_range(key: str) -> StoreError:
+    return StoreError("the answer is not the range asked for", operation="read", key=key, reason="unavailable")
 
 
-def _broken_off(key: str) -> StoreUnavailableError:
-    return StoreUnavailableError("the answer broke off", operation="read", key=key, hint=NETWORK_HINT)
+def _broken_off(key: str) -> StoreError:
+    return StoreError("the answer broke off", operation="read", key=key, hint=NETWORK_HINT, reason="unavailable")

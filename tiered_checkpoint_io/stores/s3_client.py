@@ -18,7 +18,7 @@ import botocore
 import botocore.config
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.errors import StoreChangedError, StoreError, StoreNotFoundError, StoreUnavailableError
+from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.base import Metrics, changed, validate_key
 from tiered_checkpoint_io.stores.refusals import Refusals
@@ -150,11 +150,11 @@ class S3Client:
             with_md5 = self._needs_md5 and not has_checksum
             try:
                 return once(with_md5=with_md5)
-            except StoreUnavailableError as error:
-                if doubt is not None and not is_just_busy(error):
-                    doubt()
-                raise
             except StoreError as error:
+                if error.reason == "unavailable":
+                    if doubt is not None and not is_just_busy(error):
+                        doubt()
+                    raise
                 if with_md5 or has_checksum or not may_want_checksum(error):
                     raise
             answer = once(with_md5=True)
@@ -179,7 +179,7 @@ class S3Client:
         notice of them.
 
         Raises:
-            StoreChangedError: The object is another.
+            StoreError: The object is another.
         """
         given = arguments or {}
         # Ceph compares with the bare digest; AWS, MinIO and moto take either.
@@ -188,18 +188,19 @@ class S3Client:
         for _ in range(2 if self._has_conditions else 0):
             try:
                 return self.ask(method, key, {**given, **condition}, body=body, doubt=doubt)
-            except StoreChangedError:
-                if self.tag(key) != expected:
-                    raise
             except StoreNotFoundError as error:
                 # Of an upload in parts that is gone as well, which its caller knows.
                 if doubt is not None or method == "delete_object":
                     raise
                 raise changed(request_of(method), key) from error
             except StoreError as error:
-                if not may_refuse_conditions(error):
+                if error.reason == "changed":
+                    if self.tag(key) != expected:
+                        raise
+                elif may_refuse_conditions(error):
+                    break
+                else:
                     raise
-                break
         answer = self.ask(method, key, given, body=body, doubt=doubt)
         self._has_conditions = False
         return answer
@@ -217,7 +218,7 @@ class S3Client:
         Where all of it is refused, by the server or for want of rights, no such request is sent again.
 
         Raises:
-            StoreUnavailableError: It did not answer, or could not remove some.
+            StoreError: It did not answer, or could not remove some.
         """
         if not self._has_batches:
             return list(keys)

@@ -21,7 +21,7 @@ import botocore.loaders
 import botocore.session
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.errors import StoreAccessError, StoreConfigError
+from tiered_checkpoint_io.errors import StoreError
 
 #: What botocore reads of AWS's services, by where it looks: a client that finds it read takes a tenth of the time.
 _models: dict[str | None, botocore.loaders.Loader] = {}
@@ -75,7 +75,7 @@ class Connection:
             credentials: As above; these are never looked for again.
 
         Raises:
-            StoreConfigError: There can be no client with these.
+            StoreError: There can be no client with these.
         """
         self._url, self._clock, self._config, self._on_send = url, clock, config, on_send
         self._endpoint_url, self._region, self._profile = endpoint_url, region, profile
@@ -89,26 +89,28 @@ class Connection:
             self.client = self._client_of(self._session())
         except botocore.exceptions.CredentialRetrievalError as error:
             # It tells what a program has written, which may be credentials: so no traceback shows it, either.
-            raise StoreConfigError(
+            raise StoreError(
                 f"{no_client}: {type(error).__name__} from {error.kwargs.get('provider')}",
                 operation="connect",
                 key=url,
                 hint="see what gives the credentials, such as credential_process of the profile",
+                reason="config",
             ) from None
         # OSError: the program that gives credentials can't be run, for one.
         except (botocore.exceptions.BotoCoreError, ValueError, OSError) as error:
-            raise StoreConfigError(
+            raise StoreError(
                 f"{no_client}: {error}",
                 operation="connect",
                 key=url,
                 hint="check profile, region and endpoint_url, AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL",
+                reason="config",
             ) from error
 
     def refresh(self, client: Any) -> None:
         """Has a client get new credentials where those that it has are about to expire.
 
         Raises:
-            StoreAccessError: They can't be had, for a reason for which botocore has no error of its own.
+            StoreError: They can't be had, for a reason for which botocore has no error of its own.
             BotoCoreError, ClientError: As botocore says it.
         """
         try:
@@ -118,11 +120,12 @@ class Connection:
         except Exception as error:
             # A program that gives what has expired, or no JSON; a file with a token that is not there: botocore passes
             # on whatever that raises.
-            raise StoreAccessError(
+            raise StoreError(
                 f"credentials could not be renewed: {error}",
                 operation="connect",
                 key=self._url,
                 hint="see the program or file that gives them; they are asked for again at the next request",
+                reason="access",
             ) from error
 
     def renewed(self, refused: Any) -> bool:

@@ -11,19 +11,9 @@ import botocore.exceptions
 import botocore.parsers
 import urllib3.exceptions
 
-from tiered_checkpoint_io.errors import (
-    CorruptCheckpointError,
-    StoreAccessError,
-    StoreArchivedError,
-    StoreChangedError,
-    StoreConfigError,
-    StoreCredentialsError,
-    StoreError,
-    StoreFullError,
-    StoreNotFoundError,
-    StoreUnavailableError,
-)
+from tiered_checkpoint_io.errors import CorruptCheckpointError, Reason, StoreError
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.stores.base import store_error
 
 #: What requests are called in metrics (``requests.<name>``) and errors where it is not the method's first word.
 _REQUESTS = {
@@ -144,7 +134,7 @@ _PAGES = {"text/html", "text/plain"}
 #: Requests of which S3 servers say so in plain text: rclone of a copy, that there is nothing to copy.
 _PLAIN = {"head", "copy"}
 #: What such a page means. By 404 S3 would say that there is no such object, a gateway that it has lost its way there.
-_FOREIGN: dict[int, type[StoreError]] = {401: StoreAccessError, 403: StoreAccessError, 404: StoreUnavailableError}
+_FOREIGN: dict[int, Reason] = {401: "access", 403: "access", 404: "unavailable"}
 #: What S3 says of a success, by boto3's methods: one of these at least. Without any, a list would be an empty one.
 _SAID = {
     "list_objects_v2": {"Name", "IsTruncated", "KeyCount", "MaxKeys", "Contents", "CommonPrefixes"},
@@ -158,8 +148,8 @@ _SAID = {
 }
 
 
-#: Our error for a failure, and a hint.
-_Meaning = tuple[type[StoreError], str | None]
+#: The reason of a failure, and a hint.
+_Meaning = tuple[Reason | None, str | None]
 
 
 def of_s3(method: str, answer: Any) -> Any:
@@ -210,12 +200,12 @@ def _no_credentials(operation: str, code: str, status: int, url: str) -> StoreEr
 
     Its operation is the one that failed, as botocore has it, which is no name of a request.
     """
-    kind, hint = _meaning(operation, code, status, ids.parse_s3_url(url)[0], None)
-    if kind not in (StoreUnavailableError, StoreConfigError):
-        kind = StoreCredentialsError
+    reason, hint = _meaning(operation, code, status, ids.parse_s3_url(url)[0], None)
+    if reason not in ("unavailable", "config"):
+        reason = "credentials"
         hint = f"check the role, or its token or keys, and whether they may call {operation}"
     text = f"credentials could not be had: {operation} failed ({_label(code, status)})"
-    return kind(text, operation=operation, key=url, hint=hint)
+    return store_error(reason, text, operation=operation, key=url, hint=hint)
 
 
 def _label(code: str, status: int) -> str:
@@ -223,9 +213,9 @@ def _label(code: str, status: int) -> str:
 
 
 def _error(meaning: _Meaning, request: str, label: str, url: str, key: str | None) -> StoreError:
-    kind, hint = meaning
+    reason, hint = meaning
     where = f"{url}/{key}" if key is not None else url
-    return kind(f"S3 {request} failed ({label})", operation=request, key=where, hint=hint)
+    return store_error(reason, f"S3 {request} failed ({label})", operation=request, key=where, hint=hint)
 
 
 def answer_of(error: StoreError) -> Mapping[str, Any]:
@@ -259,13 +249,13 @@ def is_changed(error: StoreError) -> bool:
 
 def is_just_denied(error: StoreError) -> bool:
     """Whether credentials that are good lack a right."""
-    is_refused = isinstance(error, StoreAccessError) and _status_of(error) in (401, 403)
-    return is_refused and not isinstance(error, StoreCredentialsError)
+    is_refused = error.is_denied and _status_of(error) in (401, 403)
+    return is_refused and error.reason != "credentials"
 
 
 def lacks_credentials(error: BaseException) -> bool:
     """Whether one of our errors is for credentials that are missing, wrong or expired: with others, it may go on."""
-    if isinstance(error, StoreAccessError):
+    if isinstance(error, StoreError) and error.is_denied:
         return not is_just_denied(error)
     # The answer to a HEAD has no body that could say so.
     return isinstance(error, StoreError) and error.operation == "head" and _code_of(error) in _NO_REASON
@@ -279,7 +269,7 @@ def is_final(error: BaseException) -> bool:
 def may_be_credentials(error: StoreError) -> bool:
     """Whether one of our errors may be for credentials that others have taken the place of."""
     # So is a HEAD with a token that has expired.
-    return isinstance(error, StoreAccessError) or _code_of(error) in _NO_REASON
+    return error.is_denied or _code_of(error) in _NO_REASON
 
 
 def may_want_checksum(error: StoreError) -> bool:
@@ -294,56 +284,56 @@ def may_refuse_conditions(error: StoreError) -> bool:
 
 def _meaning(request: str, code: str, status: int, bucket: str, region: str | None) -> _Meaning:
     if code == "NoSuchBucket":
-        return StoreConfigError, f"bucket {bucket!r} does not exist there; check dirpath and endpoint_url"
+        return "config", f"bucket {bucket!r} does not exist there; check dirpath and endpoint_url"
     if code == "InvalidBucketName":
-        return StoreConfigError, f"{bucket!r} is not a name that this server allows for a bucket"
+        return "config", f"{bucket!r} is not a name that this server allows for a bucket"
     if code in _ELSEWHERE or status in (301, 307):
         where = f"is in region {region!r}" if region else "is in another region, or at another endpoint"
-        return StoreConfigError, f"bucket {bucket!r} {where}; set region and endpoint_url accordingly"
+        return "config", f"bucket {bucket!r} {where}; set region and endpoint_url accordingly"
     if code in _CHANGED or status == 412:
-        return StoreChangedError, "another run, or another node, works on the same name; it is read again"
+        return "changed", "another run, or another node, works on the same name; it is read again"
     if code in _BUSY or code.startswith("Throttl") or status in _BUSY_STATUS:
-        return StoreUnavailableError, None
+        return "unavailable", None
     if code == _CLOCK:
-        return StoreCredentialsError, "this machine's clock is wrong by more than the server allows"
+        return "credentials", "this machine's clock is wrong by more than the server allows"
     if code == _ARCHIVED:
-        return StoreArchivedError, _ARCHIVED_HINT
+        return "archived", _ARCHIVED_HINT
     if code == _FULL or _QUOTA in code or status == 507:
-        return StoreFullError, _FULL_HINT
+        return "full", _FULL_HINT
     if code in _BAD_KEYS or code.startswith("ExpiredToken"):
-        return StoreCredentialsError, "the credentials are wrong or have expired; " + _CREDENTIALS_HINT
+        return "credentials", "the credentials are wrong or have expired; " + _CREDENTIALS_HINT
     if status == 407:
-        return StoreConfigError, _PROXY_HINT
+        return "config", _PROXY_HINT
     if status in (401, 403):
         # Of what is not there, AWS says so only to who may list the bucket.
         actions = NEEDS["absent" if request in ("get", "head") else request] if request in NEEDS else ()
         needed = f": this needs {' and '.join(actions)}" if actions else ""
-        return StoreAccessError, f"check the credentials, and their rights on this bucket and prefix{needed}"
+        return "access", f"check the credentials, and their rights on this bucket and prefix{needed}"
     if status == 404:
-        return StoreNotFoundError, None
+        return "missing", None
     if status == 400 and code in _NO_REASON:
-        return StoreError, "the answer gives no reason; a wrong region or an expired token are the usual ones"
-    return StoreError, None
+        return None, "the answer gives no reason; a wrong region or an expired token are the usual ones"
+    return None, None
 
 
 def _failure(error: Exception) -> _Meaning:
     if isinstance(error, _NO_CREDENTIALS):
-        return StoreCredentialsError, _CREDENTIALS_HINT
+        return "credentials", _CREDENTIALS_HINT
     if isinstance(error, botocore.exceptions.NoRegionError | botocore.exceptions.InvalidRegionError):
-        return StoreConfigError, "set region"
+        return "config", "set region"
     if isinstance(error, botocore.exceptions.MissingDependencyException):
-        return StoreConfigError, "this ChecksumAlgorithm, or access point, needs awscrt: pip install 'botocore[crt]'"
+        return "config", "this ChecksumAlgorithm, or access point, needs awscrt: pip install 'botocore[crt]'"
     if isinstance(error, botocore.exceptions.UnsupportedS3AccesspointConfigurationError):
-        return StoreConfigError, "set region to that of the access point"
+        return "config", "set region to that of the access point"
     if isinstance(error, botocore.exceptions.SSLError) and _is_bad_certificate(error):
-        return StoreConfigError, "the server's certificate is not trusted; check endpoint_url and AWS_CA_BUNDLE"
+        return "config", "the server's certificate is not trusted; check endpoint_url and AWS_CA_BUNDLE"
     if isinstance(error, ForeignAnswerError):
-        return StoreUnavailableError, _FOREIGN_HINT
+        return "unavailable", _FOREIGN_HINT
     if isinstance(error, botocore.exceptions.ProxyConnectionError):
-        return StoreUnavailableError, _PROXY_HINT
+        return "unavailable", _PROXY_HINT
     if isinstance(error, _CONNECTION):
-        return StoreUnavailableError, NETWORK_HINT
-    return StoreError, None
+        return "unavailable", NETWORK_HINT
+    return None, None
 
 
 def _is_bad_certificate(error: BaseException | None) -> bool:

@@ -10,13 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.errors import (
-    InvalidNameError,
-    StoreChangedError,
-    StoreError,
-    StoreNotFoundError,
-    StoreUnavailableError,
-)
+from tiered_checkpoint_io.errors import ConfigError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.stores.base import UploadContent, UploadJournal, changed
 from tiered_checkpoint_io.stores.retry import Progress
 from tiered_checkpoint_io.stores.s3_bodies import size_of
@@ -46,10 +40,11 @@ class _Senders(ThreadPoolExecutor):
             if not self._threads:
                 # The work is queued by now, and would stay there with all that it refers to.
                 self._work_queue.get_nowait()
-                raise StoreUnavailableError(
+                raise StoreError(
                     "no thread can be started to send parts",
                     operation="upload",
                     hint="the user, or the container, has as many as it may: raise ulimit -u, or the limit of pids",
+                    reason="unavailable",
                 ) from error
 
 
@@ -85,8 +80,11 @@ class MultipartUploads:
                 if journal is not None:
                     journal.clear()
                 return
-        raise StoreUnavailableError(
-            "others aborted the upload, twice", operation="upload", key=f"{self._client.url}/{key}"
+        raise StoreError(
+            "others aborted the upload, twice",
+            operation="upload",
+            key=f"{self._client.url}/{key}",
+            reason="unavailable",
         )
 
     def abandon(self, key: str, journal: UploadJournal) -> None:
@@ -115,7 +113,7 @@ class MultipartUploads:
         count = 0
         for key, upload_id in stale_uploads(self._client, older_than_s):
             # What is no key of ours is not ours to abort.
-            with contextlib.suppress(InvalidNameError):
+            with contextlib.suppress(ConfigError):
                 if aborts:
                     self._abort(key, upload_id)
                 count += 1
@@ -176,17 +174,14 @@ class MultipartUploads:
                     raise StoreError("the server did not copy the parts as asked", operation="copy", key=key)
             whole = {"MultipartUpload": {"Parts": [arrived[number] for number in upload.numbers]}}
             self._complete(key, {**upload_id, **whole}, condition, is_gone)
-        except StoreChangedError as error:
-            # So it is as well where the answer to the first of two such requests was lost.
-            if self._made(upload):
-                return True
-            if journal is None:
-                self._abort_after(error, key, upload.upload_id)
-            raise
         except StoreNotFoundError:
             # Completed, and just the answer was lost? Then the object bears the upload's mark.
             return len(arrived) == len(upload.numbers) and self._made(upload)
         except BaseException as error:
+            is_changed = isinstance(error, StoreError) and error.reason == "changed"
+            # So it is as well where the answer to the first of two such requests was lost.
+            if is_changed and self._made(upload):
+                return True
             # With a journal, what has arrived is taken up by the next attempt, maybe with other credentials. Without
             # any, it could not be removed either.
             if journal is None or is_final(error):

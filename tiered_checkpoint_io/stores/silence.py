@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import StoreUnavailableError
+from tiered_checkpoint_io.errors import StoreError
 
 _T = TypeVar("_T")
 
@@ -87,14 +87,14 @@ class Question(Generic[_T]):
                 count_down(line, seconds - line)
         return True
 
-    def silence(self, what: str, seconds: float) -> StoreUnavailableError:
+    def silence(self, what: str, seconds: float) -> StoreError:
         """The error for a store, called ``what``, that has given no answer for so many seconds."""
         text, advice = f"{what} has not answered for {seconds:.0f} s", "check endpoint_url and the network"
         # Its thread may write to this meanwhile.
         message, hint = self._trouble
         if message:
             text, advice = f"{text}: {message}", hint or f"where it lasts, {advice}"
-        return StoreUnavailableError(text, operation="ask", tier="durable", hint=advice)
+        return StoreError(text, operation="ask", tier="durable", hint=advice, reason="unavailable")
 
     def result(self) -> _T:
         """What was asked for, waited for without a bound but the store's own; raises what ``ask`` raised."""
@@ -147,7 +147,7 @@ def answer_within(
         count_down: Called every 5 s of silence, with its length and the seconds that are left.
 
     Raises:
-        StoreUnavailableError: The store was silent for ``seconds``.
+        StoreError: The store was silent for ``seconds``.
         Exception: What ``ask`` raised.
     """
     question = Question(ask, clock=clock)

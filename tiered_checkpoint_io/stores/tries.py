@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tiered_checkpoint_io.errors import StoreAccessError, StoreError, TieredCheckpointError
+from tiered_checkpoint_io.errors import StoreError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.base import Store
 
@@ -49,4 +49,4 @@ def try_requests(store: Store, key: str, *, multipart: bool) -> list[TieredCheck
 
 
 def _lacks_a_right(failures: Sequence[TieredCheckpointError]) -> bool:
-    return all(isinstance(error, StoreAccessError) for error in failures)
+    return all(isinstance(error, StoreError) and error.is_denied for error in failures)

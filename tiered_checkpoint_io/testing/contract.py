@@ -11,12 +11,7 @@ from typing import Any
 
 import pytest
 
-from tiered_checkpoint_io.errors import (
-    CorruptCheckpointError,
-    InvalidNameError,
-    StoreError,
-    StoreNotFoundError,
-)
+from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.stores.base import Store
 from tiered_checkpoint_io.stores.fallbacks import children_of, folders_of
 from tiered_checkpoint_io.testing.optional import MemoryJournal, OptionalContract, StopHere, stop_here
@@ -108,7 +103,7 @@ class StoreContract(OptionalContract):
             lambda key: store.read_into(key, 0, buffer),
         ):
             for key in BAD_KEYS:
-                with pytest.raises(InvalidNameError):
+                with pytest.raises(ConfigError):
                     call(key)
         assert list(store.list("")) == []
 

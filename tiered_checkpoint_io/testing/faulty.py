@@ -6,15 +6,17 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Literal, TypeVar
 
-from tiered_checkpoint_io.errors import StoreUnavailableError
+from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.stores.base import ObjectInfo, ServerCopy, Store, UploadContent, UploadJournal
 from tiered_checkpoint_io.stores.fallbacks import conditional, copy_to
 
 _T = TypeVar("_T")
 
 
-class Injected(StoreUnavailableError):  # noqa: N818 - says what it is
+class Injected(StoreError):  # noqa: N818 - says what it is
     """The failure that was asked for."""
+
+    _reason = "unavailable"
 
 
 class FaultyStore:

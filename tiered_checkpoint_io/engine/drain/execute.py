@@ -18,6 +18,7 @@ from tiered_checkpoint_io.engine.drain.begun import Begun, Unfinished
 from tiered_checkpoint_io.engine.drain.events import note
 from tiered_checkpoint_io.engine.drain.left_over import remove_later
 from tiered_checkpoint_io.engine.drain.operations import (
+    DAMAGED_IN_MEMORY,
     NAMING,
     RETENTION,
     SAVES,
@@ -37,13 +38,13 @@ from tiered_checkpoint_io.engine.durable.removal import Later
 from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
+    ConfigError,
     CorruptCheckpointError,
-    HeldError,
-    MemoryFullError,
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.logs import Logger, rate
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
+from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.place import AtPlace, Place
@@ -292,12 +293,12 @@ class Executor:
     # -------------------------------------------------------------------------------- outcomes
     def _failed(self, operation: Request, error: Exception, seconds: float) -> None:
         self.report.now.last_error = str(error)
-        if isinstance(error, CorruptCheckpointError) and operation.stored is not None:
+        if operation.stored is not None and _type_of(error) == DAMAGED_IN_MEMORY:
             self._finish(operation, "failed", error)
             where = self.tier.quarantine(operation.stored.folder, str(error))
             self.queue.ring()
             self.log.error("%s is corrupt in memory and was moved to %s: %s", operation.name, where, error)
-        elif isinstance(error, CheckpointNotFoundError | HeldError):
+        elif isinstance(error, CheckpointNotFoundError) or (isinstance(error, ConfigError) and error.reason == "held"):
             # A save that was removed from memory, or an alias whose target was given up: then the
             # old alias still names what is good. Or a delete of what another program uses, which is not waited for.
             self.log.warning("%s", error)
@@ -337,7 +338,7 @@ class Executor:
             content.step if content is not None else -1,
             state,
             str(error),
-            type(error).__name__ if isinstance(error, Exception) else "",
+            _type_of(error) if isinstance(error, Exception) else "",
             begun.size or mine if state == "committed" else 0,
             seconds,
             self.clock.wall(),
@@ -373,3 +374,8 @@ class Executor:
             self.log.error("could not mark %s as uploaded, so node memory keeps it: %s", stored.part.name, error)
             self.begun.setdefault(stored.op_id, Begun()).failed(error, self.clock)
         self.queue.ring()
+
+
+def _type_of(error: Exception) -> str:
+    is_damaged = isinstance(error, CorruptCheckpointError) and error.tier == "memory"
+    return DAMAGED_IN_MEMORY if is_damaged else getattr(error, "reason", None) or type(error).__name__

@@ -7,8 +7,9 @@ from collections.abc import Collection
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Removal, Section
-from tiered_checkpoint_io.errors import MemoryFullError, StoreError
+from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.place import AtPlace
 

@@ -31,10 +31,10 @@ from typing import Any
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.locks import flock
-from tiered_checkpoint_io.errors import MemoryFullError, MemoryTierError
+from tiered_checkpoint_io.errors import MemoryTierError
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.memory.private import inode_at, inode_of
-from tiered_checkpoint_io.memory.space import needs_space
+from tiered_checkpoint_io.memory.space import MemoryFullError, needs_space
 
 #: Generation, length and checksum of the data; then the checksum of these.
 _HEAD = struct.Struct("<QII")

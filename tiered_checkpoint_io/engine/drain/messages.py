@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tiered_checkpoint_io.engine.drain.operations import NAMING, SAVES, Outcome, Request
+from tiered_checkpoint_io.engine.drain.operations import DAMAGED_IN_MEMORY, NAMING, SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.progress import SaveReport, tier_label
 from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.logs import CheckpointLogger, rate
@@ -140,7 +140,7 @@ def failure_of(outcome: Outcome, config: TieredCheckpointConfig) -> SaveError:
         what = "retention"
     again = f"is tried again; by hand: {drain_command(config)}"
     # Of all else it is the durable tier that has something damaged, and nothing in memory was touched.
-    if outcome.error_type == "CorruptCheckpointError" and outcome.action in SAVES:
+    if outcome.error_type == DAMAGED_IN_MEMORY and outcome.action in SAVES:
         hint = "its copy in node memory was moved to quarantine/, and it is not tried again"
     elif outcome.action in SAVES:
         hint = f"it stays in node memory and {again}"

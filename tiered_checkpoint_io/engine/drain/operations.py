@@ -57,6 +57,10 @@ class Request(AtPlace):
         return self.stored.part.series if self.stored is not None else ""
 
 
+#: The error type of a save whose copy in node memory is damaged.
+DAMAGED_IN_MEMORY = "damaged_in_memory"
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome(AtPlace):
     """What became of an operation.
@@ -69,7 +73,7 @@ class Outcome(AtPlace):
         state: ``committed`` (done; of a ``part``: it is on the durable tier, its save may not be),
             ``failed`` (an error; it may be tried again) or ``skipped`` (given up on purpose).
         error: What went wrong, as text.
-        error_type: The class of that error.
+        error_type: The reason of that error, or else its class; or ``DAMAGED_IN_MEMORY``.
         bytes: Bytes of the checkpoint; of a ``part``, of that alone.
         seconds: From its start to its end, with the wait for parts of other nodes.
         finished: Seconds since the epoch.

@@ -25,8 +25,8 @@ from tiered_checkpoint_io.engine.drain.operations import (
     in_order,
     unreplaced,
 )
-from tiered_checkpoint_io.errors import MemoryFullError
 from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.place import server_in

@@ -17,9 +17,10 @@ from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.report import LOG
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
-from tiered_checkpoint_io.errors import DrainError, MemoryFullError
+from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import DebugOnly, Logger
 from tiered_checkpoint_io.memory.private import write_atomic, write_over
+from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 

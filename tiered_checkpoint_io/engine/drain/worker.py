@@ -20,10 +20,10 @@ from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.report import Reporter, shorten_log
 from tiered_checkpoint_io.engine.drain.standstill import Standstill
 from tiered_checkpoint_io.engine.drain.stores import Stores
-from tiered_checkpoint_io.errors import ConfigError, DrainError, MemoryFullError
+from tiered_checkpoint_io.errors import ConfigError, DrainError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.private import make_folders
-from tiered_checkpoint_io.memory.space import is_scarcity
+from tiered_checkpoint_io.memory.space import MemoryFullError, is_scarcity
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store

@@ -16,7 +16,7 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.holds import refuse_held
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, repeated
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Later, Removal, Section, remove_unnamed
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, HeldError, StoreChangedError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, StoreError
 from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.stores.base import Store, UploadJournal
 
@@ -39,7 +39,7 @@ def put_alias(
 
     Raises:
         CheckpointNotFoundError: ``target`` does not exist. The old alias is as it was.
-        FormatVersionError: One of the names has another format version.
+        CorruptCheckpointError: One of the names has another format version.
     """
     note, manifests = Section(journal, REMOVAL), Manifests(store, before or alias)
     manifest = target_of(manifests, target, alias)
@@ -66,7 +66,9 @@ def put_alias(
         manifests.put(replace(known, name=name, alias_of=target, reserved=manifests.reserved(name)))
     try:
         manifests.look(target)
-    except StoreChangedError:
+    except StoreError as error:
+        if error.reason != "changed":
+            raise
         if not is_own and manifests.current(target) is None:
             # Deleted before the alias was there to inherit the files; else the alias is not as it was written any more.
             if old is not None:
@@ -115,8 +117,8 @@ def delete(
     later than ``before``, the id of the request, is left alone.
 
     Raises:
-        HeldError: Another program uses it. Nothing was removed.
-        FormatVersionError: This name has another format version. Nothing was removed.
+        ConfigError: Another program uses it. Nothing was removed.
+        CorruptCheckpointError: This name has another format version. Nothing was removed.
         StoreError: Repeat the call to finish.
     """
     note = Section(journal, REMOVAL)
@@ -142,7 +144,9 @@ def delete(
             removal = Removal(name)
         try:
             refuse_held(store, name, clock=clock)
-        except HeldError:
+        except ConfigError as error:
+            if error.reason != "held":
+                raise
             manifests.put(replace(manifest, reserved=manifests.reserved(name)))
             note.clear()
             raise

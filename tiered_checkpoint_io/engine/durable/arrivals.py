@@ -54,7 +54,7 @@ class Arrivals:
             Whether any has come since the last look.
 
         Raises:
-            ManifestError: A description is damaged.
+            CorruptCheckpointError: A description is damaged.
             StoreError: The tier could not be asked.
         """
         part, missing = self.part, self.missing

@@ -41,7 +41,7 @@ from tiered_checkpoint_io.engine.durable.files import check_paths, paths_in, put
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, exists, repeated
 from tiered_checkpoint_io.engine.durable.names import gone_past, is_committed
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Later, Removal, Section
-from tiered_checkpoint_io.errors import ManifestError, StoreError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.model.index import Index, IndexRow
@@ -82,9 +82,9 @@ def put_part(
 
     Raises:
         CorruptCheckpointError: A file differs from its hashes. Nothing was written.
-        ManifestError: It names files outside of its checkpoint. Nothing was written.
-        UsageError: It would write to files of the checkpoint that it replaces. Nothing was written.
-        FormatVersionError: This name has another format version. Nothing was written.
+        CorruptCheckpointError: It names files outside of its checkpoint. Nothing was written.
+        ConfigError: It would write to files of the checkpoint that it replaces. Nothing was written.
+        CorruptCheckpointError: This name has another format version. Nothing was written.
         StoreError: Repeat the call to finish.
     """
     old = current(store, part.name)
@@ -157,9 +157,9 @@ def commit(
 
     Raises:
         CorruptCheckpointError: A file differs from its hashes. Nothing was written.
-        ManifestError: The parts do not make one checkpoint. Nothing was written.
-        UsageError: As :func:`put_part`.
-        FormatVersionError: This name has another format version. Nothing was written.
+        CorruptCheckpointError: The parts do not make one checkpoint. Nothing was written.
+        ConfigError: As :func:`put_part`.
+        CorruptCheckpointError: This name has another format version. Nothing was written.
         StoreError: A file is not there as its part says. Or else: repeat the call to finish.
         CopyRefusedError: The store can't copy a file. What the name was is as it was; call again with the bytes.
     """
@@ -234,14 +234,16 @@ def _index_of(part: Part, rows: Mapping[int, IndexRow]) -> Index:
     """The index of a save.
 
     Raises:
-        ManifestError: The parts do not make one checkpoint.
+        CorruptCheckpointError: The parts do not make one checkpoint.
     """
     index = Index(part.name, part.save_id, rows)
     paths = [path for path, _ in index.paths]
     if part.content.parts > 1 and set(rows) != set(range(part.content.parts)):
-        raise ManifestError("the parts are not of all ranks", operation="commit", tier="durable", key=part.name)
+        raise CorruptCheckpointError(
+            "the parts are not of all ranks", operation="commit", tier="durable", key=part.name
+        )
     if len(set(paths)) != len(paths):
-        raise ManifestError("two parts claim the same file", operation="commit", tier="durable", key=part.name)
+        raise CorruptCheckpointError("two parts claim the same file", operation="commit", tier="durable", key=part.name)
     return index
 
 
@@ -342,7 +344,7 @@ def _check_names(store: Store, part: Part, old: Manifest | None) -> None:
     # The files of the checkpoint that it replaces may be unknown, or unreadable.
     clash = ours & (paths_in(store, others) or set())
     if clash:
-        raise UsageError(
+        raise ConfigError(
             f"{min(clash)!r} belongs to the checkpoint that this save is to replace",
             operation="upload",
             tier="durable",

@@ -16,12 +16,7 @@ from tiered_checkpoint_io.engine.durable.aliases import put_alias, target_of
 from tiered_checkpoint_io.engine.durable.commit import commit
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, current
-from tiered_checkpoint_io.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    StoreNotFoundError,
-    StoreUnavailableError,
-)
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.model.manifest import Manifest, Part
 from tiered_checkpoint_io.stores.base import CopyRefusedError, ServerCopy, Store, UploadContent, UploadJournal
 
@@ -62,7 +57,7 @@ def put_copy(
 
     Raises:
         CheckpointNotFoundError: ``target`` does not exist. What ``name`` was is as it was.
-        FormatVersionError: One of the names has another format version.
+        CorruptCheckpointError: One of the names has another format version.
         StoreError: Repeat the call to finish.
     """
     manifest = target_of(Manifests(store, save_id), target, name)
@@ -78,7 +73,9 @@ def put_copy(
     def check() -> None:
         # An overwrite of the target changes its manifest before it changes the object.
         if current(store, target) != manifest:
-            raise StoreUnavailableError("it was overwritten while it was copied", operation="copy", key=target)
+            raise StoreError(
+                "it was overwritten while it was copied", operation="copy", key=target, reason="unavailable"
+            )
 
     (entry,) = part.content.files
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.chunks import PIECE_SIZE, fetch, fetch_pieces
 from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.errors import CorruptCheckpointError, ManifestError, StoreNotFoundError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreNotFoundError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest
 from tiered_checkpoint_io.stores.base import Store
@@ -52,7 +52,7 @@ def _has_switch(store: Store, name: str, content: Content) -> bool:
         entry = files_of(store, content).entry(path.rpartition("/")[2]) if path is not None else None
         if entry is not None:
             fetch(store, entry, memoryview(bytearray(entry.size)), concurrency=1)
-    except (CorruptCheckpointError, ManifestError, StoreNotFoundError):
+    except (CorruptCheckpointError, StoreNotFoundError):
         return False
     return entry is not None
 
@@ -77,7 +77,7 @@ def content_or_damage(store: Store, manifest: Manifest, progress: _Progress = la
             ranks = [max(content.coordinator, 0)] if alone else range(content.parts)
             owners = {entry.path: rank for rank in ranks for entry in files.of_rank(rank)}
             found = _first_damage(store, files.all(), owners, progress)
-        except (CorruptCheckpointError, ManifestError, StoreNotFoundError) as error:
+        except (CorruptCheckpointError, StoreNotFoundError) as error:
             found = Damage(error.message, file=error.key or "")
         if found is None:
             return content

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import InvalidNameError, ManifestError, StoreArchivedError, StoreNotFoundError
+from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 
@@ -32,14 +32,14 @@ class DocumentCache(Generic[_T]):
 
     Attributes:
         prefix: Where they are.
-        parse: Makes one of its bytes and its key; raises ManifestError where they can't be understood.
+        parse: Makes one of its bytes and its key; raises CorruptCheckpointError where they can't be understood.
     """
 
     prefix: str
     parse: Callable[[bytes, str], _T]
     _read: dict[str, _Known] = field(default_factory=dict)
 
-    def read(self, store: Store, clock: Clock = SYSTEM) -> Mapping[str, _T | ManifestError]:
+    def read(self, store: Store, clock: Clock = SYSTEM) -> Mapping[str, _T | CorruptCheckpointError]:
         """All that are there, by key: one list, and a GET for each that is new, or may have changed.
 
         Raises:
@@ -51,18 +51,24 @@ class DocumentCache(Generic[_T]):
         kept = {key: each for key, each in self._read.items() if listed.get(key) == each.entry}
         fresh = [key for key in listed if key not in kept or not kept[key].is_settled]
 
-        def read(key: str) -> list[_T | ManifestError]:
+        def read(key: str) -> list[_T | CorruptCheckpointError]:
             try:
                 return [self.parse(store.get(key), f"{store.url}/{key}")]
-            except ManifestError as error:
+            except CorruptCheckpointError as error:
                 return [error]
-            except InvalidNameError as error:
-                return [ManifestError(error.message, operation="parse", key=key)]
-            except StoreArchivedError as error:
-                # The others are there all the same.
-                return [ManifestError(error.message, operation="read", tier="durable", key=error.key, hint=error.hint)]
+            except ConfigError as error:
+                return [CorruptCheckpointError(error.message, operation="parse", key=key)]
             except StoreNotFoundError:
                 return []
+            except StoreError as error:
+                if error.reason != "archived":
+                    raise
+                # The others are there all the same.
+                return [
+                    CorruptCheckpointError(
+                        error.message, operation="read", tier="durable", key=error.key, hint=error.hint
+                    )
+                ]
 
         for key, values in zip(fresh, in_parallel(read, fresh), strict=True):
             before, entry = kept.pop(key, None), listed[key]

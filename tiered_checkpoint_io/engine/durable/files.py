@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
-from tiered_checkpoint_io.errors import CorruptCheckpointError, FormatVersionError, ManifestError, StoreNotFoundError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreNotFoundError, is_other_format
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import Index, check_digest
@@ -84,7 +84,7 @@ def files_of(store: Store, content: Content) -> Files:
     with _as_committed(where := f"{store.url}/{ids.index_key(content.save_id)}"):
         index = read_index(store, content.save_id, content.index.digest)
         if index.save_id != content.save_id:
-            raise ManifestError("the index of another save", operation="parse", key=where)
+            raise CorruptCheckpointError("the index of another save", operation="parse", key=where)
     return Files(store, content, index)
 
 
@@ -93,12 +93,12 @@ def _as_committed(where: str) -> Iterator[None]:
     """A block that reads a document which a manifest needs: to miss it, or to find it damaged, is corruption."""
     try:
         yield
-    except FormatVersionError:
-        raise
     except StoreNotFoundError as error:
         text = "this object is missing, and a manifest needs it"
         raise CorruptCheckpointError(text, operation="read", tier="durable", key=where) from error
-    except ManifestError as error:
+    except CorruptCheckpointError as error:
+        if is_other_format(error):
+            raise
         raise CorruptCheckpointError(error.message, operation="read", tier="durable", key=where) from error
 
 
@@ -121,7 +121,7 @@ def read_description(store: Store, name: str, save_id: str, rank: int, digest: s
 
     Raises:
         CorruptCheckpointError: It is not the one that has the ``digest``, where that is given.
-        ManifestError: It is that of another part, or names files outside of its checkpoint.
+        CorruptCheckpointError: It is that of another part, or names files outside of its checkpoint.
         StoreError: It is not there, or the tier could not be asked.
     """
     key = ids.description_key(save_id, rank)
@@ -130,7 +130,7 @@ def read_description(store: Store, name: str, save_id: str, rank: int, digest: s
         check_digest(data, digest, "the description of a part", key=where)
     part = Part.from_json(data, where=where)
     if (part.name, part.save_id, part.rank) != (name, save_id, rank):
-        raise ManifestError("the description of another part", operation="parse", tier="durable", key=where)
+        raise CorruptCheckpointError("the description of another part", operation="parse", tier="durable", key=where)
     check_paths(part)
     return part
 
@@ -139,11 +139,11 @@ def check_paths(part: Part) -> None:
     """Refuses a part that names files of others.
 
     Raises:
-        ManifestError: It names a file outside of the folder of its checkpoint.
+        CorruptCheckpointError: It names a file outside of the folder of its checkpoint.
     """
     for entry in part.content.files:
         if entry.path not in (part.name, f"{part.name}/{entry.basename}"):
-            raise ManifestError(f"file {entry.path!r} is not in the folder of its checkpoint", key=part.name)
+            raise CorruptCheckpointError(f"file {entry.path!r} is not in the folder of its checkpoint", key=part.name)
 
 
 def paths_in(store: Store, contents: Iterable[Content]) -> set[str] | None:
@@ -154,5 +154,7 @@ def paths_in(store: Store, contents: Iterable[Content]) -> set[str] | None:
     """
     try:
         return {path for content in contents for path in files_of(store, content).sizes}
-    except CorruptCheckpointError:
+    except CorruptCheckpointError as error:
+        if is_other_format(error):
+            raise
         return None

@@ -9,7 +9,7 @@ from tiered_checkpoint_io.engine.durable.files import paths_in
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, if_intact
 from tiered_checkpoint_io.engine.durable.removal import remove_save, remove_unnamed
 from tiered_checkpoint_io.engine.durable.survey import Survey
-from tiered_checkpoint_io.errors import FormatVersionError, ManifestError, TieredCheckpointError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Manifest, Part
@@ -44,7 +44,7 @@ def collect(
         Id and name of the saves that are gone.
 
     Raises:
-        ManifestError: A manifest is damaged, so that it is not known which save it names. Nothing was removed.
+        CorruptCheckpointError: A manifest is damaged, so that it is not known which save it names. Nothing was removed.
         StoreError: The tier could not be asked, or refuses to remove some; all others are gone.
     """
     gone, refused = _collect(store, committed, patience_s, busy, survey or Survey(), clock)
@@ -78,7 +78,9 @@ def _collect(
             continue
         try:
             part = _part_in(store, objects)
-        except FormatVersionError:
+        except CorruptCheckpointError as error:
+            if error.reason != "format":
+                raise
             continue
         name = part.name if part is not None else ""
         if (_goes_at_once(part, committed) or _rests(objects, before)) and name not in busy:
@@ -134,7 +136,7 @@ def _manifests(survey: Survey, store: Store, clock: Clock) -> list[Manifest]:
     """All manifests; raises as :func:`collect`."""
     manifests = []
     for each in survey.manifests(store, clock).values():
-        if isinstance(each, ManifestError):
+        if isinstance(each, CorruptCheckpointError):
             raise each
         manifests.append(each)
     return manifests
@@ -162,6 +164,6 @@ def _part_at(store: Store, key: str) -> Part:
 
 
 def _part_in(store: Store, objects: list[ObjectInfo]) -> Part | None:
-    """Returns a part of a save; None if no description is intact. Raises FormatVersionError as :class:`Part` does."""
+    """Returns a part of a save; None if no description is intact. Raises as :func:`if_intact`."""
     parts = (if_intact(_part_at, store, entry.key) for entry in objects)
     return next((part for part in parts if part is not None), None)

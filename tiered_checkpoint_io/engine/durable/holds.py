@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.manifests import current
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, HeldError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.base import Store
 from tiered_checkpoint_io.stores.refusals import Refusals
@@ -39,19 +39,20 @@ def release(store: Store, key: str) -> None:
 
 
 def refuse_held(store: Store, name: str, *, clock: Clock = SYSTEM) -> None:
-    """Raises HeldError if a checkpoint is held: one list. Removes expired holds."""
+    """Raises ConfigError if a checkpoint is held: one list. Removes expired holds."""
     prefix, now = ids.hold_prefix(name), clock.wall()
     for entry in store.list(prefix):
         if "/" in entry.key.removeprefix(prefix):
             # Of a checkpoint whose name goes on.
             continue
         if now - entry.modified < LIFETIME_S:
-            raise HeldError(
+            raise ConfigError(
                 f"{name} is in use by another program",
                 operation="delete",
                 tier="durable",
                 key=entry.key,
                 hint="it stays; the next retention or `tiered-ckpt prune` after that removes it",
+                reason="held",
             )
         # One that can't be removed counts for nothing all the same.
         with Refusals().kept():

@@ -16,13 +16,7 @@ from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
-from tiered_checkpoint_io.errors import (
-    FormatVersionError,
-    ManifestError,
-    StoreArchivedError,
-    StoreChangedError,
-    StoreNotFoundError,
-)
+from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError, is_other_format
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
@@ -48,7 +42,9 @@ def repeated(operation: Callable[_P, _T]) -> Callable[_P, _T]:
         for _ in range(_TURNS - 1):
             try:
                 return operation(*args, **kwargs)
-            except StoreChangedError:
+            except StoreError as error:
+                if error.reason != "changed":
+                    raise
                 continue
         return operation(*args, **kwargs)
 
@@ -77,7 +73,7 @@ class Manifests:
         """The manifest of a checkpoint; a damaged one, or a reservation, describes no checkpoint.
 
         Raises:
-            FormatVersionError: It has another format version.
+            CorruptCheckpointError: It has another format version.
             StoreError: The tier could not be asked.
         """
         key = ids.manifest_key(name)
@@ -96,7 +92,7 @@ class Manifests:
         """Writes a manifest in place of what was read.
 
         Raises:
-            StoreChangedError: Another drain was faster.
+            StoreError: Another drain was faster.
         """
         self._put(manifest.name, manifest.to_json())
 
@@ -128,7 +124,7 @@ class Manifests:
         """Does nothing where a manifest is as it was read, or written last.
 
         Raises:
-            StoreChangedError: It is not: what this operation is about to write is not what the others expect.
+            StoreError: It is not: what this operation is about to write is not what the others expect.
         """
         key, data = ids.manifest_key(name), b""
         with contextlib.suppress(StoreNotFoundError):
@@ -159,14 +155,14 @@ def if_intact(read: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T
     """What ``read`` gives of its arguments; None where that document is missing or damaged.
 
     Raises:
-        FormatVersionError: It has another format version.
+        CorruptCheckpointError: It has another format version.
         StoreError: The tier could not be asked.
     """
     try:
         return read(*args, **kwargs)
-    except FormatVersionError:
-        raise
-    except (ManifestError, StoreNotFoundError):
+    except (CorruptCheckpointError, StoreNotFoundError) as error:
+        if is_other_format(error):
+            raise
         return None
 
 
@@ -174,8 +170,8 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
     """The manifest of a checkpoint; None where there is no such checkpoint.
 
     Raises:
-        ManifestError: It can't be understood.
-        StoreArchivedError: It is there, and can't be read: what it describes is not to be overwritten or removed.
+        CorruptCheckpointError: It can't be understood.
+        StoreError: It is there, and can't be read: what it describes is not to be overwritten or removed.
         StoreError: The tier could not be asked.
     """
     key = ids.manifest_key(name)
@@ -185,7 +181,7 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
         return None
     try:
         return Manifest.from_json(data, where=f"{store.url}/{key}")
-    except ManifestError:
+    except CorruptCheckpointError:
         if reservation_in(data):
             return None
         raise
@@ -236,10 +232,12 @@ def names_of(store: Store) -> set[str]:
     def is_there(entry: ObjectInfo) -> bool:
         try:
             return entry.size > _MAX_RESERVATION or not reservation_in(store.get(entry.key))
-        except StoreArchivedError:
-            return True
         except StoreNotFoundError:
             return False
+        except StoreError as error:
+            if error.reason != "archived":
+                raise
+            return True
 
     listed = _listed(store)
     there = in_parallel(is_there, listed.values())
@@ -261,6 +259,8 @@ def newest_save_id(store: Store) -> str | None:
 def _readable(store: Store, name: str) -> Manifest | None:
     try:
         return read_manifest(store, name)
-    except (ManifestError, StoreArchivedError):
+    except (CorruptCheckpointError, StoreError) as error:
+        if isinstance(error, StoreError) and error.reason != "archived":
+            raise
         # Damaged, archived, or a newer release's: what it says of the order can't be known.
         return None

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Section, StoreJournal, finish_noted
 from tiered_checkpoint_io.engine.durable.retention import in_order, remove
 from tiered_checkpoint_io.engine.durable.survey import RemovalAttempt
-from tiered_checkpoint_io.errors import FormatVersionError, TieredCheckpointError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, TieredCheckpointError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.retention import Checkpoint
@@ -34,7 +34,7 @@ def finish(store: Store, journals: Iterable[str]) -> list[TieredCheckpointError]
     Raises:
         StoreError: It does not answer.
     """
-    refused, newer = Refusals(), list[FormatVersionError]()
+    refused, newer = Refusals(), list[CorruptCheckpointError]()
 
     def go_on(key: str) -> None:
         journal = StoreJournal(store, key)
@@ -45,7 +45,9 @@ def finish(store: Store, journals: Iterable[str]) -> list[TieredCheckpointError]
                 if not note.read():
                     # Also of one that is damaged, which tells nothing.
                     journal.clear()
-        except FormatVersionError as error:
+        except CorruptCheckpointError as error:
+            if error.reason != "format":
+                raise
             newer.append(error)
 
     in_parallel(go_on, journals)

@@ -11,13 +11,7 @@ from typing import Any, TypeAlias
 
 from tiered_checkpoint_io.engine.durable.files import paths_in, read_description, read_index
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, if_intact
-from tiered_checkpoint_io.errors import (
-    ManifestError,
-    StoreChangedError,
-    StoreError,
-    StoreFullError,
-    StoreNotFoundError,
-)
+from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content, Manifest, Part
@@ -79,8 +73,11 @@ class StoreJournal:
 
     def write(self, state: dict[str, object]) -> None:
         # Where there is no room for it, what it notes is about to make some.
-        with contextlib.suppress(StoreFullError):
+        try:
             self._store.put(self._key, json.dumps(state).encode())
+        except StoreError as error:
+            if error.reason != "full":
+                raise
         self._state, self._is_read = state, True
 
     def clear(self) -> None:
@@ -147,10 +144,8 @@ class Removal:
         """
         try:
             self._carry_out(store)
-        except StoreChangedError:
-            raise
         except StoreError as error:
-            if later is None or not later(self, error):
+            if error.reason == "changed" or later is None or not later(self, error):
                 raise
         note.clear()
 
@@ -177,7 +172,7 @@ def finish_noted(store: Store, owner: str, note: Section, later: Later = None) -
     An alias may have been set just before the manifest went, and the try cut off before it found that.
 
     Raises:
-        FormatVersionError, StoreArchivedError: A manifest can't be read that may be such an alias. What was noted
+        CorruptCheckpointError, StoreError: A manifest can't be read that may be such an alias. What was noted
             stays.
         StoreError: As :meth:`Removal.finish`.
     """
@@ -210,8 +205,12 @@ def remove_files(store: Store, paths: Collection[str], tags: Mapping[str, str | 
         delete_all(store, (path for path in paths if path not in tags))
     for path in sorted(tags.keys() & paths):
         if (tag := tags[path]) is not None:
-            with refused.kept(), contextlib.suppress(StoreChangedError):
-                conditional(store).delete_if(path, tag)
+            with refused.kept():
+                try:
+                    conditional(store).delete_if(path, tag)
+                except StoreError as error:
+                    if error.reason != "changed":
+                        raise
     refused.raise_first()
 
 
@@ -221,7 +220,7 @@ def remove_unnamed(manifests: Manifests, name: str, path: str) -> None:
     It may be of a save that is about to be committed: the place of its manifest is reserved first, so that this fails.
 
     Raises:
-        StoreChangedError: It is being replaced. Nothing was removed.
+        StoreError: It is being replaced. Nothing was removed.
     """
     tag = manifests.conditional.tag(path)
     if tag is not None:
@@ -238,7 +237,7 @@ def remove_save(
     Of files with ``tags``, those that have them.
 
     Raises:
-        FormatVersionError: Its description has another format version. Nothing was removed.
+        CorruptCheckpointError: Its description has another format version. Nothing was removed.
         StoreError: Repeat the call to finish.
     """
     key = ids.index_key(save_id)
@@ -259,5 +258,5 @@ def remove_save(
 def _part_at(store: Store, name: str, save_id: str, key: str) -> Part:
     rank = ids.rank_of_description(key)
     if rank is None:
-        raise ManifestError("not the description of a part", operation="parse", key=f"{store.url}/{key}")
+        raise CorruptCheckpointError("not the description of a part", operation="parse", key=f"{store.url}/{key}")
     return read_description(store, name, save_id, rank)

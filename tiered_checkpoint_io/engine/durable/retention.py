@@ -12,7 +12,7 @@ from tiered_checkpoint_io.engine.durable.aliases import delete
 from tiered_checkpoint_io.engine.durable.manifests import current
 from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Later, Section, finish_noted
 from tiered_checkpoint_io.engine.durable.survey import RemovalAttempt, Survey
-from tiered_checkpoint_io.errors import HeldError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import names_text
 from tiered_checkpoint_io.model.retention import Checkpoint, Policy, kept
 from tiered_checkpoint_io.stores.base import Store, UploadJournal
@@ -93,7 +93,9 @@ def remove(
         with refused.kept():
             is_gone = delete(store, name, before=save_id, journal=journal, remove_later=remove_later, clock=clock)
             return RemovalAttempt(checkpoint, is_gone)
-    except HeldError:
+    except ConfigError as error:
+        if error.reason != "held":
+            raise
         return RemovalAttempt(checkpoint, is_gone=False)
     # Where it is not this one object that is refused, as with credentials that have expired, this raises too.
     manifest = current(store, name)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
 from tiered_checkpoint_io.engine.durable.manifests import contents_of, manifest_cache
-from tiered_checkpoint_io.errors import ManifestError, StoreError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.launches import are_one
 from tiered_checkpoint_io.model.manifest import Manifest
@@ -33,7 +33,7 @@ def _lease(data: bytes, where: str) -> LeaseFacts:
         raw = json.loads(data)
         return LeaseFacts(str(raw["owner"]), raw["held"] is True)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ManifestError("not a lease", operation="parse", key=where) from error
+        raise CorruptCheckpointError("not a lease", operation="parse", key=where) from error
 
 
 class RemovalAttempt(NamedTuple):
@@ -65,7 +65,7 @@ class Survey:
 
     settled: set[str] = field(default_factory=set)
     told: str = ""
-    unread: dict[str, ManifestError] = field(default_factory=dict)
+    unread: dict[str, CorruptCheckpointError] = field(default_factory=dict)
     saves: set[str] = field(default_factory=set)
     refused: list[RemovalAttempt] = field(default_factory=list)
     _known: set[str] = field(default_factory=set)
@@ -73,7 +73,7 @@ class Survey:
     _manifests: DocumentCache[Manifest | None] = field(default_factory=manifest_cache)
     _leases: DocumentCache[LeaseFacts] = field(default_factory=lambda: DocumentCache(ids.LEASE_PREFIX, _lease))
 
-    def manifests(self, store: Store, clock: Clock = SYSTEM) -> dict[str, Manifest | ManifestError]:
+    def manifests(self, store: Store, clock: Clock = SYSTEM) -> dict[str, Manifest | CorruptCheckpointError]:
         """All manifests, by name: one list, and a read of what is new among them.
 
         Raises:
@@ -91,7 +91,7 @@ class Survey:
             StoreError: The tier could not be asked.
         """
         read = self.manifests(store, clock)
-        self.unread = {name: value for name, value in read.items() if isinstance(value, ManifestError)}
+        self.unread = {name: value for name, value in read.items() if isinstance(value, CorruptCheckpointError)}
         manifests = [value for value in read.values() if isinstance(value, Manifest)]
         self.saves = {each.save_id for each in contents_of(manifests)}
         return [Checkpoint.of(each) for each in manifests]
@@ -112,7 +112,7 @@ class Survey:
         """Another launch than ``owner`` that holds a lease on this tier; None where there is none."""
         for lease in self._leases.read(store, clock).values():
             # What can't be read may be held.
-            if isinstance(lease, ManifestError):
+            if isinstance(lease, CorruptCheckpointError):
                 return "a run whose lease can't be read"
             if lease.held and not are_one(owner, lease.owner):
                 return f"launch {lease.owner}"

@@ -73,7 +73,7 @@ class Claims:
             saves: Whether a save comes next, which has to sort after those that are there.
 
         Raises:
-            UsageError: Another live run writes there.
+            ConfigError: Another live run writes there.
         """
         self.check()
         began = self._clock.monotonic()
@@ -123,7 +123,7 @@ class Claims:
         """Looks how the claim went, where one was made; and, once, whose the memory of this namespace is.
 
         Raises:
-            UsageError: Another live run writes to the same dirpath, or, on this node, another live job to the same
+            ConfigError: Another live run writes to the same dirpath, or, on this node, another live job to the same
                 namespace.
         """
         if self._namespace is None and current_rank() == 0 and (current_world_size() > 1 or launch_rank() == 0):

@@ -17,13 +17,7 @@ from typing import NamedTuple
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.leasing.leases import Lease, Other
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
-from tiered_checkpoint_io.errors import (
-    StoreArchivedError,
-    StoreError,
-    StoreNotFoundError,
-    StoreUnavailableError,
-    UsageError,
-)
+from tiered_checkpoint_io.errors import ConfigError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.launches import are_one, is_another_job, job_of
@@ -50,7 +44,7 @@ def owner_of_process(clock: Clock) -> str:
     by the store of torch.distributed. See :func:`model.launches.are_one`.
 
     Raises:
-        UsageError: That store does not answer.
+        ConfigError: That store does not answer.
     """
     pid = os.getpid()
     job, recorded = job_of(os.environ), os.environ.get(_JOB_VARIABLE)
@@ -111,7 +105,7 @@ class LeaseKeeper:
         self._thread: threading.Thread | None = None
         #: Whether the store answered the last time.
         self._is_answered: bool | None = None
-        self._refusal: UsageError | None = None
+        self._refusal: ConfigError | None = None
         #: Why the last look failed.
         self.failure: Exception | None = None
         self._was_shown = False
@@ -135,7 +129,7 @@ class LeaseKeeper:
         """Waits for the first look, at most ``wait_s`` seconds.
 
         Raises:
-            UsageError: Another live run writes to the same place.
+            ConfigError: Another live run writes to the same place.
         """
         self._clock.wait(self._looked, wait_s)
         if self._refusal is not None:
@@ -242,8 +236,12 @@ class LeaseKeeper:
         listed = {info.key: info for info in store.list(ids.LEASE_PREFIX)}
         mine = listed.pop(self._key, None)
         if mine is None:
-            raise StoreUnavailableError(
-                "the lease that was just written is not listed", operation="claim", tier="durable", key=self._key
+            raise StoreError(
+                "the lease that was just written is not listed",
+                operation="claim",
+                tier="durable",
+                key=self._key,
+                reason="unavailable",
             )
         others = self._others(store, listed.values())
         self._meet(listed, others)
@@ -262,7 +260,9 @@ class LeaseKeeper:
                 lease = Lease.from_json(store.get(info.key)) if info.size <= _MAX_BYTES else None
             except StoreNotFoundError:
                 continue
-            except StoreArchivedError:
+            except StoreError as error:
+                if error.reason != "archived":
+                    raise
                 # By a lifecycle rule, which takes what was not written for long: as one that can't be understood.
                 lease = None
             if lease is None or not are_one(lease.owner, self._lease.owner):
@@ -298,7 +298,7 @@ class LeaseKeeper:
         return next((each for each in others if each.is_alive(self._lease, self._timing) is not False), None)
 
     def _refuse(self, other: Other, what: str) -> None:
-        self._refusal = UsageError(
+        self._refusal = ConfigError(
             f"another run writes to the same dirpath: {other.who} {what}",
             operation="claim",
             tier="durable",

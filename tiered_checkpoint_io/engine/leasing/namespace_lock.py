@@ -14,7 +14,7 @@ from typing import Any
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.locks import is_lost, release, share, try_lock
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.model.launches import are_one
@@ -32,7 +32,7 @@ class NamespaceLock:
         Where the lock can't be taken for want of space or descriptors, this warns, and nothing is held.
 
         Raises:
-            UsageError: A live job of another launch has it.
+            ConfigError: A live job of another launch has it.
         """
         mine = {"dirpath": dirpath, "owner": owner, "pid": os.getpid()}
         deadline = clock.monotonic() + clock.timing.namespace_wait_s
@@ -50,7 +50,7 @@ class NamespaceLock:
                 break
             # Its process may be about to end.
             clock.sleep(clock.timing.namespace_poll_s)
-        raise UsageError(
+        raise ConfigError(
             f"another live job keeps its checkpoints in this node's memory under the same namespace: that of"
             f" {other.get('dirpath')}, process {other.get('pid')}",
             operation="save",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 
 _KEY = "attempt"
 
@@ -24,7 +24,7 @@ def outlives_attempts() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-class LeftBehindError(UsageError):
+class LeftBehindError(ConfigError):
     """Other ranks of the job were started anew, and this one was not."""
 
 

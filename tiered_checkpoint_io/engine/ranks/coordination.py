@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.views import tensor_of
 from tiered_checkpoint_io.engine.ranks.world import current_world_size
-from tiered_checkpoint_io.errors import LostRankError, RestoreError, TieredCheckpointError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, RestoreError, TieredCheckpointError
 from tiered_checkpoint_io.memory.node import memory_of, this_boot
 
 _K = TypeVar("_K")
@@ -73,7 +73,7 @@ class Group:
             if not self._is_over and self.world_size > 1:
                 gathered: list[Any] = []
                 # A rank that is lost to this one learns of it when its connections end.
-                with contextlib.suppress(LostRankError):
+                with contextlib.suppress(RestoreError):
                     gathered = self._all_gather(_Failed(portable(error, self.rank)))
                 # Of several, all raise the same one.
                 raise_first((each.error for each in gathered if isinstance(each, _Failed)), error)
@@ -83,7 +83,7 @@ class Group:
         """Each rank's ``obj``, by rank; it has to be small, see above.
 
         Raises:
-            LostRankError: The ranks lost each other.
+            RestoreError: The ranks lost each other.
             TieredCheckpointError: The error of a rank that has failed since the last exchange.
         """
         gathered = self._all_gather(obj)
@@ -211,11 +211,12 @@ class GivenGroup(Group):
             self._is_over = True
             # The frames that it went through would keep the group alive, and its connections, on which others wait.
             traceback.clear_frames(error.__traceback__)
-            raise LostRankError(
+            raise RestoreError(
                 f"the ranks lost each other while restoring: {error}",
                 operation="load",
                 rank=self.rank,
                 hint="see the log of the rank that failed first",
+                reason="lost_rank",
             ) from error
 
 
@@ -241,12 +242,12 @@ class TorchGroup(GivenGroup):
             what: What the ranks do together, for errors.
 
         Raises:
-            UsageError: Some rank did not call this in time, or this thread does not train.
+            ConfigError: Some rank did not call this in time, or this thread does not train.
         """
         import torch.distributed as dist
 
         if not trains_here():
-            raise UsageError(
+            raise ConfigError(
                 f"{what} was called from a thread while torch.distributed is initialised",
                 operation="load",
                 hint="ranks do it together: call it on the main thread of every rank, or where its Trainer trains; if a"
@@ -262,7 +263,7 @@ class TorchGroup(GivenGroup):
         except RuntimeError as error:
             # A connection that is refused fails at once.
             bound = f" within {rendezvous_s:.0f} s" if clock.monotonic() - began >= rendezvous_s / 2 else ""
-            raise UsageError(
+            raise ConfigError(
                 f"not all {dist.get_world_size()} ranks came to {what}{bound}: {error}",
                 operation="load",
                 rank=dist.get_rank(),
@@ -324,7 +325,7 @@ def ready_together(
 
     Raises:
         TieredCheckpointError: What some rank met, in opening its memory tier or in the block; on all ranks.
-        UsageError: As :class:`TorchGroup`.
+        ConfigError: As :class:`TorchGroup`.
     """
     root, error = Path("/"), None
     try:

@@ -44,9 +44,9 @@ from typing import Any, Literal, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.ranks.attempt import LeftBehindError, check, enter, outlives_attempts
-from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
+from tiered_checkpoint_io.engine.ranks.store_client import PeerError, StoreClient
 from tiered_checkpoint_io.engine.ranks.world import current_rank
-from tiered_checkpoint_io.errors import PeerError, UsageError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 
@@ -62,7 +62,7 @@ _T = TypeVar("_T")
 class Run:
     """One start of a job, as one process takes part in it.
 
-    Its methods raise ``UsageError`` where the store does not answer within a bound, or the job has gone on without it.
+    Its methods raise ``ConfigError`` where the store does not answer within a bound, or the job has gone on without it.
     """
 
     def __init__(self, store: Any, clock: Clock = SYSTEM) -> None:
@@ -253,7 +253,7 @@ class Run:
         try:
             return question(self._client[1])
         except PeerError as error:
-            raise UsageError(
+            raise ConfigError(
                 f"the store of torch.distributed does not answer: {error.message}",
                 operation="agree",
                 hint="local checkpoints need it to name what ranks save together; is its host alive?",

@@ -281,7 +281,7 @@ def carry(group: Group, rounds: Rounds, pieces: Pieces) -> list[str]:
         not come from elsewhere either.
 
     Raises:
-        LostRankError: The ranks lost each other.
+        RestoreError: The ranks lost each other.
         TieredCheckpointError: Some rank could not keep what arrived.
     """
     notes: dict[tuple[str, int], str] = {}

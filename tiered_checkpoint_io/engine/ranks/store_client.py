@@ -16,12 +16,16 @@ from concurrent.futures import TimeoutError as LateError
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from tiered_checkpoint_io.errors import PeerError
+from tiered_checkpoint_io.errors import TieredCheckpointError
 
 _T = TypeVar("_T")
 #: No key has this value; what the store gives of a key without one, where this was expected.
 _NO_VALUE = "\0"
 _Requests = queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None]
+
+
+class PeerError(TieredCheckpointError, RuntimeError):
+    """A part did not get to another node's memory, or did not come from there."""
 
 
 class LostStoreError(PeerError):

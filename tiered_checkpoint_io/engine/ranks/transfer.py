@@ -15,15 +15,11 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from tiered_checkpoint_io.engine.chunks import verify
-from tiered_checkpoint_io.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    MemoryFullError,
-    PeerError,
-    TieredCheckpointError,
-)
+from tiered_checkpoint_io.engine.ranks.store_client import PeerError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, TieredCheckpointError
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.slot import Slot
+from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.documents import MAX_SIZE
 from tiered_checkpoint_io.model.manifest import FileEntry, Part
@@ -124,7 +120,7 @@ def receive_description(channel: Channel) -> Part:
 
     Raises:
         PeerError: It sends nothing, or what can't be a description.
-        ManifestError: It is not understood here.
+        CorruptCheckpointError: It is not understood here.
     """
     problem = receive_status(channel)
     if problem:

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
+from tiered_checkpoint_io.engine.ranks.store_client import PeerError
 from tiered_checkpoint_io.engine.ranks.transfer import (
     SlotDestination,
     find_part,
@@ -30,7 +31,6 @@ from tiered_checkpoint_io.engine.ranks.transfer import (
 )
 from tiered_checkpoint_io.engine.replication.peer_link import Link, Member, request, take_request
 from tiered_checkpoint_io.engine.staging.loaded import slot_for
-from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.logs import rate
 from tiered_checkpoint_io.memory.parts import StoredPart
 

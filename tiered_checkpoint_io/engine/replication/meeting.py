@@ -28,7 +28,7 @@ from tiered_checkpoint_io.engine.replication.peer_link import Member
 from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks, sender_of
 from tiered_checkpoint_io.engine.replication.replica_receiver import ReplicaReceiver
 from tiered_checkpoint_io.engine.replication.replica_sender import ReplicaSender
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.node import memory_of
 from tiered_checkpoint_io.memory.parts import StoredPart
@@ -122,7 +122,7 @@ class Peering:
                 parts of an earlier start that are of another series are theirs; None where that is not known.
 
         Raises:
-            UsageError: There are fewer machines than copies, or some rank did not come; on all ranks.
+            ConfigError: There are fewer machines than copies, or some rank did not come; on all ranks.
             MemoryTierError: Some rank can't use its memory tier; on all ranks.
         """
         import torch.distributed as dist
@@ -151,7 +151,7 @@ class Peering:
         import torch.distributed as dist
 
         if not trains_here():
-            raise UsageError(
+            raise ConfigError(
                 "replication was set up from a thread",
                 operation="replicate",
                 hint="make the first save, or session.meet_peers(), on the thread that trains, on every rank",
@@ -258,7 +258,7 @@ class Peering:
         Makes no collective call.
 
         Raises:
-            UsageError: As :attr:`Run.attempt`.
+            ConfigError: As :attr:`Run.attempt`.
         """
         import torch.distributed as dist
 

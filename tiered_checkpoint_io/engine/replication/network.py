@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 
 _SIOCGIFCONF, _SIOCGIFFLAGS = 0x8912, 0x8913
 _IFREQ, _MAX_ADDRESSES, _IFF_UP = 40, 512, 1
@@ -57,13 +57,13 @@ def choose(interfaces: Sequence[Interface], *, environment: str, host: str, sour
         None where there is nothing to choose from.
 
     Raises:
-        UsageError: This host has no interface of the name that was given, or no address on it.
+        ConfigError: This host has no interface of the name that was given, or no address on it.
     """
     # Of several, a link uses the first.
     if name := environment.partition(",")[0]:
         found = next((each for each in interfaces if each.name == name), None)
         if found is None:
-            raise UsageError(
+            raise ConfigError(
                 f"GLOO_SOCKET_IFNAME is {name!r}, but {socket.gethostname()} has no such interface with an address",
                 operation="replicate",
                 hint="use one of " + ", ".join(map(str, interfaces)),

@@ -22,10 +22,9 @@ from typing import Any
 from torch.distributed import distributed_c10d
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
+from tiered_checkpoint_io.engine.ranks.store_client import PeerError, StoreClient
 from tiered_checkpoint_io.engine.ranks.views import tensor_of
 from tiered_checkpoint_io.engine.replication.network import Interface
-from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig

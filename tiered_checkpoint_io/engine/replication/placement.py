@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 
 
 def peers_of_ranks(nodes: Sequence[str], *, factor: int) -> list[tuple[int, ...]]:
@@ -23,13 +23,13 @@ def peers_of_ranks(nodes: Sequence[str], *, factor: int) -> list[tuple[int, ...]
         factor: On how many nodes each part is to be, the rank's own included.
 
     Raises:
-        UsageError: There are fewer machines than copies, so that two of them would lie on the same one.
+        ConfigError: There are fewer machines than copies, so that two of them would lie on the same one.
     """
     ranks: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks.setdefault(node, []).append(rank)
     if len(ranks) < factor:
-        raise UsageError(
+        raise ConfigError(
             f"replication_factor is {factor}, but the {len(nodes)} ranks are on {len(ranks)} machine(s): copies on the"
             " same machine would be lost with it",
             operation="replicate",

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Sequence
 
+from tiered_checkpoint_io.engine.ranks.store_client import PeerError
 from tiered_checkpoint_io.engine.ranks.transfer import (
     SlotDestination,
     receive_description,
@@ -16,8 +17,9 @@ from tiered_checkpoint_io.engine.ranks.transfer import (
 from tiered_checkpoint_io.engine.replication.fates import Fates, form_key, newest_of
 from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Link, Links, Member, take_request
 from tiered_checkpoint_io.engine.staging.retention import form_of, outdated_replicas
-from tiered_checkpoint_io.errors import ManifestError, MemoryFullError, PeerError, TieredCheckpointError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, TieredCheckpointError
 from tiered_checkpoint_io.memory.slot import Slot
+from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
 
@@ -117,7 +119,7 @@ class ReplicaReceiver:
         kept = self._tier.replicas
         try:
             part = receive_description(link)
-        except ManifestError as error:
+        except CorruptCheckpointError as error:
             send_status(link, str(error))
             return
         # From here on it stays, so that its source may count it.

@@ -7,11 +7,10 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from tiered_checkpoint_io.engine.ranks.store_client import LostStoreError
+from tiered_checkpoint_io.engine.ranks.store_client import LostStoreError, PeerError
 from tiered_checkpoint_io.engine.ranks.transfer import send_description, send_held_part
 from tiered_checkpoint_io.engine.replication.fates import Fates
 from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Links, Member, request
-from tiered_checkpoint_io.errors import PeerError
 from tiered_checkpoint_io.logs import rate
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model.manifest import Part

@@ -8,7 +8,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-from tiered_checkpoint_io.errors import MemoryUnsafeError, RestoreError
+from tiered_checkpoint_io.errors import MemoryTierError, RestoreError
 from tiered_checkpoint_io.memory.private import private_folder
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
@@ -35,7 +35,9 @@ def aside_root(memory: MemoryTier, size: int = 0) -> Path:
     try:
         private_folder(root)
         private_folder(root / SLOTS)
-    except MemoryUnsafeError as error:
+    except MemoryTierError as error:
+        if error.reason != "unsafe":
+            raise
         hint = "remove it, or set TMPDIR to another folder"
         text = error.message.replace("the memory tier's folder", "the folder for what is read")
         raise RestoreError(text, operation="restore", key=str(error.key), hint=hint) from error

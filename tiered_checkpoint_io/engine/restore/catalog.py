@@ -19,13 +19,11 @@ from tiered_checkpoint_io.engine.restore.elsewhere import committed_elsewhere, o
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
-    FormatVersionError,
-    ManifestError,
     RestoreError,
-    StoreArchivedError,
+    StoreError,
     StoreNotFoundError,
-    StoreUnavailableError,
     TieredCheckpointError,
+    is_other_format,
 )
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.logs import Logger, names_text
@@ -226,10 +224,10 @@ def _read(store: Store, names: Sequence[str], found: DurableCatalog) -> None:
     def read(name: str) -> Manifest | str | None:
         try:
             return read_manifest(store, name)
-        except FormatVersionError:
+        except (CorruptCheckpointError, StoreError) as error:
             # What a newer release wrote may be the newest checkpoint: not to be passed over.
-            raise
-        except (ManifestError, StoreArchivedError) as error:
+            if is_other_format(error) or (isinstance(error, StoreError) and error.reason != "archived"):
+                raise
             return f"durable {name}: {error}"
 
     results = in_parallel(read, names)
@@ -274,7 +272,9 @@ class Versions:
         ask = functools.partial(discover, tiers, Selector("name", name), {})
         try:
             there = answer_within(bound, ask, clock=tiers.clock)
-        except StoreUnavailableError:
+        except StoreError as error:
+            if error.reason != "unavailable":
+                raise
             return None
         now = _save_ids(there.manifests)
         if there.error is not None or there.rejected or now == self._save_ids.get(name, now):
@@ -313,7 +313,7 @@ class NodeCatalog:
     damaged: list[str] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
     #: Why a part can't be read, where a newer release wrote it; and why memory can't be looked at.
-    newer: FormatVersionError | None = None
+    newer: CorruptCheckpointError | None = None
     error: TieredCheckpointError | None = None
     #: Aliases that are queued for the durable tier: the operation's id, and the target.
     aliases: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -351,13 +351,13 @@ def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
             here.quarantined.append(f"memory {folder}: quarantined")
     damaged = tier.unreadable()
     here.damaged = [f"rank {rank}: memory {folder}: {error}" for folder, error in damaged]
-    here.newer = next((error for _, error in damaged if isinstance(error, FormatVersionError)), None)
+    here.newer = next((error for _, error in damaged if is_other_format(error)), None)
     if damaged:
         # Under the lock, so that no other process moves the same folder; listed again there.
         with tiers.lock():
             for folder, error in tier.unreadable():
                 # What has another format version is not damaged.
-                if not isinstance(error, FormatVersionError):
+                if not is_other_format(error):
                     tier.quarantine(folder, str(error))
     for note in here.damaged:
         tiers.skipped(note)
@@ -377,5 +377,5 @@ def _may_belong(folder: Path, place: Place) -> bool:
     path = folder / PART_FILE
     try:
         return Part.from_json(path.read_bytes(), where=str(path)).place == place
-    except (OSError, ManifestError):
+    except (OSError, CorruptCheckpointError):
         return True

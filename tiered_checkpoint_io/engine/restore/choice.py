@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tiered_checkpoint_io.errors import OtherKindError, RestoreError
+from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.logs import names_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content, Kind, Manifest, newest_first
@@ -276,18 +276,19 @@ def refuse_other_kind(candidate: Candidate, accepts: Kind, dirpath: str, rejecte
     ``rejected`` has the ids of saves that were tried before it, and why they were not taken.
 
     Raises:
-        OtherKindError: It has another payload.
+        RestoreError: It has another payload.
     """
     kind = candidate.content.kind
     if kind != accepts:
         before = f"; before it: {'; '.join(rejected.values())}" if rejected else ""
-        raise OtherKindError(
+        raise RestoreError(
             f"{candidate.name} is a {kind} checkpoint, not a {accepts} one{before}",
             rejected=rejected,
             operation="restore",
             key=ids.join_url(dirpath, candidate.name),
             step=candidate.content.step,
             hint=f"{_HOW_TO_LOAD[kind]}; or name the one that is meant",
+            reason="other_kind",
         )
 
 

@@ -54,7 +54,7 @@ class LocalRestorer:
         Raises:
             CheckpointNotFoundError: There is none, or this rank's file of it is nowhere.
             RestoreError: None is intact, or another number of shards made it.
-            UsageError: The other ranks' choice could not be learnt.
+            ConfigError: The other ranks' choice could not be learnt.
             TieredCheckpointError: As :meth:`Search.run`.
         """
         what = (self._tiers.config.namespace, self._tiers.dirpath, selector.kind, selector.name, selector.step)

@@ -39,11 +39,10 @@ from tiered_checkpoint_io.engine.restore.ending import why_nothing
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    LostRankError,
     RestoreError,
-    StoreCredentialsError,
     StoreNotFoundError,
     TieredCheckpointError,
+    is_other_format,
 )
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Kind, Manifest
@@ -191,10 +190,10 @@ class Search:
             What ``attempt`` returned; None where nothing is left to try: see :attr:`nothing`.
 
         Raises:
-            OtherKindError: What is meant has another payload.
+            RestoreError: What is meant has another payload.
             Elsewhere: It is another dirpath's: see :func:`at_its_place`.
             StoreError: The durable tier could not be asked, and memory does not suffice.
-            FormatVersionError: A newer release wrote what would have to be chosen.
+            CorruptCheckpointError: A newer release wrote what would have to be chosen.
         """
         with contextlib.closing(self._candidates()) as candidates:
             return self._run(candidates, attempt)
@@ -217,13 +216,15 @@ class Search:
         """Reads a copy. Raises only where ranks lost each other: the others wait for the outcome, whatever it is."""
         try:
             return Attempt(read())
-        except LostRankError:
-            raise
         except DAMAGE as error:
+            if is_other_format(error):
+                return Attempt(error=portable(error, self._rank))
             note = f"rank {self._rank}: {tier} {candidate.name} (step {candidate.content.step}): {error}"
             self._tiers.skipped(note)
             return Attempt(rejected=[note])
         except Exception as error:
+            if isinstance(error, RestoreError) and error.reason == "lost_rank":
+                raise
             return Attempt(error=portable(error, self._rank))
 
     def share(self, mine: Attempt[_T], brief: Callable[[_T], _S]) -> list[_S | None]:
@@ -299,7 +300,7 @@ class Search:
             if known.error is not None:
                 # Training must go on while S3 is away, if memory can carry it; but no rank may start from scratch
                 # because S3 did not answer. Without good credentials, it tells as little.
-                is_silent = known.error.retryable or isinstance(known.error, StoreCredentialsError)
+                is_silent = known.error.retryable or known.error.reason == "credentials"
                 if not options or not is_silent:
                     raise known.error
                 self._notes.append(f"durable {self._tiers.dirpath}: {known.error}")

@@ -25,9 +25,10 @@ from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.save.room import admit, arrived_votes, skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Evidence
-from tiered_checkpoint_io.errors import MemoryFullError, SaveError
+from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.filling import Segment
 from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Metric
 
@@ -143,7 +144,7 @@ class CoordinatedSaver:
             dirpath: The durable tier of all ranks; empty where none is named.
 
         Raises:
-            UsageError: Another live run writes to the same dirpath.
+            ConfigError: Another live run writes to the same dirpath.
         """
         session = self._session
         session.claims.check()

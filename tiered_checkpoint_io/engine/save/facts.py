@@ -21,7 +21,7 @@ from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Scope
-from tiered_checkpoint_io.errors import SaveError, StoreError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, SaveError, StoreError
 from tiered_checkpoint_io.memory.parts import StoredPart, check_file_name
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
@@ -206,7 +206,7 @@ def alone(
     metric: Metric | None = None,
     resumable: bool = True,
 ) -> SaveFacts:
-    """The facts of a save of one rank that has the whole state; InvalidNameError where it can't be named so."""
+    """The facts of a save of one rank that has the whole state; ConfigError where it can't be named so."""
     check_file_name(ids.validate_new_name(name))
     step, epoch = position(state, name)
     return SaveFacts(
@@ -268,7 +268,7 @@ def check_attempt() -> None:
         _ = current_run().attempt
     except LeftBehindError:
         raise
-    except UsageError:
+    except ConfigError:
         # The store does not answer: it is asked at the next save, and those who save wait for it.
         pass
 
@@ -288,7 +288,7 @@ def uncoordinated(
         held: All parts in this node's memory.
 
     Raises:
-        UsageError: The run's id could not be asked.
+        ConfigError: The run's id could not be asked.
     """
     namespace, series = session.config.namespace, ids.series_of(name, step)
     seen = [*(stored.save_id for stored in held), session.save_ids.newest]

@@ -17,9 +17,10 @@ from tiered_checkpoint_io.engine.save.room import admit, skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import all_complete
 from tiered_checkpoint_io.engine.trust import warn_at_first_save
-from tiered_checkpoint_io.errors import ConfigError, DrainError, InvalidNameError, MemoryFullError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, DrainError
 from tiered_checkpoint_io.formats.layouts import Layouts
 from tiered_checkpoint_io.formats.skeleton import Skeleton
+from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.model.manifest import Metric
 
 
@@ -90,7 +91,7 @@ class FullSaver:
                 part.fill()
                 self._complete(part)
             waited = wait and part.wait()
-        except (InvalidNameError, ConfigError, UsageError):
+        except ConfigError:
             raise
         except Exception as error:
             self._failed(name, position(state, name)[0], error, facts)

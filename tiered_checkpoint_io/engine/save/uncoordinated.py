@@ -20,9 +20,10 @@ from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.save.room import admit, skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import complete_here
-from tiered_checkpoint_io.errors import MemoryFullError, UsageError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.memory.space import MemoryFullError
 
 _T = TypeVar("_T")
 
@@ -89,7 +90,7 @@ def save_local(
     Raises:
         SaveError: Neither memory nor the spill has room for a durable save; or the save did not reach the durable tier
             while we waited, then on all ranks that wait.
-        UsageError: The run's id could not be learnt; or another live run writes to the same dirpath.
+        ConfigError: The run's id could not be learnt; or another live run writes to the same dirpath.
         Exception: Whatever ``surface`` or ``planned`` raises.
     """
     started = session.clock.monotonic()
@@ -101,7 +102,7 @@ def save_local(
 
     try:
         facts = _answered(session, ask)
-    except UsageError as error:
+    except ConfigError as error:
         raise (failure or error) from None
     run = _RunWide(session, facts, role.shard)
     try:
@@ -151,7 +152,7 @@ def _answered(session: Session, ask: Callable[[], _T]) -> _T:
     """What ``ask`` gets of the store of torch.distributed, whose host may stand still: for ``pending_timeout_s``.
 
     Raises:
-        UsageError: It has not answered for so long; at once where this rank was left behind.
+        ConfigError: It has not answered for so long; at once where this rank was left behind.
     """
     clock, began, is_said = session.clock, session.clock.monotonic(), False
     while True:
@@ -159,7 +160,7 @@ def _answered(session: Session, ask: Callable[[], _T]) -> _T:
             return ask()
         except LeftBehindError:
             raise
-        except UsageError as error:
+        except ConfigError as error:
             if clock.monotonic() - began >= session.config.support.pending_timeout_s or session.is_preempted:
                 raise
             if not is_said:
@@ -195,7 +196,7 @@ class _RunWide:
         """Tells the other ranks that this rank's part is not in memory, or will not come to the durable tier."""
         try:
             self._run.report_missing(self._facts.save_id, where)
-        except UsageError as error:
+        except ConfigError as error:
             # The save goes on, or has failed already of what matters more.
             self._session.log.at_step(self._facts.step).warning(
                 "could not tell the other ranks that the part of shard %d is missing: %s", self._shard, error
@@ -219,7 +220,7 @@ class _RunWide:
     def _report_end(self, end: str) -> None:
         try:
             self._run.report_end(self._facts.save_id, end)
-        except UsageError as error:
+        except ConfigError as error:
             self._session.log.at_step(self._facts.step).warning(
                 "could not tell the other ranks what became of the save: %s", error
             )
@@ -241,7 +242,7 @@ class _RunWide:
         """See :meth:`Run.end_of`; ``queued`` where the store does not answer, and training is to continue."""
         try:
             return _answered(self._session, lambda: self._run.end_of(self._facts.save_id))
-        except UsageError as error:
+        except ConfigError as error:
             if self._session.config.on_save_error == "raise":
                 raise part.not_durable(str(error)) from error
             self._session.log.at_step(self._facts.step).warning(
@@ -253,7 +254,7 @@ class _RunWide:
         """Those of which some node's memory has no part; None where that can't be known."""
         try:
             return self._run.lacking(sorted(save_ids))
-        except UsageError as error:
+        except ConfigError as error:
             self._session.log.at_step(self._facts.step).warning(
                 "retention skipped: it is not known whether the newer checkpoint is complete: %s", error
             )

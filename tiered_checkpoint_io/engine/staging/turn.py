@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from tiered_checkpoint_io.errors import SaveError, UsageError
+from tiered_checkpoint_io.errors import ConfigError, SaveError
 
 
 class Turn:
@@ -23,11 +23,11 @@ class Turn:
         """Runs the block while no other thread is in one; ``name`` is the checkpoint's, for errors.
 
         Raises:
-            UsageError: This thread is in one: a signal handler saves while it interrupts a save.
+            ConfigError: This thread is in one: a signal handler saves while it interrupts a save.
             SaveError: Another thread's has not ended within the bound.
         """
         if self._thread == threading.get_ident():
-            raise UsageError(
+            raise ConfigError(
                 f"{name} is to be saved or removed in the middle of another save of the same thread",
                 operation="save",
                 hint="a signal handler should only note the signal, and save later, as PreemptionCheckpoint does",

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tiered_checkpoint_io.errors import InvalidNameError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model.ids.keys import MANIFEST_SUFFIX, META_PREFIX
 from tiered_checkpoint_io.model.ids.urls import (
     SENTINELS,
@@ -67,7 +67,7 @@ def validate_name(name: str) -> str:
     """A checkpoint's name: a relative path that stays where it is put.
 
     Raises:
-        InvalidNameError: Empty, absolute, leaves its folder (``..``), reserved, or too long.
+        ConfigError: Empty, absolute, leaves its folder (``..``), reserved, or too long.
     """
     problem: str | None = None
     parts, is_printable = name.split("/"), name.isprintable()
@@ -89,7 +89,7 @@ def validate_name(name: str) -> str:
     elif len(name) * 4 > _MAX_COMPONENT_BYTES and max(map(len, map(str.encode, parts))) > _MAX_COMPONENT_BYTES:
         problem = f"has a component of more than {_MAX_COMPONENT_BYTES} bytes"
     if problem:
-        raise InvalidNameError(
+        raise ConfigError(
             f"checkpoint name {name!r} {problem}",
             hint="use a path relative to dirpath, such as 'epoch=0-step=500.ckpt'",
         )
@@ -99,7 +99,7 @@ def validate_name(name: str) -> str:
 def validate_new_name(name: str) -> str:
     """As :func:`validate_name`, of what is to be saved: none that reads as a choice, such as ``tiered:latest``."""
     if name.startswith(f"{SENTINELS}:"):
-        raise InvalidNameError(
+        raise ConfigError(
             f"checkpoint name {name!r} begins with {SENTINELS + ':'!r}, as what stands for a choice of checkpoint does",
             operation="save",
             hint="give it another name",
@@ -111,13 +111,13 @@ def name_in(dirpath: str, path: StrPath) -> str:
     """The name of the checkpoint at ``path``: a full path or URL below ``dirpath`` (normalized), or already a name.
 
     Raises:
-        InvalidNameError: Outside ``dirpath``, or not a valid name.
+        ConfigError: Outside ``dirpath``, or not a valid name.
     """
     text = at_home(text_of(path).rstrip("/"))
     root = dirpath.rstrip("/")
     scheme = url_scheme(text)
     if scheme == SENTINELS:
-        raise InvalidNameError(
+        raise ConfigError(
             f"{text!r} is not the name of a checkpoint", hint="give a name, or a path or URL below dirpath"
         )
     if scheme is None and not os.path.isabs(text):
@@ -125,7 +125,7 @@ def name_in(dirpath: str, path: StrPath) -> str:
     full = text if scheme not in (None, "file", "local") else normalize_dirpath(text)
     # ".." must be refused, not resolved: a name says where it lies.
     if ".." in text.split("/") or not full.startswith(root + "/"):
-        raise InvalidNameError(
+        raise ConfigError(
             f"checkpoint path {text!r} is not below dirpath {dirpath!r}",
             hint="give a path below dirpath, or configure another dirpath",
         )
@@ -192,7 +192,7 @@ def splits(url: str) -> list[Split]:
     folders = rest.split("/")
     found = []
     for at in range(len(folders) - 1, -1, -1):
-        with contextlib.suppress(InvalidNameError):
+        with contextlib.suppress(ConfigError):
             found.append(Split("/".join([root, *folders[:at]]), validate_name("/".join(folders[at:]))))
     return found
 
@@ -230,13 +230,13 @@ def locate(dirpath: str, path: StrPath | None, step: int | None) -> Located:
     outside a remote dirpath tells just its step. Without a path, the name is ``step_<step>``.
 
     Raises:
-        InvalidNameError: No step is known, or it is below 0, or the name is not valid.
+        ConfigError: No step is known, or it is below 0, or the name is not valid.
     """
     if step is not None and (not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MAX_STEP):
-        raise InvalidNameError(f"Invalid step value: {step!r}", hint="a step is a whole number from 0 on, below 2^62")
+        raise ConfigError(f"Invalid step value: {step!r}", hint="a step is a whole number from 0 on, below 2^62")
     if path is None or not text_of(path):
         if step is None:
-            raise InvalidNameError("Invalid step value: none is given", hint=_STEP_HINT)
+            raise ConfigError("Invalid step value: none is given", hint=_STEP_HINT)
         return Located(dirpath, f"step_{step}", step)
     text = text_of(path).rstrip("/")
     scheme = url_scheme(text)
@@ -245,7 +245,7 @@ def locate(dirpath: str, path: StrPath | None, step: int | None) -> Located:
     else:
         try:
             name = name_in(dirpath, text)
-        except InvalidNameError:
+        except ConfigError:
             told = step_in_name(text)
             if scheme is None and url_scheme(dirpath) is not None:
                 if step is None and told is None:
@@ -285,9 +285,9 @@ def namespace_of(dirpath: str) -> str:
 
 
 def validate_namespace(namespace: str) -> str:
-    """Gives a namespace back; raises InvalidNameError where it is empty, too long, or has other characters."""
+    """Gives a namespace back; raises ConfigError where it is empty, too long, or has other characters."""
     if not isinstance(namespace, str) or not _NAMESPACE.match(namespace) or len(namespace) > _MAX_NAMESPACE:
-        raise InvalidNameError(
+        raise ConfigError(
             f"invalid namespace {namespace!r}",
             hint=f"allowed: 1 to {_MAX_NAMESPACE} letters, digits, '_' and '-'",
         )

@@ -7,7 +7,7 @@ import re
 from datetime import datetime, timedelta, timezone
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import InvalidNameError
+from tiered_checkpoint_io.errors import ConfigError
 
 _TIME_FORMAT = "%Y%m%dT%H%M%S.%f"
 _COUNTER_DIGITS = 8
@@ -76,9 +76,9 @@ def is_save_id(text: str) -> bool:
 
 
 def validate_save_id(text: str) -> str:
-    """Gives a save id back, which is safe as a file's name; raises InvalidNameError for other text."""
+    """Gives a save id back, which is safe as a file's name; raises ConfigError for other text."""
     if not isinstance(text, str) or not is_save_id(text):
-        raise InvalidNameError(f"not a save id: {text!r}")
+        raise ConfigError(f"not a save id: {text!r}")
     return text
 
 
@@ -106,8 +106,8 @@ def save_id_of_op(op_id: str) -> str:
 
 
 def validate_op_id(text: str) -> str:
-    """Gives an operation's id back, which is safe as a file's name; raises InvalidNameError for other text."""
+    """Gives an operation's id back, which is safe as a file's name; raises ConfigError for other text."""
     head, dot, rank = text.partition(".rank-") if isinstance(text, str) else ("", "", "")
     if not is_save_id(head) or (dot and rank_of(f"rank-{rank}") is None):
-        raise InvalidNameError(f"not an operation's id: {text!r}")
+        raise ConfigError(f"not an operation's id: {text!r}")
     return text

@@ -7,7 +7,7 @@ import re
 from typing import Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from tiered_checkpoint_io.errors import InvalidNameError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.redaction import holds_secrets
 
 #: The scheme of what stands for a choice of checkpoint.
@@ -72,10 +72,10 @@ def build_s3_url(bucket: str, key: str = "") -> str:
         key: Below it; slashes at its beginning are dropped.
 
     Raises:
-        InvalidNameError: The bucket's name is empty or not one that S3 allows.
+        ConfigError: The bucket's name is empty or not one that S3 allows.
     """
     if not _BUCKET.match(bucket):
-        raise InvalidNameError(
+        raise ConfigError(
             f"invalid S3 bucket name {bucket!r}",
             hint="a bucket's name has 2-255 letters, digits, '.', '_' or '-'; an access point is"
             " arn:aws:s3:REGION:ACCOUNT:accesspoint/NAME",
@@ -91,15 +91,15 @@ def parse_s3_url(url: StrPath) -> tuple[str, str]:
         url: Text, or a ``Path``, whose lost slash is forgiven.
 
     Raises:
-        InvalidNameError: Not an S3 URL, or one without a bucket.
+        ConfigError: Not an S3 URL, or one without a bucket.
     """
     text = text_of(url)
     if not text.startswith("s3://"):
-        raise InvalidNameError(f"not an S3 URL: {text!r}", hint="it must look like s3://bucket/prefix")
+        raise ConfigError(f"not an S3 URL: {text!r}", hint="it must look like s3://bucket/prefix")
     match = _BUCKET_AND_KEY.match(text[len("s3://") :])
     bucket, key = (match["bucket"], match["key"]) if match else ("", "")
     if not bucket:
-        raise InvalidNameError(f"S3 URL without a bucket: {text!r}", hint="it must look like s3://bucket/prefix")
+        raise ConfigError(f"S3 URL without a bucket: {text!r}", hint="it must look like s3://bucket/prefix")
     build_s3_url(bucket)
     return bucket, key
 
@@ -117,20 +117,20 @@ def normalize_dirpath(dirpath: StrPath) -> str:
     """One spelling for a durable tier's root: URL or absolute local path, no trailing slash.
 
     Raises:
-        InvalidNameError: No text, empty, an S3 URL without a bucket, or a URL with a password or key in it: the
+        ConfigError: No text, empty, an S3 URL without a bucket, or a URL with a password or key in it: the
             drain's queue and the descriptions of parts would have to hold that.
     """
     if not isinstance(dirpath, str | os.PathLike):
         hint = "give an S3 URL, another fsspec URL, or a directory; from_config(...) takes a whole block"
-        raise InvalidNameError(f"a {type(dirpath).__name__} is no path or URL", hint=hint)
+        raise ConfigError(f"a {type(dirpath).__name__} is no path or URL", hint=hint)
     text = text_of(dirpath)
     if holds_secrets(text):
-        raise InvalidNameError(
+        raise ConfigError(
             "the URL holds a password, key or token",
             hint="give credentials to boto3's ordinary chain, or to fsspec's configuration (FSSPEC_<SCHEME>_<NAME>)",
         )
     if not text.strip():
-        raise InvalidNameError("dirpath is empty", hint="give an S3 URL, another fsspec URL, or a directory")
+        raise ConfigError("dirpath is empty", hint="give an S3 URL, another fsspec URL, or a directory")
     scheme = url_scheme(text)
     if scheme == "s3":
         bucket, key = parse_s3_url(text)
@@ -148,33 +148,33 @@ def refuse_misspelt(dirpath: str) -> None:
     A web server takes no writes, and ``s3//bucket`` or ``file://data`` would be a folder of the working directory.
 
     Raises:
-        InvalidNameError: ``dirpath`` is such; the hint has the right spelling.
+        ConfigError: ``dirpath`` is such; the hint has the right spelling.
     """
     text = text_of(dirpath)
     if url_scheme(text) not in (None, *_LOCAL) and SURROGATE.search(text):
         # As of a terminal whose locale is another than UTF-8.
-        raise InvalidNameError("it is not valid Unicode", hint="write it as UTF-8, where the locale is UTF-8 as well")
+        raise ConfigError("it is not valid Unicode", hint="write it as UTF-8, where the locale is UTF-8 as well")
     if text != text.strip():
-        raise InvalidNameError("it begins or ends with white space", hint=f"write {text.strip()}")
+        raise ConfigError("it begins or ends with white space", hint=f"write {text.strip()}")
     if _VARIABLE.search(text):
         hint = "resolve it, as by ${oc.env:NAME} in YAML; or write its value"
-        raise InvalidNameError("it holds a variable that was not replaced", hint=hint)
+        raise ConfigError("it holds a variable that was not replaced", hint=hint)
     if text in ("None", "null") or (url_scheme(text) is None and "://" in text):
         # As of str(None), or of quotes that an env file kept: else it would be a folder of the working directory.
-        raise InvalidNameError("it is no folder or URL", hint="write it as s3://bucket/prefix, without quotes")
+        raise ConfigError("it is no folder or URL", hint="write it as s3://bucket/prefix, without quotes")
     misspelt = _MISSPELT_S3.match(text)
     if misspelt:
-        raise InvalidNameError("it is not an S3 URL", hint=f"write s3://{misspelt['rest'].lstrip('/')}")
+        raise ConfigError("it is not an S3 URL", hint=f"write s3://{misspelt['rest'].lstrip('/')}")
     misspelt = _MISSPELT.match(text_of(dirpath))
     if misspelt:
         slashes = ":///" if misspelt["scheme"].lower() in _LOCAL else "://"
-        raise InvalidNameError("a URL has two slashes", hint=f"write {misspelt['scheme']}{slashes}{misspelt['rest']}")
+        raise ConfigError("a URL has two slashes", hint=f"write {misspelt['scheme']}{slashes}{misspelt['rest']}")
     scheme, _, path = text.partition("://")
     if url_scheme(text) in _LOCAL and not at_home(path).startswith("/"):
         hint = f"write three slashes, as in {scheme}:///{path or 'folder'}"
-        raise InvalidNameError(f"{scheme}:// without an absolute path", hint=hint)
+        raise ConfigError(f"{scheme}:// without an absolute path", hint=hint)
     if url_scheme(dirpath) in ("http", "https"):
-        raise InvalidNameError("no checkpoint can be written to a web address", hint=_as_s3(dirpath))
+        raise ConfigError("no checkpoint can be written to a web address", hint=_as_s3(dirpath))
 
 
 def _as_s3(address: str) -> str:
@@ -197,13 +197,13 @@ def at_home(path: str) -> str:
     YAML has none, and Lightning's own callback does the same.
 
     Raises:
-        InvalidNameError: This user has no home: it would be a folder ``~`` of the working directory.
+        ConfigError: This user has no home: it would be a folder ``~`` of the working directory.
     """
     if path != "~" and not path.startswith("~/"):
         return path
     full = os.path.expanduser(path)
     if full == path:
-        raise InvalidNameError(
+        raise ConfigError(
             "this user has no home folder for ~: HOME is not set", hint="set HOME, or write the whole path"
         )
     return full
@@ -224,14 +224,12 @@ def parse_best_url(text: str) -> tuple[str, Literal["min", "max"]] | None:
     """The monitor and the mode of a :func:`best_url`; None for any other text.
 
     Raises:
-        InvalidNameError: It begins like one, but is none.
+        ConfigError: It begins like one, but is none.
     """
     head, _, query = text.partition("?")
     if head != _BEST_URL:
         return None
     facts = dict(parse_qsl(query, keep_blank_values=True))
     if set(facts) != {"mode", "monitor"} or facts["mode"] not in ("min", "max"):
-        raise InvalidNameError(
-            f"not a sentinel: {text!r}", hint="it must look like tiered://best?mode=min&monitor=loss"
-        )
+        raise ConfigError(f"not a sentinel: {text!r}", hint="it must look like tiered://best?mode=min&monitor=loss")
     return facts["monitor"], "max" if facts["mode"] == "max" else "min"
