@@ -84,6 +84,11 @@ class TieredCheckpointError(Exception):
         """True if the same call may succeed later without any change."""
         return self.reason in ("unavailable", "changed")
 
+    def reworded(self, message: str, **changes: Any) -> TieredCheckpointError:
+        """Returns the same error with another text."""
+        _, (kind, _, state) = self.__reduce__()
+        return _rebuild(kind, message, {**state, **changes})
+
     def __str__(self) -> str:
         context = ", ".join(
             f"{field}={getattr(self, field)}" for field in _CONTEXT_FIELDS if getattr(self, field) is not None

@@ -134,10 +134,9 @@ def to_torch_file(source: Source, target: Path, *, replace: bool = False) -> lis
     """Writes the whole state as ``torch.save`` does; of a full checkpoint, copies the file.
 
     Raises:
-        RestoreError: It is a local checkpoint.
+        RestoreError: It is a local checkpoint. It holds objects that are not trusted.
         SaveError: The target exists, or can't be written.
         CorruptCheckpointError: Its bytes are not those that were saved.
-        RestoreError: It holds objects that are not trusted.
         StoreError: It could not be read.
     """
     if _is_full(source):

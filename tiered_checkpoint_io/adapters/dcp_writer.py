@@ -115,8 +115,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             options: Single keys of the configuration.
 
         Raises:
-            ConfigError: A key or value is not allowed.
-            ConfigError: The step or path is not allowed.
+            ConfigError: A key or value is not allowed. The step or path is not allowed.
         """
         super().__init__()
         self._given = config if config is not None else checkpoint_config

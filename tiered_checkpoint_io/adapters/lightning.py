@@ -121,8 +121,8 @@ class TieredCheckpointIO(CheckpointIO):
 
         Raises:
             SaveError: The save failed, or an earlier one in the background did, and ``on_save_error`` is ``raise``.
-            ConfigError: The path leaves dirpath, or is no name.
-            ConfigError: storage_options are not understood, or Lightning's AsyncCheckpointIO calls.
+            ConfigError: The path leaves dirpath, or is no name. storage_options are not understood, or Lightning's
+                AsyncCheckpointIO calls.
         """
         self._save(checkpoint, path, storage_options, wait=True)
 

@@ -95,7 +95,7 @@ class StrategyGuard(Callback):
 
         Raises:
             ConfigError: A strategy does, or a ModelCheckpoint; or there are fewer machines than ``replication_factor``.
-            ConfigError: OnExceptionCheckpoint can't save where it is told to.
+                OnExceptionCheckpoint can't save where it is told to.
             StoreError, ConfigError, MemoryTierError: As :func:`preflight`, on all ranks.
         """
         io = tiered_io_of(trainer.strategy.checkpoint_io)

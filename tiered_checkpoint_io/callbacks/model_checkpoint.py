@@ -94,8 +94,8 @@ class TieredModelCheckpoint(DurableEnd):
             enable_version_counter: A name that is taken gets a version, as ``-v1``, and is not overwritten.
 
         Raises:
-            ConfigError: A value is not allowed, or this Lightning has no ``save_on_exception``.
-            ConfigError: dirpath is not a folder or URL.
+            ConfigError: A value is not allowed, or this Lightning has no ``save_on_exception``. dirpath is not a folder
+                or URL.
             MisconfigurationException: Lightning refuses a value.
         """
         check_positive("memory_every_n_train_steps", memory_every_n_train_steps)

@@ -73,8 +73,7 @@ class PreemptionCheckpoint(Callback):
             requeue: Whether to have Slurm queue the job again; by default as Lightning's SLURMEnvironment is told.
 
         Raises:
-            ConfigError: A value is not allowed.
-            ConfigError: The name is not.
+            ConfigError: A value is not allowed. The name is not.
         """
         self.notice = Notice(signals, grace_seconds)
         self.name = ids.validate_new_name(f"{name}.ckpt")

@@ -107,11 +107,9 @@ class Checkpointer:
             skipped, because there is no room for it.
 
         Raises:
-            ConfigError: The path is not below dirpath, or not a valid name.
-            ConfigError: Unknown tiers; or another live run writes to the same dirpath; or a signal handler saves
-                while it interrupts a save.
-            SaveError: The save, or an earlier one in the background, failed and ``on_save_error``
-                is ``raise``.
+            ConfigError: The path is not below dirpath, or not a valid name. Unknown tiers; or another live run writes
+                to the same dirpath; or a signal handler saves while it interrupts a save.
+            SaveError: The save, or an earlier one in the background, failed and ``on_save_error`` is ``raise``.
         """
         wanted = frozenset(tiers)
         if not wanted or wanted - TIERS:

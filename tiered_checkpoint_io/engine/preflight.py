@@ -158,7 +158,7 @@ def judge_store(failures: Sequence[TieredCheckpointError], config: TieredCheckpo
     key = first.key or config.dirpath
     # Keys of stores of files are relative.
     key = key if key.startswith(config.dirpath) else ids.join_url(config.dirpath, key)
-    error = type(first)(text, operation=operations, tier="durable", key=key, hint=first.hint, reason=first.reason)
+    error = first.reworded(text, operation=operations, tier="durable", key=key)
     consequence = (
         "what needs this fails until it is fixed, and each failed upload is reported again at the next save"
         if not first.retryable
@@ -214,14 +214,7 @@ def _refusal(error: TieredCheckpointError) -> TieredCheckpointError:
     hint = "; ".join(
         filter(None, [error.hint, "to train from scratch all the same, set preflight: warn, and leave ckpt_path out"])
     )
-    return type(error)(
-        f"preflight: {error.message}",
-        operation=error.operation,
-        tier=error.tier,
-        key=error.key,
-        hint=hint,
-        reason=error.reason,
-    )
+    return error.reworded(f"preflight: {error.message}", hint=hint)
 
 
 # ---------------------------------------------------------------------------------------- tries

@@ -127,8 +127,7 @@ class Session:
 
         Raises:
             DrainError: It has not ended within ``wait_timeout_s``.
-            MemoryTierError: The memory tier's folder is not safe to use.
-            MemoryTierError: memory_dir is missing or can't be written.
+            MemoryTierError: The memory tier's folder is not safe to use. memory_dir is missing or can't be written.
         """
         self.background.wait()
         if self._opened is None:
@@ -307,9 +306,9 @@ class Session:
             return
         try:
             self.open().drain.flush(self.config.support.wait_timeout_s if timeout_s is None else timeout_s)
-        except DrainError:
-            raise
         except OSError as unread:
+            if isinstance(unread, DrainError):
+                raise
             raise DrainError(f"could not read the queue: {unread}", operation="drain", tier="memory") from unread
 
     def leave_by(self, deadline: float) -> None:

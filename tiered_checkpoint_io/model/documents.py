@@ -71,8 +71,7 @@ def load(data: bytes, where: str) -> Mapping[str, Any]:
     """Returns the fields of a stored document; ``where`` is its key or path, for errors.
 
     Raises:
-        CorruptCheckpointError: It has another version than this package reads.
-        CorruptCheckpointError: It is none, or differs from its digest.
+        CorruptCheckpointError: It has another version than this package reads. It is none, or differs from its digest.
     """
     try:
         raw = json.loads(data)

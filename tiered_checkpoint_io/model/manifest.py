@@ -248,8 +248,7 @@ class Manifest:
         """Reads a manifest; ``where`` is its key or path, for errors.
 
         Raises:
-            CorruptCheckpointError: It has another format version.
-            CorruptCheckpointError: It is not a manifest.
+            CorruptCheckpointError: It has another format version. It is not a manifest.
         """
         raw = load(data, where)
         with located(where):

@@ -59,8 +59,7 @@ def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
 
     Raises:
         ConfigError: A key or value is not allowed, or ``cfg`` is no mapping; or the trainer has a checkpoint IO of ours
-            whose value is another.
-        ConfigError: The trainer has a checkpoint IO that is neither stock nor ours.
+            whose value is another. The trainer has a checkpoint IO that is neither stock nor ours.
     """
     take_over()
     ensure_guard(trainer)

@@ -81,10 +81,9 @@ def put_part(
         ``sent``; or else nothing was written.
 
     Raises:
-        CorruptCheckpointError: A file differs from its hashes. Nothing was written.
-        CorruptCheckpointError: It names files outside of its checkpoint. Nothing was written.
+        CorruptCheckpointError: A file differs from its hashes. It names files outside of its checkpoint. This name has
+            another format version. Nothing was written.
         ConfigError: It would write to files of the checkpoint that it replaces. Nothing was written.
-        CorruptCheckpointError: This name has another format version. Nothing was written.
         StoreError: Repeat the call to finish.
     """
     old = current(store, part.name)
@@ -156,10 +155,9 @@ def commit(
         left to be removed; ``replaced`` where a later save has taken its name.
 
     Raises:
-        CorruptCheckpointError: A file differs from its hashes. Nothing was written.
-        CorruptCheckpointError: The parts do not make one checkpoint. Nothing was written.
+        CorruptCheckpointError: A file differs from its hashes. The parts do not make one checkpoint. This name has
+            another format version. Nothing was written.
         ConfigError: As :func:`put_part`.
-        CorruptCheckpointError: This name has another format version. Nothing was written.
         StoreError: A file is not there as its part says. Or else: repeat the call to finish.
         CopyRefusedError: The store can't copy a file. What the name was is as it was; call again with the bytes.
     """
@@ -239,11 +237,9 @@ def _index_of(part: Part, rows: Mapping[int, IndexRow]) -> Index:
     index = Index(part.name, part.save_id, rows)
     paths = [path for path, _ in index.paths]
     if part.content.parts > 1 and set(rows) != set(range(part.content.parts)):
-        raise CorruptCheckpointError(
-            "the parts are not of all ranks", operation="commit", tier="durable", key=part.name
-        )
+        raise CorruptCheckpointError("the parts are not of all ranks", operation="commit", key=part.name)
     if len(set(paths)) != len(paths):
-        raise CorruptCheckpointError("two parts claim the same file", operation="commit", tier="durable", key=part.name)
+        raise CorruptCheckpointError("two parts claim the same file", operation="commit", key=part.name)
     return index
 
 

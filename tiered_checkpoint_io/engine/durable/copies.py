@@ -73,9 +73,7 @@ def put_copy(
     def check() -> None:
         # An overwrite of the target changes its manifest before it changes the object.
         if current(store, target) != manifest:
-            raise StoreError(
-                "it was overwritten while it was copied", operation="copy", key=target, reason="unavailable"
-            )
+            raise StoreError("overwritten while it was copied", operation="copy", key=target, reason="unavailable")
 
     (entry,) = part.content.files
     try:

@@ -56,19 +56,14 @@ class DocumentCache(Generic[_T]):
                 return [self.parse(store.get(key), f"{store.url}/{key}")]
             except CorruptCheckpointError as error:
                 return [error]
-            except ConfigError as error:
-                return [CorruptCheckpointError(error.message, operation="parse", key=key)]
             except StoreNotFoundError:
                 return []
-            except StoreError as error:
-                if error.reason != "archived":
+            except (ConfigError, StoreError) as error:
+                if isinstance(error, StoreError) and error.reason != "archived":
                     raise
                 # The others are there all the same.
-                return [
-                    CorruptCheckpointError(
-                        error.message, operation="read", tier="durable", key=error.key, hint=error.hint
-                    )
-                ]
+                where = error.key or key
+                return [CorruptCheckpointError(error.message, operation="read", key=where, hint=error.hint)]
 
         for key, values in zip(fresh, in_parallel(read, fresh), strict=True):
             before, entry = kept.pop(key, None), listed[key]

@@ -120,8 +120,8 @@ def read_description(store: Store, name: str, save_id: str, rank: int, digest: s
     """A part, by its description.
 
     Raises:
-        CorruptCheckpointError: It is not the one that has the ``digest``, where that is given.
-        CorruptCheckpointError: It is that of another part, or names files outside of its checkpoint.
+        CorruptCheckpointError: It is not the one that has the ``digest``, where that is given. It is that of another
+            part, or names files outside of its checkpoint.
         StoreError: It is not there, or the tier could not be asked.
     """
     key = ids.description_key(save_id, rank)

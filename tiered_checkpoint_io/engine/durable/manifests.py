@@ -45,7 +45,6 @@ def repeated(operation: Callable[_P, _T]) -> Callable[_P, _T]:
             except StoreError as error:
                 if error.reason != "changed":
                     raise
-                continue
         return operation(*args, **kwargs)
 
     return repeat
@@ -171,8 +170,8 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
 
     Raises:
         CorruptCheckpointError: It can't be understood.
-        StoreError: It is there, and can't be read: what it describes is not to be overwritten or removed.
-        StoreError: The tier could not be asked.
+        StoreError: It is there, and can't be read: what it describes is not to be overwritten or removed. The tier
+            could not be asked.
     """
     key = ids.manifest_key(name)
     try:

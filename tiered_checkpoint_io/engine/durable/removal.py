@@ -205,12 +205,12 @@ def remove_files(store: Store, paths: Collection[str], tags: Mapping[str, str | 
         delete_all(store, (path for path in paths if path not in tags))
     for path in sorted(tags.keys() & paths):
         if (tag := tags[path]) is not None:
-            with refused.kept():
-                try:
+            try:
+                with refused.kept():
                     conditional(store).delete_if(path, tag)
-                except StoreError as error:
-                    if error.reason != "changed":
-                        raise
+            except StoreError as error:
+                if error.reason != "changed":
+                    raise
     refused.raise_first()
 
 

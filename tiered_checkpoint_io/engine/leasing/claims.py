@@ -38,17 +38,7 @@ class Claims:
         in_time: Callable[[float], float],
         follows: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Claims nothing yet.
-
-        Args:
-            config: The job's.
-            log: Where to log.
-            clock: For all waits.
-            root: Opens the memory tier; its root.
-            store: Opens the durable tier.
-            in_time: What a process that has to end soon may wait of some seconds.
-            follows: Whether it is known after which saves this process' come.
-        """
+        """Claims nothing yet; ``in_time`` shortens waits, ``follows`` tells if save ids sort after those there."""
         self._config = config
         self._log = log
         self._clock = clock

@@ -174,11 +174,7 @@ class LeaseKeeper:
 
     # ------------------------------------------------------------------------------------ steps
     def step(self) -> float:
-        """Looks, or beats; gives the seconds until the next time.
-
-        Raises:
-            StoreError: The durable tier could not be asked.
-        """
+        """Looks, or beats; returns the seconds until the next time."""
         beat_s = self._timing.lease_beat_s
         store, now = self._open(), self._clock.since_boot()
         is_lost = False
@@ -236,13 +232,7 @@ class LeaseKeeper:
         listed = {info.key: info for info in store.list(ids.LEASE_PREFIX)}
         mine = listed.pop(self._key, None)
         if mine is None:
-            raise StoreError(
-                "the lease that was just written is not listed",
-                operation="claim",
-                tier="durable",
-                key=self._key,
-                reason="unavailable",
-            )
+            raise StoreError("the lease is not listed", operation="claim", key=self._key, reason="unavailable")
         others = self._others(store, listed.values())
         self._meet(listed, others)
         for at, other in enumerate(others):
@@ -288,11 +278,7 @@ class LeaseKeeper:
         return new
 
     def may_be_alive(self) -> Other | None:
-        """A lease of another launch whose process is not known to be dead, where there is no room to write ours.
-
-        Raises:
-            StoreError: The durable tier could not be asked.
-        """
+        """Returns a lease of another launch whose process may live, if there is no room to write ours."""
         store = self._open()
         others = self._others(store, [info for info in store.list(ids.LEASE_PREFIX) if info.key != self._key])
         return next((each for each in others if each.is_alive(self._lease, self._timing) is not False), None)

@@ -119,11 +119,7 @@ class Other:
 
 
 def _born(pid: int) -> int | None:
-    """When a process of this machine began, in clock ticks since boot; None where there is none, or it is dead.
-
-    Raises:
-        OSError: There is one, but its facts can't be read, as where /proc hides other users' processes (``hidepid``).
-    """
+    """Returns the clock ticks since boot at which a process began; None for none, or a dead one."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             # The name, in brackets, may hold anything.
