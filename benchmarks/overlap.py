@@ -51,7 +51,7 @@ NONE, EAGER, OVERLAPPED, DRAINED = "none", "eager", "overlapped", "drained"
 COPIED, UPLOADED = "copied", "uploaded"
 MODES = (NONE, EAGER, OVERLAPPED, DRAINED, COPIED, UPLOADED)
 _ENGINE = "tiered_checkpoint_io.engine"
-_BEGIN = [f"{_ENGINE}.save.overlap:Overlap.{name}" for name in ("begin", "begin_taken", "begin_state")]
+_BEGIN = [f"{_ENGINE}.save.overlap:Overlap.{name}" for name in ("begin", "begin_state")]
 _TO_BACKGROUND = [f"{_ENGINE}.staging.background:BackgroundTask.run"]
 OF_CALL = {**OF_SAVE, "finding what may be copied later": _BEGIN, "waking up the background task": _TO_BACKGROUND}
 #: A save every so many steps: the second step after it may still be beside its hashing.

@@ -175,9 +175,8 @@ RESTORES = {
     "io_s3": "load_checkpoint from S3, and a copy",
 }
 PLANS = {
-    "a structure that is known": "known_us",
-    "a new one": "first_us",
-    "the second of a new one, which compares": "second_us",
+    "a state": "plan_us",
+    "the first with so many tensors": "first_us",
     "torch.save": "torch_save_us",
 }
 

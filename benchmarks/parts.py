@@ -26,7 +26,7 @@ from typing import Any
 
 #: What ours does in a save of a full checkpoint.
 OF_SAVE = {
-    "planning": [f"tiered_checkpoint_io.formats.layouts:Layouts.{name}" for name in ("take", "plan")],
+    "planning": ["tiered_checkpoint_io.engine.save.full:plan"],
     "taking a slot": ["tiered_checkpoint_io.engine.save.part:PartSave.reserve"],
     "copying and hashing": ["tiered_checkpoint_io.engine.save.part:PartSave.fill"],
     "hashing": ["tiered_checkpoint_io.formats.image:Image.hashes"],
@@ -48,16 +48,6 @@ OF_SHARDED = {
     "taking a slot": ["tiered_checkpoint_io.engine.save.part:PartSave.reserve"],
     "copying": ["tiered_checkpoint_io.engine.save.part:PartSave.fill"],
     "committing": [f"{_WRITER}.finish"],
-}
-#: What planning of a known structure consists of.
-OF_PLAN = {
-    "walking the state": ["tiered_checkpoint_io.formats.layouts:scan"],
-    "looking at the tensors": ["tiered_checkpoint_io.formats.layouts:Tensors"],
-    "the pickle": ["tiered_checkpoint_io.formats.layouts:Assembly"],
-    "zip records": [
-        "tiered_checkpoint_io.formats.records:Records.around",
-        "tiered_checkpoint_io.formats.layouts:StorageRegions",
-    ],
 }
 #: What DCP's load by our reader consists of.
 OF_DCP_LOAD = {

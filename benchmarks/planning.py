@@ -1,11 +1,10 @@
-"""What planning a file costs: of an unchanged structure, of a new one, and by torch.save; microseconds a tensor.
+"""What planning a file costs, and ``torch.save``: microseconds a tensor.
 
-20,000 tensors, as a trainer dumps weights and Adam's moments, with new keys and tensors at each step. A plan holds all
-of the file but the tensors' bytes, so the pickle and the records of the zip file too. By processor time, because one
-thread does it all. ``torch.save`` writes to memory, and the tensors are small, so that what it copies does not count.
+As a trainer dumps weights and Adam's moments, with new keys and tensors at each step. A plan holds all of the file but
+the tensors' bytes, so the pickle and the records of the zip file too. By processor time, because one thread does it
+all. ``torch.save`` writes to memory, and the tensors are small, so that what it copies does not count.
 
-Prints, last, a line of JSON: ``known_us``, ``first_us``, ``second_us`` (which compares), ``torch_save_us``, and the
-``parts`` of a known plan, by the clock.
+Prints, last, a line of JSON: ``plan_us``, ``first_us``, ``torch_save_us``.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from parts import OF_PLAN, Parts, medians
 from states import all_tensors, at_step, make_many
 
-from tiered_checkpoint_io.formats.layouts import Layouts
+from tiered_checkpoint_io.formats.torch_file import plan
 
 
 def processor_s(call: Callable[[], Any]) -> float:
@@ -40,33 +38,20 @@ def main() -> None:
     # Sixteen bytes each. A third of the count has two moments and a step.
     state = make_many(max(1, options.tensors * 16 >> 20), options.tensors)
     count = len(all_tensors(state))
-    layouts, unit = Layouts(), 1e6 / count
+    unit = 1e6 / count
     plans: list[float] = []
     by_torch: list[float] = []
-    parts: list[dict[str, float]] = []
-    for step in range(1, options.rounds + 3):
+    for step in range(1, options.rounds + 2):
         now = at_step(state, step)
-        plans.append(processor_s(lambda now=now: layouts.plan(now)) * unit)
+        plans.append(processor_s(lambda now=now: plan(now).segments) * unit)
         by_torch.append(processor_s(lambda now=now: torch.save(now, io.BytesIO())) * unit)
-        if step > 2:
-            # Timed apart: looking at parts takes time.
-            now = at_step(state, -step)
-            with Parts(OF_PLAN) as found:
-                began = time.perf_counter()
-                layouts.plan(now)
-                took = time.perf_counter() - began
-            seconds = {**found.seconds, "the rest": took - sum(found.seconds.values())}
-            parts.append({part: value * unit for part, value in seconds.items()})
-    if layouts.reused != 2 * options.rounds:
-        raise RuntimeError(f"{layouts.reused} plans were made from what was kept, and not {2 * options.rounds}")
     figures: dict[str, Any] = {
-        "known_us": statistics.median(plans[2:]),
+        "plan_us": statistics.median(plans[1:]),
         "first_us": plans[0],
-        "second_us": plans[1],
         "torch_save_us": statistics.median(by_torch),
     }
     print(f"{count:,} tensors, us a tensor: " + "  ".join(f"{name}={value:.2f}" for name, value in figures.items()))
-    print(json.dumps({**figures, "parts": medians(parts)}))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

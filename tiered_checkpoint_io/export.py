@@ -39,9 +39,9 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
-from tiered_checkpoint_io.formats.image import plan
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.formats.shard_image import untouched
+from tiered_checkpoint_io.formats.torch_file import plan
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry
 from tiered_checkpoint_io.stores.base import Store

@@ -53,13 +53,13 @@ def import_all():
 
     from tiered_checkpoint_io.engine import checkpointer  # noqa: F401
     from tiered_checkpoint_io.engine.drain import client  # noqa: F401
-    from tiered_checkpoint_io.formats import layouts
+    from tiered_checkpoint_io.formats.torch_file import plan
     from tiered_checkpoint_io.stores import directory, open_store  # noqa: F401
 
     # The first client reads botocore's models; it asks nothing of S3.
     open_store(TieredCheckpointConfig.from_any({"dirpath": "s3://nowhere/at-all", "endpoint_url": NOWHERE})).close()
     # The first plan, and the first save and load, of a process import by themselves.
-    layouts.Layouts().plan(story.state(0))
+    plan(story.state(0))
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch_dcp.save(sharded_state(0), storage_writer=torch_dcp.FileSystemWriter(folder), no_dist=True)

@@ -9,7 +9,7 @@ from support.saving import save_full
 
 from tiered_checkpoint_io.engine.staging.capture import Capturer
 from tiered_checkpoint_io.engine.staging.host_pins import HostPins
-from tiered_checkpoint_io.formats.image import plan
+from tiered_checkpoint_io.formats.torch_file import plan
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes

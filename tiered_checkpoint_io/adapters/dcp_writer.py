@@ -20,8 +20,8 @@ from torch.futures import Future as TorchFuture
 from tiered_checkpoint_io.adapters.async_saves import show_failures, was_shown
 from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Settings, Shared, close_shared, settings_of, shared_of
 from tiered_checkpoint_io.adapters.dcp_writing import file_of, transforms_of
-from tiered_checkpoint_io.adapters.given import check_positive
 from tiered_checkpoint_io.adapters.groups import DcpArguments, dcp_arguments
+from tiered_checkpoint_io.adapters.steps import check_positive
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
 from tiered_checkpoint_io.engine.ranks.coordination import trains_here
 from tiered_checkpoint_io.engine.ranks.world import current_rank

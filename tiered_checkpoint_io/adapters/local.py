@@ -19,7 +19,8 @@ from tiered_checkpoint_io.engine.save.facts import check_attempt, count_save
 from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, ShardRole, save_local
 from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError
-from tiered_checkpoint_io.formats.image import Image, plan
+from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.formats.torch_file import plan
 from tiered_checkpoint_io.model import ids
 
 

@@ -1,8 +1,9 @@
-"""Tiers of training steps (pure)."""
+"""Training steps: their tiers, and numbers of steps that a caller gave (pure)."""
 
 from __future__ import annotations
 
 from tiered_checkpoint_io.engine.checkpointer import TIERS
+from tiered_checkpoint_io.errors import ConfigError
 
 
 def tiers_for_step(
@@ -34,3 +35,9 @@ def tiers_for_step(
 def passes(every: int | None, before: int, step: int) -> bool:
     """Whether there is a multiple of ``every`` after the step ``before``, up to ``step``; none of None or 0."""
     return every is not None and every > 0 and step > 0 and step // every > before // every
+
+
+def check_positive(key: str, value: object) -> None:
+    """Refuses a value that is neither a whole number from 1 nor None."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigError(f"{key} is {value!r}", hint="allowed: a whole number from 1, or None")

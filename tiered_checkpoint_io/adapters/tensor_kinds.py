@@ -14,7 +14,7 @@ from torch.masked import MaskedTensor
 from tiered_checkpoint_io.adapters.structure import Structure
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError
-from tiered_checkpoint_io.formats.image import plan
+from tiered_checkpoint_io.formats.torch_file import plan
 
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 #: Where upstream keeps, on the coordinator, what it takes for the plans that the ranks have.

@@ -153,10 +153,6 @@ class Session:
         """Whether the memory tier could be opened."""
         return self._opened is not None
 
-    def is_prepared(self, size: int) -> bool:
-        """Whether a slot for a file of this size is ready, so that a save may return before it takes one."""
-        return self._opened is not None and self._opened.tier.is_prepared(size)
-
     def durable(self, dirpath: str | None = None) -> Store:
         """The durable tier; another one where a dirpath is given."""
         wanted = self.dirpath if dirpath is None else dirpath

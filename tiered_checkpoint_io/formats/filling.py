@@ -126,7 +126,6 @@ class StorageRegions(Sequence[StorageRegion]):
         storages: The storages.
         starts: From which of its bytes on.
         devices: All devices that they are on.
-        addresses: Where each storage lies, if that was just asked.
     """
 
     offsets: np.ndarray[Any, np.dtype[np.int64]]
@@ -134,7 +133,6 @@ class StorageRegions(Sequence[StorageRegion]):
     storages: Sequence[torch.UntypedStorage]
     starts: np.ndarray[Any, np.dtype[np.int64]]
     devices: set[torch.device]
-    addresses: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
     def __len__(self) -> int:
         return len(self.storages)
@@ -220,13 +218,12 @@ class Filling:
         storages: Sequence[torch.UntypedStorage]
         if isinstance(regions, StorageRegions):
             storages, lengths, offsets, starts = regions.storages, regions.lengths, regions.offsets, regions.starts
-            asked = regions.addresses
         else:
-            storages, asked = [region.storage for region in regions], None
+            storages = [region.storage for region in regions]
             starts = _integers([region.start for region in regions])
             lengths = _integers([region.nbytes for region in regions])
             offsets = _integers([region.offset for region in regions])
-        data = _addresses_of(storages, starts + lengths) if asked is None else asked
+        data = _addresses_of(storages, starts + lengths)
         self._text = np.frombuffer(segments.data, np.uint8)
         lengths = np.concatenate((np.diff(segments.cuts), lengths))
         offsets = np.concatenate((segments.offsets, offsets))

@@ -30,7 +30,8 @@ from tiered_checkpoint_io.formats.filling import (
     TensorRegion,
     devices_of,
 )
-from tiered_checkpoint_io.formats.image import Image, plan
+from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.formats.torch_file import plan
 
 ALIGNMENT = 64
 #: Skeletons that are kept: more than a model has different shapes, at about 2 KiB each.

@@ -28,7 +28,7 @@ from tiered_checkpoint_io.engine.durable.commit import commit
 from tiered_checkpoint_io.engine.durable.manifests import current
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, SaveError, StoreError, TieredCheckpointError
-from tiered_checkpoint_io.formats.image import plan
+from tiered_checkpoint_io.formats.torch_file import plan
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO

@@ -18,8 +18,7 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import all_complete
 from tiered_checkpoint_io.engine.trust import warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, DrainError
-from tiered_checkpoint_io.formats.layouts import Layouts
-from tiered_checkpoint_io.formats.skeleton import Skeleton
+from tiered_checkpoint_io.formats.torch_file import plan
 from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.model.manifest import Metric
 
@@ -34,7 +33,6 @@ class FullSaver:
     def __init__(self, session: Session) -> None:
         """Takes the tiers."""
         self._session = session
-        self._layouts = Layouts()
         #: What saves that were left to the background have raised.
         self._errors: list[Exception] = []
         self.overlap: Overlap | None = None
@@ -76,18 +74,12 @@ class FullSaver:
                 facts = admit(session, facts)
                 part = PartSave(session, facts, rank, None, started=started)
                 overlap = None if wait and part.facts.durable else self._find_overlap()
-                # The rest of the plan needs the tensors alone.
-                taken = self._layouts.take(state) if overlap is not None else None
-                if taken is None:
-                    self._plan(part, state, taken)
-                elif not session.is_prepared(self._layouts.size):
-                    part.reserve(size=self._layouts.size)
+                part.image = plan(state)
+                part.reserve()
                 if overlap is not None:
-                    taken = self._begin(part, taken, overlap)
+                    self._begin(part, overlap)
                     if part.overlapped is not None:
-                        return self._leave(part, taken)
-                if part.image is None:
-                    self._plan(part, state, taken)
+                        return self._leave(part)
                 part.fill()
                 self._complete(part)
             waited = wait and part.wait()
@@ -127,66 +119,41 @@ class FullSaver:
         else:
             session.failed(name, step, error)
 
-    def _plan(self, part: PartSave, state: object, taken: Skeleton | None) -> None:
-        """Plans the file, of the state or of what was taken of it, and sees that its slot is large enough."""
-        try:
-            image = self._layouts.plan(state) if taken is None else self._layouts.plan_taken(taken)
-        except BaseException:
-            part.give_back()
-            raise
-        part.image = image
-        part.reserve()
-
     # ------------------------------------------------------------------------------- overlapped
     def _find_overlap(self) -> Overlap | None:
         if self.overlap is None:
             say_eager(self._session, self._why_eager)
         return self.overlap
 
-    def _begin(self, part: PartSave, taken: Skeleton | None, overlap: Overlap) -> Skeleton | None:
-        """Begins an overlapped capture of a part that has its slot, unless the capture is to be eager.
-
-        Returns:
-            What was taken, as the plan is to be made of it.
-        """
+    def _begin(self, part: PartSave, overlap: Overlap) -> None:
+        """Begins an overlapped capture of a part that has its slot, unless the capture is to be eager."""
         try:
-            if taken is not None:
-                begun = overlap.begin_taken(taken)
-                if begun is not None:
-                    taken, part.overlapped = begun
-            elif part.image is not None and part.image.planned:
-                part.overlapped = overlap.begin([region.storage for region in part.image.regions])
-                if part.overlapped is not None:
-                    part.image = part.overlapped.with_copies(part.image)
+            assert part.image is not None
+            begun = overlap.begin(part.image) if part.image.planned else None
+            if begun is not None:
+                part.image, part.overlapped = begun
         except BaseException:
             part.give_back()
             raise
-        return taken
 
-    def _leave(self, part: PartSave, taken: Skeleton | None) -> SaveReport:
+    def _leave(self, part: PartSave) -> SaveReport:
         overlapped, session = part.overlapped, self._session
         assert overlapped is not None
         try:
             overlapped.stall_s = session.clock.monotonic() - part.started
-            # What is not planned yet is most likely as large as the last one.
-            report = part.make_report(small=self._layouts.size if part.image is None else 0)
-            overlapped.made = session.last_save = report
-            session.background.run(part.facts.name, lambda: self._finish(part, overlapped, taken))
+            overlapped.made = session.last_save = report = part.make_report()
+            session.background.run(part.facts.name, lambda: self._finish(part, overlapped))
         except BaseException:
             overlapped.copied.set()
             part.give_back()
             raise
         return report
 
-    def _finish(self, part: PartSave, overlapped: Overlapped, taken: Skeleton | None) -> None:
+    def _finish(self, part: PartSave, overlapped: Overlapped) -> None:
         """Captures the rest and seals it, in the background; what needs either of them waits for it."""
         facts = part.facts
         try:
             overlapped.let_caller_return()
-            if part.image is None:
-                self._plan(part, None, taken)
-                assert part.image is not None
-                part.image = overlapped.with_copies(part.image)
             part.fill_beside(overlapped)
             self._complete(part)
             part.report()

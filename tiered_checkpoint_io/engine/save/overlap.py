@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from tiered_checkpoint_io.engine.drain.progress import SaveReport
-from tiered_checkpoint_io.engine.save.snapshot import Snapshot, UncopiedError, own_objects
+from tiered_checkpoint_io.engine.save.snapshot import Snapshot, UncopiedError
 from tiered_checkpoint_io.engine.save.spans import (
     Found,
     Integers,
@@ -30,15 +30,13 @@ from tiered_checkpoint_io.engine.save.spans import (
     extent,
     parts_here,
     spans_of,
-    storage_of,
 )
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.host_pins import beside_graphs
 from tiered_checkpoint_io.engine.staging.latch import Latch
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.formats.filling import StorageRegion, StorageRegions
+from tiered_checkpoint_io.formats.filling import StorageRegions
 from tiered_checkpoint_io.formats.image import Image
-from tiered_checkpoint_io.formats.skeleton import Skeleton, apart
 
 #: Of a save that never overlaps.
 OF_PARTS = "of sharded and local checkpoints, only asynchronous ones of TieredModelParallelStrategy overlap training"
@@ -144,14 +142,9 @@ class Overlapped:
         """A planned file, with :attr:`copies` in place of what they are copies of."""
         if not self.copies:
             return image
-        regions = image.regions
-        if isinstance(regions, StorageRegions):
-            storages = [self.copies.get(each._cdata, each) for each in regions.storages]
-            return dataclasses.replace(image, regions=dataclasses.replace(regions, storages=storages, addresses=None))
-        found = cast("Sequence[StorageRegion]", regions)
-        return dataclasses.replace(
-            image, regions=[each._replace(storage=self.copies.get(each.storage._cdata, each.storage)) for each in found]
-        )
+        regions = cast("StorageRegions", image.regions)
+        storages = [self.copies.get(each._cdata, each) for each in regions.storages]
+        return dataclasses.replace(image, regions=dataclasses.replace(regions, storages=storages))
 
     def let_caller_return(self) -> None:
         """Waits a moment before the copy, unless training waits for it already."""
@@ -226,64 +219,35 @@ class Overlap:
         self._is_checked = bool(os.environ.get(CHECK))
         self._current: Overlapped | None = None
 
-    def begin(self, storages: Sequence[torch.UntypedStorage]) -> Overlapped | None:
-        """Copies what others than the optimizers may change, of all storages of a state that is planned.
+    def begin(self, image: Image) -> tuple[Image, Overlapped] | None:
+        """Copies what others than the optimizers may change, of all storages of a planned file.
 
         Returns:
-            What is left to do. None where all is to be captured before the save returns.
+            The file, of these copies, and what is left to do; None if all is to be captured before the save returns.
         """
-        begun = self._copy_others(storages)
-        if begun is None:
-            return None
-        self._current = begun[0]
-        return begun[0]
-
-    def begin_taken(self, taken: Skeleton) -> tuple[Skeleton, Overlapped] | None:
-        """As :meth:`begin`, of a state that is planned in the background, from what was taken of it.
-
-        Returns:
-            It has tensors of its own then, in place of what may be replaced or resized from now on.
-        """
-        begun = self._copy_others(taken.tensors)
-        if begun is None:
-            return None
-        overlapped, others = begun
-        try:
-            tensors, own = list(taken.tensors), own_objects(taken.tensors, overlapped.tensors)
-            for number, each in own.items():
-                tensors[number] = each
-            taken = taken._replace(tensors=tuple(tensors))
-            if others:
-                taken = apart(taken, [tensors[number] for number in others], overlapped.copies)
-        except Exception as error:
-            say_eager(self._session, _UNCOMMON.format(error))
-            return None
-        self._current = overlapped
-        return taken, overlapped
-
-    def _copy_others(self, found: Sequence[Found]) -> tuple[Overlapped, list[int]] | None:
-        """Copies all else, whose numbers come with it, and notes the witnesses; None where the save is to be eager."""
         overlapped = self._left_for_later()
         if overlapped is None:
             return None
+        storages = [region.storage for region in image.regions]
         try:
-            begins, ends = spans_of(found)
-            others = overlapped.find_others(found, begins, ends)
+            begins, ends = spans_of(storages)
+            others = overlapped.find_others(storages, begins, ends)
         except Exception as error:
             say_eager(self._session, _UNCOMMON.format(error))
             return None
-        storages = {each._cdata: each for each in (storage_of(found[number]) for number in others)}
-        copied = sum(map(torch.UntypedStorage.nbytes, storages.values()))
-        if copied and copied > Spans(begins, ends).size * _MOST_EAGER:
+        copied = {storages[number]._cdata: storages[number] for number in others}
+        size = sum(map(torch.UntypedStorage.nbytes, copied.values()))
+        if size and size > Spans(begins, ends).size * _MOST_EAGER:
             self._say_too_much()
             return None
         try:
-            overlapped.copies = {key: cast("Any", storage).clone() for key, storage in storages.items()}
+            overlapped.copies = {key: cast("Any", storage).clone() for key, storage in copied.items()}
             overlapped.begin()
         except torch.OutOfMemoryError:
             say_eager(self._session, _NO_ROOM)
             return None
-        return overlapped, others
+        self._current = overlapped
+        return overlapped.with_copies(image), overlapped
 
     def begin_state(self, state: dict[str, Any]) -> tuple[dict[str, Any], Overlapped] | None:
         """As :meth:`begin`, of a state that is planned in the background: dictionaries and lists of anything."""

@@ -89,16 +89,11 @@ class PartSave:
         self.reserve(retained=retained)
         self.fill(hashed=hashed)
 
-    def reserve(self, *, size: int = 0, retained: tuple[str, ...] = ()) -> None:
-        """Takes a slot for the state, unless it has one that is large enough; raises as :meth:`capture`.
-
-        The file most likely has ``size`` bytes, if it is not planned yet.
-        """
-        size = self.image.size if self.image is not None else size
-        if not size or (self.slot is not None and self.slot.reserved >= size):
+    def reserve(self, *, retained: tuple[str, ...] = ()) -> None:
+        """Takes a slot for the state, unless the part has one; raises as :meth:`capture`."""
+        if self.image is None or self.slot is not None:
             return
-        if self.slot is not None:
-            self.give_back()
+        size = self.image.size
         session, durable = self.session, self.facts.durable
         tier, capturer, drain = session.open()
         began = session.clock.monotonic()

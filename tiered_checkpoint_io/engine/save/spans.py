@@ -76,7 +76,7 @@ def spans_of(found: Sequence[Found]) -> tuple[Integers, Integers]:
     """Returns where the storages of tensors begin, or storages themselves; and where they end."""
     begins, sizes = list[int](), list[int]()
     for some in parts_of(found):
-        storages = list(map(storage_of, some))
+        storages = [each.untyped_storage() if isinstance(each, torch.Tensor) else each for each in some]
         begins += map(torch.UntypedStorage.data_ptr, storages)
         sizes += map(torch.UntypedStorage.nbytes, storages)
     return (own := np.array(begins, np.int64)), own + np.array(sizes, np.int64)
@@ -87,11 +87,6 @@ def parts_here(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     if set(map(type, tensors)) <= WHOLE:
         return tensors
     return [getattr(each, "_local_tensor", each) for each in tensors]
-
-
-def storage_of(found: Found) -> torch.UntypedStorage:
-    """Returns the storage of a tensor; a storage as it is."""
-    return found.untyped_storage() if isinstance(found, torch.Tensor) else found
 
 
 def parts_of(found: Sequence[_T]) -> Iterator[Sequence[_T]]:

@@ -1,0 +1,133 @@
+"""A planned file is put together in a buffer: whatever the threads, the same bytes and hashes; no byte beside it."""
+
+import ctypes
+import mmap
+import os
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.formats.torch_file import plan
+from tiered_checkpoint_io.formats.writing import Untouched
+from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
+
+MIB = 1 << 20
+
+
+def big():
+    return {"w": torch.randn(11 * MIB), "x": torch.randn(MIB), "tail": torch.ones(3)}
+
+
+def filled(image, **options):
+    buffer = bytearray(image.size)
+    with memoryview(buffer) as view:
+        image.fill(view, **options)
+    return bytes(buffer)
+
+
+def test_the_hashes_are_those_of_the_chunks_whenever_they_are_made():
+    image = plan(big())
+    buffer = bytearray(image.size)
+    hashes = image.fill(memoryview(buffer))
+    ranges = chunk_ranges(image.size, image.chunk_size)
+    assert hashes == tuple(hash_bytes(buffer[offset : offset + length]) for offset, length in ranges)
+    assert hashes == image.hashes(memoryview(buffer))
+
+
+def test_the_number_of_threads_changes_nothing():
+    image = plan(big())
+    whole = filled(image, threads=1)
+    assert [filled(image, threads=count) for count in (2, 3, 8)] == [whole] * 3
+
+
+def test_many_small_tensors_in_several_chunks():
+    sizes = [1, 7, 4096, 5000, 300]
+    image = plan({f"p{n}": torch.full((sizes[n % 5],), float(n)) for n in range(6000)})
+    assert image.size > 2 * image.chunk_size
+    wanted = bytearray(image.size)
+    for region in image.regions:
+        wanted[region.offset : region.offset + region.nbytes] = ctypes.string_at(
+            region.storage.data_ptr(), region.nbytes
+        )
+    for segment in image.segments:
+        wanted[segment.offset : segment.offset + segment.nbytes] = segment.data
+    for count in (1, 2, 8):
+        for hashed in (True, False):
+            assert filled(image, threads=count, hashed=hashed) == wanted
+
+
+def test_images_can_be_filled_by_several_threads_at_once():
+    image = plan(big())
+    expected = filled(image, threads=1)
+    results = []
+    workers = [threading.Thread(target=lambda: results.append(filled(image) == expected)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert results == [True] * 3
+
+
+def test_a_tensor_that_shrank_meanwhile_is_an_error_and_no_crash():
+    weight = torch.ones(1 << 20)
+    image = plan({"w": weight})
+    weight.untyped_storage().resize_(8)
+    with pytest.raises(ConfigError, match="resized"):
+        filled(image)
+
+
+def test_a_buffer_that_is_too_small_is_refused_and_a_larger_one_left_alone_behind_the_file():
+    image = plan({"w": torch.ones(9)})
+    with pytest.raises(ValueError, match="bytes"):
+        image.fill(memoryview(bytearray(image.size - 1)))
+    buffer = bytearray(b"x" * (image.size + 5))
+    image.fill(memoryview(buffer))
+    assert buffer[image.size :] == b"xxxxx"
+    buffer += b"the buffer is not held any more"
+
+
+# ---------------------------------------------------------------------------------------- untouched pages
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    descriptor = os.open(tmp_path_factory.mktemp("slot") / "file", os.O_RDWR | os.O_CREAT)
+    yield descriptor
+    os.close(descriptor)
+
+
+def written(image, file, start, **options):
+    """The bytes of a file after a filling, and the hashes; what was there before is 0xFF."""
+    os.ftruncate(file, 0)
+    os.ftruncate(file, image.size + 100)
+    with mmap.mmap(file, image.size + 100) as mapping:
+        mapping[:] = b"\xff" * len(mapping)
+        untouched = None if start is None else Untouched(file, start)
+        with memoryview(mapping) as view:
+            hashes = image.fill(view, untouched=untouched, **options)
+        return mapping[:], hashes
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(st.sampled_from([0, 1, 7, 1000, (512 << 10) // 4, 3 * MIB // 4, 17 * MIB // 4]), max_size=6),
+    st.integers(0, 60 * MIB),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_what_is_written_is_what_would_have_been_copied(file, sizes, start, threads, hashed):
+    image = plan({str(number): torch.arange(size) * 3.5 for number, size in enumerate(sizes)})
+    mapped = written(image, file, None)
+    content, hashes = written(image, file, min(start, image.size), threads=threads, hashed=hashed)
+    assert content == mapped[0], "and what lies behind the file is left alone"
+    assert hashes == (mapped[1] if hashed else ())
+
+
+def test_short_writes_are_continued(file, monkeypatch):
+    image = plan({"w": torch.randn(MIB // 4)})
+    expected = written(image, file, None)
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda to, data, offset: pwrite(to, data[:70_001], offset))
+    assert written(image, file, 0) == expected
