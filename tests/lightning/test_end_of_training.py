@@ -112,6 +112,24 @@ def test_the_run_after_it_goes_on_with_the_epoch_where_training_ended(how, ended
         assert after.seen == whole.seen[ended:], rest
 
 
+class Fewer(torch.utils.data.IterableDataset):
+    """Ends before the length that it names."""
+
+    def __len__(self):
+        return 25
+
+    def __iter__(self):
+        return iter(torch.zeros(20, 8))
+
+
+def test_an_epoch_that_ran_out_of_batches_is_over(runs):
+    first, after = Batches(), Batches()
+    for model, max_epochs in ((first, 1), (after, 2)):
+        model.train_dataloader = lambda: torch.utils.data.DataLoader(Fewer())
+        runs.fit(TieredModelCheckpoint(), model=model, max_steps=-1, max_epochs=max_epochs)
+    assert (first.seen[-1], after.seen[0]) == ((19, 0, 19), (20, 1, 0))
+
+
 class Leaves(Callback):
     """As NeMo's time limit does: ends training in order, amid a batch."""
 

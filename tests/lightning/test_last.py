@@ -26,23 +26,6 @@ def weight(state):
     return state["state_dict"]["layer.weight"]
 
 
-@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.matrix)])
-def test_last_model_path_loads_by_lightning_and_by_the_io_right_after_fit(runs_on_each, asynchronous):
-    runs, callback = runs_on_each, newest()
-    trainer, model = runs.fit(callback, asynchronous=asynchronous, ckpt_path=None)
-    path = trainer.checkpoint_callback.last_model_path
-    # Past our IO: by fsspec and torch.load.
-    assert torch.equal(Model.load_from_checkpoint(path).layer.weight, model.layer.weight)
-    loaded = trainer.io.load_checkpoint(path)
-    assert (loaded["global_step"], trainer.io.checkpointer.restored.tier) == (20, "memory")
-    trainer.test(model, ckpt_path=path, verbose=False)
-    trainer.test(model, ckpt_path="last", verbose=False)
-    runs.wipe()
-    loaded = trainer.io.load_checkpoint(path)
-    assert (loaded["global_step"], trainer.io.checkpointer.restored.tier) == (20, "durable")
-    assert torch.equal(weight(loaded), model.layer.weight)
-
-
 def test_last_is_an_object_that_boto3_and_torch_load_and_of_which_nothing_was_sent(
     s3_url, s3_server, memory_dir, tmp_path
 ):

@@ -164,11 +164,6 @@ def test_a_training_in_lines(job, tmp_path, setting, also):
         assert in_file == lines
 
 
-@pytest.mark.matrix
-def test_a_level_of_the_users_is_kept(job):
-    assert job.read(job(BASIC % "WARNING")) == []
-
-
 @pytest.mark.parametrize("callbacks", [WITH_CALLBACK, pytest.param("[]", marks=pytest.mark.matrix)])
 def test_an_upload_that_fails_is_logged_once_with_what_to_do(job, callbacks):
     name = "step=20.ckpt" if callbacks == WITH_CALLBACK else "epoch=0-step=20.ckpt"
@@ -188,20 +183,6 @@ def test_an_upload_that_fails_is_logged_once_with_what_to_do(job, callbacks):
     assert pending.startswith(f"INFO 1 checkpoint is not on DIR yet ({name}): uploaded by a drain that runs, ")
     assert pending.endswith(f"or by: {command}")
     assert resume == RESUME
-
-
-@pytest.mark.matrix
-def test_after_ctrl_c_it_says_what_there_is_and_what_to_type(job):
-    process = job(stops=True)
-    deadline = time.monotonic() + WAIT_S
-    while "waiting for Ctrl-C" not in job.output.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.signal(signal.SIGINT)
-    lines = job.read(process)
-    (newest,) = [line for line in lines if line.startswith("INFO newest")]
-    assert newest.startswith("INFO newest checkpoints: step=10.ckpt in node memory; ")
-    assert lines.count(RESUME) == 1
 
 
 @pytest.mark.matrix

@@ -7,7 +7,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from support.training import Model
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.callbacks.places import check_places, folder_of
 from tiered_checkpoint_io.errors import ConfigError
 
 
@@ -52,24 +51,6 @@ def test_two_that_save_to_one_name_are_refused(make, name, runs):
         runs.fit(one, other)
     assert f"both save to {runs.dirpath}/{name} " in str(caught.value)
     assert runs.durable() == []
-
-
-def test_what_keeps_two_apart():
-    for more in ({"monitor": "score"}, {"filename": "x"}, {"save_top_k": 0}, {"dirpath": "/ours/b"}):
-        check_places([tiered(), tiered(**more)], "/ours")
-    check_places([tiered(save_last=True), tiered(save_last=True, dirpath="/ours/b")], "/ours")
-
-
-def test_lightnings_own_elsewhere_is_refused(runs, tmp_path):
-    with pytest.raises(ConfigError, match="does not save below TieredCheckpointIO's dirpath"):
-        runs.trainer([ModelCheckpoint(tmp_path / "elsewhere")]).fit(Model())
-    assert folder_of("s3://bucket/run-2", "s3://bucket/run") is None
-    assert folder_of("s3://bucket/run/a/", "s3://bucket/run") == "s3://bucket/run/a"
-    assert folder_of("s3://bucket/run/", "s3://bucket/run") == "s3://bucket/run"
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    found = ModelCheckpoint(tmp_path / "link" / "run" / "own").dirpath
-    assert folder_of(found, str(tmp_path / "link" / "run")) == str(tmp_path / "link" / "run" / "own")
 
 
 class Own(ModelCheckpoint):

@@ -21,17 +21,6 @@ def every(**more):
     )
 
 
-def best_two():
-    return TieredModelCheckpoint(
-        memory_every_n_train_steps=1,
-        s3_every_n_train_steps=2,
-        monitor="score",
-        mode="max",
-        save_top_k=2,
-        save_last=True,
-    )
-
-
 def test_stopped_resumed_from_memory_then_from_the_durable_tier_is_as_never_stopped(runs_on_each):
     runs = runs_on_each
     runs.drain = "process"
@@ -92,26 +81,6 @@ def test_a_data_loader_s_state_that_a_resume_leaves_out_is_said_once(runs, caplo
     assert restored or when == "at its end"
     assert len(said) == (0 if restored else 1), said
     assert restored or "does not restore the state of 1 data loader that the checkpoint holds" in said[0]
-
-
-def test_top_k_is_kept_over_a_resume(runs_on_each):
-    runs = runs_on_each
-    first = best_two()
-    runs.fit(first, stop_at=11)
-    assert len(first.best_k_models) == 2
-    second = best_two()
-    trainer, _ = runs.fit(second)
-    resumed_from = trainer.io.checkpointer.restored.name
-    assert resumed_from.startswith("memory/")
-    scores = {path: float(score) for path, score in second.best_k_models.items()}
-    assert set(runs.durable()) == {path.removeprefix(runs.dirpath + "/") for path in scores} | {"last.ckpt"}
-    assert not [path for path in scores if "memory/" in path]
-    assert len(scores) == 2
-    assert scores[second.best_model_path] == max(scores.values())
-    # Steps 8 and 18, one of each life, score best.
-    assert sorted(scores.values()) == [9.0, 9.0]
-    assert trainer.io.load_checkpoint(second.best_model_path)["global_step"]
-    trainer.io.teardown()
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param({"monitor": "step", "mode": "max"}, marks=pytest.mark.matrix)])

@@ -1,19 +1,14 @@
 """What breaks with NeMo's own S3CheckpointIO, and holds with ours: one test for each."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from omegaconf import OmegaConf
 from support.fault_proxy import FaultProxy, refuse
-from support.nemo_training import Model, io_of, restored
+from support.nemo_training import io_of, restored
 from support.supporting import build
 
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.nemo import S3CheckpointIO, S3Utils, s3_dirpath_utils
-
-LAST = re.compile(r"-last\.ckpt$")
+from tiered_checkpoint_io.nemo import S3CheckpointIO, S3Utils
 
 
 def state(step):
@@ -66,25 +61,6 @@ def test_an_upload_that_fails_is_told_of_and_never_leaves_an_empty_bucket(runs, 
     assert runs.durable() == ["step=2.ckpt"]
 
 
-def test_the_top_k_is_remembered_over_a_resume(runs):
-    """NeMo: forgotten, so that what it should delete stays on S3."""
-    for steps in (5, 10, 15, 20):
-        runs.fit(max_steps=steps)
-    kept = [name for name in runs.objects() if not LAST.search(name)]
-    assert kept == ["gpt--val_loss=1.00-step=10.ckpt", "gpt--val_loss=1.00-step=20.ckpt"]
-
-
-def test_two_last_checkpoints_after_a_crash_are_no_error(runs):
-    """NeMo: ValueError, "Multiple checkpoints"."""
-    trainer, _ = runs.fit(max_steps=10)
-    io = io_of(trainer)
-    io.checkpointer.alias("gpt--val_loss=9.00-step=7-last.ckpt", "gpt--val_loss=6.00-step=5.ckpt")
-    io.teardown()
-    trainer, _ = runs.fit(max_steps=15)
-    assert restored(trainer)[1] == 10
-    assert sum(LAST.search(name) is not None for name in runs.durable()) == 1
-
-
 def test_an_end_is_resumed_from(runs):
     """NeMo, with resume_past_end and one end.ckpt: ckpt_path is None, and training starts anew."""
     trainer, _ = runs.fit(max_steps=5)
@@ -116,15 +92,6 @@ def test_weights_only_is_taken_and_omegaconf_loads(runs):
     io_of(trainer).teardown()
 
 
-def test_paths_are_known_as_urls_and_parts_of_names_are_no_names(runs):
-    """NeMo: is_s3_url(Path(...)) is False, and s3_path_exists is true where a name begins so."""
-    assert s3_dirpath_utils.is_s3_url(Path("s3://bucket/x"))
-    runs.fit(max_steps=5)
-    name = runs.objects()[-1]
-    assert S3Utils.s3_path_exists(Path(f"{runs.dirpath}/{name}"))
-    assert not S3Utils.s3_path_exists(f"{runs.dirpath}/{name[:-3]}")
-
-
 def test_a_save_lists_nothing_and_the_old_last_stays_until_the_new_one_is_durable(runs, s3_server):
     """NeMo: lists, and deletes ``last`` checkpoints of the same step, before each upload."""
     seen, broken = [], False
@@ -147,17 +114,3 @@ def test_a_save_lists_nothing_and_the_old_last_stays_until_the_new_one_is_durabl
         runs.wipe()
         assert io.load_checkpoint(path)["global_step"] == 2
         io.teardown()
-
-
-def test_steps_are_ordered_as_numbers(runs):
-    """NeMo: as text, where 900 beats 1000. With the layout of one rank each, as other releases write it."""
-    theirs = runs.dirpath + "-theirs"
-    runs.fit(max_steps=5)
-    name = runs.objects()[-1]
-    S3Utils.download_s3_file_to_path(f"{runs.dirpath}/{name}", "x.ckpt")
-    for step in (900, 1000, 100):
-        S3Utils.upload_file("x.ckpt", f"{theirs}/gpt--step={step}-last.ckpt")
-    again = type(runs)(theirs, runs.memory_dir, runs.root + "-2", namespace="theirs")
-    trainer = again.trainer(again.config(), max_steps=6)
-    trainer.fit(Model(OmegaConf.create(again.config()["model"]), trainer))
-    assert restored(trainer)[0] == "gpt--step=1000-last.ckpt"

@@ -9,11 +9,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from omegaconf import OmegaConf
-from support.nemo_training import Falling, Model, callback_of, io_of, restored, same_weights
+from support.nemo_training import Model, callback_of, io_of, restored, same_weights
 from support.supporting import build
 
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint
-from tiered_checkpoint_io.engine.durable.manifests import current
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.nemo import S3CheckpointIO, S3Utils, TieredNeMoCheckpoint, tiered_exp_manager
 
@@ -58,25 +57,6 @@ def test_weights_alone_are_not_taken_for_what_nemo_wrote(runs):
     assert 0 in module.seen
 
 
-def test_an_end_is_gone_on_with_where_that_is_wanted(runs):
-    trainer, _ = runs.fit(max_steps=5)
-    io = io_of(trainer)
-    io.checkpointer.alias("gpt--end.ckpt", "gpt--val_loss=6.00-step=5.ckpt")
-    io.teardown()
-    with pytest.raises(ConfigError, match="has completed"):
-        runs.fit(max_steps=10)
-    trainer, _ = runs.fit({"exp_manager": {"resume_past_end": True}}, max_steps=10)
-    assert restored(trainer)[1] == 5
-
-
-def test_a_checkpoint_that_is_named_is_where_a_first_start_begins(runs, tmp_path):
-    runs.fit(max_steps=5)
-    other = type(runs)(runs.dirpath + "-2", runs.memory_dir, tmp_path / "logs-2", namespace="second")
-    named = {"exp_manager": {"resume_from_checkpoint": f"{runs.dirpath}/gpt--val_loss=6.00-step=5.ckpt"}}
-    assert restored(other.fit(named, max_steps=6)[0])[1] == 5
-    assert restored(other.fit(named, max_steps=8)[0])[1] == 6
-
-
 def test_logs_go_where_nemo_puts_them(runs, tmp_path):
     """No version folder where runs resume; one where they do not; old files are moved aside."""
     runs.fit(max_steps=1)
@@ -104,11 +84,6 @@ def test_the_nemo_file_lies_at_the_durable_tier_and_opens(runs, best, tmp_path):
     assert torch.equal(state["layer.weight"], saved["layer.weight"]) == best
     assert torch.equal(state["layer.weight"], module.layer.weight)
     assert not (tmp_path / "s3:").exists()
-
-
-def test_a_nemo_file_with_each_checkpoint(runs):
-    runs.fit(params(always_save_nemo=True), max_steps=13, stop_at=12)
-    assert "gpt.nemo" in runs.objects()
 
 
 def test_a_nemo_file_with_each_best_checkpoint_stays_that_of_the_best_after_a_resume(runs, tmp_path):
@@ -142,34 +117,6 @@ def slimming(keep, **changes):
     """NeMo's default names, which tell no step and, of a falling loss, sort the newest first."""
     settings = {"save_top_k": -1, "save_last_n_optim_states": keep, "filename": "m--{val_loss:.4f}-{epoch}"}
     return params(**{**settings, **changes})
-
-
-def resumable(runs):
-    """The checkpoints with optimizer states; their manifests say that of the same ones."""
-    runs.wipe()
-    io = S3CheckpointIO(runs.dirpath, **runs.io)
-    full = [name for name in runs.durable() if "optimizer_states" in io.load_alone(name)]
-    store = io.checkpointer.session.durable()
-    assert [name for name in runs.durable() if current(store, name).content.resumable] == full
-    io.teardown()
-    return full
-
-
-def test_the_newest_keep_their_optimizer_states_whatever_their_names_are(runs):
-    runs.fit(slimming(2), max_steps=10, model=Falling)
-    runs.fit(slimming(2), max_steps=25, model=Falling)
-    assert len(runs.durable()) == 6
-    newest = [f"m--val_loss={end}.ckpt" for end in ("0.0400-epoch=0-last", "0.0400-epoch=0", "0.0500-epoch=0")]
-    assert resumable(runs) == newest
-    # What can't be resumed from is not chosen.
-    io = S3CheckpointIO(runs.dirpath, **runs.io)
-    for name in newest:
-        io.remove_checkpoint(name)
-    io.teardown()
-    runs.wipe()
-    trainer, module = runs.fit(max_steps=1, model=Falling)
-    assert restored(trainer) is None
-    assert 0 in module.seen
 
 
 def test_the_best_is_exported_though_it_has_no_optimizer_states(runs):

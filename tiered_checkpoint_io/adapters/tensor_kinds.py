@@ -1,4 +1,4 @@
-"""Which kinds of tensors a sharded checkpoint can hold: what could not come back is refused at the save."""
+"""Refuses at the save the kinds of tensors that a sharded checkpoint could not bring back."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _refusal(name: str, kind: str, why: str, hint: str) -> ConfigError:
 
 
 def _lost(tensor: torch.Tensor) -> str | None:
-    """What a tensor is that is lost on the way through a sharded checkpoint; None for all others."""
+    """Names a tensor that would be lost on the way through a sharded checkpoint; None for all others."""
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.layout != torch.strided:

@@ -1,4 +1,4 @@
-"""The state of one checkpoint callback for another: Lightning's own and ours load each other's."""
+"""Lets Lightning's own checkpoint callback and ours load each other's state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PortableState(ModelCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """That of Lightning's own callback with the same arguments."""
+        """Names the state as Lightning's own callback with the same arguments does."""
         key = super().state_key
         return key.replace(_OURS, _STOCK, 1) if type(self).__qualname__ == _OURS else key
 
@@ -39,15 +39,11 @@ class PortableState(ModelCheckpoint):
 
 
 def key_to_load(states: Mapping[Any, Any], callback: ModelCheckpoint, taken: Collection[str]) -> str | None:
-    """Under which key a checkpoint has the state for a callback; None where it has none.
+    """Finds the key of a callback's state among the states of a checkpoint; None if there is none.
 
     That is its own key; else that of the same arguments in another class; else the only one of the same ``monitor``
-    and ``mode`` that Lightning's own class has left, because a run that changes over may change its triggers too.
-
-    Args:
-        states: Of all callbacks, by their keys.
-        callback: Which is to be restored.
-        taken: Keys of the trainer's other callbacks.
+    and ``mode`` that Lightning's own class has left: a run that changes over may change its triggers too. ``taken`` are
+    the keys of the trainer's other callbacks.
     """
     key = callback.state_key
     _, brace, arguments = key.partition("{")

@@ -1,4 +1,4 @@
-"""What callbacks ask of a trainer: its strategy, its steps, and one answer or error for all its ranks."""
+"""Answers of a trainer to its callbacks: its strategy, its steps, and one answer or error for all its ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiered_checkpoint_io.model import ids
 
 _T = TypeVar("_T")
 
-#: Lightning's strategies that write or read shards themselves, and what to take in their place.
+#: Lightning's strategies that write or read shards themselves, and the advice for each.
 _BYPASSING = {
     "FSDPStrategy": "use tiered_checkpoint_io.strategies.TieredFSDPStrategy",
     "ModelParallelStrategy": "use tiered_checkpoint_io.strategies.TieredModelParallelStrategy",

@@ -89,7 +89,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """That of NeMo's own callback, so that each loads the other's state."""
+        """Names the state as NeMo's own callback does, so that each loads the other's."""
         return "NeMoModelCheckpoint" + super().state_key.removeprefix(type(self).__qualname__)
 
     # ------------------------------------------------------------------------------------ hooks

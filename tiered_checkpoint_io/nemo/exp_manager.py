@@ -229,7 +229,7 @@ class TieredPreemption(upstream.PreemptionCallback):  # type: ignore[misc]
 
     @property
     def interrupted(self) -> bool:
-        """Whether rank 0 got the signal; all ranks ask at each batch."""
+        """Tells whether rank 0 got the signal; all ranks ask at each batch."""
         interrupted = torch.tensor(self._interrupted, device=self._device, dtype=torch.int32)
         torch.distributed.broadcast(interrupted, 0)
         return bool(interrupted.item())

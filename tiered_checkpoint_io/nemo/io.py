@@ -107,7 +107,7 @@ class NeMoCheckpointIO(TieredCheckpointIO):
 
 
 class S3CheckpointIO(NeMoCheckpointIO):
-    """What NeMo's ``S3CheckpointIO`` promises: checkpoints below an S3 URL, for any strategy that takes an IO."""
+    """Saves checkpoints below an S3 URL, for any strategy that takes an IO, as NeMo's ``S3CheckpointIO`` promises."""
 
     def __init__(
         self,

@@ -19,5 +19,5 @@ def build_s3_url(bucket: str, key: str) -> str:
 
 
 def is_s3_url(path: str | os.PathLike[str] | None) -> bool:
-    """Whether a path is an S3 URL; also true for a ``Path``, which has lost a slash."""
+    """Tells whether a path is an S3 URL; also true for a ``Path``, which has lost a slash."""
     return path is not None and ids.is_s3_url(path.strip() if isinstance(path, str) else path)
