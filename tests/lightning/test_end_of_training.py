@@ -1,6 +1,7 @@
 """The end of training: the last steps are not in memory alone, and nothing of an earlier fit is taken for this one's."""
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from support.training import Model, Stop
