@@ -22,30 +22,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-TYPES = [
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "complex32",
-    "complex64",
-    "complex128",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "bool",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float4_e2m1fn_x2",
-]
+TYPES = """
+    float64 float32 float16 bfloat16 complex32 complex64 complex128 int8 int16 int32 int64 uint8 uint16 uint32
+    uint64 bool float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2
+"""
 
 
 class Tagged(torch.Tensor):
@@ -68,7 +48,7 @@ def quantized_by_channel(scale=0.1, factor=1.0):
 def ordinary():
     """Kinds that torch's DCP brings back, with tensors to load them into."""
     raw = torch.arange(64, dtype=torch.uint8) % 2
-    of_types = {name: raw.clone().view(getattr(torch, name)) for name in TYPES if hasattr(torch, name)}
+    of_types = {name: raw.clone().view(getattr(torch, name)) for name in TYPES.split() if hasattr(torch, name)}
     numbers = torch.randn(3, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
     weight = torch.nn.Parameter(matrix())
     kinds = {

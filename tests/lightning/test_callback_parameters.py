@@ -4,7 +4,6 @@ import inspect
 import re
 import typing
 from dataclasses import fields
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -69,31 +68,6 @@ def test_the_io_takes_the_keys_that_it_reads_with_their_defaults_and_types():
         "spill_dir",
         "log_dir",
     }
-
-
-def test_what_the_arguments_say_holds(tmp_path):
-    given = {
-        "filename": "{epoch}",
-        "monitor": "loss",
-        "verbose": True,
-        "save_last": True,
-        "save_top_k": 3,
-        "save_weights_only": True,
-        "mode": "max",
-        "auto_insert_metric_name": False,
-        "train_time_interval": timedelta(hours=1),
-        "save_on_train_epoch_end": True,
-        "enable_version_counter": False,
-    }
-    mine, theirs = vars(TieredModelCheckpoint(**given)), vars(ModelCheckpoint(**given))
-    for name in set(theirs) - {"best_model_path", "_fs", "kth_value"}:
-        assert mine[name] == theirs[name], name
-    io = TieredCheckpointIO(tmp_path, chunk_size_MB=8, safe_globals=["a.B"], s3_options=None)
-    assert io.config == TieredCheckpointConfig(dirpath=str(tmp_path), chunk_size_MB=8, safe_globals=("a.B",))
-    assert TieredCheckpointIO(io.config, chunk_size_MB=9).config.chunk_size_MB == 9
-    assert TieredCheckpointIO(io.config).config == io.config
-    with pytest.raises(ConfigError, match="save_on_train_end is 'no'"):
-        TieredModelCheckpoint(save_on_train_end="no")
 
 
 def test_what_this_lightning_does_not_know_is_refused(monkeypatch):

@@ -44,29 +44,6 @@ def test_a_failed_save_deletes_nothing_and_the_next_good_one_makes_up_for_it(run
     trainer.io.teardown()
 
 
-def test_another_run_is_left_alone(runs, tmp_path):
-    """A run that starts from another's checkpoint, elsewhere, deletes nothing of it."""
-    first = newest()
-    runs.fit(first, max_steps=5)
-    mine = type(runs)(str(tmp_path / "mine"), runs.memory_dir, tmp_path)
-    with pytest.warns(UserWarning, match="dirpath has changed"):
-        mine.fit(newest(), ckpt_path=first.best_model_path, max_steps=15)
-    assert runs.durable() == ["epoch=0-step=5.ckpt", "last.ckpt"]
-    assert mine.durable() == ["epoch=0-step=15.ckpt", "last.ckpt"]
-
-
-def test_two_callbacks_share_memory_steps_and_each_tells_its_own(runs):
-    book = LogBook(runs.dirpath)
-    best = newest(memory_every_n_train_steps=2, monitor="score", mode="max", filename="best-{step}", save_last=False)
-    each = newest(memory_every_n_train_steps=2, s3_every_n_train_steps=10, save_last=False)
-    runs.fit(best, each, logger=book)
-    steps = [step for step, metrics in book.metrics if "checkpoint/stall_s" in metrics]
-    assert sorted(set(steps)) == [2, 4, 5, 6, 8, 10, 12, 14, 15, 16, 18, 20]
-    # Both save step 10 and 20, if it is among the best; nothing else is saved twice.
-    assert {step for step in steps if steps.count(step) > 1} <= {10, 20}
-    assert {best.best_model_path, each.best_model_path} <= {path for path, *_ in book.told}
-
-
 def test_memory_steps_hold_the_whole_state(runs):
     runs.fit(newest(save_weights_only=True, memory_every_n_train_steps=2, save_last=False), stop_at=8)
     trainer, _ = runs.fit(newest(save_weights_only=True, memory_every_n_train_steps=2, save_last=False))

@@ -47,14 +47,7 @@ class LazyModel(Model):
         self.later = torch.nn.LazyLinear(7)
 
 
-class LazyFrozenModel(LazyModel):
-    """As before, but the optimizer does not hold the layer."""
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.layer.parameters(), lr=0.01)
-
-
-class LazyBuffersModel(LazyFrozenModel):
+class LazyBuffersModel(LazyModel):
     """A layer with buffers that no batch has used yet."""
 
     def __init__(self):
@@ -93,7 +86,7 @@ def shown(value):
 
 
 @pytest.mark.parametrize("staging", ["eager", "overlapped"])
-@pytest.mark.parametrize("kind", [LazyModel, LazyFrozenModel, LazyBuffersModel, MetaModel, NoStorageModel])
+@pytest.mark.parametrize("kind", [LazyModel, LazyBuffersModel, MetaModel, NoStorageModel])
 def test_every_save_is_stocks(runs, tmp_path, kind, staging):
     callback = ModelCheckpoint(tmp_path / "stock", **EVERY)
     stock = Trainer(callbacks=[callback], max_steps=20, logger=False, accelerator="cpu", enable_progress_bar=False)

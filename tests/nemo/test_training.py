@@ -57,18 +57,6 @@ def test_weights_alone_are_not_taken_for_what_nemo_wrote(runs):
     assert 0 in module.seen
 
 
-def test_logs_go_where_nemo_puts_them(runs, tmp_path):
-    """No version folder where runs resume; one where they do not; old files are moved aside."""
-    runs.fit(max_steps=1)
-    runs.fit(max_steps=2)
-    (folder,) = (tmp_path / "logs").iterdir()
-    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"run_0"}
-    assert (folder / "cmd-args.log").exists()
-    runs.fit({"exp_manager": {"resume_if_exists": False, "name": "other"}}, max_steps=1)
-    (version,) = (tmp_path / "logs" / "other").iterdir()
-    assert version.name.startswith("20")
-
-
 @pytest.mark.parametrize("best", [False, True])
 def test_the_nemo_file_lies_at_the_durable_tier_and_opens(runs, best, tmp_path):
     settings = params(save_nemo_on_train_end=True, save_best_model=best, prefix="mine")

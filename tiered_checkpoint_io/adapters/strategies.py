@@ -315,29 +315,8 @@ class TieredSharding(_Base):
             session.failed(name, step, late, shared=True)
             return
         self._show()
-        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        state: dict[str, Any] = {self._model_key: (model := checkpoint["state_dict"])}
-        state.update({f"optimizer_{i}": each for i, each in enumerate(checkpoint.get("optimizer_states", []))})
         shared, is_async = self._shared, isinstance(self.checkpoint_io, AsyncCheckpointIO)
-        overlap = shared.saver.overlap if is_async else None
-        begun = pickled = failed = None
-        try:
-            pickled = Rest(rest, model) if self.is_global_zero else None
-            sharded = pickled.sharded if pickled is not None else part_off(rest, model)[1]
-            state.update({SHARDED: sharded} if sharded else {})
-            begun = overlap.begin_state(state) if overlap is not None else None
-        except Exception as error:
-            # The other ranks are told of it where they save; they would wait for one that does not come.
-            failed = as_save_error(error)
-        if self._save_group is not None and is_async:
-            # Else one rank would wait for the parts of others, which are sealed when the save has ended.
-            agreed = False
-            try:
-                agreed = self._all(begun is not None)
-            finally:
-                if begun is not None and overlap is not None and not agreed:
-                    overlap.forgo()
-                    begun = None
+        state, begun, pickled, failed = self._take(checkpoint, shared.saver, is_async=is_async)
         resumable, is_durable = self._tiered_io.is_resumable(checkpoint, path), "durable" in tiers
         # Where it overlaps training, which waits for this method, it is made beside that.
         writer = functools.partial(
@@ -364,6 +343,36 @@ class TieredSharding(_Base):
         except BaseException:
             overlapped.copied.set()
             raise
+
+    def _take(
+        self, checkpoint: dict[str, Any], saver: CoordinatedSaver, *, is_async: bool
+    ) -> tuple[dict[str, Any], tuple[Any, Overlapped] | None, Rest | None, Exception | None]:
+        """Returns the state to save, its overlapped capture if all ranks begin one, rank 0's rest, and an error.
+
+        The other ranks are told of this rank's error when they save: they would wait for a rank that does not come.
+        """
+        model, overlap = checkpoint["state_dict"], saver.overlap if is_async else None
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        state: dict[str, Any] = {self._model_key: model}
+        state.update({f"optimizer_{i}": each for i, each in enumerate(checkpoint.get("optimizer_states", []))})
+        begun = pickled = failed = None
+        try:
+            pickled = Rest(rest, model) if self.is_global_zero else None
+            sharded = pickled.sharded if pickled is not None else part_off(rest, model)[1]
+            state.update({SHARDED: sharded} if sharded else {})
+            begun = overlap.begin_state(state) if overlap is not None else None
+        except Exception as error:
+            failed = as_save_error(error)
+        if self._save_group is not None and is_async:
+            # Else one rank would wait for the parts of others, which are sealed when the save has ended.
+            agreed = False
+            try:
+                agreed = self._all(begun is not None)
+            finally:
+                if begun is not None and overlap is not None and not agreed:
+                    overlap.forgo()
+                    begun = None
+        return state, begun, pickled, failed
 
     def _all(self, decision: bool) -> bool:
         if _is_alone():
