@@ -182,7 +182,7 @@ def test_a_rank_that_has_nothing_to_upload_does_not_leave_before_the_one_that_ha
 
 
 class Told(Model):
-    """Is told to end at the end of step 4, after what is saved then; or in the middle of the wait of that save."""
+    """Is told to end at the end of step 4, after what is saved then."""
 
     def on_train_batch_end(self, *_):
         if self.global_step == 4:
@@ -193,35 +193,25 @@ def lines(caplog):
     return [record.getMessage() for record in caplog.records]
 
 
-@pytest.fixture
-def stalled(s3_url, s3_server, memory_dir, tmp_path, monkeypatch):
-    """A training whose ordinary uploads stall: what it saves as its last checkpoint, and the time left just then."""
-    left = []
-    fill = Capturer.fill
+def test_the_last_checkpoint_neither_waits_for_earlier_uploads_nor_gives_way_to_them(
+    s3_url, s3_server, memory_dir, tmp_path, monkeypatch, caplog
+):
+    """Ordinary uploads stall; seen is the time that is left when the last checkpoint is captured."""
+    left, fill, preemption = [], Capturer.fill, PreemptionCheckpoint(grace_seconds=6.0, requeue=False)
 
-    def run(callback, *, grace=6.0, **options):
-        preemption = PreemptionCheckpoint(grace_seconds=grace, requeue=False)
+    def filling(capturer, *args, **options):
+        left.append(preemption.notice.left_s(io.checkpointer.session))
+        return fill(capturer, *args, **options)
 
-        def filling(capturer, *args, **options):
-            left.append(preemption.notice.left_s(io.checkpointer.session))
-            return fill(capturer, *args, **options)
-
-        monkeypatch.setattr(Capturer, "fill", filling)
-        with FaultProxy(s3_server.endpoint_url, where(stall, key="step")) as proxy:
-            runs = Runs(s3_url, memory_dir, tmp_path)
-            asynchronous = options.pop("asynchronous", True)
-            io = runs.io(endpoint_url=proxy.endpoint_url, **options)
-            with pytest.raises(Preempted):
-                runs.fit(callback, preemption, model=Told(), io=io, ckpt_path=None, asynchronous=asynchronous)
-        return [each.name for each in io.checkpointer.session.standing().pending], left[-1]
-
-    return run
-
-
-def test_the_last_checkpoint_neither_waits_for_earlier_uploads_nor_gives_way_to_them(stalled, caplog):
+    monkeypatch.setattr(Capturer, "fill", filling)
     callback = TieredModelCheckpoint(s3_every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    pending, left = stalled(callback, max_pending=2)
-    assert left > 3, "the grace time was waited away before the state was captured"
+    with FaultProxy(s3_server.endpoint_url, where(stall, key="step")) as proxy:
+        runs = Runs(s3_url, memory_dir, tmp_path)
+        io = runs.io(endpoint_url=proxy.endpoint_url, max_pending=2)
+        with pytest.raises(Preempted):
+            runs.fit(callback, preemption, model=Told(), io=io, ckpt_path=None)
+    assert left[-1] > 3, "the grace time was waited away before the state was captured"
+    pending = [each.name for each in io.checkpointer.session.standing().pending]
     assert pending == ["step=2.ckpt", "step=4.ckpt", "preempted.ckpt"]
     assert not [line for line in lines(caplog) if "preempted.ckpt stays in memory" in line]
 
