@@ -31,12 +31,11 @@ class Job:
         )
         self.checkpointer = Checkpointer(config)
         self.weight = torch.zeros(ROWS)
-        self.more = {}
         self.overlap = self.checkpointer.saver.overlap = Overlap(self.checkpointer.session, lambda: [self.weight])
         self.may_copy = threading.Event()
 
     def save(self, step, *, tiers=("memory", "durable")):
-        state = {"w": self.weight, "global_step": step, **self.more}
+        state = {"w": self.weight, "global_step": step}
         return self.checkpointer.save(state, f"step={step}.ckpt", tiers=tiers, wait=False)
 
     def go_on(self):

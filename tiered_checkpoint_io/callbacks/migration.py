@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-#: What our state has beside Lightning's; by this key it is known.
+#: The key that our state has, and Lightning's has not.
 WITHHELD = "withheld"
 _STOCK, _OURS = "ModelCheckpoint", "TieredModelCheckpoint"
 
@@ -49,7 +49,7 @@ def key_to_load(states: Mapping[Any, Any], callback: ModelCheckpoint, taken: Col
     _, brace, arguments = key.partition("{")
     same = _STOCK + repr({"monitor": callback.monitor, "mode": callback.mode}).removesuffix("}") + ", "
     # Before Lightning 1.5, keys were classes.
-    alike = [each for each in states if isinstance(each, str) and each.startswith(same) and each not in taken]
-    alike = [each for each in alike if WITHHELD not in states[each]]
-    candidates = [key, _STOCK + brace + arguments, _OURS + brace + arguments, *(alike if len(alike) == 1 else [])]
-    return next((each for each in candidates if each in states and each not in taken), None)
+    free = [each for each in states if isinstance(each, str) and each not in taken]
+    alike = [each for each in free if each.startswith(same) and WITHHELD not in states[each]]
+    candidates = [key, _STOCK + brace + arguments, *(alike if len(alike) == 1 else [])]
+    return next((each for each in candidates if each in free), None)
