@@ -268,3 +268,16 @@ def test_a_restart_that_fails_before_it_trains_saves_nothing(runs):
     assert runs.durable() == []
     runs.fit(memory_alone(), max_steps=4)
     assert runs.durable() == ["end_of_training.ckpt"]
+
+
+def test_a_fit_that_goes_back_to_an_older_step_saves_its_own_end(runs):
+    """The same trainer, up to the step at which it had ended before."""
+    callback = every(memory_every_n_train_steps=None, s3_every_n_train_steps=5, save_top_k=-1, save_last=None)
+    trainer, _ = runs.fit(callback, max_steps=10, ckpt_path=None)
+    other = Batches()
+    # The steps that follow are others.
+    other.train_dataloader = lambda: torch.utils.data.DataLoader(torch.ones(40, 8))
+    other.training_step = lambda batch: other.layer(batch).pow(2).mean()
+    trainer.fit(other, ckpt_path=f"{runs.dirpath}/epoch=0-step=5.ckpt")
+    assert [step for step, *_ in other.seen] == [*range(5, 10)]
+    assert runs.io().load_checkpoint("tiered:latest")["state_dict"]["layer.weight"].equal(other.layer.weight)
