@@ -10,7 +10,7 @@ from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.engine.drain.running import DrainRunner
-from tiered_checkpoint_io.errors import UsageError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.memory.parts import reading
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -118,7 +118,7 @@ def test_with_no_room_even_so_nothing_is_lost(opened, warned, monkeypatch):
 
 def test_a_capture_that_fails_leaves_no_part_and_gives_its_slot_back(opened, monkeypatch):
     def fails(*_, **__):
-        raise UsageError("resized")
+        raise ConfigError("resized")
 
     tier, engine = opened()
     for step in (1, 2, 3):
@@ -127,7 +127,7 @@ def test_a_capture_that_fails_leaves_no_part_and_gives_its_slot_back(opened, mon
     with monkeypatch.context() as patch:
         patch.setattr(Image, "fill", fails)
         for step in range(4, 14):
-            with pytest.raises(UsageError, match="resized"):
+            with pytest.raises(ConfigError, match="resized"):
                 save(engine, step)
     assert steps(tier) == [2, 3]
     # One more may be prepared for the next save.
