@@ -535,9 +535,7 @@ class TieredSharding(_Base):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """As upstream; a single rank does not ask itself."""
-        if _is_alone():
-            return obj
-        return super().broadcast(obj, src)  # type: ignore[safe-super]
+        return obj if _is_alone() else super().broadcast(obj, src)  # type: ignore[safe-super]
 
     def barrier(self, *args: Any, **options: Any) -> None:
         """As upstream; a single rank does not ask itself."""

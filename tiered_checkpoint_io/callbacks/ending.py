@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -147,6 +147,9 @@ class DurableEnd(SafeDeletes):
     _began_at: int
     #: Whether training validates just now, perhaps with averaged weights.
     _is_amid_validation: bool
+    #: Methods of :class:`TieredModelCheckpoint`.
+    _siblings: Any
+    _save: Any
 
     def _begin(self) -> None:
         super()._begin()
@@ -187,7 +190,9 @@ class DurableEnd(SafeDeletes):
 
     def _save_state(self, trainer: Trainer, name: str, *tiers: str) -> SaveReport | None:
         """Saves the whole training state below the IO's dirpath, beside what ModelCheckpoint counts."""
-        report = self._save(trainer, ids.join_url(self._engine.dirpath, name), {"tiers": tiers}, weights_only=False)
+        report: SaveReport | None = self._save(
+            trainer, ids.join_url(self._engine.dirpath, name), {"tiers": tiers}, weights_only=False
+        )
         self._resumable = self._resumable.after(trainer.global_step, report)
         return report
 
@@ -226,10 +231,3 @@ class DurableEnd(SafeDeletes):
         with contextlib.suppress(DrainError):
             background.wait()
         return bool(background.lost)
-
-    if TYPE_CHECKING:
-
-        def _siblings(self, trainer: Trainer) -> Sequence[DurableEnd]: ...
-        def _save(
-            self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
-        ) -> SaveReport | None: ...
