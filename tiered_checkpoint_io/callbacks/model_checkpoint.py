@@ -32,8 +32,6 @@ _KEYS = ("dirpath", "memory_every_n_train_steps", "s3_every_n_train_steps", "sav
 _TRIGGERS = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
 #: A durable tier that was silent is asked again for names after so many times ``durable_timeout_s``.
 _REST = 10
-#: Set by ModelCheckpoint, since Lightning 2.6, to save after the validation that gives its metric.
-_DEFERS = "_defer_save_until_validation"
 
 
 class TieredModelCheckpoint(DurableEnd):
@@ -347,8 +345,10 @@ class TieredModelCheckpoint(DurableEnd):
         if is_upstreams or not passes(every, self._reached, step) or self._should_skip_saving_checkpoint(trainer):
             return
         candidates = self._monitor_candidates(trainer)
-        if self.monitor is not None and self.monitor not in candidates and hasattr(self, _DEFERS):
-            setattr(self, _DEFERS, True)
+        is_missing = self.monitor is not None and self.monitor not in candidates
+        if is_missing and hasattr(self, "_defer_save_until_validation"):
+            # Lightning 2.6 saves after the validation that gives the metric.
+            self._defer_save_until_validation = True
             return
         self._save_topk_checkpoint(trainer, candidates)
         self._save_last_checkpoint(trainer, candidates)

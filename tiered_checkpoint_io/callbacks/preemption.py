@@ -31,8 +31,6 @@ from tiered_checkpoint_io.model import ids
 _TORCHRUN_S = 30
 #: Name of the last checkpoint before Slurm's automatic requeue, without its ending: one that Lightning knows.
 _HPC = "hpc_ckpt_1"
-#: Grace time of that: Lightning's documentation has Slurm signal 90 s before the end, and the requeue has to fit in.
-_HPC_S = 60.0
 
 
 class Preempted(SIGTERMException):
@@ -319,7 +317,8 @@ def take_over_requeue(trainer: Trainer, module: LightningModule, io: TieredCheck
     has_one = any(isinstance(each, PreemptionCheckpoint) for each in trainer.callbacks)  # type: ignore[attr-defined]
     # Lightning respects a handler of the user's as well. All ranks have the callback, or none: they stop together.
     if not has_one and trainer.strategy.reduce_boolean_decision(is_unhandled(number)):
-        callback = PreemptionCheckpoint(grace_seconds=_HPC_S, signals=[number], name=_HPC, requeue=True)
+        # Lightning's documentation has Slurm signal 90 s before the end, and the requeue has to fit in.
+        callback = PreemptionCheckpoint(grace_seconds=60.0, signals=[number], name=_HPC, requeue=True)
         callback.setup(trainer, module, "fit")
     connector: Any = trainer._checkpoint_connector
 

@@ -26,7 +26,6 @@ from tiered_checkpoint_io.logs import GIB
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
-_METRICS = "get_metrics"
 #: Names that a line of the summary lists.
 _NAMED = 3
 #: Loggers of which a failure was warned.
@@ -49,7 +48,7 @@ class Reporter:
     def start(self, trainer: Trainer) -> None:
         """Shows the line in the trainer's progress bar, if it has one that shows none yet."""
         bar: Any = trainer.progress_bar_callback
-        if bar is None or _METRICS in vars(bar):
+        if bar is None or "get_metrics" in vars(bar):
             return
         metrics = bar.get_metrics
 
@@ -64,7 +63,7 @@ class Reporter:
     def stop(self) -> None:
         """Leaves the progress bar as it was."""
         if self._bar is not None:
-            vars(self._bar).pop(_METRICS, None)
+            vars(self._bar).pop("get_metrics", None)
             self._bar = None
 
     def expect(self, name: str, path: str, *, pending: bool) -> None:
