@@ -18,10 +18,10 @@ def loop(config: dict[str, Any]) -> None:
     import ray.train.torch
     import torch
 
-    from tiered_checkpoint_io import TieredCheckpointIO, train_here
+    from tiered_checkpoint_io import TieredCheckpointIO
 
     # Ray runs this on a thread of the worker, and not on the main thread.
-    train_here()
+    TieredCheckpointIO.train_here()
     context, io = ray.train.get_context(), TieredCheckpointIO(**config["tiers"])
     rank = context.get_world_rank()
     torch.manual_seed(1)

@@ -1,17 +1,8 @@
 """Checkpoints of a job's ranks: ``tiered_checkpoint_io.dcp.save`` and its kin."""
 
-from tiered_checkpoint_io.adapters.async_saves import AsyncSave, maybe_finalize_async_calls
-from tiered_checkpoint_io.adapters.dcp import async_save, load, save, save_full
+from tiered_checkpoint_io.adapters.async_saves import maybe_finalize_async_calls
+from tiered_checkpoint_io.adapters.dcp import async_save, load, save
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 
-__all__ = [
-    "AsyncSave",
-    "TieredStorageReader",
-    "TieredStorageWriter",
-    "async_save",
-    "load",
-    "maybe_finalize_async_calls",
-    "save",
-    "save_full",
-]
+__all__ = ["TieredStorageReader", "TieredStorageWriter", "async_save", "load", "maybe_finalize_async_calls", "save"]

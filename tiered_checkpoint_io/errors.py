@@ -142,7 +142,7 @@ class SaveError(TieredCheckpointError, RuntimeError):
     """A checkpoint or an export was not written where it was meant to be."""
 
 
-class DrainError(TieredCheckpointError, TimeoutError):
+class DrainError(TieredCheckpointError, RuntimeError):
     """The upload in the background failed, died, or did not finish in time."""
 
 

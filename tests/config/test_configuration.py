@@ -7,8 +7,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from tiered_checkpoint_io import TieredCheckpointConfig
-from tiered_checkpoint_io.model.config import keys
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig, keys
 from tiered_checkpoint_io.model.support import Support
 
 ROOT = Path(__file__).parents[2]

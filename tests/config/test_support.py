@@ -3,8 +3,9 @@
 import pytest
 from support.supporting import build, supported
 
-from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
+from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.support import VARIABLE, Support
 
 S3 = {"dirpath": "s3://bucket/run"}

@@ -296,9 +296,10 @@ def save_whole(job, number, coordinator=None, refuses=None):
 
     weights, states = get_state_dict(model, optimizer)
     report = build(
-        dcp.save_full,
+        dcp.save,
         {"model": weights, "optim": states, "step": number, "of": {"loader": worker.Refusing(refuses)}},
         checkpoint_id="export/model.pt",
+        kind="full",
         coordinator_rank=coordinator,
         **job["options"],
     )
@@ -338,9 +339,10 @@ def save_shards(job, ranks, coordinator, breaks=(), takes_part=None):
     torch.Tensor.copy_ = fails if rank in breaks else copied
     try:
         report = build(
-            dcp.save_full,
+            dcp.save,
             state,
             checkpoint_id="export/shards.pt",
+            kind="full",
             process_group=saving,
             coordinator_rank=coordinator,
             **job["options"],

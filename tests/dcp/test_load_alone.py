@@ -153,9 +153,7 @@ def test_what_lies_in_folders_side_by_side_is_never_mixed_up(config, kind):
     for step in range(3, 40):
         save(50, f"ema/step_{step}", wait=False)
     # A restart passes by the newest beside the one that is meant.
-    build(
-        ours.save_full, state(60), checkpoint_id="export_step_60.pt", **{k: v for k, v in config.items() if k != "kind"}
-    )
+    build(ours.save, state(60), checkpoint_id="export_step_60.pt", **{**config, "kind": "full"})
     load()[1].close()
     assert load(namespace="another-node")[0] == 31
 

@@ -76,7 +76,12 @@ def test_a_restart_passes_by_the_full_checkpoint_that_ended_the_training(kind, m
     build(dcp.save, {"t": torch.full((3,), 1.0)}, checkpoint_id="step_1", kind=kind, **options)
     # An export is on no schedule.
     report = build(
-        dcp.save_full, {"t": torch.full((3,), 9.0)}, checkpoint_id="export/step_7.pt", s3_every_n_steps=5, **options
+        dcp.save,
+        {"t": torch.full((3,), 9.0)},
+        kind="full",
+        checkpoint_id="export/step_7.pt",
+        s3_every_n_steps=5,
+        **options,
     )
     assert report is not None
     assert (tmp_path / "durable" / "export" / "step_7.pt").exists()

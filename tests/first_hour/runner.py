@@ -37,7 +37,7 @@ def main(job):
 
     # A command may leave so by itself.
     os._exit = end
-    from tiered_checkpoint_io import TieredCheckpointConfig
+    from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
     check = TieredCheckpointConfig.__post_init__
 

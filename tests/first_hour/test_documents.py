@@ -138,7 +138,7 @@ def test_every_block_of_python_is_run():
 def test_the_blocks_of_yaml():
     from omegaconf import OmegaConf
 
-    from tiered_checkpoint_io import TieredCheckpointConfig
+    from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
     texts = [text for blocks in SECTIONS.values() for language, _, text in blocks if language == "yaml"]
     blocks = [OmegaConf.create(text) for text in texts if "s3_checkpointing:\n" in text]

@@ -20,7 +20,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
-from tiered_checkpoint_io.callbacks import Preempted, PreemptionCheckpoint, TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.preemption import Preempted
 from tiered_checkpoint_io.strategies import TieredModelParallelStrategy
 
 BATCHES = 12

@@ -16,7 +16,6 @@ from support.training import Model
 
 from tiered_checkpoint_io import (
     AsyncCheckpointIO,
-    TieredCheckpointConfig,
     TieredCheckpointIO,
     TieredStorageReader,
     TieredStorageWriter,
@@ -25,7 +24,7 @@ from tiered_checkpoint_io import (
 )
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import ConfigError
-from tiered_checkpoint_io.model.config import NOT_OF_IO, IOKeys
+from tiered_checkpoint_io.model.config import NOT_OF_IO, IOKeys, TieredCheckpointConfig
 from tiered_checkpoint_io.model.config import keys as config_keys
 from tiered_checkpoint_io.model.retention import Best, Latest
 

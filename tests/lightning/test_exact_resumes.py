@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch import callbacks
 from support.training import Model, Stop
 
-from tiered_checkpoint_io.callbacks import Preempted, PreemptionCheckpoint, TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.preemption import Preempted
 
 averaged = pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="came with Lightning 2.6")
 

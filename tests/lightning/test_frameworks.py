@@ -10,7 +10,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.training import Model
 
-from tiered_checkpoint_io.callbacks import Preempted, PreemptionCheckpoint, TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.preemption import Preempted
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
 
 BOUND_S = 60.0

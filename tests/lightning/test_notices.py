@@ -10,8 +10,9 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from support.training import Model, Stop
 
 from tiered_checkpoint_io import TieredCheckpointIO
-from tiered_checkpoint_io.callbacks import Preempted, PreemptionCheckpoint, TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.notice import is_unhandled
+from tiered_checkpoint_io.callbacks.preemption import Preempted
 
 
 class ToldAt(Callback):

@@ -15,7 +15,8 @@ from support.launch import free_port, launch, said
 from support.tenants import mounted_tmpfs
 from support.training import Model, Runs, Stop, durable, wipe
 
-from tiered_checkpoint_io.callbacks import Preempted, PreemptionCheckpoint, TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.preemption import Preempted
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.staging.capture import Capturer
 from tiered_checkpoint_io.errors import ConfigError, SaveError

@@ -19,7 +19,7 @@ from support.sharded import objects as all_objects
 from support.supporting import build
 from typer.testing import CliRunner
 
-from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
+from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.durable import pruning
 from tiered_checkpoint_io.engine.durable.holds import hold, release
@@ -28,6 +28,7 @@ from tiered_checkpoint_io.engine.leasing.leases import Lease
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected

@@ -16,7 +16,7 @@ from support.fault_proxy import FaultProxy, locked
 from support.sharded import FlatStore, Journals, named, objects, readable
 from support.supporting import build
 
-from tiered_checkpoint_io import TieredCheckpointConfig, TieredCheckpointIO
+from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable.holds import LIFETIME_S, hold, release
@@ -25,6 +25,7 @@ from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.retention import Best, Latest
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore

@@ -13,12 +13,11 @@ from support.draining import Node
 from support.failing import failing
 from support.story import op_id
 
-from tiered_checkpoint_io import find_latest, list_checkpoints, new_checkpoints, wait_for
+from tiered_checkpoint_io import find_latest, list_checkpoints, new_checkpoints
 from tiered_checkpoint_io.engine.durable.manifests import manifest_cache, names_of
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
-    DrainError,
     StoreError,
 )
 from tiered_checkpoint_io.inventory.api import NewCheckpoints
@@ -97,8 +96,6 @@ def test_a_checkpoint_is_durable_only_once_it_has_taken_the_place_of_the_one_bef
     committing.save(store, "a", 1, kind=kind)
     committing.alias(store, "last", "a")
     committing.begin_overwrite(store, "a", 2, kind=kind)
-    with pytest.raises(DrainError, match="the latest is a, step 1"):
-        wait_for(store.url, step=2, timeout_s=0)
     assert list(new_checkpoints(store.url, after=op_id(1), idle_timeout_s=0)) == []
     # A restart, too, takes the one before until then.
     latest = find_latest(store.url)
@@ -108,7 +105,6 @@ def test_a_checkpoint_is_durable_only_once_it_has_taken_the_place_of_the_one_bef
     assert states == {("a", 2): ("incomplete", False), ("a", 1): ("durable", True), ("last", 1): ("durable", True)}
     assert "takes the place of step 1" in rows["a", 2].problem
     committing.save(store, "a", 2, kind=kind)
-    assert wait_for(store.url, step=2, timeout_s=0).name == "a"
     assert [each.step for each in new_checkpoints(store.url, after=op_id(1), idle_timeout_s=0)] == [2]
     assert [(each.name, each.step, each.state) for each in list_checkpoints(store.url)] == [
         ("a", 2, "durable"),
@@ -129,41 +125,11 @@ def test_a_checkpoint_whose_overwrite_is_under_way_on_this_node_is_uploading_fro
     ]
 
 
-def test_waiting_for_a_step_is_bounded_and_tells_what_there_is(node):
-    clock = VirtualClock()
-    node.save("a.ckpt", b"A")
-    drain(node)
-    assert wait_for(node.dirpath, step=1, timeout_s=0).name == "a.ckpt"
-    result = []
-
-    def wait():
-        with pytest.raises(DrainError) as caught:
-            wait_for(node.dirpath, step=2, timeout_s=60, clock=clock)
-        result.append(str(caught.value))
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    while waiting.is_alive():
-        clock.advance(10, waiting)
-    assert "no checkpoint of step 2 became durable within 60 s; the latest is a.ckpt, step 1" in result[0]
-    with pytest.raises(DrainError, match="there is none"):
-        wait_for(f"{node.dirpath}/none", step=2, timeout_s=0)
-
-
 def test_what_would_never_come_is_refused_in_place_of_waited_for(node):
     node.save("a.ckpt", b"A")
     drain(node)
-    # As of sys.argv, where step 1 is there.
-    for step in ("1", None, 1.0, True, -1):
-        with pytest.raises(ConfigError, match="step is .* allowed: a whole number"):
-            wait_for(node.dirpath, step=step, timeout_s=0)
-    for wrong in (math.nan, -1, "60", None, True):
-        with pytest.raises(ConfigError, match="timeout_s is .* allowed: a number of seconds, from 0 on"):
-            wait_for(node.dirpath, step=2, timeout_s=wrong)
     for wrong in (math.nan, math.inf, 0, -1, "60", True):
         with pytest.raises(ConfigError, match="every_s is .* allowed: a number of seconds above 0"):
-            wait_for(node.dirpath, step=2, timeout_s=0, every_s=wrong)
-        with pytest.raises(ConfigError, match="every_s is"):
             new_checkpoints(node.dirpath, every_s=wrong)
     for wrong in (math.nan, -1, "60", True):
         with pytest.raises(ConfigError, match="idle_timeout_s is"):

@@ -7,8 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from tiered_checkpoint_io import TieredCheckpointConfig
 from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.retention import Best, Checkpoint, EverySteps, Latest, kept
 
 DEFAULT = Path(__file__).parents[2] / "configs" / "s3_checkpointing" / "default.yaml"

@@ -17,7 +17,6 @@ PACKAGES = [
             "callbacks",
             "strategies",
             "dcp",
-            "retention",
             "nemo",
             "errors",
         )

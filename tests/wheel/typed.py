@@ -1,7 +1,6 @@
 """A user's script, for the type checker alone: each public function, with the types that it takes and gives."""
 
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -12,23 +11,18 @@ from typing_extensions import assert_type
 import tiered_checkpoint_io
 from tiered_checkpoint_io import (
     AsyncCheckpointIO,
-    TieredCheckpointConfig,
     TieredCheckpointIO,
     TieredStorageReader,
     TieredStorageWriter,
-    build_s3_url,
     dcp,
-    is_s3_url,
-    parse_s3_url,
 )
-from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint, tiers_for_step
+from tiered_checkpoint_io.adapters.steps import tiers_for_step
+from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
 from tiered_checkpoint_io.errors import StoreError, TieredCheckpointError
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy
 
 assert_type(tiered_checkpoint_io.__version__, str)
-assert_type(build_s3_url("bucket", "key"), str)
-assert_type(parse_s3_url(Path("s3://bucket/key")), tuple[str, str])
-assert_type(is_s3_url("s3://bucket"), bool)
 
 io = TieredCheckpointIO("s3://bucket/run", namespace="run", memory_keep_last=3)
 plugins: list[CheckpointIO] = [io, AsyncCheckpointIO(io)]

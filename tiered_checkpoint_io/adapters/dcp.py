@@ -1,6 +1,6 @@
 """Checkpoints of a job's ranks: ``save``, ``async_save`` and ``load``.
 
-``save`` and ``save_full`` return once a durable checkpoint is committed on the durable tier, ``async_save`` once it is
+``save`` returns once a durable checkpoint is committed on the durable tier, ``async_save`` once it is
 captured. Sharded ones go through torch.distributed.checkpoint (DCP); in local ones each rank saves its own state.
 """
 
@@ -29,6 +29,8 @@ from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, SaveError, TieredCheckpointError
 
 Kind = Literal["sharded", "local"]
+#: What :func:`save` takes: ``full`` gathers the state on one rank.
+SaveKind = Literal["sharded", "local", "full"]
 
 #: More damaged checkpoints than this in a row are no accident.
 _MAX_ATTEMPTS = 64
@@ -43,21 +45,19 @@ def save(
     process_group: Any = None,
     no_dist: bool = False,
     coordinator_rank: int | None = None,
-    kind: Kind = "sharded",
+    kind: SaveKind = "sharded",
     replication_group: Any = None,
     wait: bool | None = None,
     **options: Any,
 ) -> Metadata | SaveReport | None:
     """Saves a checkpoint of all ranks through both tiers, and returns once it is committed there.
 
-    A save that is to go to the durable tier returns, on all ranks that save, once it is committed on the durable tier;
-    one of memory alone once it is there. If nothing has moved for 30 s, or the upload takes longer than 30 minutes,
-    it ends without that: with ``on_save_error: warn`` training continues, and the checkpoint
-    stays in node memory, queued for upload; with ``raise`` all ranks get the error.
+    If nothing has moved for 30 s, or the upload takes longer than 30 minutes, it ends without that: with
+    ``on_save_error: warn`` training continues, and the checkpoint stays in node memory, queued for upload.
 
     ``sharded``: as ``torch.distributed.checkpoint.save`` does; any number of ranks can load it.
-    ``local``: each rank what it has of the state, as one file, without any collective; as many shards
-    have to load it.
+    ``local``: each rank's part as one file, without any collective; as many shards have to load it.
+    ``full``: gathered on one rank as one file of ``torch.save``, for the end of training: a restart skips it.
 
     Args:
         state_dict: The state; what training does to it after the call is not in the checkpoint. Of kind
@@ -67,13 +67,11 @@ def save(
         planner: As DCP takes it, for ``sharded`` alone; by default one that plans once what stays the same.
         process_group: As DCP takes it. Of kind ``local``: the ranks that have one shard each; all by default.
         no_dist: As DCP takes it.
-        coordinator_rank: The global rank of the group's member that coordinates; the first by default. Of
-            kind ``local``: the rank of ``replication_group`` that saves.
-        kind: ``sharded`` or ``local``.
+        coordinator_rank: The global rank that coordinates, or of ``replication_group`` saves; the first by default.
+        kind: ``sharded``, ``local`` or ``full``.
         replication_group: Of kind ``local``: the ranks that hold the same as this one, as a process group
             or as global ranks. Only one of them saves, the lowest by default; the others do not wait for it.
-        wait: False to return once node memory has the checkpoint, with its upload queued. By default as the
-            writer's ``wait`` says; where that is not given, it waits.
+        wait: False to return once node memory has the checkpoint. By default as the writer's ``wait``, or True.
         options: As :class:`TieredStorageWriter` takes them.
 
     Returns:
@@ -87,6 +85,10 @@ def save(
         CheckpointException: A ``sharded`` save failed in DCP itself or in the user's own code, likewise.
         ConfigError: Arguments that do not go together.
     """
+    if kind == "full":
+        if any(each is not None for each in (storage_writer, planner, replication_group)) or no_dist:
+            raise ConfigError("a full checkpoint takes no writer, planner or replication group", operation="call")
+        return _save_full(state_dict, checkpoint_id, process_group, coordinator_rank, {"wait": wait, **options})
     writer = storage_writer or TieredStorageWriter(**options)
     before, writer.wait_option = writer.wait_option, writer.wait_option if wait is None else wait
     try:
@@ -299,41 +301,15 @@ def load(
     raise RestoreError(f"{_MAX_ATTEMPTS} checkpoints in a row are damaged", operation="load", key=reader.checkpoint_id)
 
 
-def save_full(
+def _save_full(
     state_dict: dict[str, Any],
-    *,
-    checkpoint_id: str | os.PathLike[str],
-    process_group: Any = None,
-    coordinator_rank: int | None = None,
-    wait: bool = True,
-    **options: Any,
+    checkpoint_id: str | os.PathLike[str] | None,
+    process_group: Any,
+    coordinator_rank: int | None,
+    options: dict[str, Any],
 ) -> SaveReport | None:
-    """Gathers a sharded state on one rank, and saves it there as a full checkpoint through both tiers.
-
-    Returns, on all ranks, once the coordinator's save is committed on the durable tier, or has failed.
-
-    For the end of training: the coordinator needs memory for the whole state, on the CPU. Every rank of
-    the group has to call it. The file is one of ``torch.save``: read it by ``torch.load``, or by its name with
-    ``TieredCheckpointIO``. A restart passes it by: it resumes from what :func:`save` and :func:`async_save` wrote.
-    It goes to the durable tier whatever ``s3_every_n_steps`` says of its step; ``save_to_s3=False`` keeps it in memory.
-
-    Args:
-        state_dict: The state; DTensors and ShardedTensors are gathered, all else is taken as the
-            coordinator has it.
-        checkpoint_id: Its name, path or URL; it may do without a step.
-        process_group: The ranks that hold the state.
-        coordinator_rank: The global rank that gathers and saves; the first of the group by default.
-        wait: Whether to return only when it is committed on the durable tier. The other ranks wait in a collective of
-            the group: give it a timeout that is longer than the upload takes, or ``wait=False``.
-        options: As :class:`TieredStorageWriter` takes them.
-
-    Returns:
-        On the coordinator, what was saved; None on other ranks.
-
-    Raises:
-        SaveError: It was not saved; on all ranks.
-        ConfigError: The name is not allowed.
-    """
+    """Gathers a sharded state on one rank, and saves it there; the other ranks wait in a collective of the group."""
+    wait = options.pop("wait") is not False
     writer = TieredStorageWriter(**options, require_step=False)
     writer.reset(checkpoint_id)
     coordinator = rank_in_group(process_group, coordinator_rank)
@@ -378,7 +354,7 @@ def _is_stateful(value: Any) -> bool:
 
 def _is_local(kind: str, planner: Any, replication_group: Any) -> bool:
     if kind not in get_args(Kind):
-        raise ConfigError(f"kind is {kind!r}", operation="call", hint="allowed: 'sharded', 'local'; see also save_full")
+        raise ConfigError(f"kind is {kind!r}", operation="call", hint="allowed: 'sharded', 'local'; or 'full'")
     if kind == "local" and planner is not None:
         raise ConfigError("a planner for a local checkpoint", operation="call", hint="planners are for kind='sharded'")
     if kind == "sharded" and replication_group is not None:

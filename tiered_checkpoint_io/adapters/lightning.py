@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 from tiered_checkpoint_io.adapters.fresh_start import FreshStart
 from tiered_checkpoint_io.adapters.storage_options import is_of_tuner, is_resumable, read_storage_options
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
+from tiered_checkpoint_io.engine.ranks.coordination import train_here
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory import forks
@@ -76,6 +77,11 @@ class TieredCheckpointIO(CheckpointIO):
         #: Whether what a trainer saves next has weights of one step and optimizers' states of another.
         self.mixes_steps = False
         self._has_said_where = False
+
+    @staticmethod
+    def train_here() -> None:
+        """Notes that this thread trains. A loop on a worker thread, as with Ray Train, calls this before it loads."""
+        train_here()
 
     @staticmethod
     def from_config(

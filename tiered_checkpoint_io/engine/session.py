@@ -303,8 +303,6 @@ class Session:
         try:
             self.open().drain.flush(self.config.support.wait_timeout_s if timeout_s is None else timeout_s)
         except OSError as unread:
-            if isinstance(unread, DrainError):
-                raise
             raise DrainError(f"could not read the queue: {unread}", operation="drain", tier="memory") from unread
 
     def leave_by(self, deadline: float) -> None:
@@ -338,11 +336,11 @@ class Session:
             self.open().drain.submit(
                 Request(self.save_ids.next(), action, name, self.dirpath, target, server=self.place.server)
             )
-        except OSError as refused:
+        except (OSError, DrainError) as refused:
             # OSError: no room, no descriptor, no process, and whatever else may befall a node.
             self.not_done(action, name, refused)
 
-    def not_done(self, action: str, name: str, reason: OSError) -> None:
+    def not_done(self, action: str, name: str, reason: OSError | DrainError) -> None:
         """As :meth:`failed`, of what was not done with a name in node memory."""
         self.failed(name, -1, not_done(action, name, self.dirpath, reason), action)
 

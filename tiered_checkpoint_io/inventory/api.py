@@ -19,7 +19,6 @@ from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
-    DrainError,
     StoreError,
 )
 from tiered_checkpoint_io.inventory.rows import CheckpointInfo, Look, Looker, RepeatedLook
@@ -92,55 +91,6 @@ def find_latest(
                 each.problem, operation="find", key=each.url, hint="update this package", reason="format"
             )
     return next((each for each in found if each.is_latest), None)
-
-
-def wait_for(
-    dirpath: str | os.PathLike[str],
-    *,
-    step: int,
-    timeout_s: float,
-    every_s: float = EVERY_S,
-    clock: Clock = SYSTEM,
-    **options: Any,
-) -> CheckpointInfo:
-    """Waits until a checkpoint of a training step is durable.
-
-    Args:
-        dirpath: The durable tier; it need not exist yet.
-        step: The step; of several checkpoints the latest save is given.
-        timeout_s: How long to wait, seconds.
-        every_s: How often to look, seconds.
-        clock: For all waits.
-        options: Of the durable tier, as for :func:`list_checkpoints`.
-
-    Raises:
-        DrainError: None has become durable in time; says which was the latest.
-        ConfigError: As :func:`list_checkpoints`; or ``step`` is no whole number, which no checkpoint would ever have;
-            or a time is no number of seconds.
-        StoreError: The durable tier refuses, or is unreachable at the first look; later it is asked again.
-    """
-    if isinstance(step, bool) or not hasattr(step, "__index__") or step < 0:
-        raise ConfigError(f"step is {step!r}", hint="allowed: a whole number, from 0 on")
-    end = clock.monotonic() + seconds("timeout_s", timeout_s)
-    every_s = seconds("every_s", every_s, above=0)
-    with contextlib.closing(_Tiers(dirpath, None, options, clock)) as tiers:
-        look = RepeatedLook(tiers.look, _log.warning)
-        while True:
-            durable = [each for each in look.checkpoints() if each.state == "durable"]
-            for each in durable:
-                if each.step == step:
-                    return each
-            left = end - clock.monotonic()
-            if left <= 0:
-                there = f"the latest is {durable[0].name}, step {durable[0].step}" if durable else "there is none"
-                raise DrainError(
-                    f"no checkpoint of step {step} became durable within {timeout_s:.0f} s; {there}",
-                    operation="wait",
-                    tier="durable",
-                    key=tiers.place.dirpath,
-                    step=step,
-                )
-            clock.sleep(min(every_s, left))
 
 
 def new_checkpoints(
@@ -307,4 +257,4 @@ class _Tiers:
         return answer_within(self._config.support.durable_timeout_s, asked, what=what, clock=self._clock)
 
 
-__all__ = ["CheckpointInfo", "find_latest", "list_checkpoints", "new_checkpoints", "wait_for"]
+__all__ = ["CheckpointInfo", "find_latest", "list_checkpoints", "new_checkpoints"]

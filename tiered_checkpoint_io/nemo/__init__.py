@@ -8,21 +8,17 @@ says what to install; the modules that need Lightning alone import all the same.
 from importlib.util import find_spec
 from typing import Any
 
-from tiered_checkpoint_io.nemo import s3_dirpath_utils
+from tiered_checkpoint_io.nemo import s3_dirpath_utils as s3_dirpath_utils
 
-__all__ = [
-    "NeMoCheckpointConnector",
-    "S3CheckpointIO",
-    "S3Utils",
-    "TieredNeMoCheckpoint",
-    "s3_dirpath_utils",
-    "tiered_exp_manager",
-]
+__all__ = ["S3CheckpointIO", "S3Utils", "tiered_exp_manager"]
+
+#: NeMo's own names, which need no import: exp_manager sets both.
+_ALSO = ("NeMoCheckpointConnector", "TieredNeMoCheckpoint")
 
 # By a module of NeMo's own: any folder that is called nemo would pass for a package.
 if find_spec("nemo") is not None and find_spec("nemo.utils") is not None:
-    from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
-    from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector
+    from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint as TieredNeMoCheckpoint
+    from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector as NeMoCheckpointConnector
     from tiered_checkpoint_io.nemo.exp_manager import take_over, tiered_exp_manager
     from tiered_checkpoint_io.nemo.io import S3CheckpointIO
     from tiered_checkpoint_io.nemo.s3_utils import S3Utils
@@ -31,7 +27,7 @@ if find_spec("nemo") is not None and find_spec("nemo.utils") is not None:
 else:
 
     def __getattr__(name: str) -> Any:
-        if name not in __all__:
+        if name not in (*__all__, *_ALSO):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         raise ModuleNotFoundError(
             "tiered_checkpoint_io.nemo needs NVIDIA NeMo, which is not installed: pip install 'nemo_toolkit[core]'"

@@ -10,9 +10,7 @@ from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.place import Place, Server, endpoint_text
-from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo, Store, UploadContent, UploadJournal
-
-__all__ = ["Metrics", "ObjectInfo", "Store", "UploadContent", "UploadJournal", "config_at", "open_store", "place_of"]
+from tiered_checkpoint_io.stores.base import Store as Store
 
 
 def open_store(config: TieredCheckpointConfig, dirpath: str | None = None, *, clock: Clock = SYSTEM) -> Store:

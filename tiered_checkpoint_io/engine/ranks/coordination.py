@@ -251,7 +251,7 @@ class TorchGroup(GivenGroup):
                 f"{what} was called from a thread while torch.distributed is initialised",
                 operation="load",
                 hint="ranks do it together: call it on the main thread of every rank, or where its Trainer trains; if a"
-                " loop of your own trains on a thread, as with Ray Train, call tiered_checkpoint_io.train_here() first",
+                " loop of your own trains on a thread, as with Ray Train, call TieredCheckpointIO.train_here() first",
             )
         # Ranks that are all here may take their time to fetch; one that never calls this is noticed sooner. A group has
         # one bound, hence two groups.
