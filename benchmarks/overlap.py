@@ -42,7 +42,7 @@ from s3_state import BUCKET
 from torch.distributed.fsdp import fully_shard
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
-from tiered_checkpoint_io.engine.drain.standalone import give_way
+from tiered_checkpoint_io.engine.drain.process import give_way
 from tiered_checkpoint_io.engine.save.overlap import Overlap
 from tiered_checkpoint_io.engine.save.spans import parts_here
 from tiered_checkpoint_io.strategies import TieredModelParallelStrategy

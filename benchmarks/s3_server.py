@@ -331,7 +331,7 @@ def main() -> None:
     context: ssl.SSLContext | None = None
     options = sys.argv[1:]
     if "--elsewhere" in options:
-        from tiered_checkpoint_io.engine.drain.standalone import give_way
+        from tiered_checkpoint_io.engine.drain.process import give_way
 
         options.remove("--elsewhere")
         give_way(19)

@@ -8,7 +8,7 @@ from tiered_checkpoint_io.engine.drain.process import FOR_TRAINER
 def main() -> None:
     """Runs the drain of a trainer, or a command."""
     if sys.argv[1:-1] == FOR_TRAINER:
-        from tiered_checkpoint_io.engine.drain.standalone import main as run
+        from tiered_checkpoint_io.engine.drain.process import main as run
     else:
         from tiered_checkpoint_io.cli import main as run
     run()

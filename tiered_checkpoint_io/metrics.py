@@ -11,17 +11,20 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.events import RunningTotals, note
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.stores import last_config
-from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.memory.budget import noted_budget, space_of
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.memory.tier import MemoryTier
+
+if TYPE_CHECKING:
+    # It imports torch, which the command line does not need.
+    from tiered_checkpoint_io.engine.session import Session
 
 PREFIX = "tiered_checkpoint_"
 #: How often the step that training has reached is noted, seconds: as often as metrics are asked for.

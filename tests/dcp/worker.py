@@ -78,14 +78,6 @@ def save_shards(job, seed):
     return described(mine)
 
 
-def load_shards(job, seed):
-    from tiered_checkpoint_io import TieredStorageReader
-
-    state = of_shards_alone(0)
-    dcp.load(state, checkpoint_id=f"step_{seed}", storage_reader=build(TieredStorageReader, **reading(job)))
-    return {"matches": torch.equal(state["weight"].to_local(), of_shards_alone(seed)["weight"].to_local())}
-
-
 def save_async(job, seed, kind="thread", **more):
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 

@@ -46,7 +46,7 @@ def python(code, *arguments, cwd):
 @pytest.mark.parametrize("is_zipped", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_the_drain_runs_the_code_of_its_trainer_and_of_no_other_installation(copy, tmp_path, memory_dir, is_zipped):
     node, place = Node(memory_dir, str(tmp_path / "durable")), copy("clone")
-    with (place / PACKAGE.name / "engine/drain/standalone.py").open("a") as file:
+    with (place / PACKAGE.name / "engine/drain/process.py").open("a") as file:
         file.write('\n\ndef main() -> None:\n    print("this is", __file__, sys.argv[-1])\n')
     # Neither a folder that comes last nor one that was put first, later, hides anything of the standard library.
     (tmp_path / "first").mkdir()
@@ -60,7 +60,7 @@ def test_the_drain_runs_the_code_of_its_trainer_and_of_no_other_installation(cop
         place = archive
     # As a notebook names it, which then goes elsewhere.
     python(TRAINER, place.name, node.root, cwd=tmp_path)
-    standalone = place / PACKAGE.name / "engine/drain/standalone.py"
+    standalone = place / PACKAGE.name / "engine/drain/process.py"
     assert (node.root / "status/drain.log").read_text() == f"this is {standalone} {node.root}\n"
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tiered_checkpoint_io.engine.drain.messages import failure_of
 from tiered_checkpoint_io.engine.drain.operations import Outcome
+from tiered_checkpoint_io.engine.drain.status import failure_of
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 

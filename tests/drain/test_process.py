@@ -25,7 +25,7 @@ from tiered_checkpoint_io.errors import DrainError
 def test_the_drain_is_light():
     """It imports neither torch nor Lightning, boto3 only for S3, a trainer's no commands, and starts quickly."""
     code = (
-        "import sys, tiered_checkpoint_io.__main__, tiered_checkpoint_io.engine.drain.standalone\n"
+        "import sys, tiered_checkpoint_io.__main__, tiered_checkpoint_io.engine.drain.process\n"
         "commands = {'typer', 'pydantic', 'rich', 'tiered_checkpoint_io.cli'} & set(sys.modules)\n"
         "assert not commands, commands\n"
         "import tiered_checkpoint_io.cli\n"

@@ -23,7 +23,8 @@ from sim.world import MemoryStore, Process
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine import session
-from tiered_checkpoint_io.engine.drain import log, running
+from tiered_checkpoint_io.engine.drain import log
+from tiered_checkpoint_io.engine.drain import process as drain_process
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.leasing import claims, leases
 from tiered_checkpoint_io.errors import DrainError
@@ -358,7 +359,7 @@ def operating_system(world, logger):
         (node, "boot_id", lambda: here().machine.boot_id),
         (claims, "owner_of_process", lambda _: here().owner),
         (session, "open_store", lambda *_, **__: Store(world)),
-        (running, "start_process", lambda root, _: Child(start_drain(here().machine, root, logger))),
+        (drain_process, "start_process", lambda root, _: Child(start_drain(here().machine, root, logger))),
         (parallel, "ThreadPoolExecutor", AtOnce),
         (parallel, "threading", SimpleNamespace(Thread=Idle)),
         # Small states need neither.

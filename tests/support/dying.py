@@ -138,7 +138,9 @@ def fork_drains(order, counter):
     from tiered_checkpoint_io.engine.drain import process
 
     ForkedDrain.order, ForkedDrain.counter = order, counter
-    process.subprocess = types.SimpleNamespace(Popen=ForkedDrain, DEVNULL=None)
+    process.subprocess = types.SimpleNamespace(
+        Popen=ForkedDrain, DEVNULL=None, TimeoutExpired=subprocess.TimeoutExpired
+    )
 
 
 # --------------------------------------------------------------------------------------- trainers

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io import __version__
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.engine.drain.ending import GRACE_S
+from tiered_checkpoint_io.engine.drain.process import GRACE_S
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
@@ -73,7 +73,7 @@ def test_a_drain_that_waits_for_a_server_ends_soon_after_a_signal(number, expect
     node = Node(memory_dir, "s3://bucket/run", endpoint_url=endpoint)
     save = node.save("a.ckpt", b"A")
     # With a shorter grace, for the sake of quick tests.
-    code = "from tiered_checkpoint_io.engine.drain import ending; ending.GRACE_S = 0.5;"
+    code = "from tiered_checkpoint_io.engine.drain import process; process.GRACE_S = 0.5;"
     code += "from tiered_checkpoint_io import cli; cli.main()"
     process = start("flush", "--stay", *node.where, run=["-c", code])
     connection, _ = silent.accept()

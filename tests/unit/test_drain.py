@@ -9,7 +9,7 @@ import pytest
 from support.draining import Node, names, objects, readable
 
 from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine.drain import log, queue, report
+from tiered_checkpoint_io.engine.drain import log, queue, status
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
@@ -287,7 +287,7 @@ def test_a_death_between_commit_and_mark_still_tells_the_outcome(node, store, mo
 
 def test_the_log_of_its_process_does_not_grow_for_ever(node, store):
     """Whoever has opened it appends to it as before."""
-    path = node.root / report.LOG
+    path = node.root / status.LOG
     with path.open("ab", buffering=0) as log:
         for number in range(40_000):
             log.write(b"line %d of what is logged\n" % number)

@@ -6,9 +6,9 @@ from support.draining import names, readable
 from support.story import op_id
 
 from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine.drain.begun import Begun
 from tiered_checkpoint_io.engine.drain.operations import Outcome
-from tiered_checkpoint_io.engine.drain.outcomes import NewOutcomes
+from tiered_checkpoint_io.engine.drain.status import NewOutcomes
+from tiered_checkpoint_io.engine.drain.unfinished import Begun
 from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.testing.faulty import FaultyStore
 

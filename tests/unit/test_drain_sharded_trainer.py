@@ -18,10 +18,10 @@ from support.supporting import build
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain import client
-from tiered_checkpoint_io.engine.drain.announcer import Announcer
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
+from tiered_checkpoint_io.engine.drain.status import Announcer
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals

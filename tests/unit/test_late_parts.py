@@ -9,7 +9,7 @@ import pytest
 from support.sharded import make_part, named, objects, views_of
 
 from tiered_checkpoint_io.clock import Timing
-from tiered_checkpoint_io.engine.drain.begun import Unfinished
+from tiered_checkpoint_io.engine.drain.unfinished import Unfinished
 from tiered_checkpoint_io.engine.durable.commit import commit, put_part
 from tiered_checkpoint_io.engine.durable.garbage import collect
 from tiered_checkpoint_io.engine.durable.survey import Survey

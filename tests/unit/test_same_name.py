@@ -7,7 +7,7 @@ import pytest
 from support.draining import names
 from support.sharded import readable
 
-from tiered_checkpoint_io.engine.drain.running import DrainRunner
+from tiered_checkpoint_io.engine.drain.process import DrainRunner
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.session import Session

@@ -9,7 +9,7 @@ from support.supporting import build
 from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.events import read_events
-from tiered_checkpoint_io.engine.drain.running import DrainRunner
+from tiered_checkpoint_io.engine.drain.process import DrainRunner
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.memory.parts import reading

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from tiered_checkpoint_io.adapters.groups import ranks_of
-from tiered_checkpoint_io.engine.drain.messages import say_outcome
+from tiered_checkpoint_io.engine.drain.status import say_outcome
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import DrainError, SaveError
 from tiered_checkpoint_io.model import ids

@@ -23,7 +23,7 @@ from tiered_checkpoint_io.adapters.groups import first_failure, rank_in_group, s
 from tiered_checkpoint_io.adapters.local import load_local_state, save_local_state
 from tiered_checkpoint_io.adapters.state import as_save_error, gathered, prepared, with_state_dicts
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
-from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, SaveError, TieredCheckpointError

@@ -22,7 +22,7 @@ from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Settings, Shar
 from tiered_checkpoint_io.adapters.dcp_writing import file_of, transforms_of
 from tiered_checkpoint_io.adapters.groups import DcpArguments, dcp_arguments
 from tiered_checkpoint_io.adapters.steps import check_positive
-from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks.coordination import trains_here
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver

@@ -34,7 +34,7 @@ from tiered_checkpoint_io.adapters.rest import Rest
 from tiered_checkpoint_io.adapters.state import SHARDED, as_save_error, make_again, part_off, put_back
 from tiered_checkpoint_io.adapters.storage_options import read_storage_options
 from tiered_checkpoint_io.engine.checkpointer import no_best, nothing_to_resume
-from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver

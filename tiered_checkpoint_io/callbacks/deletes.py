@@ -13,7 +13,7 @@ from tiered_checkpoint_io.callbacks.migration import WITHHELD, PortableState
 from tiered_checkpoint_io.callbacks.trainer import failing_together, is_below, of_rank_0, on_rank_0
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.operations import DAMAGED_IN_MEMORY, SAVES, Outcome
-from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, StoreError
 from tiered_checkpoint_io.model import ids
 

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from tiered_checkpoint_io.callbacks.deletes import SafeDeletes
 from tiered_checkpoint_io.callbacks.overlapping import OverlappedCapture
 from tiered_checkpoint_io.callbacks.trainer import trained_weights
-from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.save.room import last_saves
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.model import ids

@@ -19,7 +19,7 @@ from tiered_checkpoint_io.callbacks.ending import DurableEnd, EndOfTraining, pro
 from tiered_checkpoint_io.callbacks.places import SentinelFileSystem, check_dirpath, check_places, check_retention
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain, say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import check_strategy, failing_together, if_known, on_rank_0, save_together
-from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.errors import ConfigError, DrainError, StoreError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids

@@ -17,9 +17,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
-from tiered_checkpoint_io.engine.drain.messages import Standing, drain_command
 from tiered_checkpoint_io.engine.drain.operations import Outcome
-from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport, tier_label
+from tiered_checkpoint_io.engine.drain.status import Progress, SaveReport, Standing, drain_command, tier_label
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import GIB

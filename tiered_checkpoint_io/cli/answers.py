@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from tiered_checkpoint_io.cli.output import printable, say
 from tiered_checkpoint_io.clock import SYSTEM
-from tiered_checkpoint_io.engine.drain.ending import GRACE_S
+from tiered_checkpoint_io.engine.drain.process import GRACE_S
 from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper
 from tiered_checkpoint_io.errors import ConfigError, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids

@@ -15,10 +15,9 @@ from tiered_checkpoint_io.cli.answers import ask, claimed
 from tiered_checkpoint_io.cli.options import NODE, Json, Name, Node
 from tiered_checkpoint_io.cli.output import INTERRUPTED, Meter, printable, progress, say, show, write_json
 from tiered_checkpoint_io.clock import SYSTEM
-from tiered_checkpoint_io.engine.drain import standalone
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
-from tiered_checkpoint_io.engine.drain.ending import ended_by_signal
 from tiered_checkpoint_io.engine.drain.operations import DAMAGED_IN_MEMORY
+from tiered_checkpoint_io.engine.drain.process import ended_by_signal, run
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.drain.worker import Drain
@@ -148,7 +147,7 @@ def _stay(root: Path) -> None:
     log = get_logger(root.name)
     # One that is ended while it waits for work has not failed.
     with ended_by_signal(log, late=0) as stop:
-        standalone.run(Drain(root, logger=log, stop=stop, stay=True), root, log, stop, stay=True)
+        run(Drain(root, logger=log, stop=stop, stay=True), root, log, stop, stay=True)
     if stop.is_interrupt:
         raise typer.Exit(INTERRUPTED)
 

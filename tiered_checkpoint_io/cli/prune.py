@@ -13,7 +13,7 @@ import typer
 from tiered_checkpoint_io.cli.answers import ask, claimed
 from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, path_of, wrong_use
 from tiered_checkpoint_io.cli.output import INTERRUPTED, printable, say, show, write_json
-from tiered_checkpoint_io.engine.drain.ending import ended_by_signal
+from tiered_checkpoint_io.engine.drain.process import ended_by_signal
 from tiered_checkpoint_io.engine.durable.pruning import finish, remove_all, unfinished
 from tiered_checkpoint_io.engine.durable.retention import in_order, refused_text
 from tiered_checkpoint_io.engine.durable.survey import RemovalAttempt, Survey

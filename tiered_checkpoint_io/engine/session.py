@@ -11,13 +11,20 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.drain.announcer import Announcer, looking
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.events import note
-from tiered_checkpoint_io.engine.drain.messages import Standing, not_done, not_uploaded, standing_of
 from tiered_checkpoint_io.engine.drain.operations import NAMING, SAVES, Outcome, Request
-from tiered_checkpoint_io.engine.drain.progress import Progress, SaveReport
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
+from tiered_checkpoint_io.engine.drain.status import (
+    Announcer,
+    Progress,
+    SaveReport,
+    Standing,
+    looking,
+    not_done,
+    not_uploaded,
+    standing_of,
+)
 from tiered_checkpoint_io.engine.durable.manifests import names_of
 from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.engine.leasing.claims import Claims
@@ -229,7 +236,7 @@ class Session:
         return self._peering.local(self.open().tier, self.log)
 
     def note(self, event: str, **facts: Any) -> None:
-        """Adds an event to the record of the run; see :mod:`model.events`. Any rank may fail, or skip, by itself."""
+        """Adds an event to the record of the run, see :mod:`model.events`; any rank notes its own failures."""
         if self._opened is not None and (event in ("failed", "skipped") or leads_node()):
             note(self._opened.tier.root, event, clock=self.clock, **facts)
 

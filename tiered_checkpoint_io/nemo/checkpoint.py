@@ -22,8 +22,7 @@ from tiered_checkpoint_io.adapters.storage_options import is_resumable
 from tiered_checkpoint_io.callbacks.guard import note_other_weights
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.trainer import failing_together, nemo_averages, on_rank_0
-from tiered_checkpoint_io.engine.drain.announcer import looking
-from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.drain.status import SaveReport, looking
 from tiered_checkpoint_io.engine.durable.commit import commit
 from tiered_checkpoint_io.engine.durable.manifests import current
 from tiered_checkpoint_io.engine.save.facts import SaveFacts

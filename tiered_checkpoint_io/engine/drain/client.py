@@ -14,11 +14,9 @@ from tiered_checkpoint_io.engine.drain.operations import (
     blocked_by_failures,
     needed,
 )
-from tiered_checkpoint_io.engine.drain.outcomes import NewOutcomes
-from tiered_checkpoint_io.engine.drain.progress import tier_label
+from tiered_checkpoint_io.engine.drain.process import DrainRunner
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.drain.running import DrainRunner
-from tiered_checkpoint_io.engine.drain.standstill import Standstill, StandstillError
+from tiered_checkpoint_io.engine.drain.status import NewOutcomes, Standstill, StandstillError, tier_label
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import Logger

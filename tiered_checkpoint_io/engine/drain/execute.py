@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.drain.begun import Begun, Unfinished
 from tiered_checkpoint_io.engine.drain.events import note
 from tiered_checkpoint_io.engine.drain.left_over import remove_later
 from tiered_checkpoint_io.engine.drain.operations import (
@@ -30,8 +29,9 @@ from tiered_checkpoint_io.engine.drain.operations import (
     superseded,
 )
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.drain.report import Reporter
+from tiered_checkpoint_io.engine.drain.status import Reporter
 from tiered_checkpoint_io.engine.drain.stores import Stores
+from tiered_checkpoint_io.engine.drain.unfinished import Begun, Unfinished
 from tiered_checkpoint_io.engine.durable import aliases, commit, copies, retention
 from tiered_checkpoint_io.engine.durable.garbage import clear_up
 from tiered_checkpoint_io.engine.durable.removal import Later

@@ -1,18 +1,34 @@
-"""The process of a drain, as a trainer starts it."""
+"""The drain as a process: how a trainer starts and leaves it, what it runs, and how signals end it.
+
+A trainer may run it as a thread instead, for stores that only one process sees.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from tiered_checkpoint_io.engine.drain.report import LOG
-from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.engine.drain.locks import is_locked, is_lost, release, share, try_lock
+from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.status import LOG
+from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
+from tiered_checkpoint_io.errors import DrainError, TieredCheckpointError
+from tiered_checkpoint_io.logs import DebugOnly, Logger, get_logger
+from tiered_checkpoint_io.memory.private import write_atomic, write_over
+from tiered_checkpoint_io.memory.space import MemoryFullError
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
-#: The arguments of the command; the root is last. See ``standalone.py``.
+#: The arguments of the command; the root is last.
 FOR_TRAINER = ["drain", "--for-trainer", "--root"]
 #: The status of one that can't import what it needs: no other would.
 CANNOT_IMPORT = 3
@@ -56,6 +72,19 @@ _FOLDERS = ("AWS_DATA_PATH", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "SSL_CERT_
 _PLACE = Path(__file__).absolute().parents[3]
 #: Those that this process has started, and that may outlive their handle: reaped when they have ended.
 _children: list[subprocess.Popen[bytes]] = []
+#: How often a drain that stands by looks whether it is needed, seconds.
+_STAND_BY_S = 1.0
+#: How much lower than the trainer's its priority is. Where training fills all cores, it still gets a tenth of one.
+_NICENESS = 10
+#: How long the work may take to end after a signal, seconds: half of what containers are given before they are killed.
+GRACE_S = 5.0
+#: How long the last line may take, where nothing reads it.
+_LAST_LINE_S = 1.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+#: No signal's number.
+_ENDED = 0
+#: The status of what Ctrl-C has ended, as shells have it.
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 def start_process(root: Path, log: Logger) -> subprocess.Popen[bytes]:
@@ -127,3 +156,285 @@ def _from(folder: str, path: str) -> str:
     if os.path.isabs(os.path.expandvars(os.path.expanduser(path))):
         return path
     return os.path.join(folder, path) if path else folder
+
+
+class DrainRunner:
+    """The drain of a node, as one trainer starts and leaves it."""
+
+    def __init__(self, root: Path, queue: Queue, config: TieredCheckpointConfig, logger: Logger, clock: Clock) -> None:
+        self._root, self._queue = root, queue
+        self._config = config
+        self._log = logger
+        self._clock = clock
+        self._pid = os.getpid()
+        self._trainer_lock: int | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._drain: Drain | None = None
+        self._stop = threading.Event()
+        self._spawned_at, self._respawn_wait = 0.0, clock.timing.respawn_s
+
+    # ----------------------------------------------------------------------------------- life
+    def start(self) -> None:
+        """Announces this trainer, and makes sure that a drain runs.
+
+        Raises:
+            MemoryFullError: There is no space for the little that it needs.
+        """
+        if self.is_foreign:
+            return
+        reap()
+        if self._trainer_lock is not None and is_lost(self._trainer_lock):
+            # Somebody removed this memory beside us: the drain needs all of it anew.
+            release(self._trainer_lock)
+            self._trainer_lock = None
+        if self._trainer_lock is None:
+            self._queue.open()
+            self._write_config()
+            if self._join() and self._config.support.drain == "process":
+                self._follow(self._queue.announced())
+        self.ensure()
+
+    def _join(self) -> bool:
+        """Takes the trainers' lock; returns whether no other trainer of this node has it.
+
+        Raises:
+            DrainError: A drain holds it that should have ended.
+        """
+        path, timing = self._root / TRAINERS_FILE, self._clock.timing
+        # A drain that looks whether a trainer lives has it for a moment.
+        lock = try_lock(path, patience_s=timing.drain_lock_s, clock=self._clock)
+        is_first = lock is not None
+        if lock is None:
+            lock = try_lock(path, shared=True, patience_s=timing.trainers_lock_s, clock=self._clock)
+        else:
+            share(lock)
+        if lock is None:
+            text = "a drain that should have ended still holds the trainers' lock"
+            raise DrainError(text, operation="start", tier="memory", key=str(path))
+        self._trainer_lock = lock
+        return is_first
+
+    def _follow(self, token: str) -> None:
+        """Asks the drain of an earlier trainer, which may still work, to leave, and starts ours, which waits for it."""
+        if token:
+            # If there is no space to ask, that drain goes on.
+            with contextlib.suppress(MemoryFullError):
+                self._queue.ask_to_leave(token)
+            self._spawn()
+
+    def _write_config(self) -> None:
+        path, text = self._root / CONFIG_FILE, self._config.to_json().encode()
+        if not path.exists() or path.read_bytes() != text:
+            try:
+                write_atomic(path, text)
+            except MemoryFullError:
+                if not path.exists():
+                    raise
+                # It has a page of its own.
+                write_over(path, text)
+
+    def ensure(self) -> None:
+        """Starts a drain where none runs; one that dies again and again is started ever more rarely."""
+        if self.is_foreign or self.is_running:
+            return
+        now, timing = self._clock.monotonic(), self._clock.timing
+        if self._spawned_at and now - self._spawned_at < self._respawn_wait:
+            return
+        if self._spawned_at:
+            self._respawn_wait = min(timing.respawn_max_s, self._respawn_wait * 2)
+        if self._child is not None or self._thread is not None:
+            self._log.warning("the drain has ended; starting it again: %s", self.last_words())
+        self._spawn()
+
+    def _spawn(self) -> None:
+        self._spawned_at = self._clock.monotonic()
+        try:
+            if self._config.support.drain != "thread":
+                self._child = start_process(self._root, self._log)
+                return
+            self._stop = threading.Event()
+            # What it says is said of its outcomes, whether it is a thread or a process.
+            quiet = DebugOnly(self._log, {})
+            drain = Drain(self._root, logger=quiet, stop=self._stop, stay=True, clock=self._clock)
+            self._thread = self._clock.start(functools.partial(self._run, drain), "tiered-drain")
+            self._drain = drain
+        except MemoryFullError:
+            raise
+        except OSError as error:
+            # The system allows no more processes, threads or descriptors: no reason to take saves for failed.
+            self._log.warning("the drain can't be started, so nothing is uploaded; to be tried again: %s", error)
+
+    def _run(self, drain: Drain) -> None:
+        try:
+            drain.run()
+        except Exception as error:
+            # The next call that needs it starts it again.
+            self._log.error("the drain has ended: %s", error)
+
+    def leave(self, timeout_s: float, is_idle: Callable[[], bool]) -> None:
+        """Leaves the drain to itself; a thread is stopped.
+
+        Args:
+            timeout_s: For how long to wait for the end of a thread, seconds.
+            is_idle: Whether there is nothing that a process could do: then it ends as well, and is waited for.
+        """
+        if self._thread is not None:
+            self._stop.set()
+            self._clock.join(self._thread, timeout_s)
+            self._thread = self._drain = None
+        if self._trainer_lock is not None:
+            release(self._trainer_lock)
+            self._trainer_lock = None
+            self._queue.ring()
+        if self._child is not None:
+            # Reaps a drain that has left; one that still works is adopted by init when we end. The next trainer must
+            # not meet one while it ends.
+            if self._child.poll() is None and is_idle():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._child.wait(self._clock.timing.reap_s)
+            self._child = None
+        self._spawned_at = 0.0
+
+    # ----------------------------------------------------------------------------------- state
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a forked child (a DataLoader's worker): it has our memory, but not our role."""
+        return os.getpid() != self._pid
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether the drain knows of this trainer."""
+        return self._trainer_lock is not None
+
+    @property
+    def is_thread(self) -> bool:
+        """Whether it is, or was, a thread of this process."""
+        return self._thread is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a drain runs, of this process or another."""
+        if self._thread is not None and self._thread.is_alive():
+            return True
+        if self._child is not None and self._child.poll() is None:
+            return True
+        return is_locked(self._root / LOCK_FILE)
+
+    @property
+    def has_worked(self) -> bool:
+        """Whether a drain was ever started over this memory, by this process or an earlier one."""
+        return (self._root / CONFIG_FILE).exists()
+
+    @property
+    def trouble(self) -> str:
+        """See :attr:`DrainProgress.trouble`."""
+        return self._drain.trouble if self._drain is not None else self._queue.progress().trouble
+
+    @property
+    def cannot_import(self) -> bool:
+        """Whether there is no drain because the last one that was started here can't import what it needs."""
+        return self._child is not None and self._child.poll() == CANNOT_IMPORT and not self.is_running
+
+    def last_words(self) -> str:
+        """Where the drain's log is, and its last line."""
+        path, last = self._root / LOG, ""
+        with contextlib.suppress(OSError):
+            last = path.read_text(errors="replace").strip().rpartition("\n")[2]
+        return f"{path} ends with: {last}" if last else f"see {path}"
+
+
+def run(worker: Drain, root: Path, log: Logger, stop: threading.Event, *, stay: bool = False) -> bool:
+    """Lets a drain work, or stand by where another one works.
+
+    Returns:
+        Whether it had the root at first.
+
+    Raises:
+        DrainError: See :meth:`Drain.follows`.
+    """
+    worked = worker.run()
+    if not worked:
+        stands_by = stay or worker.follows()
+        log.info("another drain works on %s; %s", root, "standing by" if stands_by else "leaving")
+        while (stay or worker.follows()) and not stop.wait(_STAND_BY_S) and not worker.run():
+            pass
+    return worked
+
+
+def give_way(niceness: int) -> None:
+    """Lowers this process' priority: what else runs on the node is to have the cores."""
+    with contextlib.suppress(OSError):
+        niceness = os.nice(niceness)
+        if os.getsid(0) == os.getpid():
+            # Linux may share the cores out among sessions first, by this, and go by niceness only within each.
+            Path("/proc/self/autogroup").write_text(str(niceness))
+
+
+def main() -> None:
+    """The drain of a trainer, over the root that is the last argument; an error is one line on stderr, and status 1."""
+    # Slurm signals all processes of a step: these tell the trainer to make its last checkpoint, which is uploaded here.
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    give_way(_NICENESS)
+    root = Path(sys.argv[-1])
+    log = get_logger(root.name)
+    try:
+        with ended_by_signal(log, late=0) as stop:
+            run(Drain(root, logger=log, stop=stop, for_trainer=True), root, log, stop)
+    except (TieredCheckpointError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+class Stop(threading.Event):
+    """Is set by the signal that ends the work.
+
+    Attributes:
+        is_interrupt: Whether that was Ctrl-C.
+    """
+
+    is_interrupt = False
+
+
+@contextlib.contextmanager
+def ended_by_signal(log: Logger, *, late: int) -> Iterator[Stop]:
+    """Gives an event that is set by SIGTERM and SIGINT while the block runs.
+
+    A block that does not end within ``GRACE_S`` of the signal, because a server does not answer, is not waited for:
+    the process ends with the status ``late``, or 130 after Ctrl-C. So the next process must be able to continue from
+    whatever the block leaves at any point, as after a kill.
+    """
+    stop, done = Stop(), threading.Event()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def watch() -> None:
+        while (number := os.read(reader, 1)[0]) not in _SIGNALS:
+            if number == _ENDED:
+                return
+        stop.is_interrupt = number == signal.SIGINT
+        stop.set()
+        if not done.wait(GRACE_S):
+            text = "the work has not ended within %.0f s of the signal: exiting; queued operations stay queued"
+            last_line = threading.Thread(target=log.warning, args=(text, GRACE_S), daemon=True)
+            last_line.start()
+            last_line.join(_LAST_LINE_S)
+            os._exit(_INTERRUPTED if stop.is_interrupt else late)
+
+    thread = threading.Thread(target=watch, name="tiered-ending", daemon=True)
+    # A handler runs in the main thread, between any two of its steps, and must not wait for a lock that this thread
+    # holds, as that of an event: all that a signal does is to write its number.
+    before = [signal.signal(number, lambda *_: None) for number in _SIGNALS]
+    fd_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread.start()
+    try:
+        yield stop
+    finally:
+        done.set()
+        signal.set_wakeup_fd(fd_before)
+        for number, handler in zip(_SIGNALS, before, strict=True):
+            signal.signal(number, handler or signal.SIG_DFL)
+        os.write(writer, bytes([_ENDED]))
+        thread.join()
+        os.close(writer)
+        os.close(reader)

@@ -17,8 +17,7 @@ from tiered_checkpoint_io.engine.drain.execute import Executor
 from tiered_checkpoint_io.engine.drain.locks import is_lost, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import next_operation, unreplaced
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.drain.report import Reporter, shorten_log
-from tiered_checkpoint_io.engine.drain.standstill import Standstill
+from tiered_checkpoint_io.engine.drain.status import Reporter, Standstill, shorten_log
 from tiered_checkpoint_io.engine.drain.stores import Stores
 from tiered_checkpoint_io.errors import ConfigError, DrainError
 from tiered_checkpoint_io.logs import Logger

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from tiered_checkpoint_io.engine.drain.progress import tier_label
+from tiered_checkpoint_io.engine.drain.status import tier_label
 from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, portable, raise_first
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.restore.catalog import (

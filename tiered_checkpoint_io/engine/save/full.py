@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, alone, position
 from tiered_checkpoint_io.engine.save.overlap import FOUND_CHANGED, ChangedError, Overlap, Overlapped, say_eager

@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.save.snapshot import Snapshot, UncopiedError
 from tiered_checkpoint_io.engine.save.spans import (
     Found,

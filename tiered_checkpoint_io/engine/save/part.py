@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.chunks import hashed
 from tiered_checkpoint_io.engine.drain.operations import RETENTION
-from tiered_checkpoint_io.engine.drain.progress import SaveReport
-from tiered_checkpoint_io.engine.drain.standstill import StandstillError
+from tiered_checkpoint_io.engine.drain.status import SaveReport, StandstillError
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
 from tiered_checkpoint_io.engine.save.room import needing_room, warn_spilled, why_left_out

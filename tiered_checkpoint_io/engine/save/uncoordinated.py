@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tiered_checkpoint_io.engine.drain.progress import SaveReport
+from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks.attempt import LeftBehindError
 from tiered_checkpoint_io.engine.ranks.local_run import Where, current_run
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, uncoordinated

@@ -1,0 +1,475 @@
+"""Says what happened: to a save, to the drain, to each of its operations; and where the checkpoints of a node are.
+
+Each outcome is one line of the trainer's log, and each failure is raised once, if at all. An operation that an earlier
+start has queued failed there: this process only warns of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.engine.drain.operations import DAMAGED_IN_MEMORY, NAMING, SAVES, Outcome, Request
+from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
+from tiered_checkpoint_io.engine.drain.stores import Stores
+from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
+from tiered_checkpoint_io.logs import CheckpointLogger, rate
+from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.place import Place
+
+if TYPE_CHECKING:
+    from tiered_checkpoint_io.engine.drain.client import DrainHandle
+
+T = TypeVar("T")
+#: The log of the drain's process, below the memory tier's root.
+LOG = Path("status", "drain.log")
+#: Bytes of that log: some five thousand saves, in node memory.
+_MAX_LOG = 1 << 20
+#: The default of ``memory_dir``.
+_SHM = "/dev/shm"  # noqa: S108
+#: Counters that only an answer of the store, bytes that leave, or the end of an operation change.
+_MOVING = ("answers", "bytes.sent", "committed", "uploaded", "failed", "skipped")
+#: Names that a message lists.
+_NAMED = 3
+#: Outcomes that are kept for a caller that does not poll, and that are remembered as taken: more than the log keeps.
+_UNREAD, _SEEN = 256, 2048
+
+
+# -------------------------------------------------------------------------------------------------- saves
+def tier_label(dirpath: str) -> str:
+    """Returns the name of a durable tier in messages."""
+    return "S3" if ids.is_s3_url(dirpath) else dirpath
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a save did.
+
+    Attributes:
+        name: The checkpoint's name.
+        step: Its training step; -1 if the state does not tell.
+        save_id: The save's id.
+        size: Bytes.
+        stall_s: Seconds for which the caller waited.
+        tiers: Where it is, or is on its way to.
+        queued: Whether its upload is still queued.
+        spilled: Whether it lies in the spill, on the node's disk.
+        capture_s: Seconds for which the state was copied; 0 if that continues after the save returned.
+        overlapped: Whether it was copied during training, and not within the stall.
+        resumable: Whether training can resume from it.
+    """
+
+    name: str
+    step: int
+    save_id: str
+    size: int
+    stall_s: float
+    tiers: frozenset[str]
+    queued: bool = False
+    spilled: bool = False
+    capture_s: float = 0.0
+    overlapped: bool = False
+    resumable: bool = True
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether the durable tier has it by now."""
+        return "durable" in self.tiers and not self.queued
+
+    def line(self, dirpath: str, what: str = "") -> str:
+        """Returns the line to log: where it is by now, and what is still to be done; ``what`` replaces the name."""
+        places = "the node's disk" if self.spilled else "memory"
+        if self.is_durable:
+            places = f"{places} and {tier_label(dirpath)}"
+        took = rate(self.size, self.capture_s if self.overlapped else self.stall_s)
+        text = f"saved {what or self.name} to {places}: {took}"
+        if self.overlapped:
+            text = f"{text} beside training, which waited {self.stall_s:.3f} s"
+        return f"{text}; upload to {tier_label(dirpath)} queued" if self.queued else text
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A view of background work for progress bars and metrics.
+
+    Attributes:
+        pending: Operations that wait for the drain.
+        drain: The drain's own report.
+        last_save: The newest save of this process.
+        counters: ``saved``, ``failed`` and ``skipped`` saves of this process; parts that are ``replicated``, and
+            that are ``unreplicated`` although they should be.
+    """
+
+    pending: int
+    drain: DrainProgress
+    last_save: SaveReport | None
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+class Saved(NamedTuple):
+    """A checkpoint, by its name and step; the step is -1 if it is not known."""
+
+    name: str
+    step: int
+
+    def __str__(self) -> str:
+        is_told = self.step < 0 or ids.step_in_name(self.name) == self.step
+        return self.name if is_told else f"{self.name} (step {self.step})"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a node knows of a job's checkpoints.
+
+    Attributes:
+        memory: The newest in its memory, if any.
+        durable: The newest that was uploaded and not deleted since, as far as the operation log reaches back.
+        pending: Those whose upload is queued, or has failed and is tried again; in order.
+        resumable: Whether training can resume from some of them, as far as this is known.
+    """
+
+    memory: Saved | None = None
+    durable: Saved | None = None
+    pending: tuple[Saved, ...] = ()
+    resumable: bool = True
+
+
+def standing_of(
+    parts: Iterable[StoredPart],
+    outcomes: Iterable[Outcome],
+    operations: Iterable[Request],
+    place: Place,
+    last_save: SaveReport | None = None,
+) -> Standing:
+    """Returns what is where, by node memory, the operation log, and the newest save of this process."""
+    own = [each for each in parts if each.part.place == place]
+    held = max(own, key=lambda each: each.save_id, default=None)
+    there: dict[str, tuple[str, Saved]] = {}
+    for outcome in sorted(outcomes, key=lambda each: each.op_id):
+        if outcome.state == "committed" and outcome.place == place:
+            if outcome.action == "save":
+                there[outcome.name] = (outcome.op_id, Saved(outcome.name, outcome.step))
+            elif outcome.action == "delete":
+                there.pop(outcome.name, None)
+    pending = {each.name: each.stored for each in operations if each.action in SAVES and each.place == place}
+    weights = {each.part.name for each in own if not each.part.content.resumable}
+    if last_save is not None and not last_save.resumable:
+        weights.add(last_save.name)
+    durable = max(there.values())[1] if there else None
+    return Standing(
+        Saved(held.part.name, held.part.content.step) if held is not None else None,
+        durable,
+        tuple(Saved(name, stored.part.content.step if stored else -1) for name, stored in pending.items()),
+        any(each.part.content.resumable for each in own) or (durable is not None and durable.name not in weights),
+    )
+
+
+# ----------------------------------------------------------------------------------------------- messages
+def say_outcome(
+    log: CheckpointLogger,
+    outcome: Outcome,
+    config: TieredCheckpointConfig,
+    *,
+    leads: bool = True,
+    inherited: bool = False,
+) -> SaveError | None:
+    """Logs what became of a queued operation, if that concerns the user.
+
+    Args:
+        log: The trainer's log.
+        outcome: The drain's note.
+        config: The job's.
+        leads: Whether this process speaks for its node; all others log failures at DEBUG.
+        inherited: Whether an earlier start queued it: then a failure is a warning.
+
+    Returns:
+        The failure, if it is one.
+    """
+    log = log.at_step(outcome.step)
+    warn = log.warning if leads else log.debug
+    what = outcome.action, outcome.state
+    if what == ("save", "committed"):
+        where, amount = tier_label(outcome.dirpath), rate(outcome.bytes, outcome.seconds)
+        log.info("%s is durable on %s: %s", outcome.name, where, amount)
+    elif what == ("retain", "committed") and outcome.error:
+        warn("retention: %s", outcome.error)
+    elif what == ("retain", "skipped"):
+        warn("retention skipped: %s", outcome.error)
+    elif what == ("delete", "skipped"):
+        warn("%s was not deleted: %s", outcome.name, outcome.error)
+    elif outcome.state == "skipped" and outcome.action in (*NAMING, *SAVES):
+        warn("%s will not be durable: %s", outcome.name, outcome.error)
+    elif outcome.state == "failed" and outcome.action != "cancel":
+        failure = failure_of(outcome, config)
+        say = warn if inherited or not leads else log.error
+        say("%s%s — %s", "of an earlier start: " if inherited else "", failure.message, failure.hint)
+        return failure
+    return None
+
+
+def failure_of(outcome: Outcome, config: TieredCheckpointConfig) -> SaveError:
+    """Returns the error of an operation that failed in the background: why, what becomes of it, and what to do."""
+    what = {"save": outcome.name, "retain": "retention"}.get(outcome.action, f"{outcome.action} of {outcome.name}")
+    again = f"is tried again; by hand: {drain_command(config)}"
+    hint = f"it stays {'in node memory' if outcome.action in SAVES else 'queued'} and {again}"
+    # An alias or delete finds damage on the durable tier, and nothing in memory was touched.
+    if outcome.error_type == DAMAGED_IN_MEMORY and outcome.action in SAVES:
+        hint = "its copy in node memory was moved to quarantine/, and it is not tried again"
+    return SaveError(
+        f"{what} did not reach the durable tier: {outcome.error}",
+        operation=outcome.action,
+        tier="durable",
+        key=outcome.url,
+        step=ids.known(outcome.step),
+        hint=hint,
+    )
+
+
+def not_done(action: str, name: str, dirpath: str, reason: Exception) -> SaveError:
+    """Returns the error that an action on a name in node memory was not done."""
+    known = reason if isinstance(reason, TieredCheckpointError) else TieredCheckpointError(str(reason))
+    key, hint = ids.join_url(dirpath, name), "; ".join(filter(None, ["it is not done", known.hint]))
+    text = f"{action} of {name} failed: {known.message}"
+    error = SaveError(text, operation=action, tier="memory", key=key, hint=hint)
+    error.__cause__ = reason
+    return error
+
+
+def not_uploaded(pending: Sequence[Saved], config: TieredCheckpointConfig, error: DrainError) -> tuple[str, SaveError]:
+    """Returns what to say of a queue that is left at the end: a line for the log, and an error."""
+    names = ", ".join(each.name for each in pending[:_NAMED]) + (" ..." if len(pending) > _NAMED else "")
+    what = "queued aliases and deletes were not done"
+    if pending:
+        what = f"{len(pending)} queued checkpoint{'s were' if len(pending) > 1 else ' was'} not uploaded ({names})"
+    # The log has the failures already. A drain that has not failed is slow, and the hint has its last words.
+    has_failed = error.hint is None or "stays in node memory" in error.hint
+    full = f"{what}: {error.message}" if has_failed else f"{what}: {error.message}; {error.hint}"
+    stay = "they stay" if len(pending) != 1 else "it stays"
+    hint = f"{stay} in node memory; retry with: {drain_command(config)}"
+    left = SaveError(full, operation="drain", tier="durable", key=config.dirpath, hint=hint)
+    return what if has_failed else full, left
+
+
+def drain_command(config: TieredCheckpointConfig) -> str:
+    """Returns the command that works on the queue of a job."""
+    place = "" if config.memory_dir == _SHM else f" --memory-dir {config.memory_dir}"
+    return f"tiered-ckpt flush --namespace {config.namespace}{place}"
+
+
+# ----------------------------------------------------------------------------------------------- outcomes
+class NewOutcomes:
+    """Gives each outcome of a queue once; those that were there before are not new."""
+
+    def __init__(self, queue: Queue) -> None:
+        """Takes the queue that the drain writes to."""
+        self._queue = queue
+        self._seen = set(map(_key, queue.outcomes()))
+        self._last: tuple[bytes | None, str] = None, ""
+
+    def take(self) -> tuple[list[Outcome], str]:
+        """Returns the outcomes that were not taken yet, and :attr:`DrainProgress.trouble`."""
+        version = self._queue.poll_with_heartbeat()
+        if version == self._last[0]:
+            return [], self._last[1]
+        outcomes = self._queue.outcomes()
+        fresh = [outcome for outcome in outcomes if _key(outcome) not in self._seen]
+        self._last = version, self._queue.progress().trouble
+        self._seen.update(map(_key, fresh))
+        if len(self._seen) > _SEEN:
+            # Outcomes that the log has forgotten do not come again.
+            self._seen.intersection_update(map(_key, outcomes))
+        return fresh, self._last[1]
+
+    def skip(self, outcome: Outcome) -> None:
+        """Leaves one out, because a caller has waited for it."""
+        self._seen.add(_key(outcome))
+
+
+def _key(outcome: Outcome) -> tuple[str, str, str]:
+    # An operation that is tried again may fail for another reason, which is new.
+    return outcome.op_id, outcome.state, outcome.error_type
+
+
+class Announcer:
+    """Logs each outcome once, and keeps each failure for one who asks. Several threads may use it."""
+
+    def __init__(self, config: TieredCheckpointConfig, log: CheckpointLogger, counts: Counter[str]) -> None:
+        """Takes the job's configuration, its log, and the counter of failures."""
+        self._config = config
+        self._log = log
+        self._counts = counts
+        self._lock = threading.RLock()
+        self._unread: deque[Outcome] = deque(maxlen=_UNREAD)
+        self._unshown: list[SaveError] = []
+        self._trouble = ""
+
+    def look(self, drain: DrainHandle, *, leads: bool) -> None:
+        """Logs new outcomes, and counts the failed uploads that this start has queued; ``leads`` as elsewhere."""
+        with self._lock:
+            fresh, trouble = looking(self._log, lambda: drain.news(keeps_up=leads), (list[Outcome](), ""))
+            self._unread.extend(fresh)
+            for outcome in fresh:
+                inherited = drain.is_inherited(outcome)
+                failure = say_outcome(self._log, outcome, self._config, leads=leads, inherited=inherited)
+                if failure is not None and not inherited:
+                    self._counts["failed"] += leads and outcome.action in SAVES
+                    self._unshown.append(failure)
+            if trouble and trouble != self._trouble and leads:
+                text = "the drain can't get at its queue, so nothing is uploaded; it tries again: %s"
+                self._log.error(text, trouble)
+            self._trouble = trouble
+
+    def take(self) -> list[Outcome]:
+        """Returns the outcomes since the last call."""
+        with self._lock:
+            fresh, self._unread = [*self._unread], deque(maxlen=_UNREAD)
+        return fresh
+
+    def first_failure(self) -> SaveError | None:
+        """Returns the first failure since the last call."""
+        with self._lock:
+            failures, self._unshown = self._unshown, []
+        return failures[0] if failures else None
+
+
+def looking(log: CheckpointLogger, look: Callable[[], T], otherwise: T) -> T:
+    """Returns what a look at the queue gives, or ``otherwise`` if the queue cannot be read just now."""
+    try:
+        return look()
+    except OSError as unread:
+        # For example, no file descriptor is left: training continues, and the next call looks again.
+        log.error("could not read the outcomes of earlier saves: %s", unread)
+        return otherwise
+
+
+# ---------------------------------------------------------------------------------------------- the drain
+class StandstillError(DrainError):
+    """Nothing that the drain does has moved for as long as a caller waits for that."""
+
+
+class Standstill:
+    """Measures for how long the drain has moved nothing while this process waits for it."""
+
+    def __init__(self, look: Callable[[], DrainProgress], clock: Clock) -> None:
+        """Takes a function that gives the drain's progress."""
+        self._look = look
+        self._clock = clock
+        self._mark = self._marked()
+        self._since = clock.monotonic()
+        #: The mark at which a wait ended for that.
+        self._ended: tuple[int, ...] | None = None
+
+    def begin(self) -> None:
+        """Begins a wait: an earlier standstill does not count, unless it has already ended a wait."""
+        self._mark, self._since = self._marked(), self._clock.monotonic()
+
+    def lasts(self, seconds: float) -> bool:
+        """Returns whether nothing has moved for ``seconds`` of this wait, or since an earlier one ended for that."""
+        mark, now = self._marked(), self._clock.monotonic()
+        if mark != self._mark:
+            self._mark, self._since = mark, now
+        if mark != self._ended and now - self._since < seconds:
+            return False
+        self._ended = mark
+        return True
+
+    def _marked(self) -> tuple[int, ...]:
+        progress = self._look()
+        return (progress.pid, progress.bytes_done, *(progress.counters.get(name, 0) for name in _MOVING))
+
+
+class Reporter:
+    """Collects a drain's figures, and writes them where the trainer reads them.
+
+    Attributes:
+        now: The figures that do not change by themselves.
+        counts: Ended operations, by how they ended.
+        last_success: The last moment at which something went well, by the monotonic clock.
+    """
+
+    def __init__(self, queue: Queue, stores: Stores, clock: Clock) -> None:
+        """Takes the queue to write to, and the stores whose requests are counted."""
+        self._queue = queue
+        self._stores = stores
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._started = 0.0
+        self.now = DrainProgress(os.getpid())
+        self.counts: Counter[str] = Counter()
+        self.last_success = clock.monotonic()
+
+    @contextlib.contextmanager
+    def beating(self) -> Iterator[None]:
+        """Writes the figures again and again, from a thread, while the block runs."""
+        ended = threading.Event()
+
+        def beat() -> None:
+            timing = self._clock.timing
+            while not self._clock.wait(ended, timing.heartbeat_s if self.now.name else timing.idle_heartbeat_s):
+                self.write()
+
+        thread = self._clock.start(beat, "tiered-heartbeat")
+        try:
+            yield
+        finally:
+            ended.set()
+            self._clock.join(thread, self._clock.timing.log_lock_s)
+            self.write()
+
+    @contextlib.contextmanager
+    def uploading(self, name: str, size: int) -> Iterator[None]:
+        """Says that a checkpoint of ``size`` bytes is in work while the block runs."""
+        self._started = self._clock.monotonic()
+        self.now = replace(self.now, name=name, bytes_done=0, bytes_total=size)
+        self.write()
+        try:
+            yield
+        finally:
+            self.now = replace(self.now, name="", bytes_done=0, bytes_total=0)
+
+    def add(self, count: int) -> None:
+        """Counts bytes that reached the durable tier; for many threads."""
+        with self._lock:
+            self.now.bytes_done += count
+        self.last_success = self._clock.monotonic()
+
+    def succeeded(self, size: int, seconds: float) -> None:
+        """Takes the rate of an operation; ``size`` is 0 for those that upload nothing."""
+        self.last_success = self._clock.monotonic()
+        if size:
+            self.now.rate = size / max(seconds, 1e-9)
+
+    def write(self) -> None:
+        """Writes the figures once."""
+        counters, error = Counter(self.counts), self.now.last_error
+        for store in self._stores.all():
+            counters.update(store.metrics.snapshot())
+            # What is repeated for minutes has not failed yet.
+            error = store.metrics.retrying or error
+        now = replace(self.now, heartbeat=self._clock.wall(), counters=dict(counters), last_error=error)
+        if now.name:
+            now.rate = now.bytes_done / max(self._clock.monotonic() - self._started, 1e-9)
+        # Without a log, or a descriptor to open it, the figures are lost.
+        with contextlib.suppress(OSError):
+            self._queue.write_progress(now)
+
+
+def shorten_log(root: Path) -> None:
+    """Cuts a log that is too long to its newer half: in place, because its writers append to what they opened."""
+    with contextlib.suppress(OSError):
+        if (root / LOG).stat().st_size > _MAX_LOG:
+            with (root / LOG).open("r+b") as file:
+                file.seek(-_MAX_LOG // 2, os.SEEK_END)
+                newer = file.read().partition(b"\n")[2]
+                file.seek(0)
+                file.truncate()
+                file.write(newer)
