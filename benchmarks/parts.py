@@ -52,7 +52,7 @@ OF_SHARDED = {
 #: What DCP's load by our reader consists of.
 OF_DCP_LOAD = {
     "finding it": ["tiered_checkpoint_io.adapters.dcp_reader:open_shards"],
-    "reading and hashing": ["tiered_checkpoint_io.adapters.dcp_reading:PlanReader.read"],
+    "reading and hashing": ["tiered_checkpoint_io.adapters.dcp_reader:PlanReader.read"],
 }
 #: What a load of a full checkpoint consists of, beside the copy into the parameters.
 OF_LOAD = {

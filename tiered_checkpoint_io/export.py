@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from tiered_checkpoint_io.adapters.dcp_reading import PlanReader
+from tiered_checkpoint_io.adapters.dcp_reader import PlanReader
 from tiered_checkpoint_io.engine.chunks import Span, chunks_of, fetch_chunk
 from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, fetch_targets
 from tiered_checkpoint_io.engine.trust import Trust

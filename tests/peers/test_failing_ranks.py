@@ -28,7 +28,7 @@ SHARDED = [
     (0, "engine.restore.shard_files:ShardFiles.peek", 1),
     (1, "engine.restore.shard_files:ShardFiles.put", 1),
     (2, "engine.restore.shard_exchange:plan", 1),
-    (1, "adapters.dcp_reading:PlanReader.spans", 1),
+    (1, "adapters.dcp_reader:PlanReader.spans", 1),
 ]
 
 

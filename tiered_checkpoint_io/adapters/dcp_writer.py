@@ -5,23 +5,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import os
 import pickle
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
 
+import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
 from tiered_checkpoint_io.adapters.async_saves import show_failures, was_shown
 from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Settings, Shared, close_shared, settings_of, shared_of
-from tiered_checkpoint_io.adapters.dcp_writing import file_of, transforms_of
 from tiered_checkpoint_io.adapters.groups import DcpArguments, dcp_arguments
 from tiered_checkpoint_io.adapters.steps import check_positive
+from tiered_checkpoint_io.adapters.structure import local_of
+from tiered_checkpoint_io.adapters.tensor_kinds import CheckingSavePlanner, KindsCheck
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks.coordination import trains_here
 from tiered_checkpoint_io.engine.ranks.world import current_rank
@@ -29,11 +33,63 @@ from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, agreed, arrived, expect_facts
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
 from tiered_checkpoint_io.engine.save.room import vote
-from tiered_checkpoint_io.engine.trust import warn_at_first_save
+from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, SaveError, TieredCheckpointError
+from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.formats.shard_image import Item, Placed, TensorRow, plan_shard
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.numbers import seconds
+
+
+class PlannedFile(NamedTuple):
+    """A rank's file.
+
+    Attributes:
+        image: The file.
+        indexes: What its items are to DCP, in their order.
+        placed: Where each lies.
+        names: Of each, as ``_StorageInfo`` takes them: what its bytes went through.
+    """
+
+    image: Image
+    indexes: Sequence[MetadataIndex]
+    placed: Sequence[Placed]
+    names: Sequence[list[list[str]]]
+
+
+def planned_file(ordered: Sequence[WriteItem], data: Sequence[Item], names: Sequence[list[list[str]]]) -> PlannedFile:
+    """Plans the file of items, in their order."""
+    image, placed = plan_shard(data)
+    return PlannedFile(image, [item.index for item in ordered], placed, names)
+
+
+class FileLayout:
+    """What is kept of the file of a plan; none of its tensors."""
+
+    def __init__(self, plan: SavePlan, ordered: Sequence[WriteItem], data: Sequence[Item]) -> None:
+        """Takes a plan, and its items in the file's order: objects come first.
+
+        Raises:
+            ValueError: Later files can't be told by this one.
+        """
+        self.plan = plan
+        count = sum(item.type == WriteItemType.BYTE_IO for item in ordered)
+        self.objects, tensors = ordered[:count], ordered[count:]
+        self._keys = [item.index.fqn for item in tensors]
+        self._indexes = [item.index for item in ordered]
+        self._row = TensorRow([each for each in data[count:] if isinstance(each, torch.Tensor)])
+
+    def file(self, objects: Sequence[bytes], state: Mapping[str, Any]) -> PlannedFile:
+        """The file of the same items with other contents.
+
+        Args:
+            objects: The bytes of those that are no tensors.
+            state: A flattened state, of the structure that the plan was made for.
+        """
+        image, placed = self._row.plan(objects, [local_of(state[key]) for key in self._keys])
+        return PlannedFile(image, self._indexes, placed, list(repeat([], len(placed))))
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -398,3 +454,69 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         if files:
             name = self.located.name
             warn_at_first_save(self.session, self.settings.config, self.session.log, name, files)
+
+
+def transforms_of(extensions: Sequence[Any] | None) -> Any:
+    """DCP's stream transformations by ``_extensions``; None where there are none.
+
+    Raises:
+        ConfigError: This torch has no such thing.
+    """
+    if not extensions:
+        return None
+    if not hasattr(filesystem, "_StorageWriterTransforms"):
+        raise ConfigError("_extensions need torch 2.7", hint="upgrade torch, or leave them out")
+    return filesystem._StorageWriterTransforms(extensions)
+
+
+def file_of(
+    plan: SavePlan,
+    planner: SavePlanner,
+    transforms: Any,
+    config: TieredCheckpointConfig,
+    warn: Callable[[list[Any]], None],
+) -> PlannedFile:
+    """The file of a rank's plan.
+
+    Args:
+        plan: Its items.
+        planner: What gives their data; one of ours may keep how they lie for the next save.
+        transforms: What the bytes of each go through; see :func:`transforms_of`.
+        config: Which objects a load will take.
+        warn: Gets the bytes of all objects.
+    """
+    # What else may happen to an item is not kept.
+    known = planner if isinstance(planner, CheckingSavePlanner) and transforms is None else None
+    structure = known.structure if known is not None else None
+    layout: FileLayout | None = structure.layout if structure is not None else None
+    if known is not None and layout is not None and layout.plan is plan:
+        found: list[Any] = [known.resolve_data(item) for item in layout.objects]
+        objects = [each.getvalue() for each in found]
+        warn(objects)
+        return layout.file(objects, known.state_dict)
+    # As FileSystemWriter orders them.
+    ordered = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+    kinds = KindsCheck(Trust.of(config))
+    items = [_item(item, planner, transforms, kinds) for item in ordered]
+    warn([data for data, names in items if not (names or isinstance(data, torch.Tensor))])
+    if structure is not None:
+        # What can't be kept is planned anew each time.
+        with contextlib.suppress(ValueError):
+            structure.layout = FileLayout(plan, ordered, [data for data, _ in items])
+    return planned_file(ordered, [data for data, _ in items], [[names] if names else [] for _, names in items])
+
+
+def _item(item: WriteItem, planner: SavePlanner, transforms: Any, kinds: KindsCheck) -> tuple[Item, list[str]]:
+    data = planner.resolve_data(item)
+    if isinstance(data, torch.Tensor):
+        kinds.check(item.index.fqn, data)
+    if transforms is None:
+        return (data.detach() if isinstance(data, torch.Tensor) else data.getvalue()), []
+    buffer = io.BytesIO()
+    stream, names = transforms.transform_save_stream(item, buffer)
+    if isinstance(data, torch.Tensor):
+        torch.save(data.detach().cpu().clone(), stream)
+    else:
+        stream.write(data.getbuffer())
+    stream.close()
+    return buffer.getvalue(), names

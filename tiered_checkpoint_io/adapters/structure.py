@@ -10,8 +10,6 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from tiered_checkpoint_io.formats.alike import Alike, alike
-
 _MAPPINGS = (dict, OrderedDict)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -69,11 +67,9 @@ class Structure:
         leaves: list[Any] = []
         self._top.collect(state, leaves)
         same = len(leaves) == len(flat) and all(map(_is, leaves, flat.values())) and list(flat) == list(mappings)
-        tensors = _tensors(leaves)
-        guards = alike(tensors) if same else None
-        if guards is None or not all(map(_is_known, leaves)):
+        self._facts = _facts_of(leaves)
+        if not same or self._facts is None or not all(map(_is_known, leaves)):
             raise UnknownStructureError
-        self._alike: Alike = guards
         self._kinds = list(map(type, leaves))
         self._specs = [leaf._spec for leaf in leaves if type(leaf) is DTensor]
 
@@ -84,7 +80,7 @@ class Structure:
             return None
         specs = [leaf._spec for leaf in leaves if type(leaf) is DTensor]
         lists = [leaf for leaf in leaves if type(leaf) is list]
-        if specs != self._specs or any(map(_is_container, lists)) or not self._alike.holds(_tensors(leaves)):
+        if specs != self._specs or any(map(_is_container, lists)) or _facts_of(leaves) != self._facts:
             return None
         return dict(zip(self.mappings, leaves, strict=True))
 
@@ -94,8 +90,17 @@ def local_of(value: Any) -> Any:
     return value._local_tensor if type(value) is DTensor else value
 
 
-def _tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
-    return [local_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+def _facts_of(leaves: Sequence[Any]) -> list[tuple[Any, ...]] | None:
+    """Returns all of the tensors but their storages and bytes; None if there are none, or one has no strides."""
+
+    def facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+        kind = type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+        return *kind, tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
+
+    try:
+        return [facts(local_of(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)] or None
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def _is(one: object, other: object) -> bool:
