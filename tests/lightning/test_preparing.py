@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch import callbacks as lightning_callbacks
 
 from tests.support.training import Model
-from tiered_checkpoint_io.adapters.sizes import size_here
+from tiered_checkpoint_io.adapters.optimizers import size_here
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tiered_checkpoint_io.adapters.dcp_settings import settings_of
-from tiered_checkpoint_io.adapters.rest import Rest
+from tiered_checkpoint_io.adapters.state import Rest
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 

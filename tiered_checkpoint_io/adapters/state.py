@@ -2,14 +2,18 @@
 
 A local checkpoint holds a rank's own part, and needs no collective. The sharded tensors in the state of a callback of
 Lightning's, which a pickle would cut to one rank's shard, are saved with the model's, and leave a note.
+
+All else that Lightning saves is pickled before the save returns, and made a file later.
 """
 
 from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -368,3 +372,69 @@ def _placement(dim: int | None, cut: int | None) -> Placement:
         return Replicate()
     strided: Placement = _StridedShard(dim, split_factor=cut) if cut is not None else Shard(dim)
     return strided
+
+
+#: As torch.save has it.
+_PROTOCOL = 2
+#: What torch.save writes apart from its pickle.
+_APART = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
+
+
+class _ApartError(Exception):
+    """It holds tensors."""
+
+
+class _PlainPickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, _APART):
+            raise _ApartError
+        return NotImplemented
+
+
+class _Written:
+    """Stands for a pickler, and is given what one has written."""
+
+    def __init__(self, file: BinaryIO, **_: Any) -> None:
+        self._file = file
+
+    def dump(self, pickled: bytes) -> None:
+        self._file.write(pickled)
+
+
+class Rest:
+    """What is saved as it is now, whatever changes later.
+
+    Attributes:
+        sharded: The sharded tensors in it, which are saved beside the model's.
+    """
+
+    def __init__(self, rest: dict[str, Any], model: Mapping[str, Any]) -> None:
+        """Pickles it.
+
+        Args:
+            rest: Anything.
+            model: The model's own tensors, by their names.
+
+        Raises:
+            ConfigError: A sharded tensor can't be described.
+            Exception: Whatever ``torch.save`` raises for it.
+        """
+        self.sharded: dict[str, DTensor] = {}
+        self._pickled: bytes | None = None
+        self._file = io.BytesIO()
+        data = io.BytesIO()
+        # Training waits for this, and mostly there are no tensors: then nothing else has to look through it.
+        try:
+            _PlainPickler(data, _PROTOCOL).dump(rest)
+            self._pickled = data.getvalue()
+        except _ApartError:
+            parted, self.sharded = part_off(rest, model)
+            torch.save(parted, self._file)
+
+    def file(self) -> bytes:
+        """The file that ``torch.save`` writes."""
+        if self._pickled is not None:
+            module: Any = SimpleNamespace(Pickler=_Written, __name__="pickle")
+            torch.save(self._pickled, self._file, pickle_module=module)
+            self._pickled = None
+        return self._file.getvalue()

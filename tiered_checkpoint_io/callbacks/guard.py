@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from tiered_checkpoint_io.adapters.io_of import tiered_io_of
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
-from tiered_checkpoint_io.adapters.sizes import size_here
+from tiered_checkpoint_io.adapters.optimizers import size_here
 from tiered_checkpoint_io.callbacks.ending import count_epoch_as_it_ended
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.overlapping import OverlappedCapture
