@@ -142,7 +142,7 @@ def test_the_blocks_of_yaml():
 
     texts = [text for blocks in SECTIONS.values() for language, _, text in blocks if language == "yaml"]
     blocks = [OmegaConf.create(text) for text in texts if "s3_checkpointing:\n" in text]
-    assert len(blocks) > 3
+    assert len(blocks) >= 3
     for block in blocks:
         TieredCheckpointConfig.from_any(block.s3_checkpointing)
 
