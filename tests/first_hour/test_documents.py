@@ -48,7 +48,6 @@ SHORT = {"One process, killed"}
 #: Blocks of Python with tests of their own.
 ELSEWHERE = {
     ("docs/python-api.md", "Finding checkpoints"): "test_python_api.py",
-    ("docs/python-api.md", "Waiting for a step"): "test_python_api.py",
     ("docs/python-api.md", "Evaluating each checkpoint"): "test_python_api.py",
     ("docs/nemo.md", "One line"): "make test-nemo",
     ("docs/nemo.md", "Or one function"): "make test-nemo",

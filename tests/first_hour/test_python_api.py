@@ -29,7 +29,7 @@ Clock.wait, Clock.monotonic = wait_hurried, lambda clock: monotonic(clock) + sum
 
 def test_the_blocks_run(story):
     blocks = [text for _, language, text in blocks_of(DOCUMENT.read_text()) if language == "python"][1:]
-    assert len(blocks) == 3
+    assert len(blocks) == 2
     (story.folder / "block.py").write_text(
         "".join(blocks).replace('memory_dir="/dev/shm"', f"memory_dir={story.memory_dir!r}")
     )
@@ -42,7 +42,6 @@ def test_the_blocks_run(story):
         lines[1],
         f"step=110.ckpt 110 {size} durable memory durable",
         lines[3],
-        "s3://bucket/run/step=100.ckpt",
         "evaluate s3://bucket/run/step=100.ckpt 100",
         "evaluate s3://bucket/run/step=110.ckpt 110",
     ]
