@@ -1,6 +1,7 @@
 """The memory tier: whole parts, slots used again, room, and readers."""
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -177,6 +178,21 @@ def test_ctrl_c_amid_a_removal_lets_it_end(tier, monkeypatch, call):
         tier.remove(stored)
     assert files_in(tier.root / "trash") == []
     assert inode(save(tier, b"new" * 1000, 2)) == before, "its memory is used again"
+
+
+def test_a_commit_that_finds_no_space_gives_back_all_that_it_had(tier, memory_dir, monkeypatch):
+    slot, part, opens = tier.acquire(MIB), part_of(bytes(MIB), 1), os.open
+
+    def full(path, *args, **options):
+        if str(path).endswith("part.json"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opens(path, *args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryFullError):
+        patch.setattr(os, "open", full)
+        tier.commit(part, {part.content.files[0].basename: slot})
+    assert (tier.parts(), files_in(tier.root)) == ([], [])
+    assert memory_dir not in mappings(memory_dir)
 
 
 def test_the_pages_of_what_another_process_removed_are_given_back(tier, memory_dir):
