@@ -18,9 +18,8 @@ from tiered_checkpoint_io.engine.drain.events import RunningTotals, note
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.errors import TieredCheckpointError
-from tiered_checkpoint_io.memory.budget import noted_budget, space_of
 from tiered_checkpoint_io.memory.spill import AUTO
-from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.memory.tier import MemoryTier, noted_budget, space_of
 
 if TYPE_CHECKING:
     # It imports torch, which the command line does not need.

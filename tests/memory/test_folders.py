@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.failing import failing
-from support.parts import RUN, content_of, files_in, save
+from support.parts import content_of, files_in, save
 
 from tiered_checkpoint_io.errors import MemoryTierError
 from tiered_checkpoint_io.memory import node
@@ -127,83 +127,6 @@ def python(script):
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=150, check=False
     )
-
-
-def test_killed_at_any_moment_the_newest_committed_part_is_whole(memory_dir):
-    """A child is killed at its n-th call that changes the file system, for every n."""
-    script = f"""
-        import os, signal, sys
-        from tiered_checkpoint_io.model import ids
-        from tiered_checkpoint_io.model.hashing import hash_bytes
-        from tiered_checkpoint_io.model.manifest import (Content, FileEntry, Part)
-        from tiered_checkpoint_io.memory.parts import reading
-        from tiered_checkpoint_io.memory.tier import MemoryTier
-
-        RUN = {RUN!r}
-        CALLS = ("rename", "open", "ftruncate", "posix_fallocate", "mkdir", "rmdir", "unlink")
-
-        def save(tier, number):
-            data = bytes([number]) * (100_000 + number)
-            entry = FileEntry("x.ckpt", len(data), 16 << 20, (hash_bytes(data),))
-            content = Content(ids.save_id(RUN, number), number, 0, "full", 1.0, 1, {{}}, (entry,), switch="x.ckpt")
-            slot = tier.acquire(len(data))
-            with slot.view as view:
-                view[: len(data)] = data
-            return tier.commit(Part("x.ckpt", 0, content, "d", False), {{"x.ckpt": slot}})
-
-        def life(committed, deadly):
-            calls = 0
-            def counted(real):
-                def call(*args, **kwargs):
-                    nonlocal calls
-                    calls += 1
-                    if calls == deadly:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return real(*args, **kwargs)
-                return call
-            tier = MemoryTier.open({memory_dir!r}, "test")
-            for name in CALLS:
-                setattr(os, name, counted(getattr(os, name)))
-            stored = []
-            for number in range(1, 5):
-                stored.append(save(tier, number))
-                os.write(committed, bytes([number]))
-                while len(stored) > 2:
-                    tier.remove(stored.pop(0))
-            tier.close()
-
-        deadly = 0
-        while True:
-            deadly += 1
-            read, write = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                life(write, deadly)
-                os._exit(0)
-            os.close(write)
-            _, status = os.waitpid(pid, 0)
-            told = os.read(read, 100)
-            os.close(read)
-            tier = MemoryTier.open({memory_dir!r}, "test")
-            parts = tier.parts()
-            newest = parts[-1].part.content.step if parts else 0
-            assert newest - (told[-1] if told else 0) in (0, 1), (deadly, told, newest)
-            assert len(parts) >= min(2, newest), (deadly, parts)
-            for stored in parts:
-                with reading(stored) as views:
-                    stored.part.content.files[0].check_chunk(0, views["x.ckpt"], tier="memory", where="x")
-            assert tier.damaged() == [], deadly
-            assert os.listdir(tier.root / "slots") == os.listdir(tier.root / "trash") == [], deadly
-            for stored in parts:
-                tier.remove(stored)
-            tier.close()
-            if os.WIFEXITED(status):
-                break
-        print(deadly)
-    """
-    result = python(script)
-    assert result.returncode == 0, result.stderr
-    assert int(result.stdout) > 40
 
 
 def test_trash_that_a_live_process_is_still_sorting_out_does_it_no_harm(tier, memory_dir, monkeypatch):

@@ -11,14 +11,14 @@ import pytest
 
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.errors import MemoryTierError
-from tiered_checkpoint_io.memory.ownership import OWNER_FILE, claim
+from tiered_checkpoint_io.memory.spill import OWNER_FILE, claim
 
 CLAIM = """
     import os, sys
     from pathlib import Path
     from tiered_checkpoint_io.clock import SYSTEM
     from tiered_checkpoint_io.memory import node
-    from tiered_checkpoint_io.memory.ownership import claim
+    from tiered_checkpoint_io.memory.spill import claim
     base, memory, make, boot = sys.argv[1:]
     if boot:
         node.boot_id = lambda: boot

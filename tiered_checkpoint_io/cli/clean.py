@@ -22,9 +22,8 @@ from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, latest, read_all
 from tiered_checkpoint_io.inventory.node import TRAINERS, HeldSave, by_payload, owned, saves_of, undone, with_units
 from tiered_checkpoint_io.logs import size_text
-from tiered_checkpoint_io.memory.ownership import OWNER_FILE, siblings
 from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.memory.spill import AUTO, spill_dir_of, spill_root
+from tiered_checkpoint_io.memory.spill import AUTO, OWNER_FILE, siblings, spill_dir_of, spill_root
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig

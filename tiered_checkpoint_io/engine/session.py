@@ -42,11 +42,10 @@ from tiered_checkpoint_io.engine.staging.turn import Turn
 from tiered_checkpoint_io.errors import DrainError, SaveError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.memory import forks
-from tiered_checkpoint_io.memory.budget import note_budget
 from tiered_checkpoint_io.memory.node import node_budget
 from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.spill import spill_dir_of
-from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.memory.tier import MemoryTier, note_budget
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.place import Place

@@ -19,6 +19,7 @@ from pathlib import Path
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from tiered_checkpoint_io.memory.private import sync_folder, write_atomic, write_private
+from tiered_checkpoint_io.memory.slots import clean_dead
 from tiered_checkpoint_io.memory.space import is_scarcity
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
@@ -305,3 +306,17 @@ def gone(stored: StoredPart) -> CheckpointNotFoundError:
         key=str(stored.folder),
         step=stored.part.content.step,
     )
+
+
+def clear_dead(root: Path, clock: Clock) -> None:
+    """Clears what dead processes left below a tier's root: their free slots, trash and half-made folders."""
+    clean_dead(str(root / "slots"))
+    for entry in os.scandir(root / "trash"):
+        # Renamed first: a live remover must not see its folder without the marker that tells
+        # it not to reuse the files.
+        doomed = root / "trash" / f"clean.{os.getpid()}.{clock.token(4)}"
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(entry.path, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+    for name in (SAVES, REPLICAS):
+        clear_half_made(root / name, clock)

@@ -1,18 +1,29 @@
-"""The spill: where on a node's disk the parts go that do not fit into its memory."""
+"""The spill: a folder on the node's disk for parts that do not fit into its memory, and which node memory owns it.
+
+A path does not tell: containers that have a memory each see it under the same path, and may have one disk. So a spill
+names the node memory that owns it, by device and inode at this boot, and each process that uses it locks that file,
+shared, for the rest of its life. If another memory's process lives, a spill beside it is used: ``…-2``. A spill whose
+owner has no live process is taken over, as after a reboot, with all that it holds.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import itertools
 import os
+import re
 import tempfile
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.memory.clearing import clear_dead
-from tiered_checkpoint_io.memory.node import is_local_disk, is_tmpfs, memory_left
-from tiered_checkpoint_io.memory.ownership import claim, siblings
-from tiered_checkpoint_io.memory.private import make_folders, private_folder
+from tiered_checkpoint_io.errors import MemoryTierError
+from tiered_checkpoint_io.memory.node import is_local_disk, is_tmpfs, memory_left, memory_of
+from tiered_checkpoint_io.memory.parts import clear_dead
+from tiered_checkpoint_io.memory.private import inode_at, inode_of, make_folders, private_folder
 from tiered_checkpoint_io.memory.space import is_scarcity
 from tiered_checkpoint_io.model.hashing import hash_bytes
 
@@ -20,6 +31,158 @@ if TYPE_CHECKING:
     from tiered_checkpoint_io.memory.tier import MemoryTier
 
 AUTO = "auto"
+#: The file of a spill that names its owner.
+OWNER_FILE = "owner"
+
+
+class _Claim(NamedTuple):
+    folder: Path
+    descriptor: int
+    owner: str
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its file was removed, so that other processes do not see the lock."""
+        return inode_at(self.folder / OWNER_FILE) != inode_of(os.fstat(self.descriptor))
+
+    def write(self, owner: str) -> None:
+        """Says whose it is."""
+        os.ftruncate(self.descriptor, os.pwrite(self.descriptor, owner.encode(), 0))
+
+
+#: What this process has claimed, by the path that was asked for.
+_claims: dict[Path, _Claim] = {}
+_guard = threading.Lock()
+#: How often a spill that is another's is looked at: its owner may be dead, and a process that just looks may lock it.
+_TRIES = 5
+
+
+def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
+    """The folder of a node memory's spill, which is its own until the last process that has claimed it for it ends.
+
+    Args:
+        base: Where it is, or ``base-2`` and so on where a live process uses that for another memory.
+        memory: The root of the node memory.
+        clock: For ids, and waits.
+        make: Whether to make it where there is none for this memory; otherwise that is None.
+
+    Raises:
+        MemoryTierError: A folder is not ours alone, or its lock can't be had.
+        OSError: It can't be used for another reason.
+    """
+    with _guard:
+        mine = _claims.get(base)
+        owner = _id_of(memory) or (clock.token(16) if mine is None else mine.owner)
+        if mine is not None:
+            if not mine.is_lost:
+                with contextlib.suppress(OSError):
+                    # What clears temporary folders removes files of 10 days ago.
+                    os.utime(mine.descriptor)
+                if owner != mine.owner:
+                    # The memory's folder was made anew. It is all its processes' spill still.
+                    mine.write(owner)
+                    _claims[base] = mine._replace(owner=owner)
+                return mine.folder
+            os.close(_claims.pop(base).descriptor)
+        others = set[Path]()
+        while (folder := _next(base, owner, others, make=make)) is not None:
+            taken = _take(folder, owner, clock, tries=_TRIES if make else 1)
+            if taken is not None:
+                _claims[base] = taken
+                return folder
+            others.add(folder)
+        return None
+
+
+def _next(base: Path, owner: str, others: set[Path], *, make: bool) -> Path | None:
+    """What to try next: of what is there now, the owner's own first; then, where ``make`` says so, a new one."""
+    folders = sorted(siblings(base), key=lambda each: _owner_of(each) != owner)
+    new = (_sibling(base, each) for each in itertools.count(1)) if make else iter(())
+    return next((each for each in itertools.chain(folders, new) if each not in others), None)
+
+
+def siblings(base: Path) -> list[Path]:
+    """The spills that are there under a path, whosever they are."""
+    try:
+        names = os.listdir(base.parent)
+    except OSError:
+        return []
+    found = re.compile(re.escape(base.name) + r"(?:-(\d{1,3}))?")
+    numbered = {int(match[1] or 1): base.with_name(name) for name in names if (match := found.fullmatch(name))}
+    return [numbered[number] for number in sorted(numbered)]
+
+
+def _sibling(base: Path, number: int) -> Path:
+    return base.with_name(f"{base.name}-{number}") if number > 1 else base
+
+
+def _id_of(memory: Path) -> str:
+    """The id of a node memory; empty for one that is gone, as after a reboot: its spill may be there."""
+    try:
+        return hash_bytes(memory_of(memory).encode())
+    except FileNotFoundError:
+        return ""
+
+
+def _owner_of(folder: Path) -> str:
+    try:
+        return (folder / OWNER_FILE).read_text("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _take(folder: Path, owner: str, clock: Clock, *, tries: int) -> _Claim | None:
+    """Claims one spill; None where it is another live memory's, as often as it is tried."""
+    deadline = clock.monotonic() + clock.timing.space_wait_s
+    while True:
+        private_folder(folder)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        taken = _Claim(folder, os.open(folder / OWNER_FILE, flags, 0o600), owner)
+        try:
+            if _lock(taken.descriptor, fcntl.LOCK_EX):
+                # No live process has it. Written in place: a full disk has no new block for it.
+                taken.write(owner)
+            # Not in one step: another process may come between, and its owner is read then.
+            while not _lock(taken.descriptor, fcntl.LOCK_SH):
+                _wait(clock, deadline, folder)
+            is_lost = taken.is_lost
+            if not is_lost and os.pread(taken.descriptor, 1024, 0) == owner.encode():
+                return taken
+        except BaseException:
+            os.close(taken.descriptor)
+            raise
+        os.close(taken.descriptor)
+        tries -= not is_lost
+        if not tries:
+            return None
+        # It was being removed, or is another's as yet.
+        _wait(clock, deadline, folder)
+
+
+def _wait(clock: Clock, deadline: float, folder: Path) -> None:
+    if clock.monotonic() > deadline:
+        text = "another process has been changing the owner of this spill for too long"
+        raise MemoryTierError(text, operation="open", tier="memory", key=str(folder), hint="name another spill_dir")
+    clock.sleep(clock.timing.space_poll_s)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _drop_in_child() -> None:
+    # A worker that outlives its trainer would keep the spill for it.
+    global _guard
+    _guard = threading.Lock()
+    while _claims:
+        os.close(_claims.popitem()[1].descriptor)
+
+
+os.register_at_fork(after_in_child=_drop_in_child)
 
 
 def spill_dir_of(configured: str | None) -> str | None:
@@ -37,7 +200,7 @@ def spill_dir_of(configured: str | None) -> str | None:
 
 
 def spill_root(spill_dir: str, root: Path) -> Path:
-    """Where a memory tier's spill is, see :mod:`ownership`: jobs may use one namespace in several memory folders."""
+    """Where a memory tier's spill is, see :func:`claim`: jobs may use one namespace in several memory folders."""
     mark = hash_bytes(os.path.realpath(root).encode())[:8]
     return Path(spill_dir) / f"tiered-{os.getuid()}" / f"{root.name}-{mark}"
 

@@ -14,8 +14,7 @@
       id                         a link to nowhere that names this memory, for its spill
 
 What does not fit goes to the *spill*, a root of the same kind on the node's disk, of this memory alone (see
-:mod:`ownership`). A part stays in the root where it was captured, and all that is done with it there; the lists of
-parts are of both.
+:func:`spill.claim`). A part stays in the root where it was captured; the lists of parts are of both.
 
 No checkpoint's name becomes a folder here, only the last component of its path, as a file.
 """
@@ -27,10 +26,10 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import MemoryTierError
-from tiered_checkpoint_io.memory.clearing import clear_dead
 from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, unbounded
 from tiered_checkpoint_io.memory.parts import (
     DRAINED,
@@ -42,13 +41,20 @@ from tiered_checkpoint_io.memory.parts import (
     SAVES,
     PartIndex,
     StoredPart,
+    clear_dead,
     gone,
     mark,
     prepare_markers,
 )
-from tiered_checkpoint_io.memory.private import by_warning, make_folders, opening, sync_folder, write_private
-from tiered_checkpoint_io.memory.slot import Slot
-from tiered_checkpoint_io.memory.slots import SlotPool
+from tiered_checkpoint_io.memory.private import (
+    by_warning,
+    make_folders,
+    opening,
+    sync_folder,
+    write_atomic,
+    write_private,
+)
+from tiered_checkpoint_io.memory.slots import Slot, SlotPool
 from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE, MemoryFullError, used
 from tiered_checkpoint_io.memory.spill import Spill, disk_left
 from tiered_checkpoint_io.model import ids
@@ -56,6 +62,7 @@ from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
 
 FOLDERS = (SAVES, REPLICAS, "slots", "trash", "quarantine", "status")
+BUDGET_FILE = "budget"
 
 
 def namespace_root(memory_dir: str, namespace: str) -> Path:
@@ -396,3 +403,31 @@ class MemoryTier:
         for tier in (self._replicas, self._spill.tier):
             if tier is not None:
                 tier.close()
+
+
+class Space(NamedTuple):
+    """Bytes of one root: those of checkpoints, and those that checkpoints may still take. Idle slots are free."""
+
+    used: int
+    free: int
+
+
+def note_budget(tier: MemoryTier) -> None:
+    """Notes what the trainer's checkpoints may take; on a tmpfs that is full, nothing is noted."""
+    path, text = tier.root / BUDGET_FILE, str(tier.budget).encode()
+    with contextlib.suppress(OSError):
+        if tier.budget is not None and not (path.exists() and path.read_bytes() == text):
+            write_atomic(path, text)
+
+
+def noted_budget(root: Path) -> int | None:
+    """The budget of the last trainer over a memory tier, bytes; None where none was noted."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((root / BUDGET_FILE).read_bytes())
+    return None
+
+
+def space_of(tier: MemoryTier) -> Space:
+    """What a tier has in use and free, of a slot that is being filled as if it were idle; raises OSError."""
+    idle = used(tier.root / "slots")
+    return Space(max(0, tier.usage() - idle), max(0, tier.room()) + idle)

@@ -18,7 +18,7 @@ from tiered_checkpoint_io.engine.chunks import verify
 from tiered_checkpoint_io.engine.ranks.store_client import PeerError
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, TieredCheckpointError
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
-from tiered_checkpoint_io.memory.slot import Slot
+from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.documents import MAX_SIZE

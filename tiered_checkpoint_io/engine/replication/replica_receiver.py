@@ -18,7 +18,7 @@ from tiered_checkpoint_io.engine.replication.fates import Fates, form_key, newes
 from tiered_checkpoint_io.engine.replication.peer_link import HAVE, Link, Links, Member, take_request
 from tiered_checkpoint_io.engine.staging.retention import form_of, outdated_replicas
 from tiered_checkpoint_io.errors import CorruptCheckpointError, TieredCheckpointError
-from tiered_checkpoint_io.memory.slot import Slot
+from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part

@@ -32,7 +32,7 @@ from tiered_checkpoint_io.engine.staging.loaded import retain_loaded, slot_for
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryTierError
 from tiered_checkpoint_io.logs import rate, size_text
 from tiered_checkpoint_io.memory.parts import StoredPart, opened
-from tiered_checkpoint_io.memory.slot import Slot
+from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
 

@@ -21,7 +21,7 @@ from tiered_checkpoint_io.engine.staging.retention import Evidence
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.memory.slot import Slot
+from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.model import ids

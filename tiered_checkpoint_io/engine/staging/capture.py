@@ -19,8 +19,7 @@ from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.writing import Untouched
 from tiered_checkpoint_io.memory.pages import are_slow
 from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.memory.slot import Slot
-from tiered_checkpoint_io.memory.slots import BusyError
+from tiered_checkpoint_io.memory.slots import BusyError, Slot
 from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 

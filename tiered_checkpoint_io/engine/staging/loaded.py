@@ -12,7 +12,7 @@ from pathlib import Path
 from tiered_checkpoint_io.engine.staging.capture import acquire_for
 from tiered_checkpoint_io.engine.staging.retention import Scope, all_complete, removable, room_for
 from tiered_checkpoint_io.memory.parts import PINNED, StoredPart, is_read
-from tiered_checkpoint_io.memory.slot import Slot
+from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
