@@ -248,7 +248,7 @@ def test_what_is_stored_runs_no_code(tmp_path, memory_dir):
     assert not os.path.exists("/tmp/evil-was-here")
 
 
-@pytest.mark.parametrize("to", ["latest.pt", "latest.safetensors", "folder"])
+@pytest.mark.parametrize("to", ["latest.pt", "latest.safetensors", "folder", "memory"])
 def test_beside_a_run_that_removes_what_is_read(to, run, tmp_path, memory_dir, monkeypatch):
     """The latest is then another one, and nothing is damaged."""
     saved("full", run, memory_dir, "later", state(3))
@@ -267,6 +267,7 @@ def test_beside_a_run_that_removes_what_is_read(to, run, tmp_path, memory_dir, m
 
     monkeypatch.setattr(DirectoryStore, "read_pieces", late)
     turns.append(replace)
-    done = get(run, "tiered:latest", tmp_path / to, "--json")
+    where = ["tiered:latest", tmp_path / to] if to != "memory" else ["--memory-dir", memory_dir, "--namespace", "new"]
+    done = get(run, *where, "--json")
     assert (done.exit_code, json.loads(done.stdout)["step"], turns) == (0, 4, []), done.exception
     io.teardown()

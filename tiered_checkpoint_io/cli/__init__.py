@@ -11,39 +11,29 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from tiered_checkpoint_io.cli import (
-    clean,
-    doctor,
-    flush,
-    get,
-    listing,
-    prune,
-    status,
-    verify,
-    watch,
-)
+from tiered_checkpoint_io.cli import clean, doctor, flush, get, listing, prune, status, verify, watch
 from tiered_checkpoint_io.cli.answers import is_waiting
-from tiered_checkpoint_io.cli.options import Version, spread
-from tiered_checkpoint_io.cli.output import INTERRUPTED, leave_terminal, printable, say
+from tiered_checkpoint_io.cli.options import command
+from tiered_checkpoint_io.cli.output import INTERRUPTED, say
 from tiered_checkpoint_io.errors import TieredCheckpointError
+from tiered_checkpoint_io.version import __version__
 
 #: Commands in the order and the groups of --help.
-_GROUPS: dict[str, dict[str, Callable[..., None]]] = {
+_GROUPS: dict[str, dict[str, type[Any]]] = {
     "Look": {
-        "ls": listing.list_all,
-        "status": status.status,
-        "verify": verify.verify,
-        "watch": watch.watch,
-        "doctor": doctor.doctor,
+        "ls": listing.Ls,
+        "status": status.Status,
+        "verify": verify.Verify,
+        "watch": watch.Watch,
+        "doctor": doctor.Doctor,
     },
-    "Move": {"get": get.get, "flush": flush.flush},
-    "Delete, only with --yes": {"clean": clean.clean, "prune": prune.prune},
+    "Move": {"get": get.Get, "flush": flush.Flush},
+    "Delete, only with --yes": {"clean": clean.Clean, "prune": prune.Prune},
 }
 
 
@@ -53,11 +43,17 @@ class _Grouped(TyperGroup):
     def format_commands(self, _: Any, formatter: Any) -> None:
         for title, commands in _GROUPS.items():
             with formatter.section(title):
-                formatter.write_dl([(name, _summary(run)) for name, run in commands.items()])
+                formatter.write_dl([(name, _summary(kind)) for name, kind in commands.items()])
 
 
-def _summary(run: Callable[..., None]) -> str:
-    return " ".join((inspect.getdoc(run) or "").partition("\n\n")[0].split())
+def _summary(kind: type[Any]) -> str:
+    return " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tiered-ckpt {__version__}")
+        raise typer.Exit
 
 
 app = typer.Typer(
@@ -73,13 +69,17 @@ app = typer.Typer(
 
 
 @app.callback()
-def _options(version: Version = False) -> None:
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     pass
 
 
 for _commands in _GROUPS.values():
-    for _name, _run in _commands.items():
-        app.command(_name)(spread(_run))
+    for _name, _kind in _commands.items():
+        app.command(_name)(command(_kind))
 
 
 def main() -> None:
@@ -96,11 +96,13 @@ def main() -> None:
         if status == INTERRUPTED:
             say("interrupted", err=True)
     except (TieredCheckpointError, OSError) as error:
-        say(f"error: {printable(str(error))}", err=True)
+        say(f"error: {error}", err=True)
         status = 1
     if is_waiting():
         # For a server that may never answer: the interpreter would wait for it, too.
-        leave_terminal()
+        if sys.stderr.isatty():
+            # A bar may have hidden the cursor.
+            sys.stderr.write("\x1b[?25h")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status if isinstance(status, int) else 1)

@@ -28,7 +28,7 @@ _asking: set[threading.Thread] = set()
 
 
 def is_waiting() -> bool:
-    """Whether a question that was given up still waits for its answer."""
+    """Tells if a question that was given up still waits for its answer."""
     return any(thread.is_alive() for thread in list(_asking))
 
 
@@ -67,29 +67,13 @@ def ask(
         StoreError: It was silent for ``durable_timeout_s``; every five seconds of that are shown.
         BaseException: What ``work`` raises.
     """
+    where = printable(dirpath or config.dirpath)
 
-    def open_and_ask() -> _T:
-        with contextlib.closing(open_store(config, dirpath)) as store:
-            return work(store)
-
-    return answer(config, dirpath or config.dirpath, open_and_ask, stop=stop, quiet=quiet)
-
-
-def answer(
-    config: TieredCheckpointConfig,
-    where: str,
-    work: Callable[[], _T],
-    *,
-    stop: threading.Event | None = None,
-    quiet: bool = False,
-) -> _T:
-    """What ``work`` gives, which asks the durable tier ``where``; raises as :func:`ask` does."""
-    where = printable(where)
-
-    def noted() -> _T:
+    def asked() -> _T:
         _asking.add(threading.current_thread())
         try:
-            return work()
+            with contextlib.closing(open_store(config, dirpath)) as store:
+                return work(store)
         finally:
             _asking.discard(threading.current_thread())
 
@@ -98,11 +82,11 @@ def answer(
 
     patience_s, shown = config.support.durable_timeout_s, None if quiet else count_down
     if stop is None:
-        return answer_within(patience_s, noted, what=where, count_down=shown)
+        return answer_within(patience_s, asked, what=where, count_down=shown)
     # By SIGTERM schedulers end a job, which then must leave nothing.
     with raising(KeyboardInterrupt):
         try:
-            return answer_within(patience_s, noted, what=where, count_down=shown)
+            return answer_within(patience_s, asked, what=where, count_down=shown)
         except BaseException:
             stop.set()
             for thread in list(_asking):

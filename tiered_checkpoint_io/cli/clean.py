@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.options import NODE, Json, Node, path_of
-from tiered_checkpoint_io.cli.output import printable, say, show, write_json
+from tiered_checkpoint_io.cli.options import Node, Output, path_of
+from tiered_checkpoint_io.cli.output import Columns, say, show, write_json
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.stores import last_config
@@ -36,18 +36,9 @@ _USED = "a trainer or drain uses it"
 _NOT_KNOWN = "a spill_dir other than auto is not known here: give --spill-dir"
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """A checkpoint of this node's memory that goes.
-
-    Attributes:
-        name: Its name.
-        dirpath: The durable tier that it belongs to.
-        save_id: The save that made it.
-        step: The training step; None if it is not known.
-        parts: Number of its parts here.
-        size_bytes: Bytes of these parts.
-    """
+@dataclass(frozen=True)
+class Going:
+    """A save in this node's memory that goes: the number of its parts here, and their bytes."""
 
     name: str
     dirpath: str
@@ -57,9 +48,24 @@ class Removed:
     size_bytes: int
 
 
-def clean(
-    node: Node = NODE,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, only show what would go.")] = False,
+@dataclass(frozen=True)
+class Unreadable:
+    """A part that goes and can't be read: nothing tells if it is needed."""
+
+    folder: Path
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clean(Output, Node):
+    """Deletes a namespace's checkpoints from node memory, and from its spill.
+
+    Without --yes it only shows what would go, and warns of what would be lost: uploads that are pending, parts that
+    can't be read, and a newest checkpoint that the durable tier does not have. Then the exit status is 1. Refused while
+    a trainer uses the memory, or a drain works on it; a drain that has nothing to do is ended.
+    """
+
+    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, only show what would go.")] = False
     spill_dir: Annotated[
         Path | None,
         typer.Option(
@@ -67,52 +73,62 @@ def clean(
             metavar="PATH",
             help="The job's spill_dir, if a reboot deleted the memory that names it.",
         ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Deletes a namespace's checkpoints from node memory, and from its spill.
+    ] = None
 
-    Without --yes it only shows what would go, and warns of what would be lost: uploads that are pending, parts that
-    can't be read, and a newest checkpoint that the durable tier does not have. Then the exit status is 1. Refused while
-    a trainer uses the memory, or a drain works on it; a drain that has nothing to do is ended.
-    """
-    root = node.path
-    with contextlib.ExitStack() as held:
-        left = _left_over(root, held)
-        # What an earlier command has put away, and not deleted yet, names the spill as well.
-        config = next(filter(None, map(last_config, [root, *left])), None)
-        spills = _spills(root, config, spill_dir)
-        folders = [*([root] if root.is_dir() else []), *(each.root for each in spills)]
-        if root.is_dir():
-            if not any((root / folder).is_dir() for folder in FOLDERS):
-                hint = "check --memory-dir and --namespace"
-                raise ConfigError(f"{root} is no memory tier, and was left as it is", hint=hint)
-            owned(root)
-        memory = MemoryTier(root)
-        memory.place = place_of(config) if config is not None else None
-        tiers = (memory, memory.replicas, *spills) if folders else ()
-        parts, unread = _parts(*tiers), _unread(*tiers)
-        is_used = _is_used(root, held)
-        warnings = _warnings(root, config, parts, unread, is_used=is_used) if folders and not yes else []
-        if yes:
-            if is_used:
-                raise ConfigError(f"{root} was left as it is: {_USED}", hint="end it first")
-            _delete(root, spills, left)
-    if yes:
-        with contextlib.suppress(OSError):
-            root.parent.rmdir()
-    rows = [_removed(save) for save in _saves(parts)]
-    if as_json:
-        lost = [{"folder": folder, "error": str(error)} for folder, error in unread]
-        document = {"root": root, "dry_run": not yes, "warnings": warnings, "checkpoints": rows, "unreadable": lost}
-        write_json("clean", document)
-    elif not folders:
-        say(printable(_nothing(root, config, spill_dir)))
-    else:
-        _show(rows, unread, folders, warnings, yes=yes)
-        for folder in _others(root, config, spill_dir):
-            say(printable(f"another spill of this namespace is left at {folder}: {_used_by(folder)}"))
-    raise typer.Exit(1 if warnings else 0)
+    def run(self) -> None:
+        """Shows what would go, or deletes it; the status is 1 if there is a warning."""
+        root = self.root
+        with contextlib.ExitStack() as held:
+            left = _left_over(root, held)
+            # What an earlier command has put away, and not deleted yet, names the spill as well.
+            config = next(filter(None, map(last_config, [root, *left])), None)
+            spills = _spills(root, config, self.spill_dir)
+            folders = [*([root] if root.is_dir() else []), *(each.root for each in spills)]
+            if root.is_dir():
+                if not any((root / folder).is_dir() for folder in FOLDERS):
+                    hint = "check --memory-dir and --namespace"
+                    raise ConfigError(f"{root} is no memory tier, and was left as it is", hint=hint)
+                owned(root)
+            memory = MemoryTier(root)
+            memory.place = place_of(config) if config is not None else None
+            parts, unread = _held([memory, memory.replicas, *spills] if folders else [])
+            is_used = _is_used(root, held)
+            warnings = _warnings(root, config, parts, unread, is_used=is_used) if folders and not self.yes else []
+            if self.yes:
+                if is_used:
+                    raise ConfigError(f"{root} was left as it is: {_USED}", hint="end it first")
+                _delete(root, spills, left)
+        if self.yes:
+            with contextlib.suppress(OSError):
+                root.parent.rmdir()
+        rows = [_going(save) for save in reversed(saves_of(parts))]
+        if self.as_json:
+            found = {"warnings": warnings, "checkpoints": rows, "unreadable": unread}
+            write_json("clean", {"root": root, "dry_run": not self.yes, **found})
+        elif not folders:
+            say(_nothing(root, config, self.spill_dir))
+        else:
+            _show(rows, unread, folders, warnings, yes=self.yes)
+            for folder in _others(root, config, self.spill_dir):
+                say(f"another spill of this namespace is left at {folder}: {_used_by(folder)}")
+        raise typer.Exit(1 if warnings else 0)
+
+
+def _going(save: HeldSave) -> Going:
+    part = save.parts[0].part
+    return Going(part.name, part.dirpath, part.save_id, ids.known(part.content.step), len(save.parts), save.size)
+
+
+def _held(tiers: Iterable[MemoryTier]) -> tuple[list[StoredPart], list[Unreadable]]:
+    """Returns all parts in memory and in the spill, replicas too; a root may be half cleaned away, or gone."""
+    parts: list[StoredPart] = []
+    unread: list[Unreadable] = []
+    for each in tiers:
+        with contextlib.suppress(FileNotFoundError):
+            parts += each.parts()
+            unread += [Unreadable(folder, str(error)) for folder, error in each.damaged()]
+    parts.sort(key=lambda stored: (stored.save_id, stored.part.rank))
+    return parts, sorted(unread, key=lambda each: each.folder)
 
 
 def _is_used(root: Path, held: contextlib.ExitStack) -> bool:
@@ -144,25 +160,23 @@ def _delete(root: Path, spills: Sequence[MemoryTier], left: Sequence[Path]) -> N
 
 
 def _show(
-    rows: Sequence[Removed],
-    unread: Sequence[tuple[Path, Exception]],
+    rows: Sequence[Going],
+    unread: Sequence[Unreadable],
     folders: Sequence[Path],
     warnings: Sequence[str],
     *,
     yes: bool,
 ) -> None:
-    cells = [
-        (each.name, str(each.step) if each.step is not None else "", str(each.parts), size_text(each.size_bytes), "")
-        for each in rows
-    ]
-    cells += [(str(folder), "", "1", "", f"can't be read: {error}") for folder, error in unread]
-    show("", cells, "name", "step", "parts", "size", "note")
+    lost = [Going(str(each.folder), "", "", None, 1, 0) for each in unread]
+    notes = {str(each.folder): f"can't be read: {each.error}" for each in unread}
+    size: Columns = {"size": lambda each: "" if each.name in notes else size_text(each.size_bytes)}
+    note: Columns = {"note": lambda each: notes.get(each.name, "")}
+    show([*rows, *lost], {"name": "name", "step": "step", "parts": "parts", **size, **note})
     for warning in warnings:
-        say(printable(f"warning: {warning}"), err=True)
-    count = _count(sum(each.parts for each in rows) + len(unread), "part")
-    size = size_text(sum(each.size_bytes for each in rows))
-    what = f"{count}, {size}, and {', '.join(map(str, folders))}"
-    say(printable(f"removed {what}" if yes else f"{what} would go; delete with --yes"))
+        say(f"warning: {warning}", err=True)
+    count = _count(sum(each.parts for each in (*rows, *lost)), "part")
+    what = f"{count}, {size_text(sum(each.size_bytes for each in rows))}, and {', '.join(map(str, folders))}"
+    say(f"removed {what}" if yes else f"{what} would go; delete with --yes")
 
 
 def _nothing(root: Path, config: TieredCheckpointConfig | None, spill_dir: Path | None) -> str:
@@ -174,7 +188,7 @@ def _nothing(root: Path, config: TieredCheckpointConfig | None, spill_dir: Path 
 
 
 def _left_over(root: Path, held: contextlib.ExitStack) -> list[Path]:
-    """What killed commands have put away, locked until ``held`` ends."""
+    """Returns what killed commands have put away, locked until ``held`` ends."""
     found: list[Path] = []
     for left in sorted(root.parent.iterdir()) if root.parent.is_dir() else ():
         # One that is locked is another command's, which may put it back.
@@ -185,7 +199,7 @@ def _left_over(root: Path, held: contextlib.ExitStack) -> list[Path]:
 
 
 def _spills(root: Path, config: TieredCheckpointConfig | None, named: Path | None) -> list[MemoryTier]:
-    """The spills of a root that are there: by its configuration, or else by default, and where one is named."""
+    """Returns the spills of a root that are there: by its configuration, or else by default, and where one is named."""
     found: dict[Path, MemoryTier] = {}
     for spill_dir in (config.spill_dir if config is not None else AUTO, *([str(named)] if named is not None else [])):
         tier = MemoryTier(root)
@@ -198,7 +212,7 @@ def _spills(root: Path, config: TieredCheckpointConfig | None, named: Path | Non
 
 
 def _others(root: Path, config: TieredCheckpointConfig | None, named: Path | None) -> list[Path]:
-    """The spills that are where that of a root would be, once its own is gone."""
+    """Returns the spills that are where that of a root would be, once its own is gone."""
     folders = {
         spill_dir_of(config.spill_dir if config is not None else AUTO),
         str(named) if named is not None else None,
@@ -208,7 +222,7 @@ def _others(root: Path, config: TieredCheckpointConfig | None, named: Path | Non
 
 
 def _used_by(spill: Path) -> str:
-    """Whether a spill is in use, and what to do."""
+    """Tells if a spill is in use, and what to do."""
     lock = try_lock(spill / OWNER_FILE)
     if lock is None:
         return "a trainer or drain whose memory is not seen here uses it"
@@ -216,26 +230,8 @@ def _used_by(spill: Path) -> str:
     return f"no process uses it; run clean again, with --spill-dir {spill.parent.parent}"
 
 
-def _parts(*tiers: MemoryTier) -> list[StoredPart]:
-    """All that lies in memory and in the spill, replicas too; a root may be half cleaned away, or gone."""
-    found: list[StoredPart] = []
-    for each in tiers:
-        with contextlib.suppress(FileNotFoundError):
-            found += each.parts()
-    return sorted(found, key=lambda stored: (stored.save_id, stored.part.rank))
-
-
-def _unread(*tiers: MemoryTier) -> list[tuple[Path, Exception]]:
-    """What can't be read of that, and why: nothing tells whether it is needed."""
-    found: list[tuple[Path, Exception]] = []
-    for each in tiers:
-        with contextlib.suppress(FileNotFoundError):
-            found += each.damaged()
-    return sorted(found, key=lambda each: each[0])
-
-
 def _left_by(root: Path) -> str:
-    """How the names begin that :func:`_delete` gives, under which a killed command has left something."""
+    """Returns how the names begin that :func:`_delete` gives, under which a killed command has left something."""
     return f".{root.name}.cleaned-"
 
 
@@ -243,7 +239,7 @@ def _warnings(
     root: Path,
     config: TieredCheckpointConfig | None,
     parts: Sequence[StoredPart],
-    unread: Sequence[tuple[Path, Exception]],
+    unread: Sequence[Unreadable],
     *,
     is_used: bool,
 ) -> list[str]:
@@ -253,14 +249,14 @@ def _warnings(
     found = [
         f"{_USED}, so nothing can be deleted" if is_used else "",
         f"{_count(pending, 'operation')} not yet durable: upload first, by tiered-ckpt flush" if pending else "",
-        *(f"a part can't be read: {error}" for _, error in unread[:1]),
+        *(f"a part can't be read: {each.error}" for each in unread[:1]),
         *(_nowhere_else(config, tier, parts) for tier in tiers),
     ]
     return list(filter(None, found))
 
 
 def _nowhere_else(config: TieredCheckpointConfig | None, place: Place, parts: Iterable[StoredPart]) -> str:
-    """Why the newest checkpoint of a payload, or another of its step, must stay in memory; else "".
+    """Returns why the newest checkpoint of a payload, or another of its step, must stay in memory; else "".
 
     Replicas on other nodes are in memory too, and may be cleaned at the same time: they do not count.
     """
@@ -283,7 +279,7 @@ def _nowhere_else(config: TieredCheckpointConfig | None, place: Place, parts: It
 
 
 def _is_older(save: HeldSave, found: Sequence[DurableCheckpoint]) -> bool:
-    """Whether a restart would take a later save of the same payload and another step, which is on the durable tier."""
+    """Tells if a restart would take a later save of the same payload and another step, which is on the durable tier."""
     alike = [each for each in found if each.manifest is None or each.manifest.settled.kind == save.content.kind]
     meant = latest(alike)
     if meant is None or meant.save_id <= save.content.save_id:
@@ -293,19 +289,6 @@ def _is_older(save: HeldSave, found: Sequence[DurableCheckpoint]) -> bool:
 
 def _named(part: Part) -> str:
     return f"{part.name} (step {part.content.step})" if part.content.step >= 0 else part.name
-
-
-def _saves(parts: Iterable[StoredPart]) -> list[list[StoredPart]]:
-    """The parts of each save."""
-    saves: dict[str, list[StoredPart]] = {}
-    for each in parts:
-        saves.setdefault(each.save_id, []).append(each)
-    return list(saves.values())
-
-
-def _removed(save: list[StoredPart]) -> Removed:
-    part, size = save[0].part, sum(each.part.content.size for each in save)
-    return Removed(part.name, part.dirpath, part.save_id, ids.known(part.content.step), len(save), size)
 
 
 def _count(number: int, what: str) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tiered_checkpoint_io.cli.options import ADDRESS, SHM, Address, AnyDirpath, Json, MemoryDir
+from tiered_checkpoint_io.cli.options import Address, AnyDirpath, Memory, Output
 from tiered_checkpoint_io.cli.output import show, write_json
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.stores import last_config
@@ -41,45 +41,44 @@ class Check:
     do: str | None = ""
 
 
-def doctor(
-    dirpath: AnyDirpath = None,
-    memory_dir: MemoryDir = SHM,
-    address: Address = ADDRESS,
-    state_size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Size of the parameters and buffers of this node, such as 40GiB."),
-    ] = None,
-    as_json: Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Doctor(Output, Address, Memory):
     """Tries everything that saves need of this node and of the durable tier, and says what to mend.
 
     The tries are those of a training before its first batch. An object below .tiered/preflight/ is written, read and
     deleted. The exit status is 1 if a try fails.
     """
-    needed = _bytes_of(state_size)
-    config = replace(_config(dirpath, address, memory_dir), memory_dir=os.path.abspath(memory_dir))
-    checks = _node(config, needed) + (_durable(config) if dirpath is not None else [])
-    if as_json:
-        document = {
-            "dirpath": dirpath and config.dirpath,
-            "memory_dir": config.memory_dir,
-            "state_size_bytes": needed,
-            "checks": checks,
-        }
-        write_json("doctor", document)
-    else:
-        cells = [(each.status, each.what, each.measured, each.do or "") for each in checks]
-        show("", cells, "status", "what", "found", "what to do")
-    raise typer.Exit(any(each.status == "fail" for each in checks))
 
+    dirpath: AnyDirpath = None
+    state_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Size of the parameters and buffers of this node, such as 40GiB."),
+    ] = None
 
-def _config(dirpath: str | None, address: Address, memory_dir: str) -> TieredCheckpointConfig:
-    """Returns the configuration of the last run on this node that saved to this dirpath; else the defaults."""
-    given = address.config(_NOWHERE if dirpath is None else dirpath)
-    named = {key: value for key, value in address.keys.items() if value is not None}
-    roots = roots_of(memory_dir, place_of(given)) if os.path.isdir(memory_dir) else []
-    last = last_config(roots[0]) if roots else None
-    return replace(last, **named) if last is not None else given
+    def run(self) -> None:
+        """Prints a row for each try."""
+        needed = _bytes_of(self.state_size)
+        config = replace(self._config(), memory_dir=os.path.abspath(self.memory_dir))
+        checks = _node(config, needed) + (_durable(config) if self.dirpath is not None else [])
+        if self.as_json:
+            document = {
+                "dirpath": self.dirpath and config.dirpath,
+                "memory_dir": config.memory_dir,
+                "state_size_bytes": needed,
+                "checks": checks,
+            }
+            write_json("doctor", document)
+        else:
+            show(checks, {"status": "status", "what": "what", "found": "measured", "what to do": "do"})
+        raise typer.Exit(any(each.status == "fail" for each in checks))
+
+    def _config(self) -> TieredCheckpointConfig:
+        """Returns the configuration of the last run on this node that saved to this dirpath; else the defaults."""
+        given = self.config(_NOWHERE if self.dirpath is None else self.dirpath)
+        named = {key: value for key, value in self.keys.items() if value is not None}
+        roots = roots_of(self.memory_dir, place_of(given)) if os.path.isdir(self.memory_dir) else []
+        last = last_config(roots[0]) if roots else None
+        return replace(last, **named) if last is not None else given
 
 
 def _node(config: TieredCheckpointConfig, needed: int | None) -> list[Check]:
@@ -119,7 +118,7 @@ def _durable(config: TieredCheckpointConfig) -> list[Check]:
 
 
 def _bytes_of(text: str | None) -> int | None:
-    """``40GiB``, ``40G`` or ``42949672960``; KB, MB and so on are powers of 1,000."""
+    """Reads ``40GiB``, ``40G`` or ``42949672960``; KB, MB and so on are powers of 1,000."""
     if text is None:
         return None
     match = _SIZE.fullmatch(text.strip())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask, claimed
-from tiered_checkpoint_io.cli.options import NODE, Json, Name, Node
-from tiered_checkpoint_io.cli.output import INTERRUPTED, Meter, printable, progress, say, show, write_json
+from tiered_checkpoint_io.cli.options import Name, Node, Output
+from tiered_checkpoint_io.cli.output import INTERRUPTED, Columns, progress, say, show, write_json
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.operations import DAMAGED_IN_MEMORY
@@ -40,7 +40,7 @@ from tiered_checkpoint_io.inventory.node import (
     tier_at,
     to_flush,
 )
-from tiered_checkpoint_io.logs import get_logger, size_text
+from tiered_checkpoint_io.logs import get_logger
 from tiered_checkpoint_io.memory.parts import mark_durable
 from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.memory.spill import spill_dir_of
@@ -57,7 +57,6 @@ _LOOK_S = 0.2
 _NAMED = 16
 
 FlushState = Literal["durable", "uploaded", "queued", "not_durable"]
-_STATES: dict[FlushState, str] = {"not_durable": "not durable"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +84,8 @@ class FlushedSave:
     error: str | None
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The checkpoints that are uploaded: options of the command, see :func:`spread`."""
-
-    everything: Annotated[bool, typer.Option("--all", help="All checkpoints in this node's memory.")] = False
-    stay: Annotated[
-        bool, typer.Option("--stay", help="Upload what is queued, and wait for more for ever, as a sidecar.")
-    ] = False
-    ended: Annotated[
-        bool, typer.Option("--ended", help="Skip a namespace that a live trainer uses: for a job's epilog.")
-    ] = False
-
-
-def flush(
-    name: Name = None,
-    choice: Choice = Choice(),
-    node: Node = NODE,
-    timeout: Annotated[int, typer.Option(min=1, max=24 * 3600, metavar="SECONDS", help="Time for all uploads.")] = 600,
-    as_json: Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Flush(Output, Node):
     """Uploads checkpoints that only this node's memory has: before the node goes, or as a sidecar by --stay.
 
     Uploads the newest resumable checkpoint of each payload (full, sharded, local) and everything queued, whether the
@@ -113,33 +94,46 @@ def flush(
     a new one, which continues if this command is interrupted. If the parts of a checkpoint are on several nodes, run
     this on each of them. Refused while a run of another job writes to the same dirpath.
     """
-    if choice.everything and name is not None:
-        raise typer.BadParameter("give a name, or --all")
-    if choice.stay and (choice.everything or choice.ended or as_json or name is not None):
-        raise typer.BadParameter("--stay takes only --memory-dir and --namespace")
-    root = owned(existing(node.path))
-    if choice.stay:
-        _stay(root)
-        return
-    if choice.ended and has_trainer(root):
-        if as_json:
-            write_json("flush", {"namespace": root.name, "flushed": False, "checkpoints": (), "errors": ()})
+
+    name: Name = None
+    everything: Annotated[bool, typer.Option("--all", help="All checkpoints in this node's memory.")] = False
+    stay: Annotated[
+        bool, typer.Option("--stay", help="Upload what is queued, and wait for more for ever, as a sidecar.")
+    ] = False
+    ended: Annotated[
+        bool, typer.Option("--ended", help="Skip a namespace that a live trainer uses: for a job's epilog.")
+    ] = False
+    timeout: Annotated[int, typer.Option(min=1, max=24 * 3600, metavar="SECONDS", help="Time for all uploads.")] = 600
+
+    def run(self) -> None:
+        """Uploads, and prints a row for each checkpoint; the status is 1 if one is not durable."""
+        if self.everything and self.name is not None:
+            raise typer.BadParameter("give a name, or --all")
+        if self.stay and (self.everything or self.ended or self.as_json or self.name is not None):
+            raise typer.BadParameter("--stay takes only --memory-dir and --namespace")
+        root = owned(existing(self.root))
+        if self.stay:
+            _stay(root)
+            return
+        if self.ended and has_trainer(root):
+            if self.as_json:
+                write_json("flush", {"namespace": root.name, "flushed": False, "checkpoints": (), "errors": ()})
+            else:
+                say(f"{root.name}: left to its trainer, which is alive")
+            return
+        # tiered:latest is the default.
+        done = _Flush(root, name=None if self.name == ids.LATEST else self.name, everything=self.everything)
+        done.run(self.timeout, silent=self.as_json)
+        if self.as_json:
+            document = {"flushed": done.is_good, "checkpoints": done.rows, "errors": done.failures}
+            write_json("flush", {"namespace": root.name, **document})
         else:
-            say(printable(f"{root.name}: left to its trainer, which is alive"))
-        return
-    # tiered:latest is the default.
-    done = _Flush(root, name=None if name == ids.LATEST else name, everything=choice.everything)
-    done.run(timeout, silent=as_json)
-    if as_json:
-        document = {"namespace": root.name, "flushed": done.is_good, "checkpoints": done.rows, "errors": done.failures}
-        write_json("flush", document)
-    else:
-        show("", map(_cells, done.rows), "name", "step", "size", "state", "dirpath", "note")
-        for line in done.failures:
-            say(printable(f"error: {line}"), err=True)
-    if done.error is not None:
-        raise done.error
-    raise typer.Exit(0 if done.is_good else 1)
+            show(done.rows, _COLUMNS)
+            for line in done.failures:
+                say(f"error: {line}", err=True)
+        if done.error is not None:
+            raise done.error
+        raise typer.Exit(0 if done.is_good else 1)
 
 
 def _stay(root: Path) -> None:
@@ -229,7 +223,7 @@ class _Flush:
 
 
 def _config(root: Path, place: Place) -> TieredCheckpointConfig:
-    """The last trainer's configuration; of one that uploaded nothing yet, what its checkpoints say, noted for a drain.
+    """Returns the last trainer's configuration; if there is none, makes and notes one for a drain.
 
     Raises:
         MemoryFullError: There is no space to note it.
@@ -247,7 +241,7 @@ def _config(root: Path, place: Place) -> TieredCheckpointConfig:
 
 
 def _is_another_jobs(config: TieredCheckpointConfig, place: Place, namespace: str) -> bool:
-    """Whether only another job than that of this memory has a lease on a durable tier.
+    """Tells if only another job than that of this memory has a lease on a durable tier.
 
     A run of the same job is no obstacle: beside it, this is one drain more of what it saved.
     """
@@ -261,7 +255,7 @@ def _is_another_jobs(config: TieredCheckpointConfig, place: Place, namespace: st
 
 
 def _mark(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, saves: Sequence[HeldSave]) -> None:
-    """Has the drain upload the parts that it would leave in memory."""
+    """Makes the drain upload the parts that it would leave in memory."""
     for save in saves:
         is_lost = _is_lost(config, tier, queue, save)
         for stored in save.parts:
@@ -275,7 +269,7 @@ def _mark(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, saves:
 
 
 def _is_lost(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: HeldSave) -> bool:
-    """Whether this node committed a save, and nothing has its name now: others have emptied the bucket, for one."""
+    """Tells if this node committed a save, and nothing has its name now: others have emptied the bucket, for one."""
     known = queue.outcomes()
     last = [held_part(tier, each, known).outcome for each in save.parts]
     if not save.commits or any(each is None or each.action == "delete" or each.state != "committed" for each in last):
@@ -296,7 +290,7 @@ def _upload(tier: MemoryTier, config: TieredCheckpointConfig, timeout: float, *,
     queued = handle.queue.look(tier)
     waiting = {each.op_id: each.stored.part.content.size for each in queued if each.stored is not None}
     try:
-        with progress("upload", sum(waiting.values()), silent=silent) as meter, _followed(handle, tier, waiting, meter):
+        with progress("upload", sum(waiting.values()), silent=silent) as count, _followed(handle, tier, waiting, count):
             handle.flush(timeout, only={each.op_id for each in queued})
     except DrainError as error:
         return error
@@ -306,16 +300,21 @@ def _upload(tier: MemoryTier, config: TieredCheckpointConfig, timeout: float, *,
 
 
 @contextlib.contextmanager
-def _followed(handle: DrainHandle, tier: MemoryTier, waiting: dict[str, int], meter: Meter) -> Iterator[None]:
+def _followed(
+    handle: DrainHandle, tier: MemoryTier, waiting: dict[str, int], count: Callable[[int], None]
+) -> Iterator[None]:
     """Counts the bytes that the drain has sent while the block runs."""
     ended = threading.Event()
 
     def follow() -> None:
+        counted = 0
         while not ended.wait(_LOOK_S):
             with contextlib.suppress(OSError):
                 left = {each.op_id for each in handle.queue.look(tier)}
                 done = sum(size for op_id, size in waiting.items() if op_id not in left)
-                meter.at(done + handle.queue.progress().bytes_done)
+                done = max(counted, done + handle.queue.progress().bytes_done)
+                count(done - counted)
+                counted = done
 
     thread = threading.Thread(target=follow, name="tiered-progress", daemon=True)
     thread.start()
@@ -327,13 +326,13 @@ def _followed(handle: DrainHandle, tier: MemoryTier, waiting: dict[str, int], me
 
 
 def _is_damaged(queue: Queue, save: HeldSave) -> bool:
-    """Whether the drain has found that its bytes in memory are not those that were saved."""
+    """Tells if the drain has found that its bytes in memory are not those that were saved."""
     outcomes = [queue.outcome(each.op_id) for each in save.parts]
     return any(each is not None and each.error_type == DAMAGED_IN_MEMORY for each in outcomes)
 
 
 def _row(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: HeldSave) -> FlushedSave:
-    """What became of a save."""
+    """Returns what became of a save."""
     pending = {each.op_id for each in queue.look(tier)}
     outcomes = [queue.outcome(each.op_id) for each in save.parts]
     known = queue.outcomes()
@@ -355,13 +354,13 @@ def _row(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: H
         state=state,
         ranks=sorted(each.part.rank for each in save.parts),
         missing_ranks=save.missing,
-        size_bytes=sum(each.part.content.size for each in save.parts),
+        size_bytes=save.size,
         error=error or None,
     )
 
 
 def _asked(config: TieredCheckpointConfig, save: HeldSave, why: str) -> tuple[FlushState, str]:
-    """What the durable tier says of a save of which this node has sent all that it has; ``why`` it may not have it."""
+    """Returns what the durable tier says of a save whose parts here were sent; ``why`` it may not have it."""
     try:
         manifest = _manifest(config, save)
         is_sent = manifest is not None or not save.missing or _has_parts(config, save)
@@ -382,7 +381,7 @@ def _asked(config: TieredCheckpointConfig, save: HeldSave, why: str) -> tuple[Fl
 
 
 def _has_parts(config: TieredCheckpointConfig, save: HeldSave) -> bool:
-    """Whether the durable tier has the descriptions of all parts of this node."""
+    """Tells if the durable tier has the descriptions of all parts of this node."""
 
     def look(store: Store) -> bool:
         try:
@@ -397,12 +396,20 @@ def _manifest(config: TieredCheckpointConfig, save: HeldSave) -> Manifest | None
     return ask(config_at(config, save.place), lambda store: read_manifest(store, save.name), save.place.dirpath)
 
 
-def _cells(row: FlushedSave) -> tuple[str, ...]:
+def _note(row: FlushedSave) -> str:
     notes = [row.error] if row.error else []
     missing = row.missing_ranks
     if missing and row.state != "durable":
         ranks = ", ".join(map(str, missing[:_NAMED])) + (" ..." if len(missing) > _NAMED else "")
         notes.append(f"the parts of ranks {ranks} are not on this node: run tiered-ckpt flush on theirs")
-    step = str(row.step) if row.step is not None else ""
-    state = _STATES.get(row.state, row.state)
-    return row.name, step, size_text(row.size_bytes), state, row.dirpath, "; ".join(notes)
+    return "; ".join(notes)
+
+
+_COLUMNS: Columns = {
+    "name": "name",
+    "step": "step",
+    "size": "size_bytes",
+    "state": lambda row: row.state.replace("_", " "),
+    "dirpath": "dirpath",
+    "note": _note,
+}

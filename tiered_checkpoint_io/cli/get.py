@@ -14,19 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask, counter
-from tiered_checkpoint_io.cli.options import (
-    SERVER,
-    SHM,
-    Dirpath,
-    Json,
-    MemoryDir,
-    Name,
-    Server,
-    name_of,
-    path_of,
-    wrong_use,
-)
-from tiered_checkpoint_io.cli.output import Meter, printable, progress, say, write_json
+from tiered_checkpoint_io.cli.options import Dirpath, Name, Node, Output, Server, name_of, path_of, wrong_use
+from tiered_checkpoint_io.cli.output import progress, say, write_json
 from tiered_checkpoint_io.cli.verify import check_part
 from tiered_checkpoint_io.engine.durable.damage import contents_there
 from tiered_checkpoint_io.engine.durable.files import files_of
@@ -65,10 +54,17 @@ class Format(str, Enum):
     safetensors = "safetensors"
 
 
-@dataclass(frozen=True)
-class Target:
-    """The place and the form of a checkpoint that is fetched: options of the command, see :func:`spread`."""
+@dataclass(frozen=True, kw_only=True)
+class Get(Output, Server, Node):
+    """Fetches a checkpoint from the durable tier: to this node's memory, to a file, or to a folder.
 
+    Every byte is verified. Without TO it goes into this node's memory, from which a restart then reads. With TO it is
+    written as a torch file (.pt, .pth, .bin, .ckpt), as safetensors (.safetensors), or else as a folder with its files.
+    It is there with all parts, or not at all.
+    """
+
+    dirpath: Dirpath
+    name: Name = None
     to: Annotated[
         Path | None, typer.Argument(parser=path_of, metavar="TO", help="A file or folder, instead of node memory.")
     ] = None
@@ -91,65 +87,45 @@ class Target:
     rank: Annotated[
         list[int] | None, typer.Option(min=0, metavar="RANK", help="Only the part of this rank; may be repeated.")
     ] = None
-    memory_dir: MemoryDir = SHM
     namespace: Annotated[
         str | None, typer.Option(metavar="NAME", help="By default the namespace that saved the checkpoint.")
     ] = None
+
+    def run(self) -> None:
+        """Fetches the checkpoint, and says where it is."""
+        config = self.config(self.dirpath)
+        self._check()
+        with wrong_use():
+            config = replace(config, memory_dir=self.memory_dir)
+            config = replace(config, namespace=self.namespace) if self.namespace is not None else config
+            wanted = name_of(config, self.name or ids.LATEST)
+        # Torch takes its time, and the silence of the server is limited.
+        importlib.import_module("torch")
+        stop = threading.Event()
+        got = ask(config, _Fetch(config, wanted, self, stop).run, stop=stop)
+        if self.as_json:
+            write_json("get", got)
+        elif got.files:
+            for each in got.files:
+                say(f"{each.path}: {size_text(each.size_bytes)}")
+        else:
+            there = str(got.folder) if got.folder is not None else f"node memory, namespace {got.namespace}"
+            is_new, size = got.fetched_size_bytes > 0, size_text(got.fetched_size_bytes)
+            say(f"fetched {got.name} ({size}) to {there}" if is_new else f"{got.name} is in {there} already, intact")
 
     @property
     def written_form(self) -> Format:
         """The form, by the option or the suffix."""
         return Format.files if self.to is None else self.form or _format_of(self.to)
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raises BadParameter for options that do not belong together."""
         form = self.written_form
-        if (self.to is None and (self.form or self.yes)) or (
-            form is not Format.safetensors and self.prefix is not None
-        ):
+        is_tensors = form is Format.safetensors
+        if (self.to is None and (self.form or self.yes)) or (not is_tensors and self.prefix is not None):
             raise typer.BadParameter("--format and --yes need TO, and --prefix needs safetensors")
         if form is not Format.files and (self.rank or self.namespace is not None):
             raise typer.BadParameter(f"--rank and --namespace are not for {form.value}")
-
-
-def get(
-    dirpath: Dirpath,
-    name: Name = None,
-    target: Target = Target(),
-    server: Server = SERVER,
-    as_json: Json = False,
-) -> None:
-    """Fetches a checkpoint from the durable tier: to this node's memory, to a file, or to a folder.
-
-    Every byte is verified. Without TO it goes into this node's memory, from which a restart then reads. With TO it is
-    written as a torch file (.pt, .pth, .bin, .ckpt), as safetensors (.safetensors), or else as a folder with its files.
-    It is there with all parts, or not at all.
-    """
-    config = server.config(dirpath)
-    target.check()
-    with wrong_use():
-        config = replace(config, memory_dir=target.memory_dir)
-        config = replace(config, namespace=target.namespace) if target.namespace is not None else config
-        wanted = name_of(config, name or ids.LATEST)
-    # Torch takes its time, and the silence of the server is limited.
-    importlib.import_module("torch")
-    stop = threading.Event()
-    fetch = _Fetch(config, wanted, target, stop, as_json)
-    got = ask(config, fetch.run, stop=stop)
-    if as_json:
-        write_json("get", got)
-    elif got.files:
-        for each in got.files:
-            say(f"{printable(each.path)}: {size_text(each.size_bytes)}")
-    else:
-        there = str(got.folder) if got.folder is not None else f"node memory, namespace {got.namespace}"
-        size = size_text(got.fetched_size_bytes)
-        is_new = got.fetched_size_bytes
-        say(
-            printable(
-                f"fetched {got.name} ({size}) to {there}" if is_new else f"{got.name} is in {there} already, intact"
-            )
-        )
 
 
 def _format_of(to: Path) -> Format:
@@ -193,16 +169,14 @@ class _Fetch:
     Attributes:
         config: The durable tier, and node memory.
         wanted: The checkpoint's name, or ``tiered:latest``.
-        target: The ranks, and node memory or files.
+        options: The ranks, and node memory or files.
         stop: Ends it.
-        silent: Whether no progress is shown.
     """
 
     config: TieredCheckpointConfig
     wanted: str
-    target: Target
+    options: Get
     stop: threading.Event
-    silent: bool
 
     def run(self, store: Store) -> Got:
         """Fetches the checkpoint.
@@ -232,19 +206,19 @@ class _Fetch:
         return read_unchanged(store, look, work, operation="get")
 
     def _content(self, store: Store, name: str, content: Content) -> Got:
-        to, config = self.target.to, self.config
+        to, config = self.options.to, self.config
         namespace, files, ranks, size = None, [], [], 0
-        if to is not None and self.target.written_form is not Format.files:
+        if to is not None and self.options.written_form is not Format.files:
             size = content.size
             files = [File(str(path), path.stat().st_size) for path in self._convert(store, name, content, to)]
         else:
-            parts = fetched = _parts(config, store, name, content, self.target.rank or ())
+            parts = fetched = _parts(config, store, name, content, self.options.rank or ())
             with contextlib.ExitStack() as held:
                 if to is not None:
-                    views = held.enter_context(_files(to, parts, replace=self.target.yes))
+                    views = held.enter_context(_files(to, parts, replace=self.options.yes))
                 else:
                     # A restart looks only in the namespace of its job.
-                    namespace = self.target.namespace or content.namespace or config.namespace
+                    namespace = self.options.namespace or content.namespace or config.namespace
                     tier = _open(config, namespace)
                     fetched = [part for part in parts if not _has(tier, part)]
                     views = held.enter_context(_slots(tier, fetched))
@@ -259,7 +233,7 @@ class _Fetch:
         """Writes a torch file or safetensors; returns the files."""
         from tiered_checkpoint_io.export import to_safetensors, to_torch_file
 
-        options = self.target
+        options = self.options
         with self._source(store, name, content, files_of(store, content).all(), content.size) as source:
             if options.written_form is Format.torch:
                 return to_torch_file(source, to, replace=options.yes)
@@ -273,9 +247,9 @@ class _Fetch:
         from tiered_checkpoint_io.engine.trust import Trust
         from tiered_checkpoint_io.export import Source
 
-        with progress("get", size, silent=self.silent) as meter:
-            count = counter("get", store.url, self.stop, meter.add)
-            trust = Trust(weights_only=not self.target.trust)
+        with progress("get", size, silent=self.options.as_json) as add:
+            count = counter("get", store.url, self.stop, add)
+            trust = Trust(weights_only=not self.options.trust)
             yield Source(store, name, content, files, trust, self.config.read_concurrency(), count)
 
 
@@ -291,7 +265,7 @@ def _find(store: Store, wanted: str) -> Manifest:
 def _parts(
     config: TieredCheckpointConfig, store: Store, name: str, content: Content, ranks: Sequence[int]
 ) -> list[Part]:
-    """The parts of a checkpoint that are asked for, as memory holds them."""
+    """Returns the parts of a checkpoint that are asked for, as memory holds them."""
     place = place_of(config)
     files, there = files_of(store, content), range(content.parts)
     if content.parts == 1:
@@ -321,11 +295,11 @@ def _open(config: TieredCheckpointConfig, namespace: str) -> MemoryTier:
 
 
 def _has(tier: MemoryTier, part: Part) -> bool:
-    """Whether memory has a part already, intact; a damaged one is quarantined."""
+    """Tells if memory has a part already, intact; a damaged one is quarantined."""
     heard = moving()
     for stored in tier.held():
         if (stored.save_id, stored.part.rank) == (part.save_id, part.rank):
-            checked = check_part(tier, stored, Meter(lambda _: heard()))
+            checked = check_part(tier, stored, lambda _: heard())
             if checked.state == "damaged":
                 tier.quarantine(stored.folder, checked.error or "")
             elif checked.state == "intact":

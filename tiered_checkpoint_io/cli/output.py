@@ -16,8 +16,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from tiered_checkpoint_io.inventory.rows import iso
 from tiered_checkpoint_io.logs import size_text
 
@@ -33,52 +31,48 @@ _WIDE, _SHORT, _NAME = 100, 11, 30
 #: Between two lines of progress in a pipe, seconds.
 EVERY_S = 5.0
 
-
-#: Prints a line above what moves on the terminal, while something does.
-_above: Callable[[str], None] | None = None
-
-
-@contextlib.contextmanager
-def lines_above(printed: Callable[[str], None]) -> Iterator[None]:
-    """A block in which the bottom of the terminal moves, so that lines go above it."""
-    global _above
-    before, _above = _above, printed
-    try:
-        yield
-    finally:
-        _above = before
-
-
-def leave_terminal() -> None:
-    """Shows the cursor again, where the process leaves while something still moves."""
-    if _above is not None and sys.stderr.isatty():
-        sys.stderr.write("\x1b[?25h")
+#: The columns of a table: an attribute of the row, or what makes a cell of the row.
+Columns = Mapping[str, str | Callable[[Any], object]]
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Prints a line.
+    """Prints one line, without what would move a terminal's cursor; raises as :func:`write`."""
+    write(printable(text), err=err)
+
+
+def write(text: str, *, err: bool = False) -> None:
+    """Prints lines as they are.
 
     Raises:
         SystemExit: What reads the output has ended; nothing more is printed.
     """
+    stream = sys.stderr if err else sys.stdout
     try:
-        if _above is not None and (sys.stderr if err else sys.stdout).isatty():
-            _above(text)
-        else:
-            typer.echo(text, err=err)
+        print(text, file=stream, flush=True)
     except BrokenPipeError:
         # What is still buffered has somewhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), (sys.stderr if err else sys.stdout).fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         raise SystemExit(READER_GONE) from None
 
 
+def printable(text: str) -> str:
+    """Returns text without what would move a terminal's cursor, or end a line or a column."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def is_terminal() -> bool:
+    """Tells if people read the output, and not another command."""
+    return sys.stdout.isatty()
+
+
+# -------------------------------------------------------------------------------------------- JSON
 def write_json(command: str, document: object) -> None:
     """Prints the answer of a command, a mapping or a dataclass, as the one JSON document on stdout."""
     say(json.dumps({"version": JSON_VERSION, "command": command, **as_json(document)}, allow_nan=False))
 
 
 def as_json(value: Any) -> Any:
-    """The same for JSON: times as ISO 8601 (UTC), and null where a number is not finite."""
+    """Returns the same for JSON: times as ISO 8601 (UTC), and null for a number that is not finite."""
     if is_dataclass(value):
         return {each.name: as_json(getattr(value, each.name)) for each in fields(value) if each.repr}
     if isinstance(value, Mapping):
@@ -92,154 +86,125 @@ def as_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def show(title: str, rows: Iterable[tuple[str, ...]], *columns: str) -> None:
+# ------------------------------------------------------------------------------------------ tables
+def cells_of(row: object, columns: Columns) -> list[str]:
+    """Returns the cells of a row: sizes with their unit, nothing for None."""
+    cells = []
+    for column in columns.values():
+        value: Any = getattr(row, column) if isinstance(column, str) else column(row)
+        if isinstance(column, str) and column.endswith("_bytes"):
+            value = size_text(value)
+        elif isinstance(value, bool):
+            value = "yes" if value else "no"
+        cells.append("" if value is None else printable(str(value)))
+    return cells
+
+
+def show(rows: Iterable[object], columns: Columns, title: str = "") -> None:
     """Prints a table: for people on a terminal, else the columns' names and the rows, separated by tabs."""
-    cells = [[printable(cell) for cell in row] for row in rows]
-    if not is_terminal():
+    cells = [cells_of(row, columns) for row in rows]
+    if is_terminal():
+        from rich.console import Console
+
+        Console().print(rich_table(title, cells, columns))
+    else:
         # Names are never cut or folded here.
-        say("\n".join("\t".join(line) for line in [columns, *cells]))
-        return
-    from rich.console import Console
-
-    Console().print(rich_table(title, cells, columns))
+        write("\n".join("\t".join(line) for line in [list(columns), *cells]))
 
 
-def row_writer(**widths: int) -> Callable[..., None]:
+def row_writer(columns: Columns, *widths: int) -> Callable[[object], None]:
     """Returns a function that prints one row at a time: in a pipe with tabs below a header, else in columns.
 
     Args:
-        widths: The columns, and their least widths on a terminal, where empty cells are left out.
+        columns: The columns.
+        widths: The least widths of the first columns on a terminal, where empty cells are left out.
     """
     began = False
 
-    def write(*cells: str) -> None:
+    def add(row: object) -> None:
         nonlocal began
-        shown = list(map(printable, cells))
+        cells = cells_of(row, columns)
         if is_terminal():
-            say("  ".join(cell.ljust(width) for cell, width in zip(shown, widths.values(), strict=True) if cell))
+            least = (*widths, *[0] * len(cells))
+            say("  ".join(cell.ljust(width) for cell, width in zip(cells, least, strict=False) if cell))
             return
         if not began:
-            say("\t".join(widths))
+            write("\t".join(columns))
         began = True
-        say("\t".join(shown))
+        write("\t".join(cells))
 
-    return write
+    return add
 
 
-def rich_table(title: str, rows: Iterable[Sequence[str]], columns: Iterable[str]) -> Table:
-    """A table for a terminal."""
+def rich_table(title: str, cells: Sequence[Sequence[str]], columns: Iterable[str]) -> Table:
+    """Returns a table for a terminal."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     # As text: names may look like markup.
-    cells = [[Text(printable(cell)) for cell in row] for row in rows]
-    table = Table(
-        title=Text(printable(title)) if title else None, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
+    name = Text(printable(title)) if title else None
+    table = Table(title=name, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     # On a narrow terminal all is folded, so that nothing is cut.
     is_wide = Console().width >= _WIDE
     for index, column in enumerate(columns):
         longest = max((len(row[index]) for row in cells), default=0)
         table.add_column(column, overflow="fold", no_wrap=is_wide and longest <= (_SHORT if index else _NAME))
     for row in cells:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table
 
 
-def is_terminal() -> bool:
-    """Whether people read the output, and not another command."""
-    return sys.stdout.isatty()
-
-
-def printable(text: str) -> str:
-    """Text without what would move a terminal's cursor, or end a line or a column."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-
-
 # ---------------------------------------------------------------------------------------- progress
-class Meter:
-    """Counts the bytes that are done; for many threads."""
-
-    def __init__(self, shown: Callable[[int], None]) -> None:
-        """Takes what is called with the bytes done so far, after each change."""
-        self._shown = shown
-        self._lock = threading.Lock()
-        self._done = 0
-
-    def add(self, count: int) -> None:
-        """Counts further bytes."""
-        with self._lock:
-            self._done += count
-            self._shown(self._done)
-
-    def at(self, done: int) -> None:
-        """Sets how many bytes are done; never goes back."""
-        with self._lock:
-            if done > self._done:
-                self._done = done
-                self._shown(done)
-
-
 @contextlib.contextmanager
-def progress(what: str, total: int, *, silent: bool) -> Iterator[Meter]:
+def progress(what: str, total: int, *, silent: bool) -> Iterator[Callable[[int], None]]:
     """Shows on stderr how far a transfer is while the block runs.
 
     Args:
-        what: What is done, in a word or two.
+        what: The transfer, in a word or two.
         total: Bytes in all.
         silent: Show nothing, as beside ``--json``.
+
+    Yields:
+        A function for many threads, called with the bytes that are further done.
     """
     if silent:
-        yield Meter(lambda _: None)
-    elif sys.stderr.isatty():
-        with _bar(what, total) as shown:
-            yield Meter(shown)
+        yield lambda _: None
+    elif not sys.stderr.isatty():
+        yield _lines(what, total)
     else:
-        yield Meter(_lines(what, total))
+        from rich import progress as rich
 
+        columns = (
+            rich.TextColumn("{task.description}", markup=False),
+            rich.BarColumn(),
+            rich.DownloadColumn(binary_units=True),
+            rich.TransferSpeedColumn(),
+            rich.TimeRemainingColumn(),
+        )
+        from rich.console import Console
 
-def line(what: str, done: int, total: int, seconds: float) -> str:
-    """A transfer in one line; pure."""
-    speed = done / max(seconds, 1e-9)
-    left = f", {(total - done) / speed:.0f} s left" if done and total >= done else ""
-    return f"{what}: {size_text(done)} of {size_text(total)}, {size_text(int(speed))}/s{left}"
+        # Lines of a terminal go above the bar.
+        with rich.Progress(
+            *columns, console=Console(stderr=True), transient=True, redirect_stdout=is_terminal()
+        ) as shown:
+            task = shown.add_task(printable(what), total=total)
+            yield lambda count: shown.advance(task, count)
 
 
 def _lines(what: str, total: int) -> Callable[[int], None]:
+    lock, done = threading.Lock(), 0
     started = last = time.monotonic()
 
-    def shown(done: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= EVERY_S:
-            last = now
-            say(printable(line(what, done, total, now - started)), err=True)
+    def add(count: int) -> None:
+        nonlocal done, last
+        with lock:
+            done += count
+            now = time.monotonic()
+            if count and now - last >= EVERY_S:
+                last, speed = now, done / max(now - started, 1e-9)
+                left = f", {(total - done) / speed:.0f} s left" if total >= done else ""
+                say(f"{what}: {size_text(done)} of {size_text(total)}, {size_text(int(speed))}/s{left}", err=True)
 
-    return shown
-
-
-@contextlib.contextmanager
-def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-
-    def above(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    with (
-        Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as shown,
-        lines_above(above),
-    ):
-        task = shown.add_task(printable(what), total=total)
-        yield lambda done: shown.update(task, completed=done)
+    return add

@@ -11,8 +11,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask, claimed
-from tiered_checkpoint_io.cli.options import SERVER, Dirpath, Json, Server, path_of, wrong_use
-from tiered_checkpoint_io.cli.output import INTERRUPTED, printable, say, show, write_json
+from tiered_checkpoint_io.cli.options import Dirpath, Output, Server, path_of, wrong_use
+from tiered_checkpoint_io.cli.output import INTERRUPTED, Columns, say, show, write_json
 from tiered_checkpoint_io.engine.drain.process import ended_by_signal
 from tiered_checkpoint_io.engine.durable.pruning import finish, remove_all, unfinished
 from tiered_checkpoint_io.engine.durable.retention import in_order, refused_text
@@ -57,9 +57,9 @@ class _Done(NamedTuple):
         return [each for each in self.attempts if each.refusal is not None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Keep:
-    """The policies: options of the command, see :func:`spread`."""
+    """The policies."""
 
     keep_latest: Annotated[int | None, typer.Option(metavar="N", help="Keep the N latest steps.")] = None
     keep_every_steps: Annotated[int | None, typer.Option(metavar="N", help="Keep one in N steps.")] = None
@@ -94,16 +94,8 @@ class Keep:
         return _policies({key: value for key, value in given.items() if value is not None}, self.config_file)
 
 
-def prune(
-    dirpath: Dirpath,
-    keep: Keep = Keep(),
-    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, only show what would go.")] = False,
-    older_than: Annotated[
-        float, typer.Option(min=0, metavar="HOURS", help="Report remains of saves and uploads that are older.")
-    ] = 24.0,
-    server: Server = SERVER,
-    json: Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Prune(Output, Server, Keep):
     """Deletes checkpoints from the durable tier that no policy keeps.
 
     Without --yes it only shows what would go, and why each of the others stays.
@@ -111,31 +103,41 @@ def prune(
     Always kept: the newest that training can resume from, aliases and what they stand for, and copies such as
     last.ckpt. Refused with --yes while a run writes to the dirpath.
     """
-    policies = keep.policies()
-    config = server.config(dirpath)
-    older_than_s = older_than * 3600.0
-    plan = ask(config, lambda store: _plan(store, policies, older_than_s))
-    if not (yes and (plan.going or plan.unfinished)):
-        _show(config, plan, _Done(), json=json, dry_run=not yes)
-        return
-    done = _Done()
-    ending = ended_by_signal(logging.getLogger("tiered_checkpoint_io"), late=INTERRUPTED)
-    with ending as stop, claimed(config, stop, makes_room=True) as is_ours:
-        if is_ours:
-            # The tier may have changed since the first look.
-            plan = ask(config, lambda asked: _plan(asked, policies, older_than_s))
-            going = plan.going
-            # Printed after the last delete: a closed pipe must not stop it half-way.
-            left = plan.unfinished
-            done = ask(
-                config, lambda asked: _Done(refused_again=finish(asked, left), attempts=remove_all(asked, going, stop))
-            )
-    if stop.is_set():
-        say(f"interrupted: removed {len(done.gone)} of {len(plan.going)}; the others are unchanged", err=True)
-        raise typer.Exit(INTERRUPTED)
-    _show(config, plan, done, json=json, dry_run=False)
-    if done.refused or done.refused_again:
-        raise typer.Exit(1)
+
+    dirpath: Dirpath
+    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, only show what would go.")] = False
+    older_than: Annotated[
+        float, typer.Option(min=0, metavar="HOURS", help="Report remains of saves and uploads that are older.")
+    ] = 24.0
+
+    def run(self) -> None:
+        """Shows what would go, or deletes it; the status is 1 if the server refuses a delete."""
+        policies, json = self.policies(), self.as_json
+        config = self.config(self.dirpath)
+        older_than_s = self.older_than * 3600.0
+        plan = ask(config, lambda store: _plan(store, policies, older_than_s))
+        if not (self.yes and (plan.going or plan.unfinished)):
+            _show(config, plan, _Done(), json=json, dry_run=not self.yes)
+            return
+        done = _Done()
+        ending = ended_by_signal(logging.getLogger("tiered_checkpoint_io"), late=INTERRUPTED)
+        with ending as stop, claimed(config, stop, makes_room=True) as is_ours:
+            if is_ours:
+                # The tier may have changed since the first look.
+                plan = ask(config, lambda asked: _plan(asked, policies, older_than_s))
+                going = plan.going
+                # Printed after the last delete: a closed pipe must not stop it half-way.
+                left = plan.unfinished
+                done = ask(
+                    config,
+                    lambda asked: _Done(refused_again=finish(asked, left), attempts=remove_all(asked, going, stop)),
+                )
+        if stop.is_set():
+            say(f"interrupted: removed {len(done.gone)} of {len(plan.going)}; the others are unchanged", err=True)
+            raise typer.Exit(INTERRUPTED)
+        _show(config, plan, done, json=json, dry_run=False)
+        if done.refused or done.refused_again:
+            raise typer.Exit(1)
 
 
 def _policies(given: Mapping[str, object], config_file: Path | None) -> tuple[Policy, ...]:
@@ -224,31 +226,22 @@ def _show(config: TieredCheckpointConfig, plan: _Plan, done: _Done, *, json: boo
         }
         write_json("prune", document)
         return
-    rows = [(each, ", ".join(plan.reasons[each.name])) for each in reversed(in_order(plan.found))]
     word = "goes" if dry_run else "removed"
-    told = {each.name for each in gone} if not dry_run else {each.name for each in going}
+    told = {each.name for each in (going if dry_run else gone)}
     refused = {each.checkpoint.unit for each in done.refused if not each.is_gone}
-    show(
-        config.dirpath,
-        [
-            *((each.name, "stays", "?", "?", "it can't be read") for each in _unread(plan)),
-            *(
-                (
-                    each.name,
-                    word if each.name in told else "stays",
-                    str(each.step) if each.step >= 0 else "",
-                    "" if each.alias_of else size_text(each.size),
-                    why or _late(each, told, refused),
-                )
-                for each, why in rows
-            ),
-        ],
-        "name",
-        "decision",
-        "step",
-        "size",
-        "kept by",
-    )
+    columns: Columns = {
+        "name": "name",
+        "decision": lambda each: word if each.name in told else "stays",
+        "step": lambda each: "?" if each.name in plan.unread else ids.known(each.step),
+        "size": lambda each: "?" if each.name in plan.unread else "" if each.alias_of else size_text(each.size),
+        "kept by": lambda each: (
+            "it can't be read"
+            if each.name in plan.unread
+            else ", ".join(plan.reasons[each.name]) or _late(each, told, refused)
+        ),
+    }
+    unread = [Checkpoint(name, "") for name in sorted(plan.unread)]
+    show([*unread, *reversed(in_order(plan.found))], columns, title=config.dirpath)
     size = size_text(sum(each.size for each in (going if dry_run else gone)))
     if dry_run:
         say(f"{len(going)} would go, {size}" + ("; delete with --yes" if going else ""))
@@ -261,11 +254,7 @@ def _show(config: TieredCheckpointConfig, plan: _Plan, done: _Done, *, json: boo
     for line in _leftover_lines(left):
         say(line)
     for line in _refused_lines(done):
-        say(printable(line), err=True)
-
-
-def _unread(plan: _Plan) -> list[Checkpoint]:
-    return [Checkpoint(name, "") for name in sorted(plan.unread)]
+        say(line, err=True)
 
 
 def _late(each: Checkpoint, told: set[str], refused: set[int | str]) -> str:

@@ -10,18 +10,8 @@ from typing import Annotated, Literal
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.options import (
-    NODES,
-    SERVER,
-    AnyDirpath,
-    Json,
-    Name,
-    Nodes,
-    Server,
-    has_memory,
-    name_of,
-)
-from tiered_checkpoint_io.cli.output import Meter, is_terminal, progress, row_writer, write_json
+from tiered_checkpoint_io.cli.options import AnyDirpath, Name, Nodes, Output, Server, name_of
+from tiered_checkpoint_io.cli.output import Columns, is_terminal, progress, row_writer, write_json
 from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.durable.damage import Damage, content_or_damage
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError, is_other_format
@@ -33,28 +23,39 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content
 from tiered_checkpoint_io.stores import Store, place_of
 
+#: ``newer``: it needs a newer release; ``changed``: removed or overwritten while it was read.
 CopyState = Literal["intact", "damaged", "newer", "changed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a look at one copy of a checkpoint, or at one part of it, found."""
+    """A copy of a checkpoint, or a part of one, after its bytes were read.
 
-    name: Annotated[str, "The checkpoint's; of what can't be read, the folder or key."]
-    tier: Annotated[Literal["memory", "durable"], "Where it lies."]
-    state: Annotated[
-        CopyState, "``newer``: it needs a newer release; ``changed``: removed or overwritten while it was read."
-    ]
-    rank: Annotated[int | None, "Whose part it is, or the damaged file's; None for all of them."] = None
-    copy: Annotated[Literal["own", "replica", "spill"] | None, "What it is in memory."] = None
-    file: Annotated[str | None, "The damaged file."] = None
-    error: Annotated[str | None, "What is wrong."] = None
-    step: Annotated[int | None, "The training step; None where it is not known."] = None
-    size_bytes: Annotated[int, "Bytes of it."] = 0
+    Attributes:
+        name: The checkpoint's; of what can't be read, the folder or key.
+        tier: The tier that has it.
+        state: See :data:`CopyState`.
+        rank: The rank of the part, or of the damaged file; None for all of them.
+        copy: The kind of a copy in memory.
+        file: The damaged file.
+        error: The damage.
+        step: The training step; None if it is not known.
+        size_bytes: Its bytes.
+    """
+
+    name: str
+    tier: Literal["memory", "durable"]
+    state: CopyState
+    rank: int | None = None
+    copy: Literal["own", "replica", "spill"] | None = None
+    file: str | None = None
+    error: str | None = None
+    step: int | None = None
+    size_bytes: int = 0
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is wrong with it."""
+        """Nothing is wrong with it."""
         return self.state in ("intact", "changed")
 
 
@@ -69,71 +70,74 @@ class Tier(str, Enum):
 
 
 _Parts = Sequence[tuple[MemoryTier, StoredPart]]
-_WORDS = {"intact": "intact", "changed": "changed", "newer": "NEWER", "damaged": "DAMAGED"}
-_WHY = {"changed": "removed or overwritten while it was read", "newer": "it needs a newer release"}
 
 
-def verify(
-    dirpath: AnyDirpath = None,
-    name: Name = None,
-    tier: Annotated[Tier | None, typer.Option(help="Only this tier; both by default.")] = None,
-    nodes: Nodes = NODES,
-    server: Server = SERVER,
-    as_json: Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Verify(Output, Server, Nodes):
     """Reads checkpoints of both tiers, and compares every byte with its hash.
 
     In memory: this node's own parts, replicas of other nodes' parts, and the spill; with DIRPATH, those that belong to
     it. Names the file, the tier and the rank of any damage, and changes nothing. The exit status is 1 if anything is
     damaged.
     """
-    if dirpath is None and tier is Tier.durable:
-        raise typer.BadParameter("--tier durable needs DIRPATH")
-    config = server.config(dirpath) if dirpath is not None else None
-    wanted = name_of(config, name) if config is not None and name is not None else None
-    rows: list[Checked] = []
-    write = row_writer(state=8, tier=8, name=0, rank=0, copy=0, note=0)
-    asks = config is not None and tier is not Tier.memory
 
-    def report(row: Checked) -> None:
-        rows.append(row)
-        if not as_json:
-            write(*_cells(row))
+    dirpath: AnyDirpath = None
+    name: Name = None
+    tier: Annotated[Tier | None, typer.Option(help="Only this tier; both by default.")] = None
 
-    looks = tier is not Tier.durable and (nodes.is_named or has_memory(nodes.memory_dir))
-    tiers = [tier_at(each) for each in nodes.paths()] if looks else []
-    held: _Parts = [(each, stored) for each in tiers for stored in each.held()]
-    found: list[DurableCheckpoint] | None = None
-    if config is not None:
-        place = place_of(config)
-        held = [(each, stored) for each, stored in held if stored.part.place == place]
-        tiers = [each for each in tiers if each.place == place]
-        if wanted == ids.LATEST:
-            found = ask(config, lambda store: _look(store, None, held)) if asks else []
-            held, found = _latest(held, found)
-        elif wanted is not None:
-            held = [(each, stored) for each, stored in held if stored.part.name == wanted]
-    _check_memory(tiers if wanted is None else [], held, report, silent=as_json)
-    if config is not None and asks:
+    def run(self) -> None:
+        """Prints a row for each copy or part; the status is 1 if one is damaged."""
+        if self.dirpath is None and self.tier is Tier.durable:
+            raise typer.BadParameter("--tier durable needs DIRPATH")
+        config = self.config(self.dirpath) if self.dirpath is not None else None
+        wanted = name_of(config, self.name) if config is not None and self.name is not None else None
+        rows: list[Checked] = []
+        write = row_writer(_COLUMNS, 8, 8)
 
-        def check(store: Store) -> None:
-            _check_durable(store, _look(store, wanted, held) if found is None else found, report, silent=as_json)
+        def report(row: Checked) -> None:
+            rows.append(row)
+            if not self.as_json:
+                write(row)
 
-        ask(config, check)
-    if not rows:
-        # Exit status 0 would look as if something had been verified.
-        text = f"no such checkpoint: {wanted}" if wanted is not None else "no checkpoint to verify"
-        where = config.dirpath if config is not None else nodes.memory_dir
-        hint = "list what is there: tiered-ckpt ls, and tiered-ckpt status"
-        raise CheckpointNotFoundError(text, operation="verify", tier=tier.value if tier else None, key=where, hint=hint)
-    good = all(row.is_good for row in rows)
-    if as_json:
-        write_json("verify", {"dirpath": dirpath, "intact": good, "checkpoints": rows})
-    raise typer.Exit(0 if good else 1)
+        asks = config is not None and self.tier is not Tier.memory
+        looks = self.tier is not Tier.durable and (self.namespace is not None or self.has_memory)
+        tiers = [tier_at(each) for each in self.roots()] if looks else []
+        held: _Parts = [(each, stored) for each in tiers for stored in each.held()]
+        found: list[DurableCheckpoint] | None = None
+        if config is not None:
+            place = place_of(config)
+            held = [(each, stored) for each, stored in held if stored.part.place == place]
+            tiers = [each for each in tiers if each.place == place]
+            if wanted == ids.LATEST:
+                found = ask(config, lambda store: _look(store, None, held)) if asks else []
+                held, found = _latest(held, found)
+            elif wanted is not None:
+                held = [(each, stored) for each, stored in held if stored.part.name == wanted]
+        _check_memory(tiers if wanted is None else [], held, report, silent=self.as_json)
+        if config is not None and asks:
+
+            def check(store: Store) -> None:
+                there = _look(store, wanted, held) if found is None else found
+                check_durable(store, there, report, silent=self.as_json)
+
+            ask(config, check)
+        if not rows:
+            # Exit status 0 would look as if something had been verified.
+            raise CheckpointNotFoundError(
+                f"no such checkpoint: {wanted}" if wanted is not None else "no checkpoint to verify",
+                operation="verify",
+                tier=self.tier.value if self.tier else None,
+                key=config.dirpath if config is not None else self.memory_dir,
+                hint="list what is there: tiered-ckpt ls, and tiered-ckpt status",
+            )
+        good = all(row.is_good for row in rows)
+        if self.as_json:
+            write_json("verify", {"dirpath": self.dirpath, "intact": good, "checkpoints": rows})
+        raise typer.Exit(0 if good else 1)
 
 
 def _look(store: Store, wanted: str | None, held: Sequence[object]) -> list[DurableCheckpoint]:
-    """What the durable tier has of a name, or in all; nothing at the dirpath is no error where memory has something."""
+    """Returns what the durable tier has of a name, or in all; nothing at all is no error if memory has something."""
     if wanted is not None:
         return [each for each in [read(store, wanted)] if each.is_there]
     try:
@@ -145,7 +149,7 @@ def _look(store: Store, wanted: str | None, held: Sequence[object]) -> list[Dura
 
 
 def _latest(held: _Parts, found: Sequence[DurableCheckpoint]) -> tuple[_Parts, list[DurableCheckpoint]]:
-    """The copies of the checkpoint that a restart on this node would take.
+    """Returns the copies of the checkpoint that a restart on this node would take.
 
     Raises:
         CorruptCheckpointError: A newer release wrote what may be the latest; a restart is refused as well.
@@ -159,7 +163,7 @@ def _latest(held: _Parts, found: Sequence[DurableCheckpoint]) -> tuple[_Parts, l
     )
 
 
-def check_part(tier: MemoryTier, stored: StoredPart, meter: Meter) -> Checked:
+def check_part(tier: MemoryTier, stored: StoredPart, count: Callable[[int], None]) -> Checked:
     """Reads a part in memory; one that was removed meanwhile is not damaged."""
     part = stored.part
     copy: Literal["own", "replica", "spill"] = (
@@ -174,7 +178,7 @@ def check_part(tier: MemoryTier, stored: StoredPart, meter: Meter) -> Checked:
         with reading(stored) as views:
             for entry in part.content.files:
                 where = str(stored.file(entry.basename))
-                chunks.verify(entry, views[entry.basename], where=where, progress=meter.add)
+                chunks.verify(entry, views[entry.basename], where=where, progress=count)
     except CheckpointNotFoundError:
         return checked("changed")
     except CorruptCheckpointError as error:
@@ -182,32 +186,27 @@ def check_part(tier: MemoryTier, stored: StoredPart, meter: Meter) -> Checked:
     return checked("intact")
 
 
-def unreadable(tier: MemoryTier) -> list[Checked]:
-    """What lies in memory and can't be understood."""
-    return [
-        Checked(str(folder), "memory", "newer" if is_other_format(error) else "damaged", error=str(error))
-        for folder, error in tier.unreadable()
-    ]
-
-
 def _check_memory(tiers: Sequence[MemoryTier], held: _Parts, report: Report, *, silent: bool) -> None:
-    with progress("memory", sum(stored.part.content.size for _, stored in held), silent=silent) as meter:
+    with progress("memory", sum(stored.part.content.size for _, stored in held), silent=silent) as count:
         for tier, stored in held:
-            report(check_part(tier, stored, meter))
+            report(check_part(tier, stored, count))
     for tier in tiers:
-        for row in unreadable(tier):
-            report(row)
+        for folder, error in tier.unreadable():
+            state: CopyState = "newer" if is_other_format(error) else "damaged"
+            report(Checked(str(folder), "memory", state, error=str(error)))
 
 
-def _check_durable(store: Store, found: Sequence[DurableCheckpoint], report: Report, *, silent: bool) -> None:
+def check_durable(store: Store, found: Sequence[DurableCheckpoint], report: Report, *, silent: bool) -> None:
     sizes = {each.manifest.content.save_id: each.manifest.settled.size for each in found if each.manifest is not None}
     known: dict[str, Content | Damage] = {}
-    with progress("durable tier", sum(sizes.values()), silent=silent) as meter:
+    with progress("durable tier", sum(sizes.values()), silent=silent) as count:
         for each in found:
-            report(_checked(store, each, known, meter))
+            report(_checked(store, each, known, count))
 
 
-def _checked(store: Store, each: DurableCheckpoint, known: dict[str, Content | Damage], meter: Meter) -> Checked:
+def _checked(
+    store: Store, each: DurableCheckpoint, known: dict[str, Content | Damage], count: Callable[[int], None]
+) -> Checked:
     """Reads one checkpoint, of an alias its target; a save that has several names is read once."""
     name = each.name
     target = read(store, each.manifest.alias_of) if each.manifest is not None and each.manifest.alias_of else each
@@ -219,7 +218,7 @@ def _checked(store: Store, each: DurableCheckpoint, known: dict[str, Content | D
     save_id = manifest.content.save_id
     if save_id not in known:
         try:
-            known[save_id] = content_or_damage(store, manifest, meter.add)
+            known[save_id] = content_or_damage(store, manifest, count)
         except StoreError as archived:
             if archived.reason != "archived":
                 raise
@@ -235,9 +234,19 @@ def _checked(store: Store, each: DurableCheckpoint, known: dict[str, Content | D
     return replace(row, state="damaged", rank=damage.rank, file=damage.file or None, error=damage.error)
 
 
-def _cells(row: Checked) -> tuple[str, ...]:
+def _note(row: Checked) -> str:
     error = f"{row.file}: {row.error}" if row.file else row.error
-    note = ": ".join(filter(None, (_WHY.get(row.state, ""), error)))
+    return ": ".join(filter(None, (_WHY.get(row.state, ""), error)))
+
+
+_WORDS = {"newer": "NEWER", "damaged": "DAMAGED"}
+_WHY = {"changed": "removed or overwritten while it was read", "newer": "it needs a newer release"}
+_COLUMNS: Columns = {
+    "state": lambda row: _WORDS.get(row.state, row.state),
+    "tier": "tier",
+    "name": "name",
     # A terminal shows no header.
-    rank = "" if row.rank is None else f"rank {row.rank}" if is_terminal() else str(row.rank)
-    return _WORDS[row.state], row.tier, row.name, rank, row.copy or "", note
+    "rank": lambda row: row.rank if row.rank is None or not is_terminal() else f"rank {row.rank}",
+    "copy": "copy",
+    "note": _note,
+}

@@ -8,102 +8,93 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask, raising
-from tiered_checkpoint_io.cli.listing import looker_of, state_text, table_of
-from tiered_checkpoint_io.cli.options import SERVER, SHM, Dirpath, Json, MemoryDir, Server
-from tiered_checkpoint_io.cli.output import is_terminal, printable, rich_table, row_writer, say, write_json
+from tiered_checkpoint_io.cli.listing import columns_of, looker_of, state_text
+from tiered_checkpoint_io.cli.options import Dirpath, Memory, Output, Server
+from tiered_checkpoint_io.cli.output import Columns, cells_of, is_terminal, rich_table, row_writer, say, write_json
 from tiered_checkpoint_io.inventory.api import NewCheckpoints, held
 from tiered_checkpoint_io.inventory.rows import CheckpointInfo, RepeatedLook, iso
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
-if TYPE_CHECKING:
-    from rich.live import Live
-
-#: How often the tiers are looked at by default, seconds.
-_EVERY_S = 5.0
 #: How long a command has to end after SIGTERM, before it is killed, seconds: a container is killed after ten, mostly.
 _GRACE_S = 5.0
 _STDERR = 2
 _PREFIX = "TIERED_CKPT_"
 
 
-Event = Literal["listed", "new", "changed", "removed"]
-
-
 class _Terminated(BaseException):
     """SIGTERM came."""
 
 
-def watch(
-    dirpath: Dirpath,
-    command: Annotated[
-        str | None,
-        typer.Option("--exec", metavar="CMD", help="Run by a shell, once for each checkpoint that becomes durable."),
-    ] = None,
-    after: Annotated[
-        str | None,
-        typer.Option(metavar="SAVE_ID", help="With --exec: begin after this save; '' for all that is there."),
-    ] = None,
-    idle_timeout: Annotated[
-        float | None,
-        typer.Option(min=0, metavar="SECONDS", help="End after this time without a new durable checkpoint."),
-    ] = None,
-    every: Annotated[
-        float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Time between two looks.")
-    ] = _EVERY_S,
-    memory_dir: MemoryDir = SHM,
-    server: Server = SERVER,
-    as_json: Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Watch(Output, Server, Memory):
     """Watches both tiers until SIGTERM or Ctrl-C; runs a command for each durable checkpoint by --exec.
 
     Shows a table on a terminal, else a line for each change.
 
     With --exec CMD a shell runs CMD once for each checkpoint that becomes durable, in the order of the saves, one at a
     time. "$1" is its URL; TIERED_CKPT_URL, _NAME, _DIRPATH, _SAVE_ID, _STEP, _EPOCH, _KIND, _SIZE_BYTES, _CREATED,
-    _METRIC_NAME and _METRIC_VALUE are in its environment, empty where they are not known. Where CMD fails, that is
-    said, the next one follows, and the status is 1 at the end. Meanwhile nothing deletes the checkpoint.
+    _METRIC_NAME and _METRIC_VALUE are in its environment, empty if they are not known. If CMD fails, that is said, the
+    next one follows, and the status is 1 at the end. Meanwhile nothing deletes the checkpoint.
     """
-    config = server.config(dirpath)
-    if after is not None and command is None:
-        raise typer.BadParameter("--after needs --exec: it says where that begins")
-    if after and not ids.is_save_id(after):
-        raise typer.BadParameter(f"--after {after!r} is no save id; tiered-ckpt ls DIRPATH NAME prints them")
-    runs = _CommandLine(command, as_json=as_json) if command is not None else None
-    news, shown = NewCheckpoints(after), _Shown(as_json=as_json)
-    looker = looker_of(config, memory_dir)
-    look = RepeatedLook(
-        lambda: ask(config, looker.look, quiet=look.has_answered), lambda line: say(printable(line), err=True)
-    )
-    # Raised where this waits, which is in the main thread alone.
-    ended = contextlib.suppress(_Terminated)
-    with ended, raising(_Terminated), _output(config.dirpath, shown, table=runs is None and not as_json) as output:
-        last = time.monotonic()
-        while True:
-            found = look.checkpoints()
-            output.update(found)
-            for each in news.of(found):
-                if runs is not None:
-                    _run(runs, config, each)
-                last = time.monotonic()
-            left = every if idle_timeout is None else min(every, last + idle_timeout - time.monotonic())
-            if left <= 0:
-                break
-            time.sleep(left)
-    raise typer.Exit(1 if runs is not None and runs.failed else 0)
+
+    dirpath: Dirpath
+    command: Annotated[
+        str | None,
+        typer.Option("--exec", metavar="CMD", help="Run by a shell, once for each checkpoint that becomes durable."),
+    ] = None
+    after: Annotated[
+        str | None,
+        typer.Option(metavar="SAVE_ID", help="With --exec: begin after this save; '' for all that is there."),
+    ] = None
+    idle_timeout: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="SECONDS", help="End after this time without a new durable checkpoint."),
+    ] = None
+    every: Annotated[float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Time between two looks.")] = 5.0
+
+    def run(self) -> None:
+        """Shows changes and runs the command until the end; the status is 1 if the command failed."""
+        config = self.config(self.dirpath)
+        if self.after is not None and self.command is None:
+            raise typer.BadParameter("--after needs --exec: it says where that begins")
+        if self.after and not ids.is_save_id(self.after):
+            raise typer.BadParameter(f"--after {self.after!r} is no save id; tiered-ckpt ls DIRPATH NAME prints them")
+        runs = _CommandLine(self.command, as_json=self.as_json) if self.command is not None else None
+        news, looker = NewCheckpoints(self.after), looker_of(config, self)
+        look = RepeatedLook(lambda: ask(config, looker.look, quiet=look.has_answered), lambda line: say(line, err=True))
+        is_table = runs is None and not self.as_json and is_terminal()
+        # Raised while this waits, which is in the main thread only.
+        ended = contextlib.suppress(_Terminated)
+        with ended, raising(_Terminated), _table(config.dirpath) if is_table else _lines(self.as_json) as update:
+            last = time.monotonic()
+            while True:
+                found = look.checkpoints()
+                update(found)
+                for each in news.of(found):
+                    if runs is not None:
+                        _run(runs, config, each)
+                    last = time.monotonic()
+                idle = self.idle_timeout
+                left = self.every if idle is None else min(self.every, last + idle - time.monotonic())
+                if left <= 0:
+                    break
+                time.sleep(left)
+        raise typer.Exit(1 if runs is not None and runs.failed else 0)
 
 
 def _run(runs: _CommandLine, config: TieredCheckpointConfig, each: CheckpointInfo) -> None:
     def warn(line: str) -> None:
-        say(printable(f"warning: {line}"), err=True)
+        say(f"warning: {line}", err=True)
 
     with held(each, functools.partial(ask, config), warn) as is_there:
         if is_there:
@@ -111,7 +102,7 @@ def _run(runs: _CommandLine, config: TieredCheckpointConfig, each: CheckpointInf
             return
     # If it was overwritten, what it is now has a turn of its own.
     why = "was deleted or overwritten before its turn came: the command was not run for it"
-    say(printable(f"{each.name} {why}"), err=True)
+    say(f"{each.name} {why}", err=True)
 
 
 # --------------------------------------------------------------------------------------- command
@@ -147,17 +138,10 @@ class _CommandLine:
         if status:
             self.failed += 1
             how = f"ended with status {status}" if status > 0 else f"was killed by signal {-status}"
-            say(printable(f"error: the command for {each.name} {how}"), err=True)
+            say(f"error: the command for {each.name} {how}", err=True)
         if self._as_json:
             lasted = round(time.monotonic() - began, 3)
-            document = {
-                "event": "ran",
-                "time": datetime.now(timezone.utc),
-                "checkpoint": each,
-                "exit_status": status,
-                "duration_s": lasted,
-            }
-            write_json("watch", document)
+            write_json("watch", Ran("ran", datetime.now(timezone.utc), each, status, lasted))
 
 
 def _variables(each: CheckpointInfo) -> dict[str, str]:
@@ -193,62 +177,76 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 # ---------------------------------------------------------------------------------------- output
-class _Output(Protocol):
-    def update(self, found: Sequence[CheckpointInfo]) -> None:
-        """Shows what a look found."""
-        ...
+_Update = Callable[[Sequence[CheckpointInfo]], None]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that a look found, or the end of a command."""
+
+    event: Literal["listed", "new", "changed", "removed", "ran"]
+    time: datetime
+    checkpoint: CheckpointInfo
+
+
+@dataclass(frozen=True)
+class Ran(Change):
+    """The end of a command."""
+
+    exit_status: int
+    duration_s: float
 
 
 @contextlib.contextmanager
-def _output(title: str, shown: _Shown, *, table: bool) -> Iterator[_Output]:
-    if not (table and is_terminal()):
-        yield shown
-        return
+def _table(title: str) -> Iterator[_Update]:
+    """Draws a table on a terminal again at each look."""
     from rich.live import Live
 
+    def update(found: Sequence[CheckpointInfo]) -> None:
+        columns = columns_of(found)
+        live.update(rich_table(title, [cells_of(each, columns) for each in found], columns), refresh=True)
+
     with Live(auto_refresh=False) as live:
-        yield _Table(title, live)
+        yield update
 
 
-class _Shown:
-    """A line, or a JSON document, for each change."""
+@contextlib.contextmanager
+def _lines(as_json: bool) -> Iterator[_Update]:
+    """Prints a line, or a JSON document, for each change."""
+    before: dict[tuple[str, str], CheckpointInfo] | None = None
+    write = row_writer(_COLUMNS)
 
-    def __init__(self, *, as_json: bool) -> None:
-        self._as_json = as_json
-        self._before: dict[tuple[str, str], CheckpointInfo] | None = None
-        self._write = row_writer(time=0, event=0, name=0, step=0, size=0, state=0)
-
-    def update(self, found: Sequence[CheckpointInfo]) -> None:
+    def update(found: Sequence[CheckpointInfo]) -> None:
+        nonlocal before
         now = {(each.name, each.save_id): each for each in found}
-        before = self._before or {}
+        known = before or {}
         # The oldest first, as in a log.
         for key, each in reversed(now.items()):
-            if self._before is None:
-                self._say("listed", each)
-            elif key not in before:
-                self._say("new", each)
-            elif before[key].state != each.state:
-                self._say("changed", each)
-        for key in before.keys() - now.keys():
-            self._say("removed", before[key])
-        self._before = now
+            if before is None:
+                tell("listed", each)
+            elif key not in known:
+                tell("new", each)
+            elif known[key].state != each.state:
+                tell("changed", each)
+        for key in known.keys() - now.keys():
+            tell("removed", known[key])
+        before = now
 
-    def _say(self, event: Event, each: CheckpointInfo) -> None:
-        at = datetime.now(timezone.utc)
-        if self._as_json:
-            write_json("watch", {"event": event, "time": at, "checkpoint": each})
-            return
-        step = str(each.step) if each.step is not None else ""
-        self._write(str(iso(at)), event, each.name, step, size_text(each.size_bytes), state_text(each))
+    def tell(event: Literal["listed", "new", "changed", "removed"], each: CheckpointInfo) -> None:
+        change = Change(event, datetime.now(timezone.utc), each)
+        if as_json:
+            write_json("watch", change)
+        else:
+            write(change)
+
+    yield update
 
 
-class _Table:
-    """A table on a terminal, drawn anew at each look."""
-
-    def __init__(self, title: str, live: Live) -> None:
-        self._title = title
-        self._live = live
-
-    def update(self, found: Sequence[CheckpointInfo]) -> None:
-        columns, rows = table_of(found, datetime.now(timezone.utc))
-        self._live.update(rich_table(self._title, rows, columns), refresh=True)
+_COLUMNS: Columns = {
+    "time": lambda each: iso(each.time),
+    "event": "event",
+    "name": lambda each: each.checkpoint.name,
+    "step": lambda each: each.checkpoint.step,
+    "size": lambda each: size_text(each.checkpoint.size_bytes),
+    "state": lambda each: state_text(each.checkpoint),
+}

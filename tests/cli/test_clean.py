@@ -11,14 +11,12 @@ from dataclasses import replace
 
 import pytest
 from support import committing
-from support.documented import document_of
 from support.draining import Node, part_of
 from support.restoring import of_a_newer_release
-from support.sharded import full_part, make_part
+from support.sharded import full_part
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.cli import clean as cleaning
 from tiered_checkpoint_io.engine.drain.locks import is_lost, release, try_lock
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
@@ -206,7 +204,7 @@ def test_one_that_was_killed_is_finished_by_the_next(spilled, monkeypatch, kille
         remove(folder, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(cleaning.shutil, "rmtree", killed)
+        patched.setattr(shutil, "rmtree", killed)
         assert clean(spilled, "--yes").exit_code == 130
     assert not spilled.root.exists()
     assert clean(spilled, "--yes").exit_code == 0
@@ -225,38 +223,6 @@ def test_a_spill_in_use_is_kept_though_its_memory_is_not_seen_here(spilled, tmp_
     spill._drop_in_child()  # as when its process ends
     done = clean(spilled, *named)
     assert (done.exit_code, spilled.spill.exists()) == (0, False)
-
-
-def test_the_document_names_what_could_not_be_read(memory_dir, tmp_path):
-    node = Node(memory_dir, str(tmp_path / "run"))
-    for name in ("a.ckpt", "b.ckpt"):
-        node.save(name, b"A", durable=False)
-    (damaged,) = [stored.folder for stored in node.tier.parts() if stored.part.name == "b.ckpt"]
-    (damaged / "part.json").write_text("{")
-    document = document_of("clean", clean(node, "--yes", "--json"))
-    assert (document["dry_run"], document["warnings"]) == (False, [])
-    assert [row["name"] for row in document["checkpoints"]] == ["a.ckpt"]
-    assert [row["folder"] for row in document["unreadable"]] == [str(damaged)]
-    assert "JSON" in document["unreadable"][0]["error"]
-
-
-def test_it_keeps_what_a_restart_needs_beside_the_newest(memory_dir, tmp_path):
-    node = Node(memory_dir, str(tmp_path / "run"))
-    for name in ("step=90-EMA.ckpt", "step=90.ckpt"):
-        node.save(name, b"A", durable=name == "step=90.ckpt", step=90)
-    node.part("local", 3, 0, kind="local", world_size=1)
-    node.drain()
-    assert "newest checkpoint step=90-EMA.ckpt (step 90) is not on the durable tier" in clean(node).stderr
-    assert CliRunner().invoke(app, ["flush", *node.where]).exit_code == 0
-    # A newer one of another payload is no substitute.
-    part, files = make_part("memory", 4, 0, kind="local", world_size=1, dirpath=node.dirpath)
-    node.tier.commit(replace(part, durable=False), files)
-    node.number = 4
-    node.save("step=91.ckpt", b"A", step=91)
-    node.drain()
-    assert "newest checkpoint memory (step 4) is not on the durable tier" in clean(node).stderr
-    assert CliRunner().invoke(app, ["flush", *node.where]).exit_code == 0
-    assert clean(node).exit_code == 0
 
 
 @pytest.mark.parametrize("in_use", [False, True])

@@ -126,33 +126,9 @@ def test_status_tells_what_is_safe_with_peers_and_what_is_kept_for_them(node, me
     assert (*kept[:3], kept[5], kept[7]) == ("step_7", "7", "3", "no", node.dirpath)
 
 
-def test_status_and_show_call_durable_only_what_is_there(node, memory_dir):
-    where = ("--memory-dir", memory_dir)
-    node.save("old.ckpt", b"A")
-    node.save("new.ckpt", b"B")
-    node.delete("old.ckpt")
-    given_up = node.save("given-up.ckpt", b"C")
-    node.cancel(given_up)
-    node.drain()
-    assert names(DirectoryStore(node.dirpath)) == ["new.ckpt"]
-    shown = command("status", *where).stdout.partition("Last operations")[0]
-    states = {cells[0]: cells[4] for cells in rows(shown, ".ckpt")}
-    assert states == {"old.ckpt": "memory only", "new.ckpt": "durable", "given-up.ckpt": "memory only"}
-    assert {cells[0]: cells[7] for cells in rows(command("ls", *where).stdout, ".ckpt")} == states
-    for name, state in states.items():
-        (part,) = rows(command("ls", node.dirpath, name, *where).stdout.partition("Parts on this node")[2], "0")
-        assert (name, part[3]) == (name, state)
-
-
 def rows(table, name):
     """The rows of a table whose first column holds ``name``, by columns."""
     return [cells for line in table.splitlines() if name in (cells := line.split("\t"))[0]]
-
-
-def test_a_namespace_that_is_not_there_is_an_error(memory_dir):
-    refused = command("status", "--memory-dir", memory_dir, "--namespace", "none")
-    assert isinstance(refused.exception, ConfigError)
-    assert "no memory tier" in str(refused.exception)
 
 
 @pytest.mark.parametrize("what", ["status", "flush", "clean"])

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from support.draining import Node
 from support.sharded import full_part, make_part
-from support.silent import silent_server
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
@@ -78,22 +77,3 @@ def test_what_other_nodes_upload_or_commit_is_not_called_durable(node, memory_di
     table = command("status", *where).stdout.partition("Copies kept")[0]
     states = {line.split("\t")[0]: line.split("\t")[4] for line in table.splitlines() if line.count("\t") > 4}
     assert (states["sent"], states["ours"], states["brought.ckpt"]) == ("part sent", "durable", "not known here")
-
-
-def test_neither_is_it_where_the_durable_tier_is_silent(memory_dir, monkeypatch):
-    with silent_server(monkeypatch) as endpoint:
-        node = Node(memory_dir, "s3://bucket/run", endpoint_url=endpoint)
-        sent(node, "sent", 1, 1, "part")
-        where = ("s3://bucket/run", "--memory-dir", memory_dir, "--timeout", "1", "--endpoint-url", endpoint)
-        done = command("ls", *where, "--json")
-    (row,) = rows_of(done).values()
-    assert (done.exit_code, row["state"], row["problem"]) == (1, "incomplete", UNSURE)
-
-
-def test_a_part_that_was_sent_is_so_for_programs_too(node, memory_dir):
-    sent(node, "sent", 1, 1, "part")
-    (save,) = json.loads(command("ls", node.dirpath, "sent", "--memory-dir", memory_dir, "--json").stdout)[
-        "checkpoints"
-    ]
-    (part,) = save["held_parts"]
-    assert (part["state"], part["is_pending"]) == ("sent", False)

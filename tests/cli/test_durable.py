@@ -8,7 +8,6 @@ from support.draining import Node, part_of
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.cli.verify import _check_durable, _look
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
 from tiered_checkpoint_io.model.documents import dump
@@ -91,21 +90,21 @@ def test_a_name_or_path_that_is_not_there_is_an_error_and_no_damage(node, tmp_pa
         assert command(*wrong).exit_code == 2
 
 
-def test_what_is_overwritten_while_it_is_read_is_not_damaged(node):
+def test_what_is_overwritten_while_it_is_read_is_not_damaged(node, monkeypatch):
     """A save of another run commits between two reads."""
+    read = DirectoryStore.read_pieces
 
-    class Overwritten(DirectoryStore):
-        def read_pieces(self, key, offset, pieces, filled):
-            if key == "z.ckpt":
-                manifest = read_manifest(self, "z.ckpt")
-                other = part_of("z.ckpt", b"other", 9, node.dirpath)
-                self.put("z.ckpt", b"?")
-                self.put(manifest_key("z.ckpt"), replace(manifest, content=other.content).to_json())
-            super().read_pieces(key, offset, pieces, filled)
+    def overwritten(store, key, *arguments):
+        if key == "z.ckpt":
+            manifest = read_manifest(store, "z.ckpt")
+            other = part_of("z.ckpt", b"other", 9, node.dirpath)
+            store.put("z.ckpt", b"?")
+            store.put(manifest_key("z.ckpt"), replace(manifest, content=other.content).to_json())
+        read(store, key, *arguments)
 
-    store, rows = Overwritten(node.dirpath), []
-    _check_durable(store, _look(store, None, []), rows.append, silent=True)
-    assert {row.name: row.state for row in rows if row.state != "intact"} == {"z.ckpt": "changed"}
+    monkeypatch.setattr(DirectoryStore, "read_pieces", overwritten)
+    done = command("verify", node.dirpath, "z.ckpt", "--tier", "durable")
+    assert done.stdout.splitlines()[1].startswith("changed\tdurable\tz.ckpt")
 
 
 def test_on_a_real_server(s3_server, s3_bucket, memory_dir, monkeypatch):

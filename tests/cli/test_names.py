@@ -1,5 +1,7 @@
 """What is given to commands by name: checkpoints as URLs or choices, folders, and what is mistyped."""
 
+import os
+
 import pytest
 from support.documented import verified
 from support.draining import Node
@@ -32,8 +34,8 @@ def test_a_memory_dir_that_is_mistyped_is_not_passed_by(node, memory_dir, tier):
 
 
 def test_a_machine_without_node_memory_verifies_the_durable_tier(node, monkeypatch, tmp_path):
-    monkeypatch.setattr("tiered_checkpoint_io.cli.options.SHM", "/dev/shm")
-    monkeypatch.setattr("tiered_checkpoint_io.cli.options.os.path.isdir", lambda path: path != "/dev/shm")
+    is_dir = os.path.isdir
+    monkeypatch.setattr("os.path.isdir", lambda path: path != "/dev/shm" and is_dir(path))
     done = command("verify", node.dirpath)
     assert (done.exit_code, done.stdout) == (0, verified(("intact", "durable", "a.ckpt")))
 

@@ -21,7 +21,6 @@ from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
 from tiered_checkpoint_io.engine.durable.manifests import names_of, read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, DrainError
 from tiered_checkpoint_io.inventory.node import to_flush
-from tiered_checkpoint_io.memory.parts import StoredPart, mark_durable
 from tiered_checkpoint_io.model.ids import LEASE_PREFIX, manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
@@ -163,36 +162,10 @@ def test_what_is_not_on_the_durable_tier_any_more_is_uploaded_again(memory_dir, 
     assert read_manifest(store, "a.ckpt") == other
 
 
-def test_what_is_queued_is_uploaded_too_and_a_failure_of_it_is_an_error(memory_dir, tmp_path):
-    """Also if there is no checkpoint that training can resume from."""
-    node = Node(memory_dir, str(tmp_path / "run"))
-    node.save("weights.ckpt", b"W", resumable=False)
-    node.save("damaged.ckpt", b"D" * 100, resumable=False)
-    (held,) = node.root.glob("saves/*/*/damaged.ckpt")
-    held.write_bytes(b"?" * 100)
-    done = command("flush", *node.where, "--json")
-    document = document_of("flush", done)
-    assert (done.exit_code, document["flushed"], document["checkpoints"]) == (1, False, [])
-    (error,) = document["errors"]
-    assert error.startswith("save of damaged.ckpt failed: ")
-    assert names_of(DirectoryStore(node.dirpath)) == {"weights.ckpt"}
-    # It is in quarantine, and nothing is left to do.
-    assert isinstance(command("flush", *node.where).exception, CheckpointNotFoundError)
-
-
 def test_a_sidecar_takes_no_checkpoint(memory_dir, tmp_path):
     node = Node(memory_dir, str(tmp_path / "run"))
     for wrong in (("a.ckpt",), ("--all",), ("--json",), ("--ended",)):
         assert command("flush", "--stay", *wrong, *node.where).exit_code == 2
-
-
-@pytest.mark.matrix
-def test_an_upload_that_was_given_up_is_asked_for_again(memory_dir, tmp_path):
-    node = Node(memory_dir, str(tmp_path / "run"))
-    node.cancel(node.save("a.ckpt", b"A"))
-    node.drain()
-    assert node.states()[node.tier.parts()[0].op_id] == "skipped"
-    assert flushed(node)[1] == {"a.ckpt": "durable"}
 
 
 def test_what_was_deleted_since_is_not_durable(memory_dir, tmp_path):
@@ -263,18 +236,6 @@ def test_with_process_groups_goes_what_each_saved_of_the_step(memory_dir):
     assert [save.name for save in to_flush(node.tier.parts())] == ["local", "tp1/step_5", "tp0/step_5"]
 
 
-def test_a_part_that_retention_takes_meanwhile_is_gone(memory_dir):
-    node = Node(memory_dir, "s3://bucket/run")
-    node.save("a.ckpt", b"A", durable=False)
-    (stored,) = node.tier.parts()
-    made = mark_durable(stored)
-    assert made == StoredPart(replace(stored.part, durable=True), stored.folder, drained=False)
-    assert [each.pending for each in node.tier.parts()] == [True]
-    node.tier.remove(made)
-    with pytest.raises(CheckpointNotFoundError):
-        mark_durable(stored)
-
-
 def test_while_a_run_of_another_job_is_there_nothing_is_written(memory_dir, tmp_path):
     node = Node(memory_dir, str(tmp_path / "run"))
     node.save("step=1.ckpt", b"A", durable=False)
@@ -289,22 +250,6 @@ def test_while_a_run_of_another_job_is_there_nothing_is_written(memory_dir, tmp_
     assert command("flush", *node.where).exit_code == 0
     assert names_of(store) == {"step=1.ckpt", "step=2.ckpt"}
     assert not list(store.list(LEASE_PREFIX)), "its lease is given back"
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(("drain", "named"), [("thread", {}), ("thread", {"namespace": "live"}), ("process", {})])
-def test_a_live_trainer_goes_on(drain, named, memory_dir, tmp_path):
-    run = str(tmp_path / "run")
-    io = build(TieredCheckpointIO, dirpath=run, memory_dir=memory_dir, drain=drain, **named)
-    io.save_checkpoint({"global_step": 1}, f"{run}/step=1.ckpt")
-    io.save_checkpoint({"global_step": 2}, f"{run}/step=2.ckpt", storage_options={"tiers": ["memory"]})
-    done = command("flush", "--memory-dir", memory_dir, "--json")
-    assert [row["state"] for row in document_of("flush", done)["checkpoints"]] == ["durable"]
-    io.save_checkpoint({"global_step": 3}, f"{run}/step=3.ckpt")
-    # It knows that there is something to be removed on the durable tier, too.
-    io.remove_checkpoint(f"{run}/step=2.ckpt")
-    io.teardown()
-    assert sorted(names_of(DirectoryStore(run))) == ["step=1.ckpt", "step=3.ckpt"]
 
 
 def test_a_jobs_epilog_leaves_the_jobs_alone_that_still_run(memory_dir, tmp_path):

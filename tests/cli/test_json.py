@@ -8,7 +8,6 @@ import pytest
 from support.documented import check, document_of
 from support.draining import Node
 from support.sharded import make_part
-from support.supporting import build
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -67,14 +66,6 @@ def test_commands_answer_programs(node, memory_dir, tmp_path):
     ]
 
 
-def test_so_do_commands_about_single_checkpoints_and_about_all_of_a_run(node):
-    node.save("1.ckpt", b"A")
-    node.save("2.ckpt", b"B")
-    node.drain()
-    done = told("prune", node.dirpath, "--keep-latest", "1", "--yes")
-    assert (done["removed"], done["checkpoints"][1]["kept"], done["refused"]) == (["1.ckpt"], False, [])
-
-
 def test_a_damaged_replica_is_told_apart(node, memory_dir):
     part, files = make_part("step_7", 7, 3, dirpath=node.dirpath)
     node.tier.replicas.commit(part, files)
@@ -95,18 +86,6 @@ def test_each_line_of_a_watch_is_a_document(node, memory_dir):
     listed, ran = [check("watch", json.loads(line)) for line in done.stdout.splitlines()]
     assert (listed["event"], listed["checkpoint"]["name"]) == ("listed", "1.ckpt")
     assert (ran["event"], ran["exit_status"], done.exit_code) == ("ran", 3, 1)
-
-
-def test_an_export_tells_its_files(tmp_path, memory_dir):
-    import torch
-
-    from tiered_checkpoint_io import TieredCheckpointIO
-
-    io = build(TieredCheckpointIO, dirpath=str(tmp_path / "run"), memory_dir=memory_dir, drain="thread")
-    io.save_checkpoint({"global_step": 1, "state_dict": {"w": torch.ones(2)}}, "1.ckpt")
-    io.teardown()
-    (file,) = told("get", str(tmp_path / "run"), "1.ckpt", str(tmp_path / "model.pt"))["files"]
-    assert file == {"path": str(tmp_path / "model.pt"), "size_bytes": (tmp_path / "model.pt").stat().st_size}
 
 
 def test_every_command_with_a_document_is_in_the_documentation():

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import pty
 import re
 import signal
 import socket
@@ -135,31 +134,6 @@ def _said_in_latin_1(*arguments, status=0):
     done = subprocess.run(line, capture_output=True, env=env, timeout=PATIENCE_S, check=False)
     assert done.returncode == status and b"Traceback" not in done.stderr, done.stderr
     return done.stderr if status else done.stdout
-
-
-def test_an_s3_url_that_is_no_unicode_is_wrong_use():
-    """As of a terminal in Latin-1, where the command's locale is UTF-8."""
-    status, out, err = end(start("ls", b"s3://bucket/\xe9"))
-    assert (status, out, "it is not valid Unicode" in " ".join(err.split())) == (2, "", True), err
-
-
-def test_on_a_terminal_it_is_a_table(dirpath):
-    main, terminal = pty.openpty()
-    try:
-        process = start("ls", dirpath, stdout=terminal)
-        os.close(terminal)
-        shown = b""
-        # At the end of the process reading fails.
-        while not shown.endswith(b"\0"):
-            try:
-                shown += os.read(main, 1 << 16)
-            except OSError:
-                break
-        assert end(process)[0] == 0
-    finally:
-        os.close(main)
-    assert "c[/b].ckpt" in shown.decode()
-    assert "\t" not in shown.decode()
 
 
 def test_help_shows_each_summary_whole_and_readable_words():

@@ -2,7 +2,6 @@
 
 import json
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,10 +14,7 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO, export
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, SaveError
-from tiered_checkpoint_io.memory import tier as memory
-from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -78,26 +74,6 @@ def test_one_beside_another_finds_what_that_has_brought(run, memory_dir, monkeyp
     assert command("verify", run, "--memory-dir", memory_dir).exit_code == 0
 
 
-def test_two_that_bring_the_same_part_at_once_both_end_well(run, memory_dir, monkeypatch):
-    """They meet where each has begun the part's folder."""
-    line, prepare, others = ("get", run, "--memory-dir", memory_dir), memory.prepare_markers, []
-
-    def late(*arguments, **options):
-        if not others:
-            others.append(None)
-            others[0] = command(*line)
-        prepare(*arguments, **options)
-
-    monkeypatch.setattr(memory, "prepare_markers", late)
-    first = command(*line)
-    assert [first.exit_code, others[0].exit_code] == [0, 0], (first.exception, others[0].exception)
-    root = namespace_root(memory_dir, "gpt-1")
-    (stored,) = MemoryTier(root).parts()
-    assert os.listdir(stored.folder.parent) == ["rank-00000"]
-    assert os.listdir(root / "slots") == []
-    assert command("verify", run, "--memory-dir", memory_dir).exit_code == 0
-
-
 def test_to_another_namespace_and_below_the_home(run, memory_dir, tmp_path, monkeypatch):
     done = command("get", run, "--memory-dir", memory_dir, "--namespace", "gpt-2")
     assert (done.exit_code, "namespace gpt-2" in done.stdout) == (0, True)
@@ -106,39 +82,6 @@ def test_to_another_namespace_and_below_the_home(run, memory_dir, tmp_path, monk
     (tmp_path / "home").mkdir()
     assert command("get", run, "tiered:latest", "~/x").exit_code == 0
     assert (tmp_path / "home" / "x" / "step=5.ckpt").exists()
-
-
-@pytest.mark.parametrize("to", ["memory", "folder"])
-def test_beside_a_run_that_overwrites_and_removes_what_is_read(to, run, memory_dir, tmp_path, monkeypatch):
-    """It is not damaged: the command takes what the name means by then."""
-    fetch, turns = export.fetch_chunk, []
-    io = build(TieredCheckpointIO, dirpath=run, memory_dir=memory_dir, namespace="live", drain="thread")
-
-    def late(*arguments):
-        if turns:
-            turns.pop()()
-        fetch(*arguments)
-
-    def overwrite():
-        io.save_checkpoint({"global_step": 6, "weights": torch.randn(1000)}, "step=5.ckpt")
-
-    def replace():
-        io.save_checkpoint({"global_step": 7}, "step=7.ckpt")
-        io.remove_checkpoint("step=5.ckpt")
-        io.checkpointer.session.wait()
-
-    monkeypatch.setattr(export, "fetch_chunk", late)
-    folder = [str(tmp_path / "here")] if to == "folder" else []
-    where = () if folder else ("--memory-dir", memory_dir, "--namespace", "other")
-    turns[:] = [replace, overwrite]
-    done = command("get", run, "tiered:latest", *folder, *where, "--json")
-    assert (done.exit_code, json.loads(done.stdout)["name"]) == (0, "step=7.ckpt"), done.exception
-    turns[:] = [overwrite] * 3
-    overwrite()
-    done = command("get", run, "step=5.ckpt", *folder, *where)
-    assert done.exception.reason == "changed"
-    assert "step=5.ckpt was removed or overwritten while it was read" in str(done.exception)
-    io.teardown()
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
@@ -172,34 +115,6 @@ def test_of_an_overwrite_that_has_not_come_to_its_end_the_checkpoint_before_is_f
     done = command(*line, "tiered:latest", str(tmp_path / "none"))
     assert isinstance(done.exception, CorruptCheckpointError)
     assert not [path for path in (tmp_path / "none").rglob("*") if path.is_file()]
-
-
-def test_what_an_overwrite_was_to_bring_decides_on_nothing_that_is_fetched(memory_dir, tmp_path, monkeypatch):
-    """Neither how many parts it would have, nor how much room it would take."""
-    store = DirectoryStore(str(tmp_path / "run"))
-    line = ("get", store.url, "--memory-dir", memory_dir, "--json")
-    committing.save(store, "parts", 1, kind="sharded")
-    committing.begin_overwrite(store, "parts", 2, kind="sharded")
-    manifest = read_manifest(store, "parts")
-    fewer = replace(manifest.content, parts=1, coordinator=0)
-    assert manifest.content.parts > 1
-    store.put(manifest_key("parts"), replace(manifest, content=fewer).to_json())
-    done = command(*line, "parts", "--rank", "1")
-    assert (done.exit_code, json.loads(done.stdout)["step"]) == (0, 1), done.exception
-    committing.save(store, "a", 1)
-    committing.begin_overwrite(store, "a", 2)
-    acquire = MemoryTier.acquire
-    refused = []
-
-    def full(tier, size):
-        if not refused:
-            refused.append(size)
-            raise MemoryFullError("no room", operation="stage", tier="memory")
-        return acquire(tier, size)
-
-    monkeypatch.setattr(MemoryTier, "acquire", full)
-    done = command(*line, "a")
-    assert (done.exit_code, json.loads(done.stdout)["step"], len(refused)) == (0, 1, 1), done.exception
 
 
 @pytest.mark.parametrize("to", ["here", "model.pt", "model.safetensors", "hf"])

@@ -4,7 +4,6 @@ import contextlib
 import os
 import pty
 import re
-from dataclasses import replace
 
 import pytest
 from support.documented import document_of
@@ -13,11 +12,7 @@ from support.processes import end, start
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.cli import output as shown
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
-from tiered_checkpoint_io.inventory.node import roots_of
-from tiered_checkpoint_io.memory.private import write_atomic
-from tiered_checkpoint_io.model.place import Place, Server
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
@@ -125,25 +120,6 @@ def test_what_can_not_be_read_of_one_checkpoint_does_not_end_it(node, tmp_path, 
     assert command("verify", node.dirpath, "c.ckpt", "--tier", "durable").exit_code == 0
 
 
-def test_what_was_saved_for_another_server_is_anothers(memory_dir):
-    """Two servers may have buckets of one name, and the node's memory holds what was saved for both."""
-    run, ours, theirs = "s3://bucket/run", "http://ours.example", "http://theirs.example"
-    nodes = [Node(memory_dir, run, namespace=name, endpoint_url=url) for name, url in (("a", ours), ("b", theirs))]
-    for node in nodes:
-        node.save(f"{node.root.name}.ckpt", b"A")
-    # The job of the first namespace has moved to the other server, and left a save behind.
-    write_atomic(nodes[0].root / "drain.json", Node.config_of(memory_dir, run, endpoint_url=theirs).to_json().encode())
-    stored = nodes[0].tier.parts()[0]
-    moved = replace(stored.part, server=Server(ours))
-    (stored.folder / "part.json").write_bytes(replace(moved).to_json())
-    where = ("--memory-dir", memory_dir, "--tier", "memory", "--json")
-    for url, names in ((ours, ["a.ckpt"]), (theirs, ["b.ckpt"])):
-        found = document_of("verify", command("verify", run, "--endpoint-url", url, *where))
-        assert [row["name"] for row in found["checkpoints"]] == names
-    assert roots_of(memory_dir, Place(run, Server(ours))) == []
-    assert {root.name for root in roots_of(memory_dir, Place(run, Server(theirs)))} == {"a", "b"}
-
-
 @pytest.mark.matrix
 def test_on_a_terminal_lines_stand_above_the_bar(node):
     main, terminal = pty.openpty()
@@ -165,15 +141,9 @@ def test_on_a_terminal_lines_stand_above_the_bar(node):
     assert printed.rfind(b"\x1b[?25h") > printed.rfind(b"\x1b[?25l") > 0
 
 
-def test_progress_in_lines_has_rate_and_time_left(monkeypatch, capsys):
-    assert shown.line("memory", 1 << 20, 3 << 20, 0.5) == "memory: 1.00 MiB of 3.00 MiB, 2.00 MiB/s, 1 s left"
-    monkeypatch.setattr(shown, "EVERY_S", 0.0)
-    for silent in (True, False):
-        with shown.progress("memory", 3 << 20, silent=silent) as meter:
-            meter.add(1 << 20)
-            meter.at(3 << 20)
-            meter.at(0)
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.count("\n") == (0 if silent else 2)
-    assert "3.00 MiB of 3.00 MiB" in err
+def test_progress_in_lines_has_rate_and_time_left(node, monkeypatch):
+    monkeypatch.setattr("tiered_checkpoint_io.cli.output.EVERY_S", 0.0)
+    said = command("verify", node.dirpath, *node.where).stderr.splitlines()
+    assert any(line.startswith("memory: 0.10 KiB of ") and line.endswith(" s left") for line in said), said
+    assert said[-1].startswith("durable tier: ") and "/s, 0 s left" in said[-1]
+    assert command("verify", node.dirpath, *node.where, "--json").stderr == ""

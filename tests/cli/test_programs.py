@@ -4,24 +4,21 @@ import math
 import os
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 from support import committing
-from support.clocks import VirtualClock
 from support.draining import Node
 from support.failing import failing
 from support.story import op_id
 
 from tiered_checkpoint_io import find_latest, list_checkpoints, new_checkpoints
-from tiered_checkpoint_io.engine.durable.manifests import manifest_cache, names_of
+from tiered_checkpoint_io.engine.durable.manifests import names_of
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
     StoreError,
 )
 from tiered_checkpoint_io.inventory.api import NewCheckpoints
-from tiered_checkpoint_io.inventory.durable import read_all
 from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -180,32 +177,6 @@ def test_an_outage_is_told_once_and_waited_out_but_for_the_first_look(node, monk
     assert next(news).name == "b.ckpt"
     back.join()
     assert [record.message.count("asking again") for record in caplog.records if "away" in record.message] == [1]
-
-
-def test_a_further_look_reads_only_what_may_have_changed(node):
-    """A list tells times to the second: what was written anew within the same one is seen all the same."""
-
-    class Coarse(DirectoryStore):
-        def list(self, prefix):
-            return iter([replace(each, modified=1e9) for each in super().list(prefix)])
-
-    node.save("a.ckpt", b"A")
-    drain(node)
-    clock, store = VirtualClock(), Coarse(node.dirpath)
-    cache = manifest_cache()
-
-    def look():
-        before = store.metrics.snapshot().get("requests.get", 0)
-        (found,) = read_all(store, cache, clock)
-        return found.manifest.content.save_id, store.metrics.snapshot().get("requests.get", 0) - before
-
-    assert look() == (op_id(1), 1)
-    node.save("a.ckpt", b"B")
-    drain(node)
-    clock.advance(1)
-    assert look() == (op_id(2), 1)
-    clock.advance(2)
-    assert [look(), look()] == [(op_id(2), 1), (op_id(2), 0)]
 
 
 def test_what_was_out_of_sight_for_a_look_is_not_new_again(node, caplog):
