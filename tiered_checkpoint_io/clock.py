@@ -75,7 +75,7 @@ class Timing:
     accept_s: float = 120.0
     #: The same for a peer that has failed before; it may have come back.
     accept_again_s: float = 5.0
-    #: How often to look whether it has accepted: this ends a wait of the sender.
+    #: How often to look whether it has accepted, and whether a peer whose connection ended is back.
     accept_poll_s: float = 0.02
     #: How often a rank looks for offers, and for saves that are complete on all peers; see :meth:`pause_s`.
     offer_poll_s: float = 0.25
@@ -93,10 +93,16 @@ class Timing:
     local_poll_s: float = 0.1
     #: The longest pause between two such looks: well below the time that an offer stands.
     store_rest_s: float = 2.0
-    #: A rank that is asked for a part sees it within this time, unless it is busy sending.
-    local_taken_s: float = 30.0
     #: How long a rank that ends still serves parts to others.
     local_linger_s: float = 10.0
+    #: Bound of a silence of a peer that is read; the longest one of a reader that is served.
+    peer_silence_s: float = 10.0
+    #: A peer whose connection ended is tried again for so long: its next drain may be starting.
+    peer_back_s: float = 10.0
+    #: The same for a peer that serves as many readers as it can.
+    peer_busy_s: float = 60.0
+    #: How long a trainer waits until its node's memory is served: a drain starts within seconds.
+    serve_s: float = 20.0
     #: How often it looks whether another one has fetched a chunk: mostly a matter of milliseconds.
     chunk_poll_s: float = 0.005
     #: A folder of fetched chunks is removed within milliseconds; there is nothing to wait for beyond.

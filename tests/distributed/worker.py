@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from support.clocks import quick
+from support.restoring import served
 from support.supporting import build
 
 from tiered_checkpoint_io.engine.ranks.coordination import TorchGroup, node_of
@@ -48,7 +49,8 @@ def restore(job):
     try:
         if job.get("die"):
             os.kill(os.getpid(), signal.SIGKILL)
-        tiers = Tiers(config, tier, lambda: store, config.dirpath, logging.getLogger("worker"))
+        log = logging.getLogger("worker")
+        tiers = Tiers(config, tier, lambda: store, config.dirpath, log, serve=lambda: served(tier))
         restored = restoring.restore(tiers, Selector(*job.get("selector", ["latest"])), group)
     finally:
         group.close()

@@ -81,7 +81,7 @@ def test_a_damaged_copy_is_quarantined_and_said_so(ranks, lose, memory_dir):
     loaded, _ = ranks("ab", ["load_local", {"late": [0, 1]}], ["close"], replication_factor=2)
     assert loaded[1]["value"] == [201.0]
     assert loaded[0]["error"] == "RestoreError"
-    assert "peer (rank 1)" in loaded[0]["message"]
+    assert "peer (127.0.0.1)" in loaded[0]["message"]
     assert loaded[0]["seconds"] < 15
     assert list(Path(memory_dir, "b").glob("tiered-*/*/quarantine/replicas.*/reason.txt"))
 

@@ -28,6 +28,7 @@ from tiered_checkpoint_io.adapters.dcp_settings import settings_of, shared_of
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.ranks.local_run import Run
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores.peer import PeerStore
 
 IO = []
 SETTLE_S = 30.0
@@ -214,22 +215,20 @@ def save_alone(job, seed, rank, size=50_000):
     return time.monotonic() - began
 
 
-def cut_while_sending(job, rank, at):
-    """A rank's network goes down before the n-th message of what it sends next."""
-    from tiered_checkpoint_io.engine.replication.peer_link import Link
-
+def cut_while_reading(job, rank, at):
+    """A rank's network goes down before the n-th piece of what it reads next of another node's memory."""
     if dist.get_rank() != rank:
         return
-    send, sent = Link.send, []
+    read_pieces, read = PeerStore.read_pieces, []
 
-    def cutting(self, data):
-        sent.append(len(data))
-        if len(sent) == at:
-            Link.send = send
+    def cutting(self, key, offset, pieces, filled):
+        read.append(key)
+        if len(read) == at:
+            PeerStore.read_pieces = read_pieces
             link_set(job, "down")
-        send(self, data)
+        read_pieces(self, key, offset, pieces, filled)
 
-    Link.send = cutting
+    PeerStore.read_pieces = cutting
 
 
 def link_set(job, state, rank=None):
@@ -321,21 +320,18 @@ def hurry(job, **seconds):
 
 
 def spoil(job, seed, rank):
-    """A rank's memory gives other bytes than those it has described."""
-    from tiered_checkpoint_io.engine.replication.peer_link import Link
+    """What others read of a rank's memory has changed on the way."""
+    if dist.get_rank() != rank:
+        read_pieces = PeerStore.read_pieces
 
-    if dist.get_rank() == rank:
-        send, sent = Link.send, []
+        def bad(self, key, offset, pieces, filled):
+            def spoiled(number):
+                pieces[number][0] ^= 1
+                filled(number)
 
-        def bad(self, data):
-            sent.append(len(data))
-            data = bytearray(data)
-            # The description comes first, in three messages; a status is shorter than a chunk.
-            if len(sent) > 3 and len(data) > 1024:
-                data[len(data) // 2] ^= 1
-            send(self, memoryview(data))
+            read_pieces(self, key, offset, pieces, spoiled)
 
-        Link.send = bad
+        PeerStore.read_pieces = bad
 
 
 def load_failing(job, kind, seed, rank, where, at=1, dies=False, spoils=False, also=(), lasts=False):

@@ -6,12 +6,18 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.restoring import in_ranks
 
+from tiered_checkpoint_io.engine.chunks import Copies, Copy, chunks_of, merged
+from tiered_checkpoint_io.engine.restore.shard_reading import share_reads
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, clear_reads
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreError
-from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
+from tiered_checkpoint_io.model.hashing import MIN_CHUNK_SIZE, chunk_ranges, hash_bytes
 from tiered_checkpoint_io.model.manifest import FileEntry
 
 CHUNK = 1000
@@ -41,7 +47,8 @@ class Durable:
 
 
 def opened(folder, store, *, timeout_s=10.0, concurrency=4):
-    return FetchedFile(ENTRY, lambda: store, folder.path, concurrency=concurrency, timeout_s=timeout_s)
+    copies = Copies(ENTRY, [Copy(lambda: store, ENTRY.path)])
+    return FetchedFile(copies, folder.path, concurrency=concurrency, timeout_s=timeout_s)
 
 
 @pytest.fixture
@@ -73,10 +80,6 @@ def test_a_chunk_that_differs_from_its_hash_is_refused_each_time(folder):
     for _ in range(2):
         with pytest.raises(CorruptCheckpointError, match="differ from their hash"):
             file.ensure([(2400, 10)])
-    with pytest.raises(CorruptCheckpointError, match="differ from their hash"):
-        file.put(2, bad[2000:3000])
-    file.put(2, DATA[2000:3000])
-    file.ensure([(2400, 10)])
     file.close()
 
 
@@ -169,3 +172,55 @@ def test_nobody_waits_until_the_bytes_of_the_dead_are_gone(tmp_path, monkeypatch
         other.result(30).close()
     folder.close()
     assert not list((tmp_path / "reads").iterdir())
+
+
+# --------------------------------------------------------------------------- which chunks several read
+#: An eighth of the smallest chunk.
+UNIT = MIN_CHUNK_SIZE // 8
+
+
+class Files:
+    """A checkpoint as a rank sees it: what its node holds, and what others there read."""
+
+    def __init__(self, *entries):
+        self.held = {entry.basename: entry for entry in entries}
+
+    def chunks_of(self, spans):
+        return {name: chunks_of(self.held[name], each) for name, each in spans.items()}
+
+    def share(self, others):
+        self.others = others
+
+
+def test_ranks_of_a_node_learn_which_chunks_the_others_there_read_however_many():
+    large = FileEntry("step_1/x", 5000 * MIN_CHUNK_SIZE, MIN_CHUNK_SIZE, ())
+    mine = [(MIN_CHUNK_SIZE * at, 9) for at in range(3000)], [(MIN_CHUNK_SIZE * 4000 - 1, 2)], [(0, 1)]
+
+    def work(group):
+        files = Files(large)
+        share_reads(group, files, {"x": mine[group.rank]})
+        return files.others
+
+    assert in_ranks("aab", work) == [{"x": {3999, 4000}}, {"x": set(range(3000))}, {}]
+
+
+def test_a_rank_asks_for_the_chunks_of_no_file_that_others_of_its_node_read_alone():
+    """That would be a request to the durable tier for each."""
+
+    def work(group):
+        own = "xy"[group.rank]
+        files = Files(*(FileEntry(f"step_1/{name}", 20, 10, ("",) * 2) for name in (own, "z")))
+        share_reads(group, files, {own: [(0, 20)], "z": [(10 * group.rank, 10)]})
+        return files.others
+
+    assert in_ranks("aa", work) == [{"z": {1}}, {"z": {0}}]
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 40)), max_size=12), st.sampled_from([1, 2, 8]))
+def test_merged_spans_touch_the_same_chunks_and_are_at_most_one_a_chunk(spans, factor):
+    spans = [(offset * UNIT, length * UNIT) for offset, length in spans]
+    large = FileEntry("x", 440 * UNIT, MIN_CHUNK_SIZE * factor, ())
+    fewer = merged(spans)
+    assert chunks_of(large, fewer) == chunks_of(large, spans)
+    assert all(offset - sum(before) >= MIN_CHUNK_SIZE for before, (offset, _) in pairwise(fewer))
+    assert max(map(sum, fewer), default=0) == max((sum(each) for each in spans if each[1]), default=0)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiered_checkpoint_io.engine.chunks import Copies, Copy
 from tiered_checkpoint_io.engine.restore import targets
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder
 from tiered_checkpoint_io.errors import CorruptCheckpointError
@@ -79,7 +80,8 @@ def test_each_target_holds_its_bytes_and_each_chunk_that_it_lies_in_is_verified(
 def test_a_node_reads_each_byte_once_and_a_lone_rank_keeps_no_copy(tmp_path, alone):
     folder, store = SharedFolder(tmp_path, "save"), Durable(DATA)
     files = [
-        FetchedFile(ENTRY, lambda: store, folder.path, concurrency=3, timeout_s=10.0) for _ in range(1 if alone else 2)
+        FetchedFile(Copies(ENTRY, [Copy(lambda: store, ENTRY.path)]), folder.path, concurrency=3, timeout_s=10.0)
+        for _ in range(1 if alone else 2)
     ]
     # A chunk that something else is read from is there already.
     files[0].ensure([(CHUNK, 1)])

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 900
 COMMIT, ALIASES, REMOVAL = (f"engine/durable/{name}.py" for name in ("commit", "aliases", "removal"))
 LEASES = "engine/leasing/lease_keeper.py"
-SENDER, FATES, MEETING = (f"engine/replication/{name}.py" for name in ("replica_sender", "fates", "meeting"))
+REPLICATOR, FATES, MEETING = (f"engine/replication/{name}.py" for name in ("replicator", "fates", "meeting"))
 RETENTION = "engine/staging/retention.py"
 OPERATIONS, EXECUTE = "engine/drain/operations.py", "engine/drain/execute.py"
 #: What is wrong; where; the text, and what stands there instead.
@@ -143,21 +143,21 @@ DEFECTS = [
     ),
     (
         "a part counts as replicated once its first peer has it",
-        SENDER,
-        "for target in self._targets if",
-        "for target in self._targets[:1] if",
+        REPLICATOR,
+        "waited_for = set(self._targets)",
+        "waited_for = set(self._targets[:1])",
     ),
     (
         "a replica whose bytes differ from their hash is kept",
-        "engine/ranks/transfer.py",
-        "            if damage is not None:\n                raise damage",
-        "            if False:\n                raise damage",
+        "engine/chunks.py",
+        "    entry.check_digest(index, digest.hexdigest()",
+        "    entry if digest else entry.check_digest(index, digest.hexdigest()",
     ),
     (
-        "a link that has failed is used again",
-        SENDER,
-        "                self._links.close(target)\n                self._broken[target] += 1",
-        "                self._broken[target] += 0",
+        "an answer to an earlier offer counts for this one",
+        REPLICATOR,
+        "if number == self._number else",
+        "if number else",
     ),
     (
         "a save is marked as replicated once one of its parts is",

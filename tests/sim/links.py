@@ -1,38 +1,36 @@
-"""A stand-in for torch.distributed in the simulated world: its key-value store, collectives, and connections of gloo.
+"""A stand-in for torch.distributed in the simulated world: its key-value store, collectives, and memories of peers.
 
-The engine's own code runs above it: the meeting, requests, links, senders and receivers. The store lives in the process
+The engine's own code runs above it: the meeting, offers, what keeps them, and what loads. The store lives in the process
 of rank 0, and ends with it; a request that its machine can't take yet is carried out later, even where its client has
-given up by then. A connection has two ends, each of which has a bound for a message; it breaks where an end's process
-dies or gives up, and stands still where the cable between the machines is cut. Those of a machine may be slow.
+given up by then. The memory of a machine is served also while its process is dead or stopped; nothing comes from there
+while the cable between the machines is cut. What comes may be slow, or other bytes.
 """
 
 import contextlib
-import itertools
 import math
 import threading
 import types
-import weakref
 
 import torch.distributed as dist
-from sim.machines import AtOnce
 
-from tiered_checkpoint_io.engine.ranks import transfer
+from tiered_checkpoint_io.engine.chunks import quarantine_damaged
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.ranks.store_client import LostStoreError, StoreClient
-from tiered_checkpoint_io.engine.replication import local_peers, meeting, peer_link, replica_sender
-from tiered_checkpoint_io.errors import RestoreError
+from tiered_checkpoint_io.engine.replication import local_peers, meeting, replicator
+from tiered_checkpoint_io.errors import RestoreError, StoreError, StoreNotFoundError
+from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
+from tiered_checkpoint_io.stores.peer import PeerStore
 
 
 class Job:
     """One start of all ranks: what torch.distributed knows of them."""
 
-    def __init__(self, world, number, size):
-        self.world, self.number, self.size = world, number, size
+    def __init__(self, world, number, machines):
+        self.world, self.number, self.size = world, number, len(machines)
         self.ranks = []
         self.store = Values(self)
         self.exchanges = []
-        self.made = weakref.WeakValueDictionary()
-        self.ids = itertools.count(1)
+        self.machines = machines
 
 
 def is_cut(world, one, other):
@@ -129,85 +127,58 @@ class Client(StoreClient):
         """Nothing to end."""
 
 
-# ----------------------------------------------------------------------------------- connections
-class Connection:
-    """One end of what two ranks make by gloo: a message goes over where one end sends and the other receives."""
+# ----------------------------------------------------------------------------------- other memories
+def peers_of(world):
+    """What stands in for PeerStore: the memory of another machine, over a network that may be cut, slow, or lie."""
 
-    def __init__(self, job, keys, rank, bound):
-        self._world, self._bound_s = job.world, bound.total_seconds()
-        self._process = job.world.current.process
-        self._id, self._theirs = str(next(job.ids)), None
-        self.rung, self.is_closed, self.posted = threading.Event(), False, None
-        job.made[self._id] = self
-        deadline = self._world.now + self._bound_s
-        keys.values.ask(lambda: keys.set(str(rank), self._id), self._bound_s)
-        while True:
-            found = keys.values.ask(
-                lambda: keys.get(str(1 - rank)) if keys.check([str(1 - rank)]) else None, self._bound_s
-            )
-            self._theirs = (found or b"").decode()
-            other = job.made.get(self._theirs)
-            if other is not None and other._theirs == self._id and not other.is_closed and self._reaches(other):
-                break
-            if self._world.now >= deadline:
-                self.is_closed = True
-                raise RuntimeError("connect timeout")
-            del other
-            self._world.current.wait(0.2)
-        # Of the other end, only what its process would have on the wire: it closes where its owner drops it.
-        self._other = weakref.ref(other)
-        other.rung.set()
+    class Peer(PeerStore):
+        def __init__(self, endpoint, *, connections=1, clock):
+            self._endpoint, self._silence_s = endpoint, clock.timing.peer_silence_s
 
-    def __del__(self):
-        self.is_closed = True
+        def get(self, key):
+            _, stored = self._found(key)
+            return stored.part.to_json()
 
-    def send(self, tensors, _peer, _tag):
-        return types.SimpleNamespace(wait=lambda: self._send(tensors[0]))
+        def read_pieces(self, key, offset, pieces, filled):
+            _, stored = self._found(key)
+            entry = stored.part.content.files[int(key.rpartition("/")[2])]
+            try:
+                data = bytearray(stored.file(entry.basename).read_bytes()[offset:])
+            except FileNotFoundError as error:
+                raise StoreNotFoundError("the peer no longer has it", operation="read", key=key) from error
+            if world.rng.random() < 20 * world.fates.failed:
+                world.note(f"{self._endpoint.address} lies")
+                data[len(data) // 2] ^= 1
+            for number, piece in enumerate(pieces):
+                piece[:], data = data[: len(piece)], data[len(piece) :]
+                filled(number)
 
-    def recv(self, tensors, _peer, _tag):
-        return types.SimpleNamespace(wait=lambda: self._receive(tensors[0]))
+        def report_damage(self, key):
+            with contextlib.suppress(StoreError):
+                tier, stored = self._found(key)
+                quarantine_damaged(tier, stored)
 
-    def _reaches(self, other):
-        return not is_cut(self._world, self._process.machine, other._process.machine)
+        def close(self):
+            """Nothing to end."""
 
-    def _send(self, data):
-        self._until(lambda other: other is not None and other.posted is not None and self._reaches(other))
-        other = self._other()
-        if other.posted.numel() != data.numel():
-            self._world.violation = f"{data.numel()} bytes are sent where {other.posted.numel()} are received"
-        other.posted.copy_(data)
-        other.posted = None
-        other.rung.set()
+        def _found(self, key):
+            save_id, rank, *_ = key.split("/")
+            process = world.current.process
+            machine = next(each for each in process.job.machines if each.name == self._endpoint.address)
+            world.steps += 1
+            world.current.wait(world.rng.choice([0.0, 0.01, 0.3]) * machine.slow)
+            deadline = world.now + self._silence_s
+            while is_cut(world, process.machine, machine):
+                if world.now >= deadline:
+                    raise StoreError("the peer is lost", operation="read", key=key, reason="unavailable")
+                world.current.wait(1.0)
+            tier = MemoryTier(namespace_root(machine.folder, "sim"), clock=machine.clock)
+            try:
+                return tier, tier.find(save_id, int(rank))
+            except OSError as error:
+                raise StoreNotFoundError("the peer no longer has it", operation="read", key=key) from error
 
-    def _receive(self, data):
-        self.posted = data
-        other = self._other()
-        if other is not None:
-            other.rung.set()
-        del other
-        self._until(lambda _: self.posted is None)
-
-    def _until(self, is_so):
-        """Waits until both ends are so far; RuntimeError where that can't be any more."""
-        world = self._world
-        deadline = world.now + self._bound_s
-        world.steps += 1
-        world.current.wait(world.rng.choice([0.0, 0.01, 0.3]) * self._process.machine.slow)
-        while not self.is_closed:
-            other = self._other()
-            if is_so(other):
-                return
-            is_lost = other is None or other.is_closed or not other._process.is_alive
-            # Where the cable is cut, the other end is not informed.
-            self.is_closed = is_lost and (other is None or self._reaches(other))
-            del other
-            if world.now >= deadline:
-                self.is_closed = True
-            if not self.is_closed:
-                self.rung.clear()
-                world.current.wait(min(1.0, deadline - world.now), self.rung)
-        self.posted = None
-        raise RuntimeError("timed out" if world.now >= deadline else "connection closed by peer")
+    return Peer
 
 
 # ------------------------------------------------------------------------------------ collectives
@@ -266,16 +237,6 @@ class Condition:
         return is_so()
 
 
-class Pool(AtOnce):
-    """A pool as a context."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-
 @contextlib.contextmanager
 def torch_distributed(world):
     """What the engine asks of torch.distributed is answered for the simulated process whose turn it is."""
@@ -283,10 +244,8 @@ def torch_distributed(world):
     def job():
         return world.current.process.job
 
-    threads = types.SimpleNamespace(Condition=lambda: Condition(world))
-    gloo = types.SimpleNamespace(
-        PrefixStore=Keys, ProcessGroupGloo=lambda keys, rank, _, bound: Connection(job(), keys, rank, bound)
-    )
+    threads = types.SimpleNamespace(Condition=lambda: Condition(world), Event=threading.Event)
+    peer = peers_of(world)
     changes = [
         (dist, "is_initialized", lambda: True),
         (dist, "get_process_group_ranks", lambda _: list(range(job().size))),
@@ -297,10 +256,9 @@ def torch_distributed(world):
         (meeting, "StoreClient", Client),
         (meeting, "interface_for", lambda *_: None),
         (meeting, "atexit", types.SimpleNamespace(register=lambda *_: None, unregister=lambda *_: None)),
-        (peer_link, "distributed_c10d", gloo),
-        (replica_sender, "threading", threads),
-        (local_peers, "threading", threads),
-        (transfer, "ThreadPoolExecutor", Pool),
+        (replicator, "threading", threads),
+        (replicator, "PeerStore", peer),
+        (local_peers, "PeerStore", peer),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]
     try:

@@ -34,6 +34,7 @@ from tiered_checkpoint_io.memory.parts import reading
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores.peer import Endpoint
 
 LOG = logging.getLogger("simulation.peers")
 LOG.propagate = False
@@ -95,7 +96,7 @@ class Rank:
             memory_keep_last=KEEP,
             replication_factor=self.life.factor,
         )
-        self.peering = peering = Peering(config, Counter(), clock)
+        self.peering = peering = Peering(config, Counter(), clock, lambda: Endpoint(machine.name, 0, ""))
         tier.on_commit, tier.awaited = lambda stored: peering.committed(stored, LOG), peering.awaited
         try:
             before = tier.parts()
@@ -259,7 +260,7 @@ class Life:
             is_last = number == starts
             if is_last:
                 self._calm()
-            job = Job(self.world, number, len(self.machines))
+            job = Job(self.world, number, self.machines)
             job.is_last, job.run = is_last, ids.new_run_id(after=after, clock=self.outside.clock)
             after = ids.save_id(job.run, 0)
             self.world.note(f"start {number} of {job.size} ranks, {self.factor} copies")

@@ -73,9 +73,13 @@ class Judge:
     def _here(self):
         return self.life.machines.index(self.world.current.process.machine)
 
+    def _at(self, stored):
+        """On which machine a part lies: a peer may have it verified, and quarantined, from afar."""
+        return next(at for at, each in enumerate(self.life.machines) if stored.folder.is_relative_to(each.folder))
+
     def _text(self, stored):
         kind = "replica of " if stored.is_replica else ""
-        return f"{kind}part {stored.part.rank} of {stored.part.name} on node {self._here()}"
+        return f"{kind}part {stored.part.rank} of {stored.part.name} on node {self._at(stored)}"
 
     def _violate(self, text):
         if not self.world.is_over:
@@ -111,7 +115,7 @@ class Judge:
 
     def _gone(self, stored, how):
         self.world.note(f"{self._text(stored)} is {how}")
-        self.held[self._here()].discard((stored.save_id, stored.part.rank))
+        self.held[self._at(stored)].discard((stored.save_id, stored.part.rank))
         if self._promised:
             for lost in range(self.size):
                 if self.newest_whole(without=lost) is None:

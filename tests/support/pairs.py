@@ -16,6 +16,7 @@ from datetime import timedelta
 from support import clocks, story
 from support.dying import options_of
 from support.launch import free_port
+from support.restoring import served
 from support.supporting import build
 
 from tiered_checkpoint_io.model import ids
@@ -93,8 +94,7 @@ def run_pair(order, counter):
 def replicator_of(order, rank, store):
     from tiered_checkpoint_io.clock import SYSTEM
     from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
-    from tiered_checkpoint_io.engine.replication.meeting import Replicator
-    from tiered_checkpoint_io.engine.replication.peer_link import Member
+    from tiered_checkpoint_io.engine.replication.replicator import Member, Replicator
     from tiered_checkpoint_io.logs import get_logger
     from tiered_checkpoint_io.memory.tier import MemoryTier
 
@@ -109,10 +109,12 @@ def replicator_of(order, rank, store):
         wait_timeout_s=PATIENCE_S,
         replication_factor=2,
     )
-    member = Member(tier, client, rank, 2, config, get_logger("default"), SYSTEM)
-    made = Replicator(member, [(1,), ()], Counter(), {})
-    tier.on_commit, tier.awaited = made.sender.offer, made.sender.awaited
-    return tier, made
+    endpoint = served(tier)
+    member = Member(tier, client, rank, 2, config, get_logger("default"), SYSTEM, lambda: endpoint)
+    counts = Counter()
+    made = Replicator(member, [(1,), ()], counts, {})
+    tier.on_commit, tier.awaited = made.offer, made.awaited
+    return tier, made, counts
 
 
 def node(order, rank):
@@ -125,7 +127,7 @@ def send(order, counter, store):
     from tiered_checkpoint_io.engine.staging.capture import Capturer
 
     counter.phase = "replicate: save and send"
-    tier, replicator = replicator_of(order, 0, store)
+    tier, replicator, counts = replicator_of(order, 0, store)
     run_id = ids.new_run_id(after=max((stored.save_id for stored in tier.parts()), default=None))
     capturer = Capturer(tier)
     for number in order["numbers"]:
@@ -138,7 +140,7 @@ def send(order, counter, store):
             safe = [stored for stored in tier.parts() if stored.save_id == save_id and stored.replicated]
             if safe:
                 counter.tell(done=["safe", number])
-            if safe or (replicator.sender.counts["unreplicated"] and not replicator.sender.pending):
+            if safe or (counts["unreplicated"] and not replicator.pending):
                 break
             time.sleep(0.005)
     replicator.close(SOON_S)
@@ -148,7 +150,7 @@ def send(order, counter, store):
 
 def keep(order, counter, store):
     counter.phase = "replicate: receive and keep"
-    tier, replicator = replicator_of(order, 1, store)
+    tier, replicator, _ = replicator_of(order, 1, store)
     deadline = time.monotonic() + PATIENCE_S / 2
     while not store.check(["over"]) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -231,7 +233,7 @@ def run_pair_load(order, counter):
 def load(order, counter, rank):
     counter.phase = f"restore from peers: {order['kind']}, {'receive' if rank == 0 else 'send'}"
     os.makedirs(node(order, rank), exist_ok=True)
-    options = {**options_of(order), "memory_dir": node(order, rank)}
+    options = {**options_of(order), "memory_dir": node(order, rank), "drain": "thread"}
     try:
         told = [rank, *(load_full if order["kind"] == "full" else load_sharded)(options, rank)]
     except Exception as error:
@@ -244,7 +246,7 @@ def load_full(options, _):
 
     from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 
-    made = Checkpointer(build(TieredCheckpointConfig.from_any, **options, drain="thread"))
+    made = Checkpointer(build(TieredCheckpointConfig.from_any, **options))
     state = made.load("tiered:latest")
     made.session.release()
     return state["global_step"], torch.equal(state["w"], story.state(state["global_step"])["w"])

@@ -1,17 +1,17 @@
 """Checkpoints made by hand, and ranks as threads, for tests of restore."""
 
 import functools
-import itertools
 import json
 import logging
 import os
 import pickle
-import queue
 import threading
 from pathlib import Path
 
 from support.supporting import build
 
+from tiered_checkpoint_io.clock import SYSTEM
+from tiered_checkpoint_io.engine.drain.serving import Server, ask_to_serve, endpoint_of
 from tiered_checkpoint_io.engine.durable.commit import commit
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
@@ -57,6 +57,13 @@ def into_memory(tier, dirpath, name, data, number, *, chunk=CHUNK):
 def into_durable(store, name, data, number, *, chunk=CHUNK):
     part = Part(name, 0, make_content(name, data, number, chunk=chunk), store.url, durable=True)
     commit(store, part, {part.content.files[0].basename: memoryview(data)})
+
+
+def served(tier):
+    """Serves a node's memory from this process, for as long as it runs; returns where."""
+    ask_to_serve(tier.root, "127.0.0.1")
+    Server(tier.root, tier, logging.getLogger("test"), SYSTEM).look()
+    return endpoint_of(tier.root)
 
 
 def of_a_newer_release(document, version=3):
@@ -105,14 +112,6 @@ class ThreadGroup(Group):
         self._shared["barrier"].wait()
         return exchanged
 
-    def transfer(self, sent, received):
-        if sent is not None:
-            data, rank = sent
-            self._shared["mail"][self.rank, rank].put(bytes(data))
-        if received is not None:
-            data, rank = received
-            data[:] = self._shared["mail"][rank, self.rank].get(timeout=30)
-
 
 def in_ranks(nodes, work, timeout_s=30.0):
     """Runs ``work(group)`` on one rank per entry of ``nodes``; what each returned or raised, by rank."""
@@ -120,7 +119,6 @@ def in_ranks(nodes, work, timeout_s=30.0):
         "size": len(nodes),
         "slots": [b""] * len(nodes),
         "barrier": threading.Barrier(len(nodes), timeout=timeout_s),
-        "mail": {pair: queue.Queue() for pair in itertools.permutations(range(len(nodes)), 2)},
     }
     results = [None] * len(nodes)
 
@@ -159,7 +157,9 @@ class World:
             TieredCheckpointConfig, dirpath=self.store.url, memory_dir=str(self.base / node), wait_timeout_s=20
         )
         tier, log = self.tier(node), logging.getLogger("test")
-        tiers = Tiers(config, tier, lambda: store or self.store, dirpath or self.store.url, log)
+        tiers = Tiers(
+            config, tier, lambda: store or self.store, dirpath or self.store.url, log, serve=lambda: served(tier)
+        )
         return functools.partial(restore, tiers)
 
     def restore(self, selector=LATEST, node="n", store=None):

@@ -67,15 +67,6 @@ def test_bytes_of_one_rank_reach_all_or_its_error_does():
     assert [str(error) for error in in_ranks(["n", "n", "m"], work(fails=True))] == ["slow down [tier=durable]"] * 3
 
 
-def test_what_several_ranks_have_reaches_all_though_it_is_not_small():
-    names = ["x", "y"]
-
-    def combine(group):
-        return group.combine({names[group.rank]: bytes(SMALL)} if group.rank < 2 else {})
-
-    assert in_ranks(["n", "m", "m"], combine) == [{"x": bytes(SMALL), "y": bytes(SMALL)}] * 3
-
-
 def test_a_rank_whose_device_has_no_room_for_what_it_sends_is_lost_to_the_others(monkeypatch):
     """Its error can't reach them by an exchange: they wait in the transfer."""
 
@@ -87,11 +78,11 @@ def test_a_rank_whose_device_has_no_room_for_what_it_sends_is_lost_to_the_others
         group = GivenGroup("n", dist.group.WORLD)
         monkeypatch.setattr(coordination, "tensor_of", full)
         exchanged = []
-        monkeypatch.setattr(group, "_all_gather", exchanged.append)
+        monkeypatch.setattr(group, "_all_gather", lambda size: exchanged.append(size) or [size, 0])
         group.world_size = 2
         with failing("lost_rank", match="out of memory"), group.failing_together():
-            group.transfer((memoryview(b"x"), 0), None)
-        assert not exchanged
+            group.share_bytes(b"x", 0)
+        assert exchanged == [1]
     finally:
         dist.destroy_process_group()
 
@@ -115,7 +106,6 @@ def test_nodes_are_told_apart_by_their_memory_and_one_process_needs_no_group(tmp
     assert group.all_gather("x") == ["x"]
     unpicklable = lambda: None  # noqa: E731
     assert group.broadcast(unpicklable) is unpicklable
-    assert group.combine({"a": 1}) == {"a": 1}
     group.close()
     # A container of the same machine: it may see the same memory, and is lost with it.
     seen = machine(), memory_of(one), node_of(one)

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from support.clocks import quick
 from support.sharded import make_part
 
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.engine.replication.fates import _MAX_DECIDED, Fates, form_key
-from tiered_checkpoint_io.engine.replication.replica_sender import ReplicaSender
+from tiered_checkpoint_io.engine.replication.replicator import Offers
 from tiered_checkpoint_io.engine.staging.capture import Capturer
 from tiered_checkpoint_io.engine.staging.retention import Scope
 from tiered_checkpoint_io.memory.space import MemoryFullError
@@ -122,32 +121,6 @@ def test_what_a_node_has_not_learnt_it_learns_when_all_meet_again(ranks, memory_
     again.tier.close()
 
 
-def test_a_rank_that_waits_for_the_others_leaves_the_asking_to_its_other_thread(ranks, monkeypatch):
-    one, other = ranks
-    parts = [each.save(1).part for each in ranks]
-    for each, part in zip(ranks, parts, strict=True):
-        each.fates.begin(part)
-    one.fates.count(parts[0])
-    asked, pauses, add = [], [], one.store.add
-    monkeypatch.setattr(one.store, "add", lambda *args: asked.append(args) or add(*args))
-
-    def pause(_):
-        pauses.append(one.fates.is_open(parts[0]))
-        if len(pauses) == 10:
-            other.fates.count(parts[1])
-            one.fates.look()
-
-    clock = quick()
-    object.__setattr__(clock, "sleep", pause)
-    member = SimpleNamespace(store=one.store, rank=0, clock=clock, log=logging.getLogger("tiered"))
-    sender = ReplicaSender(member, (), Counter(), one.fates)
-    assert not sender._await_others(parts[0])
-    # Once when it began to wait, and once by the look.
-    assert (pauses, len(asked)) == ([True] * 10, 2)
-    assert one.marked() == [1]
-    sender.close(5.0)
-
-
 def test_an_older_part_that_is_sent_again_gives_up_no_newer_save(ranks):
     older, parts = ranks[0].save(1).part, [each.save(2).part for each in ranks]
     for each in ranks:
@@ -210,16 +183,15 @@ def test_a_store_that_removes_no_keys_ends_nothing(ranks, monkeypatch):
 def test_a_save_without_room_takes_that_of_what_waits_but_not_of_what_is_on_its_way(ranks):
     rank = ranks[0]
     member = SimpleNamespace(store=rank.store, rank=0, clock=SYSTEM, log=logging.getLogger("tiered"))
-    stuck, counts = threading.Event(), Counter()
-    rank.fates.begin = lambda _: not stuck.wait(10)
-    sender = ReplicaSender(member, (), counts, rank.fates)
-    rank.tier.awaited = sender.awaited
+    begun, stuck, counts = threading.Event(), threading.Event(), Counter()
+    rank.fates.begin = lambda _: begun.set() or not stuck.wait(10)
+    offers = Offers(member, (), counts, rank.fates)
+    rank.tier.awaited = offers.awaited
     stored = [rank.save(number) for number in (1, 2, 3)]
     for each in stored:
         rank.tier.mark_drained(each)
-        sender.offer(each)
-        while sender.pending and not sender._sending:
-            SYSTEM.sleep(0.001)
+        offers.add(each)
+        begun.wait(10)
     capturer = Capturer(rank.tier)
     scope = Scope(ids.save_id(RUN, 4), 0, "local", stored[0].part.dirpath)
     rank.tier._left = lambda: 0
@@ -229,6 +201,6 @@ def test_a_save_without_room_takes_that_of_what_waits_but_not_of_what_is_on_its_
             capturer._acquire(500_000, scope, (), spills=False)
     finally:
         stuck.set()
-        sender.close(5.0)
+        offers.close(5.0)
     assert [each.part.content.step for each in rank.tier.parts()] == [1, 3]
     assert counts["unreplicated"] >= 1

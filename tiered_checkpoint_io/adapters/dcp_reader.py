@@ -35,9 +35,8 @@ from tiered_checkpoint_io.engine.restore.choice import ONE_FOLDER, Selector, Tie
 from tiered_checkpoint_io.engine.restore.loaders import warn_of_left_out
 from tiered_checkpoint_io.engine.restore.restore import note_restore
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
-from tiered_checkpoint_io.engine.restore.shard_exchange import exchange, share_reads
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
-from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards, open_shards
+from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards, open_shards, share_reads
 from tiered_checkpoint_io.engine.restore.targets import Target
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, TieredCheckpointError
@@ -202,18 +201,12 @@ class TieredStorageReader(OverTiers, StorageReader):
             if self._joined is None or self._joined.rank == 0:
                 self._warn_of_empty(getattr(planner, "original_state_dict", None), opened.name)
             reader = PlanReader(self._metadata, opened.files, self._transforms, Trust.of(self.settings.config), log)
-            if opened.scattered:
-                assert self._joined is not None
-                with self._joined.failing_together():
-                    notes = exchange(self._joined, opened.files, reader.spans(plan))
-                for note in notes:
-                    log.error("%s: skipping this copy, trying the next: %s", opened.name, note)
-                opened.rejected.extend(notes)
-            elif opened.shared:
+            if opened.shared:
                 assert self._joined is not None
                 with self._joined.failing_together():
                     share_reads(self._joined, opened.files, reader.spans(plan))
             reader.read(plan, planner)
+            opened.rejected.extend(opened.files.rejected)
         except TieredCheckpointError as error:
             self.error = error
             if isinstance(error, DAMAGE):

@@ -313,7 +313,7 @@ _Views = Mapping[str, memoryview]
 @contextlib.contextmanager
 def _slots(tier: MemoryTier, parts: Sequence[Part]) -> Iterator[_Views]:
     """Room in memory for the files of parts, which are committed there if the block does not raise."""
-    from tiered_checkpoint_io.engine.ranks.transfer import SlotDestination
+    from tiered_checkpoint_io.engine.staging.arriving import SlotDestination
 
     destinations = [SlotDestination(tier, part, drained=True) for part in parts]
     try:

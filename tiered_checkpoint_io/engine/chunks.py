@@ -1,4 +1,4 @@
-"""Reading the chunks of a file, each verified as it is read: in memory, or from the durable tier into memory."""
+"""Reading the chunks of a file, each verified as it is read: in memory, from a peer, or from the durable tier."""
 
 from __future__ import annotations
 
@@ -9,15 +9,25 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, TieredCheckpointError
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    RestoreError,
+    StoreError,
+    TieredCheckpointError,
+)
 from tiered_checkpoint_io.formats.parallel import in_parallel, in_parallel_as_needed
+from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.slots import clean_dead
+from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import hashing
 from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes, new_hash
 from tiered_checkpoint_io.model.manifest import FileEntry
-from tiered_checkpoint_io.stores.base import Store, UploadContent
+from tiered_checkpoint_io.stores.base import Readable, UploadContent
 from tiered_checkpoint_io.stores.fallbacks import read_pieces
 
 #: xxh3 at full speed saturates memory with few threads.
@@ -51,7 +61,7 @@ def hashed(path: str, data: UploadContent, *, progress: Callable[[int], None] = 
     return FileEntry(path, size, chunk_size, tuple(in_parallel(one, chunk_ranges(size, chunk_size), _HASH_THREADS)))
 
 
-def fetch(store: Store, entry: FileEntry, view: memoryview, *, concurrency: int, write: Write | None = None) -> None:
+def fetch(store: Readable, entry: FileEntry, view: memoryview, *, concurrency: int, write: Write | None = None) -> None:
     """Reads a file by ranged requests, one for each chunk, and verifies what has a hash.
 
     Args:
@@ -74,7 +84,9 @@ def fetch(store: Store, entry: FileEntry, view: memoryview, *, concurrency: int,
     in_parallel_as_needed(one, range(len(ranges)), concurrency)
 
 
-def fetch_chunk(store: Store, entry: FileEntry, index: int, chunk: memoryview, *, write: Write | None = None) -> None:
+def fetch_chunk(
+    store: Readable, entry: FileEntry, index: int, chunk: memoryview, *, write: Write | None = None
+) -> None:
     """Reads one chunk into ``chunk``; raises as :func:`fetch`.
 
     Args:
@@ -87,7 +99,7 @@ def fetch_chunk(store: Store, entry: FileEntry, index: int, chunk: memoryview, *
     if not entry.hashes or not len(chunk):
         store.read_into(entry.path, index * entry.chunk_size, chunk)
         if entry.hashes:
-            entry.check_chunk(index, chunk, tier="durable", where=f"{store.url}/{entry.path}")
+            entry.check_chunk(index, chunk, tier=tier_of(store), where=f"{store.url}/{entry.path}")
         return
     starts = range(0, len(chunk), PIECE_SIZE)
     if write is None:
@@ -97,6 +109,85 @@ def fetch_chunk(store: Store, entry: FileEntry, index: int, chunk: memoryview, *
     pieces = [aside[: len(chunk) - at] for at in starts]
     base = index * entry.chunk_size
     fetch_pieces(store, entry, index, pieces, lambda number: write(pieces[number], base + starts[number]))
+
+
+def tier_of(store: Readable) -> str:
+    """Returns the tier that a store is, for errors."""
+    return str(getattr(store, "tier", "durable"))
+
+
+class Copy(NamedTuple):
+    """One copy of a file: what opens the store that has it, and its path there."""
+
+    store: Callable[[], Readable]
+    path: str
+
+
+class Copies:
+    """The copies of one file, in the order in which to read them; for many threads.
+
+    A copy of a peer that is damaged, silent or lost is not read again. What befalls the durable tier is an error.
+    """
+
+    def __init__(
+        self,
+        entry: FileEntry,
+        copies: Iterable[Copy],
+        skipped: Callable[[Readable, FileEntry, Exception], None] = lambda *_: None,
+    ) -> None:
+        """Takes the copies; ``skipped`` is called once for each that is not read again."""
+        self.entry = entry
+        self._left = list(copies)
+        self._skipped = skipped
+        self._why: list[str] = []
+        self._lock = threading.Lock()
+
+    def read(self, work: Callable[[Readable, FileEntry], None]) -> None:
+        """Does ``work`` with the first copy that it succeeds with.
+
+        Raises:
+            CorruptCheckpointError: There is none.
+            StoreError: The durable tier could not be read.
+        """
+        while True:
+            with self._lock:
+                copy = self._left[0] if self._left else None
+            if copy is None:
+                why = "; ".join(self._why) or "no node has it"
+                raise CorruptCheckpointError(why, operation="restore", tier="peer", key=self.entry.path)
+            store, entry = copy.store(), replace(self.entry, path=copy.path)
+            try:
+                work(store, entry)
+                return
+            except (CorruptCheckpointError, StoreError) as error:
+                if tier_of(store) == "durable":
+                    raise
+                with self._lock:
+                    is_first = copy in self._left
+                    if is_first:
+                        self._left.remove(copy)
+                        self._why.append(str(error))
+                if is_first:
+                    self._skipped(store, entry, error)
+
+    def fetch(
+        self,
+        view: memoryview,
+        *,
+        concurrency: int,
+        write: Write | None = None,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Reads the whole file; as :func:`fetch`, and raises as :meth:`read`. ``progress`` gets each chunk's number."""
+        ranges = self.entry.chunks
+
+        def one(index: int) -> None:
+            offset, length = ranges[index]
+            chunk = view[offset : offset + length]
+            self.read(lambda store, entry: fetch_chunk(store, entry, index, chunk, write=write))
+            progress(index)
+
+        in_parallel_as_needed(one, range(len(ranges)), concurrency)
 
 
 def writer_to(descriptor: int) -> Write:
@@ -114,7 +205,7 @@ def writer_to(descriptor: int) -> Write:
 
 
 def fetch_pieces(
-    store: Store,
+    store: Readable,
     entry: FileEntry,
     index: int,
     pieces: Sequence[memoryview],
@@ -139,7 +230,7 @@ def fetch_pieces(
         arrived(number)
 
     read_pieces(store, entry.path, index * entry.chunk_size, pieces, filled)
-    entry.check_digest(index, digest.hexdigest(), tier="durable", where=f"{store.url}/{entry.path}")
+    entry.check_digest(index, digest.hexdigest(), tier=tier_of(store), where=f"{store.url}/{entry.path}")
 
 
 def verify(
@@ -170,6 +261,17 @@ def verify(
         progress(length)
 
     in_parallel(one, range(len(ranges)) if indices is None else indices, _HASH_THREADS)
+
+
+def quarantine_damaged(tier: MemoryTier, stored: StoredPart) -> None:
+    """Verifies a part of which bytes did not arrive as they should be, and quarantines it where it is damaged here."""
+    with contextlib.suppress(CheckpointNotFoundError, OSError):
+        try:
+            with reading(stored) as views:
+                for entry in stored.part.content.files:
+                    verify(entry, views[entry.basename], where=str(stored.file(entry.basename)))
+        except CorruptCheckpointError as error:
+            tier.quarantine(stored.folder, str(error))
 
 
 def chunks_of(entry: FileEntry, spans: Iterable[Span]) -> list[int]:

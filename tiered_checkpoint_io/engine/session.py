@@ -33,13 +33,14 @@ from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_size, leads_node, may_lead_node
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.meeting import Peering
+from tiered_checkpoint_io.engine.replication.network import address_here
 from tiered_checkpoint_io.engine.staging.background import BackgroundTask
 from tiered_checkpoint_io.engine.staging.capture import Capturer
 from tiered_checkpoint_io.engine.staging.durable_names import DurableNameCache
 from tiered_checkpoint_io.engine.staging.host_pins import HostPins
 from tiered_checkpoint_io.engine.staging.save_ids import SaveIds
 from tiered_checkpoint_io.engine.staging.turn import Turn
-from tiered_checkpoint_io.errors import DrainError, SaveError
+from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.memory.node import node_budget
@@ -50,6 +51,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import Store, open_store, place_of
+from tiered_checkpoint_io.stores.peer import Endpoint
 
 
 class Opened(NamedTuple):
@@ -103,7 +105,7 @@ class Session:
         self._pins = HostPins()
         self._opened: Opened | None = None
         self._stores: dict[str, Store] = {}
-        self._peering, self._opening = Peering(config, self.counts, clock), threading.Lock()
+        self._peering, self._opening = Peering(config, self.counts, clock, self.serve), threading.Lock()
         self._asked: Counter[str] = Counter()
         self._announcer = Announcer(config, self.log, self.counts)
         self._standing = Standing()
@@ -229,6 +231,15 @@ class Session:
     def meet_peers(self, process_group: Any = None, series: str | None = None) -> None:
         """See :meth:`Peering.meet`."""
         self._peering.meet(lambda: self.open().tier, self.log, process_group, series)
+
+    def serve(self) -> Endpoint | None:
+        """Has the drain serve this node's memory to the other nodes of the job; None, with a warning, if it can't."""
+        try:
+            opened = self._opened if self._opened is not None else self.open()
+            return opened.drain.serve(address_here())
+        except (TieredCheckpointError, OSError) as error:
+            self.log.warning("other nodes can't read this node's memory: %s", error)
+            return None
 
     def local_peers(self) -> LocalPeers | None:
         """See :meth:`Peering.local`."""

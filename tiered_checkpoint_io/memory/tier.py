@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import MemoryTierError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, MemoryTierError
 from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, unbounded
 from tiered_checkpoint_io.memory.parts import (
     DRAINED,
@@ -211,6 +211,18 @@ class MemoryTier:
     def held(self) -> list[StoredPart]:
         """As :meth:`parts`, and after these the :attr:`replicas`."""
         return [*self.parts(), *self.replicas.parts()]
+
+    def find(self, save_id: str, rank: int | None = None) -> StoredPart:
+        """Returns a part of this node, or else the replica of it that this node keeps; of any rank if that is None.
+
+        Raises:
+            CheckpointNotFoundError: There is none, or no longer.
+        """
+        # Looked for twice: a replica may become the node's own meanwhile.
+        for stored in (*self.held(), *self.held()):
+            if stored.save_id == save_id and rank in (None, stored.part.rank):
+                return stored
+        raise CheckpointNotFoundError("no longer in memory", operation="read", tier="memory", key=save_id)
 
     def unreadable(self) -> list[tuple[Path, Exception]]:
         """As :meth:`damaged`, also of the :attr:`replicas`."""

@@ -153,14 +153,27 @@ class CopyRefusedError(StoreError):
     """A store can't copy an object by itself, or refuses to."""
 
 
-@runtime_checkable
-class Store(Protocol):
-    """A durable tier rooted at one URL or directory."""
+class Readable(Protocol):
+    """What ranges of files are read from: a durable tier, or the memory of a peer."""
 
     @property
     def url(self) -> str:
         """The root, as the user would write it; holds no secret."""
         ...
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fills ``buffer`` (writable bytes) from the object, starting at byte ``offset``.
+
+        Raises:
+            StoreNotFoundError: There is no such object.
+            CorruptCheckpointError: The object ends before the buffer is full.
+        """
+        ...
+
+
+@runtime_checkable
+class Store(Readable, Protocol):
+    """A durable tier rooted at one URL or directory."""
 
     @property
     def metrics(self) -> Metrics:
@@ -192,15 +205,6 @@ class Store(Protocol):
 
         Raises:
             StoreNotFoundError: There is none.
-        """
-        ...
-
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Fills ``buffer`` (writable bytes) from the object, starting at byte ``offset``.
-
-        Raises:
-            StoreNotFoundError: There is no such object.
-            CorruptCheckpointError: The object ends before the buffer is full.
         """
         ...
 

@@ -19,6 +19,7 @@ from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError
 from tiered_checkpoint_io.stores.base import (
     ConditionalStore,
     CopyRefusedError,
+    Readable,
     ServerCopy,
     Store,
     UploadContent,
@@ -124,7 +125,7 @@ def copy_to(
 
 
 def read_pieces(
-    store: Store, key: str, offset: int, pieces: Sequence[memoryview], filled: Callable[[int], None]
+    store: Readable, key: str, offset: int, pieces: Sequence[memoryview], filled: Callable[[int], None]
 ) -> None:
     """Fills several buffers, one after the other, from byte ``offset`` of an object on; raises as ``read_into``.
 

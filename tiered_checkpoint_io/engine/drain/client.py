@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Collection, Iterator
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
@@ -16,6 +17,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
 )
 from tiered_checkpoint_io.engine.drain.process import DrainRunner
 from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.serving import ask_to_serve, served_at
 from tiered_checkpoint_io.engine.drain.status import NewOutcomes, Standstill, StandstillError, tier_label
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.errors import DrainError
@@ -23,6 +25,7 @@ from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores.peer import Endpoint
 
 #: Ids of operations that were made before this process began sort before it.
 _BEGAN = ids.new_run_id()
@@ -45,6 +48,8 @@ class DrainHandle:
         self._standstill = Standstill(self.progress, clock)
         self.runner = DrainRunner(tier.root, self.queue, config, logger, clock)
         self.start = self.runner.start
+        #: A thread that replicates asks for it too.
+        self._serving = threading.Lock()
         #: The save that the last :meth:`has_room` gave up.
         self.given_up = ""
         #: The operations that were queued here before.
@@ -66,6 +71,27 @@ class DrainHandle:
             return
         if self.pending():
             runner.ensure()
+
+    def serve(self, address: str) -> Endpoint:
+        """Has the drain serve this node's memory at an address, and returns where once it does.
+
+        Raises:
+            DrainError: It does not within a bound.
+            MemoryFullError: There is no space for the little that it needs.
+        """
+        root, clock, timing = self._tier.root, self._clock, self._clock.timing
+        deadline = clock.monotonic() + timing.serve_s
+        with self._serving:
+            while clock.monotonic() < deadline and not self.runner.cannot_import:
+                found = served_at(root, address, clock) if self.runner.is_announced else None
+                if found is not None:
+                    return found
+                self.start()
+                ask_to_serve(root, address)
+                self.queue.ring()
+                clock.sleep(timing.wait_poll_s)
+        self._check_drain()
+        raise self._error(f"the drain does not serve at {address}", str(root), "see its log", tier="memory")
 
     def close(self, *, timeout_s: float) -> None:
         """Leaves the drain to itself. A thread ends after its queue is empty, or at the timeout."""

@@ -19,6 +19,7 @@ from typing import BinaryIO
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.locks import is_locked, is_lost, release, share, try_lock
 from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.serving import ask_to_serve
 from tiered_checkpoint_io.engine.drain.status import LOG
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
@@ -191,7 +192,11 @@ class DrainRunner:
         if self._trainer_lock is None:
             self._queue.open()
             self._write_config()
-            if self._join() and self._config.support.drain == "process":
+            is_first = self._join()
+            if is_first:
+                # What an earlier job asked for.
+                ask_to_serve(self._root, "")
+            if is_first and self._config.support.drain == "process":
                 self._follow(self._queue.announced())
         self.ensure()
 

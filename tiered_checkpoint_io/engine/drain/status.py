@@ -408,14 +408,15 @@ class Reporter:
         self.last_success = clock.monotonic()
 
     @contextlib.contextmanager
-    def beating(self) -> Iterator[None]:
-        """Writes the figures again and again, from a thread, while the block runs."""
+    def beating(self, also: Callable[[], None]) -> Iterator[None]:
+        """Writes the figures, and does ``also``, again and again, from a thread, while the block runs."""
         ended = threading.Event()
 
         def beat() -> None:
             timing = self._clock.timing
             while not self._clock.wait(ended, timing.heartbeat_s if self.now.name else timing.idle_heartbeat_s):
                 self.write()
+                also()
 
         thread = self._clock.start(beat, "tiered-heartbeat")
         try:

@@ -17,6 +17,7 @@ from tiered_checkpoint_io.engine.drain.execute import Executor
 from tiered_checkpoint_io.engine.drain.locks import is_lost, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import next_operation, unreplaced
 from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.serving import Server
 from tiered_checkpoint_io.engine.drain.status import Reporter, Standstill, shorten_log
 from tiered_checkpoint_io.engine.drain.stores import Stores
 from tiered_checkpoint_io.errors import ConfigError, DrainError
@@ -68,6 +69,7 @@ class Drain:
         self._stores = Stores(root, open_store, self._log, clock)
         self._report = Reporter(self._queue, self._stores, clock)
         self._executor = Executor(self._tier, self._queue, self._stores, self._report, self._log, self._stop, clock)
+        self._server = Server(root, self._tier, self._log, clock) if stay or for_trainer else None
         self._lock: int | None = None
         self._trainers: int | None = None
         self._waits: Standstill | None = None
@@ -87,9 +89,11 @@ class Drain:
             return False
         self._lock = lock
         try:
-            with self._report.beating():
+            with self._report.beating(self._serve):
                 self._loop(once=once)
         finally:
+            if self._server is not None:
+                self._server.close()
             self._stores.close()
             release(lock)
             if self._trainers is not None:
@@ -160,9 +164,15 @@ class Drain:
             # Going on without it frees memory.
             self._log.error("outcomes are not noted: %s", full)
 
+    def _serve(self) -> None:
+        """Serves this node's memory to other nodes, if a trainer asks for that; never raises."""
+        if self._server is not None:
+            self._server.look()
+
     def _turn(self, *, once: bool) -> bool:
         """Does what can be done next; whether there is nothing more to stay for."""
         version = self._queue.version()
+        self._serve()
         if self._queue.is_asked_to_leave(self._token):
             self._log.info("leaving to the drain of a later trainer")
             return True

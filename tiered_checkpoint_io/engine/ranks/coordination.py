@@ -7,8 +7,7 @@ or alone gathers what several have.
 Ranks that restore together exchange in a fixed order. If one raised in between, the others would wait for as long as a
 node may take to fetch. Inside ``with group.failing_together()`` it makes one more exchange instead, with its error: the
 others get it in their next exchange, and raise the same. The block itself ends with an exchange, so every rank makes as
-many as any other. Transfers between two ranks are no exchanges: see ``transfer`` for how a rank that fails in one goes
-on to its end.
+many as any other.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import pickle
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -30,15 +29,10 @@ from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, TieredCheckpointError
 from tiered_checkpoint_io.memory.node import memory_of, this_boot
 
-_K = TypeVar("_K")
 _T = TypeVar("_T")
 
 #: Names the machine where its boot id does not: virtual ones that fail as one, or machines that are simulated.
 MACHINE = "TIERED_CHECKPOINT_MACHINE"
-
-
-#: Bytes, and the rank at the other end.
-Transfer = tuple[memoryview, int]
 
 
 class _Failed(NamedTuple):
@@ -115,16 +109,6 @@ class Group:
         self.all_gather(None)
         return self._gather(obj, to)
 
-    def combine(self, mine: Mapping[_K, _T]) -> dict[_K, _T]:
-        """The entries of all ranks, of which each key's come from one; raises as :meth:`all_gather`."""
-        gathered = self.gather(mine)
-        combined: dict[_K, _T] = self.broadcast({key: each[key] for each in gathered or () for key in each})
-        return combined
-
-    def transfer(self, sent: Transfer | None, received: Transfer | None) -> None:
-        """Sends bytes to a rank, and fills a view with those that a rank sends, at once; each where it is given."""
-        raise NotImplementedError
-
     def close(self) -> None:
         """Ends what the group has made for itself."""
 
@@ -157,23 +141,6 @@ class GivenGroup(Group):
         self.rank = dist.get_rank(process_group)
         self.world_size = dist.get_world_size(process_group)
         self._device = device_of(process_group)
-
-    def transfer(self, sent: Transfer | None, received: Transfer | None) -> None:
-        def carry() -> None:
-            operations: list[Any] = []
-            for operation, transfer in ((self._dist.isend, sent), (self._dist.irecv, received)):
-                if transfer is not None:
-                    data, rank = transfer
-                    # Made here, as in _share_bytes: the device may have no room for it.
-                    tensor = tensor_of(data).to(self._device)
-                    operations.append(self._dist.P2POp(operation, tensor, self._global(rank), self._group))
-            # Both at once: what a rank waits for may wait for what it sends.
-            for work in self._dist.batch_isend_irecv(operations) if operations else ():
-                work.wait()
-            if received is not None and self._device != "cpu":
-                tensor_of(received[0]).copy_(operations[-1].tensor)
-
-        self._do(carry)
 
     def _all_gather(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.world_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +21,11 @@ from tiered_checkpoint_io.engine.ranks.coordination import (
 )
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
-from tiered_checkpoint_io.engine.replication.fates import Fates, FormKey, form_key, newest_of, newest_replicated
+from tiered_checkpoint_io.engine.replication.fates import FormKey, form_key, newest_of, newest_replicated
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.network import Interface, interface_for, megabits_of, rate_text
-from tiered_checkpoint_io.engine.replication.peer_link import Member
 from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks, sender_of
-from tiered_checkpoint_io.engine.replication.replica_receiver import ReplicaReceiver
-from tiered_checkpoint_io.engine.replication.replica_sender import ReplicaSender
+from tiered_checkpoint_io.engine.replication.replicator import Member, Replicator
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.node import memory_of
@@ -35,6 +33,7 @@ from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores.peer import Endpoint
 
 
 class _Member(NamedTuple):
@@ -59,43 +58,21 @@ class _Member(NamedTuple):
     token: str
 
 
-class Replicator:
-    """Sends the parts of one rank of a group to its peers, and keeps theirs, on two threads, without collectives.
-
-    Attributes:
-        sender: The one half of it.
-    """
-
-    def __init__(
-        self,
-        member: Member,
-        peers: Sequence[tuple[int, ...]],
-        counts: Counter[str],
-        replicated: Mapping[FormKey, str],
-    ) -> None:
-        """Starts the threads.
-
-        ``peers`` are the ranks that keep replicas of each rank's parts, by rank; ``replicated`` is what any rank knows
-        to be replicated.
-        """
-        self._store = member.store
-        fates = Fates(member.store, member.tier, replicated)
-        sources = [rank for rank, theirs in enumerate(peers) if member.rank in theirs]
-        self._receiver = ReplicaReceiver(member, sources, fates)
-        self.sender = ReplicaSender(member, peers[member.rank], counts, fates, self._receiver.wake)
-
-    def close(self, timeout_s: float) -> None:
-        """Sends what is queued, within the bound, takes what is being sent to this rank, and ends both threads."""
-        self.sender.close(timeout_s)
-        self._receiver.close()
-        self._store.close()
-
-
 class Peering:
     """What one session has to do with peers: for each group of ranks that save together, one replicator."""
 
-    def __init__(self, config: TieredCheckpointConfig, counts: Counter[str], clock: Clock) -> None:
-        """Does nothing yet; ``counts`` is of ``replicated`` and ``unreplicated`` parts."""
+    def __init__(
+        self, config: TieredCheckpointConfig, counts: Counter[str], clock: Clock, serve: Callable[[], Endpoint | None]
+    ) -> None:
+        """Does nothing yet.
+
+        Args:
+            config: The configuration.
+            counts: Of ``replicated`` and ``unreplicated`` parts.
+            clock: The session's.
+            serve: Has this node's drain serve its memory.
+        """
+        self._serve = serve
         self._config = config
         self._counts = counts
         self._clock = clock
@@ -156,10 +133,11 @@ class Peering:
                 operation="replicate",
                 hint="make the first save, or session.meet_peers(), on the thread that trains, on every rank",
             )
-        tier, error, interface = None, None, None
+        tier, error = None, None
         try:
             tier = open_tier()
-            interface = self._interface(store, logger)
+            self._say_interface(store, logger)
+            self._serve()
         except Exception as caught:
             # The others wait in the first exchange: they get the error there.
             error = caught
@@ -194,9 +172,8 @@ class Peering:
             group.close()
         # A machine may not have learnt what is replicated before all ended.
         replicated = newest_of(known for each in gathered for known in each.replicated.items())
-        member = self._member(tier, store, gathered[0].token, group.rank, group.world_size, logger, interface)
-        made = Replicator(member, peers, self._counts, replicated)
-        newest = [each.newest for each in gathered]
+        member = self._member(tier, store, gathered[0].token, group.rank, group.world_size, logger)
+        made, newest = Replicator(member, peers, self._counts, replicated), [each.newest for each in gathered]
         for stored in own:
             key, is_newest = (stored.save_id, group.rank), stored is own[-1]
             was_replicated = stored.save_id in replicated.values()
@@ -204,12 +181,12 @@ class Peering:
             counts = is_newest and not was_replicated and newest.count(stored.save_id) == stored.part.content.parts
             lacks = any(key not in gathered[peer].replicas for peer in peers[group.rank])
             if counts or (lacks and (is_newest or was_replicated)):
-                made.sender.offer(stored, again=not counts)
+                made.offer(stored, again=not counts)
         for stored in self._of_others(tier, parts, gathered, group.rank):
             was_replicated = stored.save_id in replicated.values()
             is_newer = stored.save_id > replicated.get(form_key(stored.part), "")
             if was_replicated or (is_newer and newest.count(stored.save_id) < stored.part.content.parts):
-                made.sender.offer(stored, again=True)
+                made.offer(stored, again=True)
         return made
 
     def _of_others(
@@ -230,14 +207,13 @@ class Peering:
     def _peers_of(self, machines: Sequence[str]) -> list[tuple[int, ...]]:
         return peers_of_ranks(machines, factor=self._config.replication_factor)
 
-    def _interface(self, store: Any, logger: Logger) -> Interface | None:
-        """What links listen on; logged once."""
+    def _say_interface(self, store: Any, logger: Logger) -> None:
+        """Logs once over which interface this node's memory is served."""
         chosen = interface_for(store)
         if chosen is not None and chosen != self._interface_in_use:
             self._interface_in_use = chosen
             speed = rate_text(megabits_of(chosen.name))
             logger.info("replicas travel over %s%s", chosen, f", {speed}" if speed else "")
-        return chosen
 
     def _member(
         self,
@@ -247,10 +223,9 @@ class Peering:
         rank: int,
         world_size: int,
         logger: Logger,
-        interface: Interface | None,
     ) -> Member:
         client = StoreClient(store, f"tiered-peers/{group}", timeout_s=self._clock.timing.store_answer_s)
-        return Member(tier, client, rank, world_size, self._config, logger, self._clock, interface)
+        return Member(tier, client, rank, world_size, self._config, logger, self._clock, self._serve)
 
     def local(self, tier: MemoryTier, logger: Logger) -> LocalPeers | None:
         """What ranks have for each other when they load local checkpoints; None where there are no copies, or others.
@@ -271,8 +246,8 @@ class Peering:
                 self._local[1].close()
             # What ranks that have died asked for is of another attempt.
             where = f"local/{attempt}/{self._config.namespace}"
-            interface = self._interface(store, logger)
-            member = self._member(tier, store, where, dist.get_rank(), dist.get_world_size(), logger, interface)
+            self._say_interface(store, logger)
+            member = self._member(tier, store, where, dist.get_rank(), dist.get_world_size(), logger)
             self._local = (store, attempt), LocalPeers(member)
             atexit.register(self.close, self._clock.timing.replication_release_s)
         return self._local[1]
@@ -282,7 +257,7 @@ class Peering:
         if self._config.replication_factor == 1:
             return
         if self._current is not None:
-            self._current.sender.offer(stored)
+            self._current.offer(stored)
             return
         self._counts["unreplicated"] += 1
         logger.warning(
@@ -292,13 +267,13 @@ class Peering:
         )
 
     def awaited(self, urgent: bool) -> set[str]:
-        """See :meth:`ReplicaSender.awaited`."""
-        return set().union(*(each.sender.awaited(urgent) for each in list(self._replicators.values())))
+        """See :meth:`Replicator.awaited`."""
+        return set().union(*(each.awaited(urgent) for each in list(self._replicators.values())))
 
     @property
     def pending(self) -> int:
         """Parts that are still on their way."""
-        return sum(each.sender.pending for each in self._replicators.values())
+        return sum(each.pending for each in self._replicators.values())
 
     def close(self, timeout_s: float) -> None:
         """Sends what is queued, within the bound, and ends; :meth:`meet` may be called again."""

@@ -89,6 +89,15 @@ def interface_for(store: Any) -> Interface | None:
     return interface_towards(_host_of(store))
 
 
+def address_here() -> str:
+    """Returns the address at which the other nodes of this process' job reach this one."""
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    chosen = interface_for(store)
+    return chosen.address if chosen is not None else _source_for(_host_of(store) or _ANYWHERE) or "127.0.0.1"
+
+
 def interface_towards(host: str) -> Interface | None:
     """The same in a job whose store is on this host; "" where that is not known."""
     interfaces: list[Interface] = []

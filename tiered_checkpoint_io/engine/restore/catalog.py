@@ -35,6 +35,7 @@ from tiered_checkpoint_io.model.manifest import METADATA, Content, Kind, Manifes
 from tiered_checkpoint_io.model.place import AtPlace, Place, Server
 from tiered_checkpoint_io.stores import place_of
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
+from tiered_checkpoint_io.stores.peer import Endpoint
 from tiered_checkpoint_io.stores.silence import answer_within
 
 #: Manifests that are read at once when looking for the newest, and how many of them are picked by
@@ -51,7 +52,7 @@ class Tiers(AtPlace):
 
     ``store`` opens the durable tier, on rank 0 and where bytes are fetched; ``on_listed`` gets all its names, where
     this rank listed them. ``store_at`` opens that of another dirpath, whose run may have saved what is asked for by its
-    name; None where no other is looked at.
+    name; None where no other is looked at. ``serve`` has the drain serve this node's memory to others.
     """
 
     config: TieredCheckpointConfig
@@ -63,6 +64,7 @@ class Tiers(AtPlace):
     on_listed: Callable[[set[str]], None] = lambda _: None
     server: Server | None = None
     store_at: Callable[[str], Store] | None = None
+    serve: Callable[[], Endpoint | None] = lambda: None
 
     def at(self, dirpath: str) -> Tiers:
         """The same of another dirpath on the same server, beside which no other is looked at."""
@@ -119,6 +121,7 @@ def tiers_of(session: Session, config: TieredCheckpointConfig, dirpath: str | No
         on_listed=session.known.remember if here == session.place else lambda _: None,
         server=here.server,
         store_at=session.durable,
+        serve=session.serve,
     )
 
 

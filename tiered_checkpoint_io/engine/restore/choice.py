@@ -154,6 +154,8 @@ class Candidate:
     durable: Content | None = None
     #: For each node whose memory has parts of it: their ranks, and whether the node owns them.
     held: Mapping[str, Mapping[int, bool]] = field(default_factory=dict)
+    #: By basename, the rank whose part has a file, as far as memory has it.
+    files: Mapping[str, int] = field(default_factory=dict)
     #: Nodes whose memory has the coordinator's part.
     coordinators: tuple[str, ...] = ()
     #: Whether the memory of the nodes has all its parts, and whether that of other nodes is known to.
@@ -252,6 +254,7 @@ def _candidate(parts: Sequence[tuple[str, Held]], durable: tuple[str, Content] |
         content=content,
         durable=durable[1] if durable is not None else None,
         held=held,
+        files={entry.basename: part.rank for _, part in parts for entry in part.content.files},
         coordinators=coordinators,
         in_memory=bool(coordinators) and (count == 1 or ranks >= set(range(count))),
         replicated=any(part.replicated for _, part in parts),

@@ -1,7 +1,7 @@
 """Restoring a checkpoint's file of one part: fetched to the node, verified, and held until it is loaded.
 
 Of a checkpoint of one file, all ranks load the same: the lowest rank of each node verifies or fetches it, the others
-map the same pages. A node that has no copy gets it from one that has, and only where none has from the durable tier.
+map the same pages. A node that has no copy reads that of one that has, and only where none has the durable tier's.
 A bad copy leads to the next source, then to the next candidate; it is quarantined and reported, never loaded.
 """
 
@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group
-from tiered_checkpoint_io.engine.ranks.transfer import SlotDestination, find_part
 from tiered_checkpoint_io.engine.ranks.views import bytes_of, privately_mapped
 from tiered_checkpoint_io.engine.restore.aside import SLOTS, aside_root
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
 from tiered_checkpoint_io.engine.restore.elsewhere import at_its_place
 from tiered_checkpoint_io.engine.restore.ending import Found
-from tiered_checkpoint_io.engine.restore.part_moves import PartMove, move_parts
+from tiered_checkpoint_io.engine.restore.peers import Peers
 from tiered_checkpoint_io.engine.restore.search import Attempt, Search
 from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.engine.staging.arriving import SlotDestination
 from tiered_checkpoint_io.engine.staging.loaded import retain_loaded, slot_for
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryTierError
 from tiered_checkpoint_io.logs import rate, size_text
@@ -117,8 +117,13 @@ class NodeFetcher:
         self._mapped: tuple[torch.UntypedStorage, os.stat_result] | None = None
         self._open = contextlib.ExitStack()
 
-    def fetch(self, candidate: Candidate, tier: Tier, search: Search) -> Attempt[FetchedPart]:
-        """The file from this node's memory, or from the durable tier."""
+    def fetch(
+        self, candidate: Candidate, tier: Tier, search: Search, peers: Peers | None = None, *, drained: bool = True
+    ) -> Attempt[FetchedPart]:
+        """The file from this node's memory, from that of peers, or from the durable tier.
+
+        ``drained`` says of what comes from peers that this node has nothing to upload of it.
+        """
 
         def read() -> FetchedPart:
             # Files of several ranks do not wait for each other.
@@ -128,9 +133,14 @@ class NodeFetcher:
                 # Another process of this node may have fetched it while we waited for the lock.
                 with contextlib.suppress(CheckpointNotFoundError, CorruptCheckpointError):
                     return self._from_memory(candidate.save_id)
+                if peers is not None:
+                    return peers.fetch(self._rank or 0, partial(SlotOrFile, self.tiers, tier=tier, drained=drained))
                 return self._from_durable(candidate)
 
-        return search.attempt(candidate, tier, read)
+        attempt = search.attempt(candidate, tier, read)
+        if peers is not None:
+            attempt.rejected = [f"rank {search.group.rank}: {note}" for note in peers.rejected] + attempt.rejected
+        return attempt
 
     def _from_memory(self, save_id: str) -> FetchedPart:
         stored = self.find(save_id)
@@ -197,7 +207,7 @@ class NodeFetcher:
 
     def find(self, save_id: str) -> StoredPart:
         """The part of a save in this node's memory, or the replica of it that this node keeps."""
-        return find_part(self.tiers.memory, save_id, self._rank)
+        return self.tiers.memory.find(save_id, self._rank)
 
     def hold(self, fetched: FetchedPart, search: Search, *, keep: bool, is_durable: bool = False) -> Restored:
         """Holds a file that is on this node until it is loaded.
@@ -368,7 +378,9 @@ def _try(fetcher: NodeFetcher, candidate: Candidate, search: Search) -> Restored
         if takes_over and mine.value is not None:
             mine = search.attempt(candidate, "memory", lambda: fetcher.adopt(candidate.save_id))
     if any("peer" in candidate.sources(node) for node in set(search.nodes)):
-        mine = _from_peers(fetcher, candidate, mine, search, drained=not takes_over)
+        with contextlib.closing(search.peers(candidate)) as peers:
+            if search.leads and mine.is_open and "peer" in sources:
+                mine = mine.then(fetcher.fetch(candidate, "peer", search, peers, drained=not takes_over))
     if search.leads and mine.is_open and "durable" in sources:
         mine = mine.then(fetcher.fetch(candidate, "durable", search))
     everywhere = False
@@ -388,19 +400,3 @@ def _try(fetcher: NodeFetcher, candidate: Candidate, search: Search) -> Restored
     if search.leads:
         fetcher.retain(here)
     return restored
-
-
-def _from_peers(
-    fetcher: NodeFetcher, candidate: Candidate, mine: Attempt[FetchedPart], search: Search, *, drained: bool
-) -> Attempt[FetchedPart]:
-    """Has leaders whose memory has it send it to those whose memory has not; what this rank has then."""
-    tiers, lacks = fetcher.tiers, search.leads and mine.is_open
-    gathered: list[tuple[bool, bool]] = search.group.all_gather((lacks, mine.value is not None))
-    holders = [rank for rank, (_, holds) in enumerate(gathered) if holds]
-    if not holders:
-        return mine
-    part: Part = search.group.broadcast(mine.value.part if mine.value else None, holders[0])
-    planned = [PartMove(0, rank, tuple(holders)) for rank, (needs, _) in enumerate(gathered) if needs]
-    place = partial(SlotOrFile, tiers, tier="peer", drained=drained)
-    received = search.attempt(candidate, "peer", move_parts(search.group, tiers, planned, {0: part}, place))
-    return mine.then(received) if lacks else mine

@@ -36,6 +36,7 @@ from tiered_checkpoint_io.engine.restore.choice import (
 )
 from tiered_checkpoint_io.engine.restore.elsewhere import Elsewhere
 from tiered_checkpoint_io.engine.restore.ending import why_nothing
+from tiered_checkpoint_io.engine.restore.peers import Peers
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -46,6 +47,7 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Kind, Manifest
+from tiered_checkpoint_io.stores.peer import Endpoint
 from tiered_checkpoint_io.stores.silence import Question
 
 _S = TypeVar("_S")
@@ -257,6 +259,14 @@ class Search:
                 undo(each)
             raise
         return done[0]
+
+    def peers(self, candidate: Candidate) -> Peers:
+        """Has the nodes that hold parts of a candidate serve them; every rank calls this."""
+        # What fails there is logged there: the others do without that node.
+        mine = self._tiers.serve() if self.leads and self.group.node in candidate.held else None
+        told: list[Endpoint | None] = self.group.all_gather(mine)
+        endpoints = {node: each for node, each in zip(self.nodes, told, strict=True) if each is not None}
+        return Peers(self._tiers, candidate, endpoints, self.group.node, self.nodes.count(self.group.node))
 
     def reject(self, notes: Iterable[str]) -> None:
         """Notes why something was not taken, once."""

@@ -1,6 +1,6 @@
 """The bytes of a sharded checkpoint, as one rank reads them: only what it needs, and all of it verified.
 
-A file lies in this node's memory as a rank's part, or is fetched from the durable tier, a hashed
+A file lies in this node's memory as a rank's part, or is fetched from a peer or the durable tier, a hashed
 chunk at a time, into a file that all ranks of the node map. Where memory has no room for them,
 the ranks of the node have such a file in the spill, or in the folder for temporary files: *aside*.
 """
@@ -13,11 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from tiered_checkpoint_io.engine.chunks import Span, chunks_of, verify
+from tiered_checkpoint_io.engine.chunks import Copies, Copy, Span, chunks_of, verify
 from tiered_checkpoint_io.engine.durable.files import Files, files_of
 from tiered_checkpoint_io.engine.restore.aside import aside_root
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate
+from tiered_checkpoint_io.engine.restore.peers import Peers
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder
 from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, read_chunk
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
@@ -43,13 +44,14 @@ class _HeldFile:
 class ShardFiles:
     """All files of one save, as this rank reads them."""
 
-    def __init__(self, tiers: Tiers, candidate: Candidate, *, readers: int = 1) -> None:
+    def __init__(self, tiers: Tiers, candidate: Candidate, *, readers: int = 1, peers: Peers | None = None) -> None:
         """Joins the other readers of this node, and keeps what its memory has of the save until :meth:`close`.
 
         Args:
             tiers: This node's memory, and the durable tier.
             candidate: The save.
             readers: How many ranks of this node read, and share the requests that may be in flight.
+            peers: What the memory of other nodes has of it; closed with this.
         """
         self._tiers = tiers
         self._content = candidate.durable
@@ -58,6 +60,9 @@ class ShardFiles:
         self._also_read: Mapping[str, Collection[int]] | None = None
         self._expected: dict[str, FileEntry] = {}
         self._exits = ExitStack()
+        self._peers = peers
+        if peers is not None:
+            self._exits.callback(peers.close)
         self._held: dict[str, _HeldFile] = {}
         self._fetched: dict[str, FetchedFile] = {}
         #: Where memory has no room.
@@ -88,6 +93,11 @@ class ShardFiles:
                 self._held[entry.basename] = _HeldFile(stored, entry, descriptor, mapped(descriptor))
 
     @property
+    def rejected(self) -> list[str]:
+        """Copies of other nodes that were not taken, and why."""
+        return self._peers.rejected if self._peers is not None else []
+
+    @property
     def held(self) -> dict[str, FileEntry]:
         """The files that lie in this node's memory, by basename."""
         return {basename: file.entry for basename, file in self._held.items()}
@@ -115,24 +125,9 @@ class ShardFiles:
         file.verified.update(needed)
         return file.view
 
-    def peek(self, basename: str, offset: int, length: int) -> memoryview:
-        """Some bytes of a file, as :meth:`verified`, or of what :meth:`put` was given."""
-        if basename not in self._held and basename in self._fetched:
-            return self._fetched[basename].peek(offset, length)
-        return self.verified(basename, [(offset, length)])[offset : offset + length]
-
     def expect(self, entry: FileEntry) -> None:
-        """Expects a file whose chunks :meth:`put` is given, or that others wrote."""
+        """Expects a file that others wrote, so that no manifest names it."""
         self._expected.setdefault(entry.basename, entry)
-
-    def forget(self, basename: str) -> None:
-        """Expects a file no more: only the durable tier may have it."""
-        self._expected.pop(basename, None)
-        self._fetched.pop(basename, None)
-
-    def put(self, basename: str, index: int, data: bytes | memoryview) -> None:
-        """Takes a chunk of an expected file; see :meth:`FetchedFile.put`."""
-        self._with_room(basename, lambda file: file.put(index, data))
 
     def ensure(self, basename: str, spans: Iterable[Span]) -> memoryview:
         """The file, of which at least ``(offset, length)`` spans are here and verified.
@@ -217,15 +212,8 @@ class ShardFiles:
             raise
         file.verified.update(wanted)
 
-    @property
-    def is_aside(self) -> bool:
-        """Whether memory had no room, so that this rank has what comes here aside, see :mod:`aside`."""
-        return self._aside is not None
-
-    def step_aside(self) -> None:
-        """Has all that comes here aside, as another rank of this node has; raises as :func:`aside_root`."""
-        if self._aside is not None:
-            return
+    def _step_aside(self) -> None:
+        """Has all that comes here aside, as memory has no room; raises as :func:`aside_root`."""
         self._aside = SharedFolder(aside_root(self._tiers.memory), self._key, self._tiers.clock)
         self._exits.callback(self._aside.close)
         # What was read from the earlier files stays valid: they are closed at the end.
@@ -241,7 +229,7 @@ class ShardFiles:
         except MemoryFullError:
             if self._aside is not None:
                 raise
-            self.step_aside()
+            self._step_aside()
             file = self._fetched_file(basename)
             work(file)
         return file
@@ -249,16 +237,8 @@ class ShardFiles:
     def _fetched_file(self, basename: str) -> FetchedFile:
         fetched = self._fetched.get(basename)
         if fetched is None:
-            entry = self._entry(basename)
-            if entry is None:
-                raise CorruptCheckpointError(
-                    f"{basename} is in no node's memory, and not on the durable tier",
-                    operation="restore",
-                    key=basename,
-                )
             fetched = self._fetched[basename] = FetchedFile(
-                entry,
-                self._tiers.store,
+                self._copies(basename),
                 (self._aside or self._folder).path,
                 concurrency=self._concurrency,
                 timeout_s=float(self._tiers.config.support.wait_timeout_s),
@@ -268,9 +248,22 @@ class ShardFiles:
         return fetched
 
     def _entry(self, basename: str) -> FileEntry | None:
-        """A file that is not in this node's memory; None where it is not on the durable tier either."""
-        expected = self._expected.get(basename)
-        return expected if expected is not None or self.durable is None else self.durable.entry(basename)
+        """Returns a file that is not in this node's memory; None where it is nowhere else either."""
+        entry = self._expected.get(basename)
+        if entry is None and self._peers is not None:
+            entry = self._peers.entry(basename)
+        return entry if entry is not None or self.durable is None else self.durable.entry(basename)
+
+    def _copies(self, basename: str) -> Copies:
+        entry = self._entry(basename)
+        if entry is None:
+            raise CorruptCheckpointError(
+                f"{basename} is in no node's memory, and not on the durable tier",
+                operation="restore",
+                key=basename,
+            )
+        durable = [Copy(self._tiers.store, entry.path)] if self._content is not None else []
+        return self._peers.copies(entry, durable) if self._peers is not None else Copies(entry, durable)
 
     def close(self) -> None:
         """Lets everything go."""

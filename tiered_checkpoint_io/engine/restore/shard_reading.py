@@ -7,16 +7,18 @@ ranks, and shares its bytes with all others. The tensors' bytes are read later, 
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tiered_checkpoint_io.engine import chunks
+from tiered_checkpoint_io.engine.chunks import Span
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
 from tiered_checkpoint_io.engine.restore.elsewhere import at_its_place
 from tiered_checkpoint_io.engine.restore.ending import Found
-from tiered_checkpoint_io.engine.restore.part_moves import restore_owners
+from tiered_checkpoint_io.engine.restore.peers import restore_owners
 from tiered_checkpoint_io.engine.restore.search import Attempt, Search
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
 from tiered_checkpoint_io.errors import CorruptCheckpointError
@@ -95,12 +97,35 @@ def _open(tiers: Tiers, selector: Selector, group: Group, rejected: Mapping[str,
     return opened
 
 
+def share_reads(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -> None:
+    """Tells the ranks of each node which chunks of the durable tier several of them read.
+
+    Every rank calls this, in :meth:`Group.failing_together`.
+
+    Raises:
+        TieredCheckpointError: Some rank failed.
+    """
+    mine = {name: chunks.merged(wanted) for name, wanted in spans.items()}
+    gathered: list[tuple[str, dict[str, list[Span]]]] = group.all_gather((group.node, mine))
+    others: defaultdict[str, list[Span]] = defaultdict(list)
+    for rank, (node, theirs) in enumerate(gathered):
+        if node == group.node and rank != group.rank:
+            # Of what this rank does not read itself, it need not know the chunks.
+            for basename in theirs.keys() & mine.keys():
+                others[basename] += theirs[basename]
+    files.share({basename: set(indices) for basename, indices in files.chunks_of(others).items()})
+
+
 def _try(tiers: Tiers, candidate: Candidate, search: Search) -> OpenShards | None:
     """Opens a candidate on all ranks; None where what lies beside its shards is intact on none."""
+    scattered = candidate.in_memory and len(set(search.nodes)) > 1
+    peers = search.peers(candidate) if scattered else None
     if candidate.in_memory:
-        restore_owners(search.group, tiers, candidate, search.nodes)
+        restore_owners(tiers, candidate, search.nodes, search.group.rank, peers)
+        # All ranks of a node find there what one of them has brought.
+        search.group.all_gather(None)
     readers_here = search.nodes.count(search.group.node)
-    files = search.together(lambda: ShardFiles(tiers, candidate, readers=readers_here), ShardFiles.close)
+    files = search.together(lambda: ShardFiles(tiers, candidate, readers=readers_here, peers=peers), ShardFiles.close)
     leaders = sorted(search.leader_of(node) for node in candidate.coordinators)
     readers: list[tuple[int, Tier]] = [(rank, "memory") for rank in leaders]
     readers += [(0, "durable")] if candidate.durable is not None else []
@@ -121,7 +146,7 @@ def _try(tiers: Tiers, candidate: Candidate, search: Search) -> OpenShards | Non
                     newest_save_id=search.newest,
                     small=small,
                     files=files,
-                    scattered=candidate.in_memory and len(set(search.nodes)) > 1,
+                    scattered=scattered,
                     shared=not candidate.in_memory and len(set(search.nodes)) < len(search.nodes),
                     is_durable=candidate.durable is not None,
                 )
@@ -135,7 +160,8 @@ def _try(tiers: Tiers, candidate: Candidate, search: Search) -> OpenShards | Non
 def _small(files: ShardFiles, tier: Tier) -> dict[str, bytes]:
     """What lies beside the shards, and every rank needs; verified."""
     if tier == "memory":
-        found = {name: files.peek(name, 0, entry.size) for name, entry in files.held.items() if _is_small(name)}
+        held = {name: entry.size for name, entry in files.held.items() if _is_small(name)}
+        found = {name: files.verified(name, [(0, size)])[:size] for name, size in held.items()}
     else:
         sizes = files.durable.sizes if files.durable is not None else {}
         names = {path.rpartition("/")[2]: size for path, size in sizes.items()}

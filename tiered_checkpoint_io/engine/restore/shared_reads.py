@@ -1,4 +1,4 @@
-"""Chunks of the durable tier that the ranks of one node have fetched, in files that all of them map.
+"""Chunks of peers and of the durable tier that the ranks of one node have fetched, in files that all of them map.
 
 Whichever rank needs a chunk first fetches it, under a lock on one byte that dies with its process; the
 others find it there.
@@ -18,13 +18,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.chunks import Span, chunks_of, fetch_chunk, writer_to
+from tiered_checkpoint_io.engine.chunks import Copies, Span, chunks_of, fetch_chunk, writer_to
 from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, fetch_targets, read_chunk
-from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError
+from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.formats.parallel import in_parallel_as_needed
 from tiered_checkpoint_io.memory.space import needs_space
-from tiered_checkpoint_io.model.manifest import FileEntry
-from tiered_checkpoint_io.stores.base import Store
 
 #: Below the memory tier's root: chunks that this node has fetched, a folder a save.
 READS = "reads"
@@ -107,12 +105,11 @@ def _hold(folder: Path, kind: int) -> int | None:
 
 
 class FetchedFile:
-    """A file of the durable tier, of which this node holds the chunks that some rank has needed."""
+    """A file that lies elsewhere, of which this node holds the chunks that some rank has needed."""
 
     def __init__(
         self,
-        entry: FileEntry,
-        store: Callable[[], Store],
+        copies: Copies,
         folder: Path,
         *,
         concurrency: int,
@@ -122,8 +119,7 @@ class FetchedFile:
         """Maps the node's file; fetches nothing yet.
 
         Args:
-            entry: Which file; without hashes, nothing can be verified.
-            store: Opens the durable tier.
+            copies: Where to read it; without hashes, nothing can be verified.
             folder: A :class:`SharedFolder`'s path.
             concurrency: Requests in flight at once, at most.
             timeout_s: Bound of the wait for the next chunk that another rank fetches, seconds.
@@ -132,9 +128,9 @@ class FetchedFile:
         Raises:
             MemoryFullError: No space for its table of chunks.
         """
-        self.entry = entry
+        entry = self.entry = copies.entry
         self._ranges = entry.chunks
-        self._store = store
+        self._copies = copies
         self._concurrency = concurrency
         self._timeout_s = timeout_s
         self._clock = clock
@@ -193,7 +189,7 @@ class FetchedFile:
             if self._is_here(index):
                 read_chunk(self.entry, index, self._descriptor, wanted[index], where=None)
             else:
-                fetch_targets(self._store(), self.entry, index, wanted[index])
+                self._copies.read(lambda store, entry: fetch_targets(store, entry, index, wanted[index]))
 
         in_parallel_as_needed(one, wanted, self._concurrency)
 
@@ -201,18 +197,6 @@ class FetchedFile:
         """Has those of some chunks on this node that :meth:`fill` keeps there; raises as :meth:`ensure`."""
         shared = [index for index in indices if not (self.entry.hashes and alone(index))]
         self.ensure(self._ranges[index] for index in shared)
-
-    def put(self, index: int, data: bytes | memoryview) -> None:
-        """Takes a chunk that did not come from the durable tier; raises as :meth:`ensure`."""
-        self.entry.check_chunk(index, memoryview(data), tier="memory", where=self._where)
-        self._room(index)[:] = data
-        self._mapping[self._table + index] = _VERIFIED
-
-    def peek(self, offset: int, length: int) -> memoryview:
-        """Some bytes whose chunks are here; raises CorruptCheckpointError where they are not."""
-        if self._missing(chunks_of(self.entry, [(offset, length)])):
-            raise CorruptCheckpointError("it has not arrived", operation="restore", key=self._where)
-        return self.view[offset : offset + length]
 
     def copy_to(self, other: FetchedFile) -> None:
         """Gives the chunks that are here to another mapping of the same file."""
@@ -241,7 +225,8 @@ class FetchedFile:
             return
         try:
             if not self._is_here(index):
-                fetch_chunk(self._store(), self.entry, index, self._room(index), write=self._write)
+                room = self._room(index)
+                self._copies.read(lambda store, entry: fetch_chunk(store, entry, index, room, write=self._write))
                 self._mapping[self._table + index] = _VERIFIED
         finally:
             _lock(self._descriptor, fcntl.F_UNLCK, self._table + index)

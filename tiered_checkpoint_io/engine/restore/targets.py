@@ -15,7 +15,7 @@ from tiered_checkpoint_io.engine.chunks import PIECE_SIZE, chunks_of, fetch_piec
 from tiered_checkpoint_io.errors import CorruptCheckpointError
 from tiered_checkpoint_io.model.hashing import new_hash
 from tiered_checkpoint_io.model.manifest import FileEntry
-from tiered_checkpoint_io.stores.base import Store
+from tiered_checkpoint_io.stores.base import Readable
 
 Target = tuple[int, memoryview]
 #: A piece of a chunk: where it begins in the file, how long it is, and where it goes; None for what is only hashed.
@@ -88,7 +88,7 @@ def read_chunk(entry: FileEntry, index: int, descriptor: int, targets: Sequence[
     entry.check_digest(index, digest.hexdigest(), tier="memory", where=where)
 
 
-def fetch_targets(store: Store, entry: FileEntry, index: int, targets: Sequence[Target]) -> None:
+def fetch_targets(store: Readable, entry: FileEntry, index: int, targets: Sequence[Target]) -> None:
     """Reads a chunk of the durable tier, each byte once, and leaves in targets what they need; raises as ``fetch``."""
     pieces = pieces_of(*entry.chunks[index], targets)
     aside = memoryview(bytearray(max((length for _, length, to in pieces if to is None), default=0)))

@@ -1,0 +1,400 @@
+"""The memory of a node as other nodes read it: only by the token, whole or not at all, and never for longer than bounds."""
+
+import contextlib
+import logging
+import os
+import random
+import re
+import socket
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.failing import failing
+from support.restoring import flip, make_content
+
+from tiered_checkpoint_io.clock import Clock, Timing
+from tiered_checkpoint_io.engine.chunks import Copies, Copy
+from tiered_checkpoint_io.engine.drain import serving
+from tiered_checkpoint_io.engine.drain.serving import Server, ask_to_serve, endpoint_of
+from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks
+from tiered_checkpoint_io.engine.restore.catalog import Tiers
+from tiered_checkpoint_io.engine.restore.choice import Candidate
+from tiered_checkpoint_io.engine.restore.peers import PartMove, Peers, moves_to_owners, restore_owners
+from tiered_checkpoint_io.errors import CorruptCheckpointError
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.stores.peer import Endpoint, PeerStore
+
+CHUNK = 100_000
+DATA = os.urandom(40 * CHUNK + 7)
+CLOCK = Clock(Timing(peer_silence_s=0.5, peer_back_s=0.5, peer_busy_s=10.0, accept_poll_s=0.02))
+LOG = logging.getLogger("test")
+CONTENT = make_content("x.ckpt", DATA, 1, chunk=CHUNK)
+KEY = f"{CONTENT.save_id}/0"
+#: What each bound comes to at most, with what a busy machine adds.
+SOON_S = 5.0
+
+
+class Node:
+    """A node's memory with one part, and what serves it."""
+
+    def __init__(self, folder, content=CONTENT, *, replica=False):
+        os.mkdir(folder)
+        self.tier = MemoryTier.open(folder, "default")
+        tier = self.tier.replicas if replica else self.tier
+        slot = tier.acquire(len(DATA))
+        slot.view[: len(DATA)] = DATA
+        part = Part("x.ckpt", 0, content, "s3://bucket/run", durable=False)
+        self.stored = tier.commit(part, {content.files[0].basename: slot})
+        self.path = self.stored.file(content.files[0].basename)
+        self._stores = []
+        ask_to_serve(self.tier.root, "127.0.0.1")
+        self.serve()
+
+    def serve(self):
+        self.server = Server(self.tier.root, self.tier, LOG, CLOCK)
+        self.server.look()
+        self.endpoint = endpoint_of(self.tier.root)
+
+    def store(self, token=None, **options):
+        endpoint = self.endpoint if token is None else self.endpoint._replace(token=token)
+        self._stores.append(PeerStore(endpoint, clock=CLOCK, **options))
+        return self._stores[-1]
+
+    def close(self):
+        for each in (*self._stores, self.server, self.tier):
+            each.close()
+
+    @property
+    def wrong_token(self):
+        token = self.endpoint.token
+        return token[:-1] + ("0" if token[-1] != "0" else "1")
+
+    def connected(self):
+        made = socket.create_connection(self.endpoint[:2], timeout=SOON_S)
+        made.settimeout(SOON_S)
+        return made
+
+    def says(self, sent):
+        """What it answers, until it ends the connection or has no more to say."""
+        said = b""
+        with self.connected() as made, contextlib.suppress(OSError):
+            made.sendall(sent)
+            while more := made.recv(1 << 16):
+                said += more
+        return said
+
+    def request(self, target, more=""):
+        return f"GET {target} HTTP/1.1\r\nAuthorization: Bearer {self.endpoint.token}\r\n{more}\r\n".encode()
+
+
+@pytest.fixture
+def nodes(memory_dir):
+    made = []
+
+    def node(**options):
+        made.append(Node(f"{memory_dir}/{len(made)}", **options))
+        return made[-1]
+
+    yield node
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def node(nodes):
+    return nodes()
+
+
+def fetched(*stores, skipped=None):
+    """What is read of a file from the first of the stores that has it intact."""
+    skipped = skipped if skipped is not None else []
+    copies = Copies(
+        CONTENT.files[0],
+        [Copy(lambda store=store: store, f"{KEY}/0") for store in stores],
+        lambda store, entry, error: (skipped.append(str(error)), store.report_damage(entry.path)),
+    )
+    buffer = bytearray(len(DATA))
+    copies.fetch(memoryview(buffer), concurrency=4)
+    return buffer
+
+
+# ------------------------------------------------------------------------------------------ reading
+def test_a_part_is_described_and_read_in_ranges_over_few_connections(node):
+    with contextlib.closing(node.store()) as store:
+        assert Part.from_json(store.get(KEY), where="peer") == node.stored.part
+        assert fetched(store) == DATA
+        assert store.metrics.snapshot() == {"bytes.down": len(DATA), "requests.connect": 4}
+        some = memoryview(bytearray(10))
+        store.read_into(f"{KEY}/0", 5, some)
+        assert some == DATA[5:15]
+
+
+def test_a_next_drain_is_found_at_the_same_place(node):
+    with contextlib.closing(node.store()) as store:
+        before = fetched(store)
+        node.server.close()
+        with ThreadPoolExecutor(1) as threads:
+            reading = threads.submit(fetched, store)
+            time.sleep(0.1)
+            node.serve()
+            assert before == reading.result(SOON_S) == DATA
+
+
+def test_more_readers_than_it_serves_at_once_wait_for_their_turn(node, monkeypatch):
+    monkeypatch.setattr(serving, "_MAX_CONNECTIONS", 3)
+    with contextlib.ExitStack() as held:
+        # One keeps a place without a word, for as long as it may.
+        held.enter_context(node.connected())
+        stores = [held.enter_context(contextlib.closing(node.store(connections=1))) for _ in range(6)]
+
+        def read(store):
+            with contextlib.closing(store):
+                return fetched(store)
+
+        with ThreadPoolExecutor(6) as threads:
+            assert list(threads.map(read, stores)) == [DATA] * 6
+
+
+# --------------------------------------------------------------------------------- bad peers, readers
+def silent(connection):
+    connection.recv(1000)
+    time.sleep(SOON_S)
+
+
+def dripping(connection):
+    connection.recv(1000)
+    connection.sendall(b"HTTP/1.1 206 OK\r\nContent-Length: %d\r\n\r\n" % CHUNK)
+    with contextlib.suppress(OSError):
+        for _ in range(1000):
+            connection.sendall(b"x")
+            time.sleep(0.01)
+
+
+def ending(connection):
+    connection.recv(1000)
+    connection.sendall(b"HTTP/1.1 206 OK\r\nContent-Length: %d\r\n\r\nhalf" % CHUNK)
+
+
+def lying(connection):
+    while connection.recv(1000):
+        connection.sendall(b"HTTP/1.1 206 OK\r\nContent-Length: %d\r\n\r\n" % CHUNK + bytes(CHUNK))
+
+
+def boasting(connection):
+    connection.recv(1000)
+    connection.sendall(b"HTTP/1.1 206 OK\r\nContent-Length: 999999999999\r\n\r\n")
+
+
+def babbling(connection):
+    connection.recv(1000)
+    connection.sendall(random.Random(1).randbytes(500))
+
+
+@contextlib.contextmanager
+def peer_that_is(behaviour):
+    """Reads from something that listens, and behaves so."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+        def answer(connection):
+            with connection, contextlib.suppress(OSError):
+                behaviour(connection)
+
+        threading.Thread(target=accept, daemon=True).start()
+        endpoint = Endpoint("127.0.0.1", listener.getsockname()[1], "ab")
+        with contextlib.closing(PeerStore(endpoint, clock=CLOCK)) as store:
+            yield store
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("behaviour", [silent, dripping, ending, lying, boasting, babbling])
+def test_a_bad_peer_costs_a_bounded_time_and_leads_to_the_next(node, behaviour):
+    began, skipped = time.monotonic(), []
+    with peer_that_is(behaviour) as bad, contextlib.closing(node.store()) as good:
+        assert fetched(bad, good, skipped=skipped) == DATA
+        assert len(skipped) == 1, skipped
+        with pytest.raises(CorruptCheckpointError) as none_left:
+            fetched(bad)
+    assert bad.url in str(none_left.value) or skipped[0][:30] in str(none_left.value)
+    assert time.monotonic() - began < 2 * SOON_S
+
+
+def test_a_description_of_an_impossible_size_takes_no_memory():
+    def behaviour(connection):
+        connection.recv(1000)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999\r\n\r\n")
+
+    with peer_that_is(behaviour) as bad, failing("unavailable", match="a description of 999999999999 bytes"):
+        bad.get(KEY)
+
+
+def test_a_peer_that_is_gone_or_of_another_job_leads_to_the_next(node, nodes):
+    gone, other = nodes(), nodes()
+    gone.server.close()
+    other.tier.remove(other.stored)
+    skipped = []
+    assert fetched(gone.store(), other.store(), node.store(node.wrong_token), node.store(), skipped=skipped) == DATA
+    assert [re.search("refused|no longer|another job", each)[0] for each in skipped] == [
+        "refused",
+        "no longer",
+        "another job",
+    ]
+
+
+def test_a_damaged_copy_leads_to_the_next_and_is_quarantined_where_it_lies(node, nodes):
+    good, skipped = nodes(), []
+    flip(node.path, at=5 * CHUNK)
+    assert fetched(node.store(), good.store(), skipped=skipped) == DATA
+    assert "differ from their hash" in skipped[0]
+    assert len(node.tier.quarantined()) == 1 and not node.tier.parts()
+    # What is said to be damaged and is not stays.
+    good.store().report_damage(f"{KEY}/0")
+    assert good.tier.parts()
+
+
+# -------------------------------------------------------------------------------------- strangers
+def test_nothing_is_said_without_the_token(node):
+    for token in ("", "0" * 64, node.wrong_token, node.endpoint.token + "0", "é"):
+        with failing("access"):
+            node.store(token).get(KEY)
+    with failing("access"):
+        node.store(node.wrong_token).get("")
+    said = node.says(f"GET /{KEY} HTTP/1.1\r\n\r\n".encode())
+    assert said.startswith(b"HTTP/1.1 401") and len(said) < 200
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/../../etc/passwd",
+        f"/{KEY}/../part.json",
+        f"/{CONTENT.save_id}/%2e%2e/0",
+        f"/{KEY}/99",
+        f"/{KEY}/0?x=1",
+        f"/{KEY}/-1",
+        "/" + "a" * 60 + "/0",
+        f"//{KEY}",
+        "/x/0",
+        f"/{KEY}/part.json",
+    ],
+)
+def test_no_path_comes_from_outside(node, target):
+    assert node.says(node.request(target, "Range: bytes=0-9\r\n")).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize(
+    ("ranges", "status"),
+    [
+        ("Range: bytes=0-99999999999999\r\n", b"400"),
+        (f"Range: bytes=0-{10**30}\r\n", b"400"),
+        ("Range: bytes=9-3\r\n", b"400"),
+        ("", b"400"),
+        (f"Range: bytes={len(DATA) - 1}-{len(DATA)}\r\n", b"416"),
+    ],
+)
+def test_ranges_are_bounded_by_the_file(node, ranges, status):
+    assert node.says(node.request(f"/{KEY}/0", ranges)).startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize("method", ["PUT", "POST", "DELETE", "HEAD", "get"])
+def test_it_is_only_read(node, method):
+    request = node.request(f"/{KEY}/0", "Range: bytes=0-9\r\n").replace(b"GET", method.encode(), 1)
+    assert node.says(request).startswith(b"HTTP/1.1 400")
+
+
+@given(st.binary(max_size=6000))
+def test_garbage_is_refused_or_dropped(shared, data):
+    assert not shared.says(data + b"\r\n\r\n") or shared.says(data + b"\r\n\r\n").startswith(b"HTTP/1.1 40")
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, contextlib.closing(Node(f"{folder}/0")) as node:
+        yield node
+
+
+def test_who_says_nothing_or_reads_nothing_is_dropped_and_keeps_no_place(node):
+    with contextlib.ExitStack() as held:
+        strangers = [held.enter_context(node.connected()) for _ in range(3)]
+        strangers[1].sendall(b"GET / HT")
+        strangers[2].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        strangers[2].sendall(node.request(f"/{KEY}/0", f"Range: bytes=0-{len(DATA) - 1}\r\n"))
+        assert fetched(node.store()) == DATA, "others are served meanwhile"
+        deadline = time.monotonic() + SOON_S + len(DATA) / (1 << 20)
+        while node.server.connections and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert node.server.connections == 0
+
+
+def test_only_the_address_that_is_asked_for_is_listened_on(node):
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", node.endpoint.port), timeout=SOON_S)
+    for path in node.tier.root.glob("serve.*"):
+        assert path.stat().st_mode & 0o077 == 0
+    ask_to_serve(node.tier.root, "")
+    node.server.look()
+    with failing("unavailable"):
+        node.store().get("")
+
+
+# ----------------------------------------------------------------------------------------- owners
+def moved(memory, world_size, nodes):
+    """The moves of a save of so many ranks, whose parts lie so."""
+    content = replace(make_content("x", b"x", 1, kind="sharded"), world_size=world_size, parts=world_size)
+    return moves_to_owners(Candidate("step_1", content, held=memory), nodes)
+
+
+def memory_of(nodes, factor, lost):
+    """What is left in memory of a job with these ranks' nodes."""
+    memory = {node: {} for node in nodes}
+    for rank, peers in enumerate(peers_of_ranks(nodes, factor=factor)):
+        memory[nodes[rank]][rank] = True
+        for peer in peers:
+            memory[nodes[peer]].setdefault(rank, False)
+    return {node: held for node, held in memory.items() if node not in lost and held}
+
+
+@given(st.integers(2, 6), st.integers(1, 3), st.data())
+def test_lost_nodes_get_their_parts_back_as_long_as_copies_are_left(count, each, data):
+    names = [f"n{i}" for i in range(count) for _ in range(each)]
+    factor = data.draw(st.integers(2, count))
+    lost = data.draw(st.sets(st.sampled_from(sorted(set(names))), max_size=factor - 1))
+    planned = moved(memory_of(names, factor, lost), len(names), names)
+    wanted = [PartMove(rank, rank, adopts=False) for rank, node in enumerate(names) if node in lost]
+    assert planned == wanted, "nothing moves while every part has an owner"
+
+
+def test_with_another_number_of_ranks_who_has_a_copy_becomes_its_owner():
+    memory = memory_of(list("aabbcc"), 2, {"b"})
+    assert moved(memory, 6, list("aac")) == [PartMove(2, 2, adopts=True), PartMove(3, 2, adopts=True)]
+    assert [move.part for move in moved(memory_of(list("abc"), 2, {"a", "b"}), 3, list("abc"))] == [1]
+
+
+@pytest.mark.parametrize("holders", ["b", "ab"], ids=["it comes from another node", "a replica is there"])
+def test_a_lost_part_gets_its_owner_back(nodes, memory_dir, holders):
+    content = replace(CONTENT, kind="sharded", world_size=2, parts=2)
+    made = {node: nodes(content=content, replica=True) for node in holders}
+    memory = made["a"].tier if "a" in made else MemoryTier.open(memory_dir, "default")
+    config = TieredCheckpointConfig(dirpath="s3://bucket/run", memory_dir=memory_dir)
+    tiers = Tiers(config, memory, lambda: None, config.dirpath, LOG)
+    candidate = Candidate("x", content, held={node: {0: False} for node in holders}, files={"x.ckpt": 0})
+    peers = Peers(tiers, candidate, {node: each.endpoint for node, each in made.items()}, "a")
+    with contextlib.closing(peers):
+        restore_owners(tiers, candidate, ["a", "b"], 0, peers)
+    (stored,) = memory.parts()
+    assert not stored.is_replica
+    assert stored.file("x.ckpt").read_bytes() == DATA
+    memory.close()

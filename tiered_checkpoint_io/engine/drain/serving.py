@@ -1,0 +1,331 @@
+"""The memory of this node for the other nodes of its job: ranged GETs over HTTP/1.1, and nothing else.
+
+A trainer that wants its node to be read notes the address to listen on; the drain notes the port and the token, and
+serves for as long as it runs. Both notes are files that only this user can read. A next drain takes the same port and
+token if it can, so that readers find it again.
+
+Parts are named by save id, rank and file number; no path comes from outside. Each request shows the token, which is
+compared in constant time. Connections, requests, and all waits are bounded; bytes go from tmpfs to the socket by
+``sendfile``, under the lock that keeps a part's files from being reused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import os
+import re
+import secrets
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.engine.chunks import quarantine_damaged
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError
+from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.memory.parts import StoredPart, opened
+from tiered_checkpoint_io.memory.private import write_atomic
+from tiered_checkpoint_io.memory.space import MemoryFullError
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.stores.peer import LEAST_RATE, Endpoint, PeerStore
+
+#: The address that a trainer asks for, and what its readers need to know.
+_WISH_FILE, _ENDPOINT_FILE = "serve.address", "serve.json"
+_MAX_CONNECTIONS = 128
+_MAX_HEAD = 4096
+_MAX_RANGE = 1 << 30
+_SENT_AT_ONCE = 8 << 20
+_REQUEST = re.compile(rb"GET /(?:([0-9A-Za-z.-]{1,64})/(\d{1,9})(?:/(\d{1,9}|check))?)? HTTP/1\.1\r\n")
+_TOKEN = re.compile(rb"\r\nAuthorization: Bearer ([0-9a-f]{1,128})\r\n", re.IGNORECASE)
+_RANGE = re.compile(rb"\r\nRange: bytes=(\d{1,18})-(\d{1,18})\r\n", re.IGNORECASE)
+
+
+def ask_to_serve(root: Path, address: str) -> None:
+    """Notes on which address the drain is to serve; empty to end it.
+
+    Raises:
+        MemoryFullError: There is no space for the note.
+    """
+    path = root / _WISH_FILE
+    if not address:
+        path.unlink(missing_ok=True)
+    elif _wish(root) != address:
+        write_atomic(path, address.encode())
+
+
+def endpoint_of(root: Path) -> Endpoint | None:
+    """Returns where this node's memory was last served."""
+    with contextlib.suppress(OSError, ValueError):
+        return Endpoint.from_json((root / _ENDPOINT_FILE).read_bytes())
+    return None
+
+
+def served_at(root: Path, address: str, clock: Clock) -> Endpoint | None:
+    """Returns where this node's memory is served, if that was asked for at this address, and a server answers now."""
+    found = endpoint_of(root)
+    if found is None or found.address != address or _wish(root) != address:
+        return None
+    timing = replace(clock.timing, peer_silence_s=1.0, peer_back_s=0.0, peer_busy_s=0.0)
+    with contextlib.closing(PeerStore(found, clock=Clock(timing))) as store, contextlib.suppress(StoreError):
+        store.get("")
+        return found
+    return None
+
+
+def _wish(root: Path) -> str:
+    with contextlib.suppress(OSError, ValueError):
+        return (root / _WISH_FILE).read_text()
+    return ""
+
+
+class _RefusedError(Exception):
+    """A request that is answered by a status and the end of its connection."""
+
+
+class Server:
+    """What serves one memory tier, once :meth:`look` has found that a trainer asks for it."""
+
+    def __init__(self, root: Path, tier: MemoryTier, logger: Logger, clock: Clock) -> None:
+        self._root, self._tier = root, tier
+        self._log, self._clock = logger, clock
+        self._lock = threading.Lock()
+        self._listener: socket.socket | None = None
+        self._address = ""
+        self._token = b""
+        self._said = ""
+        self._connections: set[socket.socket] = set()
+
+    def look(self) -> None:
+        """Listens where the trainer asks for; never raises."""
+        wish = _wish(self._root)
+        with self._lock:
+            if wish == self._address:
+                return
+            self._close_listener()
+            if not wish:
+                return
+            try:
+                self._listen(wish)
+            except (OSError, MemoryFullError) as error:
+                self._close_listener()
+                if str(error) != self._said:
+                    self._said = str(error)
+                    self._log.error("other nodes can't read this node's memory at %s: %s", wish, error)
+
+    @property
+    def connections(self) -> int:
+        """The number of readers that are connected."""
+        return len(self._connections)
+
+    def close(self) -> None:
+        """Ends all connections."""
+        with self._lock:
+            self._close_listener()
+            for connection in self._connections:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _listen(self, address: str) -> None:
+        last = endpoint_of(self._root)
+        port, token = (last.port, last.token) if last is not None and last.address == address else (0, "")
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = self._listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((address, port))
+        except OSError:
+            # Another process may have taken the port.
+            listener.bind((address, 0))
+        listener.listen(_MAX_CONNECTIONS)
+        found = Endpoint(address, listener.getsockname()[1], token or secrets.token_hex(32))
+        self._token = found.token.encode()
+        if found != last:
+            write_atomic(self._root / _ENDPOINT_FILE, found.to_json())
+        self._clock.start(lambda: self._accept(listener), "tiered-serve")
+        self._address, self._said = address, ""
+
+    def _close_listener(self) -> None:
+        listener, self._listener, self._address = self._listener, None, ""
+        if listener is not None:
+            with contextlib.suppress(OSError):
+                # Wakes up who accepts.
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+
+    # ------------------------------------------------------------------------------- connections
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError as error:
+                if listener is not self._listener:
+                    return
+                # Out of descriptors, for one.
+                self._log.debug("no connection is accepted: %s", error)
+                self._clock.sleep(self._clock.timing.accept_poll_s)
+                continue
+            with self._lock:
+                self._connections.add(connection)
+                count = len(self._connections)
+            # As many more are told that they have to wait.
+            is_busy, is_too_many = count > _MAX_CONNECTIONS, count > 2 * _MAX_CONNECTIONS
+            try:
+                if is_too_many:
+                    raise OSError(errno.EAGAIN, "too many readers")
+                self._clock.start(partial(self._serve, connection, is_busy=is_busy), "tiered-serve-one")
+            except OSError:
+                self._drop(connection)
+
+    def _refuse(self, connection: socket.socket, status: str) -> None:
+        with contextlib.suppress(OSError):
+            connection.settimeout(self._clock.timing.peer_silence_s)
+            connection.sendall(_head(status, 0, "Connection: close\r\n"))
+        self._drop(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+        connection.close()
+
+    def _serve(self, connection: socket.socket, *, is_busy: bool) -> None:
+        """Answers one request after the other, until there is none for a while."""
+        status = ""
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.ExitStack() as held:
+                reader = _Reader(self._tier, connection, self._clock, held)
+                while request := reader.request():
+                    if is_busy:
+                        raise _RefusedError("503 Service Unavailable")
+                    reader.answer(request, self._token)
+        except _RefusedError as refused:
+            status = str(refused)
+        except OSError as error:
+            self._log.debug("a reader of this node's memory has ended: %s", error)
+        except Exception as error:
+            self._log.error("could not serve this node's memory: %s", error)
+            status = "500 Failed"
+        if status:
+            self._refuse(connection, status)
+        else:
+            self._drop(connection)
+
+
+class _Reader:
+    """One connection, and the part that it reads, which stays open until it reads another one."""
+
+    def __init__(self, tier: MemoryTier, connection: socket.socket, clock: Clock, held: contextlib.ExitStack) -> None:
+        self._tier, self._connection, self._clock, self._held = tier, connection, clock, held
+        self._name: tuple[str, int] | None = None
+        self._stored: StoredPart | None = None
+        self._descriptors: dict[str, int] = {}
+
+    def request(self) -> bytes:
+        """Returns the head of the next request; nothing where the connection has ended."""
+        silence_s, data = self._clock.timing.peer_silence_s, b""
+        deadline = self._clock.monotonic() + silence_s
+        while not data.endswith(b"\r\n\r\n"):
+            self._connection.settimeout(max(0.001, deadline - self._clock.monotonic()))
+            more = self._connection.recv(_MAX_HEAD)
+            if not more:
+                return b""
+            data += more
+            if len(data) > _MAX_HEAD or b"\r\n\r\n" in data[:-4]:
+                raise _RefusedError("400 Bad Request")
+        return data
+
+    def answer(self, head: bytes, token: bytes) -> None:
+        """Answers a request.
+
+        Raises:
+            _RefusedError: It is not understood, or does not show the token.
+        """
+        shown = _TOKEN.search(head)
+        if not hmac.compare_digest(shown[1] if shown else b"", token):
+            raise _RefusedError("401 Unauthorized")
+        asked = _REQUEST.match(head)
+        if asked is None:
+            raise _RefusedError("400 Bad Request")
+        save_id, rank, which = (each.decode() if each else "" for each in asked.groups())
+        if not save_id:
+            self._send(_head("200 OK", 0))
+            return
+        if not ids.is_save_id(save_id):
+            raise _RefusedError("400 Bad Request")
+        try:
+            stored = self._open(save_id, int(rank))
+        except (CheckpointNotFoundError, CorruptCheckpointError):
+            self._send(_head("404 Not Found", 0))
+            return
+        if which == "check":
+            quarantine_damaged(self._tier, stored)
+            self._close()
+            self._send(_head("200 OK", 0))
+        elif not which:
+            described = stored.part.to_json()
+            self._send(_head("200 OK", len(described)) + described)
+        else:
+            self._send_file(stored, int(which), head)
+
+    def _open(self, save_id: str, rank: int) -> StoredPart:
+        stored = self._stored
+        if stored is None or self._name != (save_id, rank):
+            self._close()
+            stored = self._tier.find(save_id, rank)
+            self._descriptors = self._held.enter_context(opened(stored))
+            self._name, self._stored = (save_id, rank), stored
+        return stored
+
+    def _close(self) -> None:
+        self._name = self._stored = None
+        self._held.close()
+
+    def _send_file(self, stored: StoredPart, number: int, head: bytes) -> None:
+        wanted, files = _RANGE.search(head), stored.part.content.files
+        if wanted is None or number >= len(files):
+            raise _RefusedError("400 Bad Request")
+        first, last, entry = int(wanted[1]), int(wanted[2]), files[number]
+        length = last + 1 - first
+        if not 0 < length <= _MAX_RANGE:
+            raise _RefusedError("400 Bad Request")
+        if last >= entry.size:
+            self._send(_head("416 Range Not Satisfiable", 0, f"Content-Range: bytes */{entry.size}\r\n"))
+            return
+        self._send(_head("206 Partial Content", length, f"Content-Range: bytes {first}-{last}/{entry.size}\r\n"))
+        deadline = self._clock.monotonic() + self._clock.timing.peer_silence_s + length / LEAST_RATE
+        descriptor, at = self._descriptors[entry.basename], first
+        for _ in self._ready(deadline):
+            with contextlib.suppress(BlockingIOError):
+                sent = os.sendfile(self._connection.fileno(), descriptor, at, min(last + 1 - at, _SENT_AT_ONCE))
+                if not sent:
+                    raise ConnectionAbortedError("the file is short")
+                at += sent
+            if at > last:
+                return
+
+    def _ready(self, deadline: float) -> Iterator[None]:
+        """Yields whenever the reader takes more; raises TimeoutError where it has not taken all by the deadline."""
+        silence_s = self._clock.timing.peer_silence_s
+        self._connection.settimeout(silence_s)
+        poll = select.poll()
+        poll.register(self._connection, select.POLLOUT)
+        while self._clock.monotonic() < deadline:
+            if not poll.poll(silence_s * 1000):
+                break
+            yield
+        raise TimeoutError("the reader is too slow")
+
+    def _send(self, data: bytes) -> None:
+        self._connection.settimeout(self._clock.timing.peer_silence_s)
+        self._connection.sendall(data)
+
+
+def _head(status: str, length: int, more: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\n{more}\r\n".encode()

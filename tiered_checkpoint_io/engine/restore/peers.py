@@ -1,0 +1,158 @@
+"""What the memory of other nodes has of one save, read as a store: see ``stores/peer.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from tiered_checkpoint_io.engine.chunks import Copies, Copy
+from tiered_checkpoint_io.engine.restore.catalog import Tiers
+from tiered_checkpoint_io.engine.restore.choice import Candidate
+from tiered_checkpoint_io.engine.staging.arriving import (
+    RANGES,
+    Destination,
+    SlotDestination,
+    copies_of,
+    describe,
+    not_taken,
+    read_part,
+)
+from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError
+from tiered_checkpoint_io.logs import rate
+from tiered_checkpoint_io.model.manifest import FileEntry, Part
+from tiered_checkpoint_io.stores.peer import Endpoint, PeerStore
+
+_T = TypeVar("_T")
+
+
+class Peers:
+    """The nodes that hold parts of a candidate, as one rank reads them."""
+
+    def __init__(
+        self, tiers: Tiers, candidate: Candidate, endpoints: Mapping[str, Endpoint], node: str, readers: int = 1
+    ) -> None:
+        """Asks nothing yet.
+
+        Args:
+            tiers: For the clock, and where to log.
+            candidate: The save.
+            endpoints: Where each node's memory is served.
+            node: This node.
+            readers: How many ranks of this node read.
+        """
+        self._tiers, self._candidate = tiers, candidate
+        self.rejected: list[str] = []
+        connections = max(1, RANGES // readers)
+        self._stores = {
+            name: PeerStore(endpoint, connections=connections, clock=tiers.clock)
+            for name, endpoint in endpoints.items()
+            if name != node
+        }
+        #: Nodes begin with different sources.
+        self._turn = sum(name < node for name in endpoints)
+        self._parts: dict[int, Part | None] = {}
+
+    def holders(self, rank: int) -> list[PeerStore]:
+        """Returns the nodes that hold a rank's part, in the order in which to read them."""
+        able = [store for name, store in self._stores.items() if rank in self._candidate.held.get(name, ())]
+        first = self._turn % len(able) if able else 0
+        return able[first:] + able[:first]
+
+    def part(self, rank: int) -> Part | None:
+        """Returns the description of a rank's part; None where no other node has it."""
+        if rank not in self._parts:
+            self._parts[rank] = next(self._described(rank), None)
+        return self._parts[rank]
+
+    def _described(self, rank: int) -> Iterator[Part]:
+        for store in self.holders(rank):
+            try:
+                yield describe(store, self._candidate.save_id, rank)
+            except (StoreError, CorruptCheckpointError) as error:
+                self._note(f"{self._candidate.name}: {error}")
+
+    def entry(self, basename: str) -> FileEntry | None:
+        """Returns a file that some other node has."""
+        rank = self._candidate.files.get(basename)
+        part = self.part(rank) if rank is not None else None
+        files = part.content.files if part is not None else ()
+        return next((entry for entry in files if entry.basename == basename), None)
+
+    def copies(self, entry: FileEntry, durable: Iterable[Copy]) -> Copies:
+        """Returns the copies of a file that peers have, and after these others."""
+        rank = self._candidate.files.get(entry.basename)
+        part = self.part(rank) if rank is not None else None
+        found = copies_of(part, entry, self.holders(part.rank)) if part is not None else []
+        return Copies(entry, [*found, *durable], not_taken(self._note))
+
+    def _note(self, note: str) -> None:
+        self.rejected.append(note)
+        self._tiers.skipped(note)
+
+    def fetch(self, rank: int, place: Callable[[Part], Destination[_T]]) -> _T:
+        """Reads a rank's part whole; ``place`` says where to put it.
+
+        Raises:
+            CorruptCheckpointError: No node has all of it intact.
+            MemoryTierError: There is no room for it.
+        """
+        part, started = self.part(rank), self._tiers.clock.monotonic()
+        if part is None:
+            why = "; ".join(self.rejected) or "no node has it"
+            raise CorruptCheckpointError(why, operation="restore", tier="peer", key=self._candidate.name)
+        kept = read_part(part, self.holders(rank), place(part), note=self._note)
+        speed, step = rate(part.content.size, self._tiers.clock.monotonic() - started), part.content.step
+        self._tiers.log.info("Step %d: received part %d of %s from other nodes: %s", step, rank, part.name, speed)
+        return kept
+
+    def close(self) -> None:
+        """Ends all connections."""
+        for store in self._stores.values():
+            store.close()
+
+
+@dataclass(frozen=True, slots=True)
+class PartMove:
+    """A rank's part that goes to the node of a rank; where ``adopts``, it is there as a replica already."""
+
+    part: int
+    target: int
+    adopts: bool
+
+
+def moves_to_owners(candidate: Candidate, nodes: list[str]) -> list[PartMove]:
+    """Plans where the replicas of parts go that no node owns; pure.
+
+    A part goes to the node of the rank that it belongs to; where the job has another number of ranks, a node that
+    has a replica becomes its owner. A restart would load from the replicas where they lie just as well. But then the
+    next lost node might take the last copy, and no node would upload what the lost one was to upload.
+    """
+    count = candidate.content.parts
+    owned = {rank for ranks in candidate.held.values() for rank, owns in ranks.items() if owns}
+    planned = []
+    for part in range(count):
+        holders = [node for node, ranks in candidate.held.items() if part in ranks]
+        if part not in owned and holders:
+            home = nodes[part] if len(nodes) == count else holders[0]
+            adopts = home in holders
+            planned.append(PartMove(part, nodes.index(home) if adopts else part, adopts))
+    return planned
+
+
+def restore_owners(tiers: Tiers, candidate: Candidate, nodes: list[str], rank: int, peers: Peers | None) -> None:
+    """Carries out what :func:`moves_to_owners` has for a rank. What fails is logged: the replicas are still there."""
+    drained = candidate.durable is not None
+    for move in moves_to_owners(candidate, nodes):
+        if move.target != rank:
+            continue
+        try:
+            if move.adopts:
+                stored = tiers.memory.find(candidate.save_id, move.part)
+                if stored.is_replica:
+                    tiers.memory.adopt(stored, drained=drained)
+            elif peers is not None:
+                peers.fetch(move.part, partial(SlotDestination, tiers.memory, drained=drained))
+        except Exception as error:
+            tiers.log.warning("part %d of %s did not come back: %s", move.part, candidate.name, error)
