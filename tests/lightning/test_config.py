@@ -135,7 +135,7 @@ def texts(docstring, head):
 
 
 def documented(of):
-    return set(texts(of.__init__.__doc__, "Args"))
+    return set(texts(of.__doc__, "Args"))
 
 
 def test_the_callback_takes_what_model_checkpoint_takes():

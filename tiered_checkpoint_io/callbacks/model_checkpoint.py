@@ -40,6 +40,33 @@ class TieredModelCheckpoint(DurableEnd):
     All that ModelCheckpoint does (monitor, top-k, save_last, triggers, on_exception) holds for the durable tier. Memory
     steps are never in the top-k, and hold the whole training state even with ``save_weights_only``. Until a run begins,
     ``best_model_path`` is a URL that loads the best checkpoint there is.
+
+    Args:
+        dirpath: The IO's by default; otherwise a folder below it.
+        filename: The pattern of the names, as ``{epoch}-{val_loss:.2f}``; ``{epoch}-{step}`` by default.
+        monitor: The logged value by which checkpoints are the best; None for the newest.
+        verbose: Prints each decision on the best checkpoints.
+        save_last: Has the durable tier copy the newest durable checkpoint to ``last.ckpt``; nothing is uploaded.
+            ``"link"`` makes an alias, which only this package loads; so does True of a sharded checkpoint.
+        save_top_k: Number of the best that are kept; 0 for none, -1 for all.
+        memory_every_n_train_steps: A checkpoint to memory only every so many steps.
+        s3_every_n_train_steps: A durable one every so many steps; None leaves that to the other triggers.
+        save_on_train_end: Saves the last state to S3 as ``end_of_training.ckpt`` when ``fit`` ends, if the newest
+            checkpoint to resume from is in memory only. Must be true in the IO's configuration too.
+        save_on_exception: An exception triggers a durable save; of Lightning 2.6 and later.
+        save_weights_only: Durable checkpoints hold only the weights. Memory steps are always complete.
+        mode: ``min`` or ``max``, the better values of ``monitor``.
+        auto_insert_metric_name: Names hold that of each value, as ``epoch=1``.
+        every_n_train_steps: As ``s3_every_n_train_steps``; set one of them.
+        train_time_interval: A durable checkpoint whenever this much time has passed.
+        every_n_epochs: A durable checkpoint every so many epochs; each epoch if no other trigger is set.
+        save_on_train_epoch_end: Saves epochs when they end, instead of after their validation.
+        enable_version_counter: A name that is taken gets a version, as ``-v1``, and is not overwritten.
+
+    Raises:
+        ConfigError: A value is not allowed, or this Lightning has no ``save_on_exception``. dirpath is not a folder
+            or URL.
+        MisconfigurationException: Lightning refuses a value.
     """
 
     says_summary = True
@@ -66,48 +93,17 @@ class TieredModelCheckpoint(DurableEnd):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
     ) -> None:
-        """Takes ModelCheckpoint's arguments, which hold for the durable tier, and three more.
-
-        Args:
-            dirpath: The IO's by default; otherwise a folder below it.
-            filename: The pattern of the names, as ``{epoch}-{val_loss:.2f}``; ``{epoch}-{step}`` by default.
-            monitor: The logged value by which checkpoints are the best; None for the newest.
-            verbose: Prints each decision on the best checkpoints.
-            save_last: Has the durable tier copy the newest durable checkpoint to ``last.ckpt``; nothing is uploaded.
-                ``"link"`` makes an alias, which only this package loads; so does True of a sharded checkpoint.
-            save_top_k: Number of the best that are kept; 0 for none, -1 for all.
-            memory_every_n_train_steps: A checkpoint to memory only every so many steps.
-            s3_every_n_train_steps: A durable one every so many steps; None leaves that to the other triggers.
-            save_on_train_end: Saves the last state to S3 as ``end_of_training.ckpt`` when ``fit`` ends, if the newest
-                checkpoint to resume from is in memory only. Must be true in the IO's configuration too.
-            save_on_exception: An exception triggers a durable save; of Lightning 2.6 and later.
-            save_weights_only: Durable checkpoints hold only the weights. Memory steps are always complete.
-            mode: ``min`` or ``max``, the better values of ``monitor``.
-            auto_insert_metric_name: Names hold that of each value, as ``epoch=1``.
-            every_n_train_steps: As ``s3_every_n_train_steps``; set one of them.
-            train_time_interval: A durable checkpoint whenever this much time has passed.
-            every_n_epochs: A durable checkpoint every so many epochs; each epoch if no other trigger is set.
-            save_on_train_epoch_end: Saves epochs when they end, instead of after their validation.
-            enable_version_counter: A name that is taken gets a version, as ``-v1``, and is not overwritten.
-
-        Raises:
-            ConfigError: A value is not allowed, or this Lightning has no ``save_on_exception``. dirpath is not a folder
-                or URL.
-            MisconfigurationException: Lightning refuses a value.
-        """
         check_positive("memory_every_n_train_steps", memory_every_n_train_steps)
         check_positive("s3_every_n_train_steps", s3_every_n_train_steps)
         if not isinstance(save_on_train_end, bool):
             raise ConfigError(f"save_on_train_end is {save_on_train_end!r}", hint="allowed: true or false")
+        if None not in (s3_every_n_train_steps, every_n_train_steps):
+            both = "both s3_every_n_train_steps and every_n_train_steps are set"
+            raise ConfigError(both, hint="they mean the same: set one")
         if s3_every_n_train_steps is not None:
-            if every_n_train_steps is not None:
-                raise ConfigError(
-                    "both s3_every_n_train_steps and every_n_train_steps are set", hint="they mean the same: set one"
-                )
             every_n_train_steps = s3_every_n_train_steps
-        # Upstream opens the file system of a dirpath that it is given; the IO does all of that here.
         super().__init__(
-            dirpath=None,
+            dirpath=None,  # upstream would open its file system
             filename=filename,
             monitor=monitor,
             verbose=verbose,
@@ -124,8 +120,10 @@ class TieredModelCheckpoint(DurableEnd):
             **if_known(save_on_exception=save_on_exception),
         )
         self.dirpath = None if dirpath is None else ids.normalize_dirpath(dirpath)
-        self.memory_every_n_train_steps = memory_every_n_train_steps
-        self.s3_every_n_train_steps = s3_every_n_train_steps
+        self.memory_every_n_train_steps, self.s3_every_n_train_steps = (
+            memory_every_n_train_steps,
+            s3_every_n_train_steps,
+        )
         self.save_on_train_end = save_on_train_end
         self._begin()
 
@@ -172,13 +170,9 @@ class TieredModelCheckpoint(DurableEnd):
         refuse_keys_of_others(overrides, cls.__name__, others)
         keys = {key: value for key, value in overrides.items() if key in _KEYS}
         config = TieredCheckpointConfig.from_any(block, **keys)
-        own: dict[str, Any] = {
-            "dirpath": config.dirpath,
-            "memory_every_n_train_steps": config.memory_every_n_train_steps,
-            "save_on_train_end": config.save_on_train_end,
-        }
-        if "s3_every_n_train_steps" in keys or all(overrides.get(trigger) is None for trigger in _TRIGGERS):
-            own["s3_every_n_train_steps"] = config.s3_every_n_train_steps
+        own: dict[str, Any] = {key: getattr(config, key) for key in _KEYS}
+        if "s3_every_n_train_steps" not in keys and any(overrides.get(each) is not None for each in _TRIGGERS):
+            del own["s3_every_n_train_steps"]
         return cls(**own, **{key: value for key, value in overrides.items() if key not in keys})
 
     # ------------------------------------------------------------------------------------ hooks
