@@ -102,13 +102,17 @@ def test_finalize_fn_is_called_once_the_checkpoint_is_committed_and_never_for_on
 @pytest.fixture
 def held(monkeypatch):
     """An event until which no upload of a name with ``held`` or ``step=10`` in it comes to an end."""
-    free, upload = threading.Event(), DirectoryStore._upload
+    free = threading.Event()
 
-    def waits(store, key, *args, **options):
-        assert not ("held" in key or "step=10" in key) or free.wait(30)
-        return upload(store, key, *args, **options)
+    def waiting(upload):
+        def waits(store, key, *args, **options):
+            assert not ("held" in key or "step=10" in key) or free.wait(30)
+            return upload(store, key, *args, **options)
 
-    monkeypatch.setattr(DirectoryStore, "_upload", waits)
+        return waits
+
+    for name in ("upload", "upload_if"):
+        monkeypatch.setattr(DirectoryStore, name, waiting(getattr(DirectoryStore, name)))
     yield free
     free.set()
 

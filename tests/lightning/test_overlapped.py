@@ -12,18 +12,9 @@ from torch.utils.data import DataLoader
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.save.full import FullSaver
-from tiered_checkpoint_io.engine.save.overlap import Overlap
 from tiered_checkpoint_io.engine.save.part import PartSave
-from tiered_checkpoint_io.engine.staging.background import BackgroundTask
 
-OPTIMIZERS = {
-    "AdamW foreach": functools.partial(torch.optim.AdamW, lr=0.01, foreach=True),
-    "AdamW fused": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
-    "SGD": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
-    "SGD fused": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, fused=True),
-}
-#: How long a capture is put off, if nothing waits for it: longer than a batch takes.
-LATE_S = 0.5
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, foreach=True)
 
 
 class Normed(LightningModule):
@@ -54,43 +45,6 @@ class Normed(LightningModule):
     val_dataloader = train_dataloader
 
 
-class Moments:
-    """What each save was given, copied at once; and captures that are put off until something waits for them."""
-
-    def __init__(self, monkeypatch):
-        self.states, self.overlapped, self.due = {}, 0, threading.Event()
-        save, leave, finish = FullSaver.save, FullSaver._leave, FullSaver._finish
-        wait, wait_for_all = Overlap.wait, BackgroundTask.wait
-
-        def saving(saver, state, name, **options):
-            self.states[name] = copy.deepcopy(state)
-            return save(saver, state, name, **options)
-
-        def leaving(saver, *taken):
-            self.due.clear()
-            return leave(saver, *taken)
-
-        def waiting(overlap):
-            self.due.set()
-            wait(overlap)
-
-        def waiting_for_all(task):
-            if threading.get_ident() != task._thread and task.is_busy:
-                self.due.set()
-            wait_for_all(task)
-
-        def finishing(saver, part, *taken):
-            self.overlapped += 1
-            self.due.wait(LATE_S)
-            finish(saver, part, *taken)
-
-        monkeypatch.setattr(FullSaver, "save", saving)
-        monkeypatch.setattr(FullSaver, "_leave", leaving)
-        monkeypatch.setattr(Overlap, "wait", waiting)
-        monkeypatch.setattr(BackgroundTask, "wait", waiting_for_all)
-        monkeypatch.setattr(FullSaver, "_finish", finishing)
-
-
 def same(one, other):
     if isinstance(one, torch.Tensor):
         return torch.equal(one.cpu(), other.cpu())
@@ -99,36 +53,6 @@ def same(one, other):
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return one == other
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("optimizer", ["AdamW foreach", "AdamW fused", "SGD fused"])
-def test_a_cuda_training_resumes_from_an_overlapped_save_as_from_an_eager_one(optimizer, runs, monkeypatch):
-    ends = []
-    for staging in ("eager", "overlapped"):
-        with monkeypatch.context() as patch:
-            moments = Moments(patch)
-
-            def fit(ckpt_path, staging=staging):
-                io = runs.io(staging=staging, memory_keep_last=100, on_save_error="raise")
-                model = Normed(OPTIMIZERS[optimizer])
-                callback = TieredModelCheckpoint(memory_every_n_train_steps=2, save_top_k=-1)
-                options = {"accelerator": "gpu", "devices": 1, "max_steps": 13}
-                return runs.fit(callback, model=model, io=io, ckpt_path=ckpt_path, **options)[0], model
-
-            trainer, model = fit(None)
-            states = dict(moments.states)
-            for name, state in states.items():
-                assert same(trainer.io.load_checkpoint(name, weights_only=False), state), name
-            trainer.io.teardown()
-            (middle,) = [name for name in states if name.endswith("=6.ckpt")]
-            _, resumed = fit(middle)
-            assert same(dict(resumed.state_dict()), dict(model.state_dict()))
-            ends.append({key: value.cpu() for key, value in model.state_dict().items()})
-            assert (moments.overlapped > 0) == (staging == "overlapped")
-        runs.wipe()
-    assert same(*ends)
 
 
 @pytest.mark.gpu
@@ -152,7 +76,7 @@ def test_what_a_gpu_copies_at_once_is_copied_before_another_stream_takes_it(runs
     io = runs.io(staging="overlapped", memory_keep_last=100, on_save_error="raise")
     callback = TieredModelCheckpoint(memory_every_n_train_steps=2, save_top_k=-1)
     options = {"accelerator": "gpu", "devices": 1, "max_steps": 8}
-    model = Normed(OPTIMIZERS["AdamW foreach"])
+    model = Normed(ADAMW)
     trainer, _ = runs.fit(callback, model=model, io=io, ckpt_path=None, **options)
     assert len(states) >= 4
     for name, state in states.items():

@@ -12,28 +12,31 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, "tests")
 sys.path.insert(0, "tests/lightning")
-from test_overlapped import OPTIMIZERS, Normed
+from test_overlapped import ADAMW, Normed
 from support.training import Runs
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.engine.save.full import FullSaver
-from tiered_checkpoint_io.engine.save.overlap import Overlapped
+from tiered_checkpoint_io.engine.save.part import PartSave
 
 dirpath, memory_dir, root, amid = sys.argv[1:]
-finish = FullSaver._finish
+beside, seal = PartSave.fill_beside, PartSave.seal
 
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
-def finishing(saver, part, *taken):
+def copying(part, overlapped):
     if part.facts.step == 6 and amid == "the copy":
-        Overlapped.check = lambda *_: kill()
-    finish(saver, part, *taken)
+        part.fill()
+        kill()
+    beside(part, overlapped)
+
+def sealing(part, *args, **options):
+    seal(part, *args, **options)
     if part.facts.step == 6:
         kill()
 
-FullSaver._finish = finishing
+PartSave.fill_beside, PartSave.seal = copying, sealing
 runs = Runs(dirpath, memory_dir, Path(root))
-model = Normed(OPTIMIZERS["AdamW foreach"])
+model = Normed(ADAMW)
 io = runs.io(staging="overlapped")
 runs.fit(TieredModelCheckpoint(memory_every_n_train_steps=3), model=model, io=io, ckpt_path=None, max_steps=16)
 """
