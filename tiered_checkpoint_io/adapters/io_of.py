@@ -7,12 +7,7 @@ from typing import Any
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsyncCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
-from tiered_checkpoint_io.adapters.lightning import (
-    REFUSE_LIGHTNING_ASYNC,
-    USE_OURS,
-    AsyncCheckpointIO,
-    TieredCheckpointIO,
-)
+from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.errors import ConfigError
 
 
@@ -25,7 +20,12 @@ def tiered_io_of(checkpoint_io: Any) -> TieredCheckpointIO | None:
     if isinstance(checkpoint_io, AsyncCheckpointIO):
         return checkpoint_io._tiered
     if isinstance(checkpoint_io, LightningAsyncCheckpointIO) and tiered_io_of(checkpoint_io.checkpoint_io) is not None:
-        raise ConfigError(REFUSE_LIGHTNING_ASYNC, operation="setup", hint=USE_OURS)
+        raise ConfigError(
+            "lightning's AsyncCheckpointIO around TieredCheckpointIO: it copies the whole state for each save, queues"
+            " without bound, and does not order deletes after saves",
+            operation="setup",
+            hint="use tiered_checkpoint_io.AsyncCheckpointIO(TieredCheckpointIO(...)) instead",
+        )
     return checkpoint_io if isinstance(checkpoint_io, TieredCheckpointIO) else None
 
 

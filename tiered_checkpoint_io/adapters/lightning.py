@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -25,11 +24,6 @@ from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import NOT_OF_IO, IOKeys, TieredCheckpointConfig, keys, refuse_keys_of_others
 
-REFUSE_LIGHTNING_ASYNC = (
-    "lightning's AsyncCheckpointIO around TieredCheckpointIO: it copies the whole state for each save, queues without"
-    " bound, and does not order deletes after saves"
-)
-USE_OURS = "use tiered_checkpoint_io.AsyncCheckpointIO(TieredCheckpointIO(...)) instead"
 _making = threading.Lock()
 os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, after_in_child=_making.release)
 
@@ -127,8 +121,7 @@ class TieredCheckpointIO(CheckpointIO):
 
         Raises:
             SaveError: The save failed, or an earlier one in the background did, and ``on_save_error`` is ``raise``.
-            ConfigError: The path leaves dirpath, or is no name. storage_options are not understood, or Lightning's
-                AsyncCheckpointIO calls.
+            ConfigError: The path leaves dirpath, or is no name; or storage_options are not understood.
         """
         self._save(checkpoint, path, storage_options, wait=True)
 
@@ -139,8 +132,6 @@ class TieredCheckpointIO(CheckpointIO):
                 text = "saved %s as an ordinary file: it is not below %s, so it is in neither tier"
                 self.checkpointer.session.log.info(text, path, self.config.dirpath)
             return
-        if sys._getframe(2).f_globals.get("__name__", "").endswith("plugins.io.async_plugin"):
-            raise ConfigError(REFUSE_LIGHTNING_ASYNC, operation="save", hint=USE_OURS)
         asked = read_storage_options(storage_options)
         text = os.fspath(path)
         if not (self._has_said_where or os.path.isabs(text) or ids.url_scheme(text)):
