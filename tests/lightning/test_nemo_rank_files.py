@@ -28,7 +28,7 @@ class Ranks:
     def chosen(self, shards=2, **rules):
         self.io.teardown()
         # As the next start: what it knows of the durable tier, it asks.
-        found = connector._find(Ranks(self.job).io, Rules(**rules), shards, restored=False)
+        found = connector.find_checkpoint(Ranks(self.job).io, Rules(**rules), shards, restored=False)
         return found and found.removeprefix(f"{self.job.dirpath}/")
 
 
@@ -102,7 +102,7 @@ def test_averages_belong_to_each_ranks_shard(ranks):
     def find():
         io = Ranks(ranks.job).io
         io.companion = "-EMA"
-        return connector._find(io, Rules(resume_ignore_no_checkpoint=True), 2, restored=False)
+        return connector.find_checkpoint(io, Rules(resume_ignore_no_checkpoint=True), 2, restored=False)
 
     assert find() == f"{ranks.job.dirpath}/gpt-step=5.ckpt"
     ranks.io.remove_checkpoint("mp_rank_00/gpt-step=5-EMA.ckpt")

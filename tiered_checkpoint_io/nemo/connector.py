@@ -78,7 +78,7 @@ class NeMoCheckpointConnector(_CheckpointConnector):
         if shards == 1:
             super().resume_start(ids.LATEST, *args, **kwargs)
         restored = None if shards > 1 or io.found_nothing else io.checkpointer.restored
-        path = on_rank_0(self.trainer, lambda: _find(io, rules, shards, restored=restored is not None))
+        path = on_rank_0(self.trainer, lambda: find_checkpoint(io, rules, shards, restored=restored is not None))
         if restored is not None:
             self._ckpt_path = ids.join_url(io.config.dirpath, restored.name)
         elif path is None or shards == 1:
@@ -105,7 +105,7 @@ class NeMoCheckpointConnector(_CheckpointConnector):
                 )
 
 
-def _find(io: TieredCheckpointIO, rules: Rules, shards: int, *, restored: bool) -> str | None:
+def find_checkpoint(io: TieredCheckpointIO, rules: Rules, shards: int, *, restored: bool) -> str | None:
     """Finds the path to load, if the engine restored nothing; else only checks the rules."""
     dirpath, session = io.config.dirpath, io.checkpointer.session
     if restored:
