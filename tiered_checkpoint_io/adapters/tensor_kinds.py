@@ -17,7 +17,7 @@ from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.formats.torch_file import plan
 
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
-#: Where upstream keeps, on the coordinator, what it takes for the plans that the ranks have.
+#: Upstream's memory, on the coordinator, of the plans that the ranks have.
 _SENT = ("_cached_all_plans", "_cached_global_plan", "_cached_metadata")
 _ELSEWHERE = "save it as other tensors that hold the same; local and full checkpoints hold whatever torch.save can save"
 
@@ -30,11 +30,7 @@ class KindsCheck:
         self._known: set[type] = set()
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
-        """Refuses a tensor that a load could not bring back.
-
-        Raises:
-            ConfigError: It is one; says which, and what to do.
-        """
+        """Raises ConfigError for a tensor that a load could not bring back; says which, and the remedy."""
         kind = _lost(tensor)
         if kind is not None:
             raise _refusal(name, kind, "can't come back from a sharded checkpoint", _ELSEWHERE)
@@ -52,18 +48,17 @@ class KindsCheck:
 
 
 class CheckingSavePlanner(DefaultSavePlanner):
-    """DCP's own planner. Where it fails for a tensor, the error says for which.
+    """Plans as DCP's own planner; an error names its tensor.
 
-    With ``enable_plan_caching``, upstream compares the plan of each save with the last; here a state of the same
-    structure is not planned at all, from the third save on.
+    With ``enable_plan_caching``, a state of the same structure is not planned again from the third save on.
     """
 
-    #: By what upstream keeps plans under.
+    #: By upstream's key of the plan.
     _structures: ClassVar[dict[str, Structure]] = {}
-    #: By the same, on the coordinator: what upstream kept before a plan that the ranks may not have got.
+    #: By the same, on the coordinator: upstream's memory before a plan that the ranks may not have got.
     _before: ClassVar[dict[str, dict[str, Any]]] = {}
 
-    #: That of the state that is saved, where it is known.
+    #: The structure of the state that is saved, if it is known.
     structure: Structure | None = None
     _given: Any = None
 
@@ -83,11 +78,7 @@ class CheckingSavePlanner(DefaultSavePlanner):
         self.state_dict, self.mappings, self.is_coordinator = flat, known.mappings, is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """As upstream.
-
-        Raises:
-            ConfigError: A tensor of the state is of a kind that DCP can't plan.
-        """
+        """As upstream; raises ConfigError for a tensor of a kind that DCP can't plan."""
         if self.structure is not None:
             self.plan = self.structure.plan
             return SavePlan([], usable=False)
