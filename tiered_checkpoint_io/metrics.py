@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tiered_checkpoint_io.clock import SYSTEM
-from tiered_checkpoint_io.engine.drain.events import RunningTotals, note
+from tiered_checkpoint_io.engine.drain.events import note, read_events
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.memory.tier import MemoryTier, noted_budget, space_of
+from tiered_checkpoint_io.model.events import totals_of
 
 if TYPE_CHECKING:
     # It imports torch, which the command line does not need.
@@ -39,7 +40,7 @@ class _Look:
         tier = MemoryTier(root, budget_bytes=noted_budget(root))
         tier.use_spill(config.spill_dir if config is not None else AUTO)
         self.now = SYSTEM.wall()
-        self.totals, self.drain = RunningTotals(root).look(), queue.progress()
+        self.totals, self.drain = totals_of(read_events(root)), queue.progress()
         self.waiting, self.quarantined, self.parts = len(queue.look(tier)), len(tier.quarantined()), tier.parts()
         tiers = {"memory": tier, "spill": tier.spill}
         self.space = {name: space_of(each) for name, each in tiers.items() if each is not None}

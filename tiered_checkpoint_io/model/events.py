@@ -30,37 +30,20 @@ _SAVES = ("save", "part")
 
 @dataclass(slots=True)
 class Totals:
-    """What events add up to. Steps are -1 where none is known; times are seconds since the epoch, 0 for never.
+    """Sums of events. Steps are -1 and times 0 if none is known; times are seconds since the epoch.
 
     Attributes:
-        began: When the first event happened.
         running: Whether a training began that has not ended by itself; one that was killed counts as running.
-        has_start: Whether starts and ends of trainings are noted; a loop of one's own notes saves alone.
-        active_at: When training last was seen: at its start or end, at a step, or at a save.
+        has_start: Whether starts and ends of trainings are noted; a loop of one's own notes saves only.
+        active_at: The last sign of training: its start or end, a step, or a save.
         trained_to: Up to when training is counted in ``durable_age_s``; 0 while nothing trains.
-        step: The last training step that is known.
-        step_at: When that was reached.
-        memory_saves: Saves to memory alone.
-        durable_saves: Saves for the durable tier.
-        stall_s: Seconds for which training waited for saves.
-        last_stall_s: The same for the last save.
-        capture_s: Seconds of it in which states were copied.
-        failed: Saves and uploads that failed, each attempt of each rank.
-        failed_other: Aliases, copies, deletes and retention that failed, each attempt.
+        failed: Failed attempts of saves and uploads, of each rank; ``failed_other``: of all else.
         skipped: Saves that were left out, or stay in memory, of each rank.
-        uploads: Checkpoints, or parts of them, that the drain uploaded.
-        uploaded_bytes: Their bytes.
-        upload_s: Seconds that this took.
-        durable_step: The step of the last checkpoint that was committed on the durable tier.
-        durable_at: When that checkpoint was captured; not later than the last event.
-        durable_age_s: Seconds of training since then; since the first event where there is none.
-        restores: Checkpoints that were loaded.
-        restore_s: Seconds to find, fetch and verify them.
-        resumed_step: The step of the last one of these.
-        resumed_created: When that checkpoint was captured.
-        resumed_durable: Whether it came from the durable tier; until training goes on.
-        repeated_steps: Steps that were trained again after restarts.
-        repeated_s: Seconds that training had spent on them before.
+        durable_at: When the last checkpoint that became durable was captured; not later than the last event.
+        durable_age_s: Seconds of training since then; since the first event if there is none.
+        resumed_step: The step of the last loaded checkpoint; ``resumed_durable``: whether the durable tier gave it,
+            until training continues.
+        repeated_steps: Steps that were trained again after restarts; ``repeated_s``: seconds spent on them before.
     """
 
     began: float = 0.0

@@ -1,8 +1,8 @@
 """The record of a run: one line of JSON for each event, appended to ``events.jsonl`` below the memory tier's root.
 
-Trainers and the drain of a node write it, metrics and the report read it. It decides nothing: where memory has no room
-for a line, or no descriptor is left, the line is missing and all else goes on. Beyond a bound, older events become one
-of their totals. What they mean: :mod:`tiered_checkpoint_io.model.events`.
+Trainers and the drain of a node write it, metrics read it. It decides nothing: if memory has no room for a line, or no
+descriptor is left, the line is missing and all else continues. Beyond a bound, older events become one event of their
+totals. Their meaning: :mod:`tiered_checkpoint_io.model.events`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.locks import flock
-from tiered_checkpoint_io.model.events import Event, Totals, totals_of
+from tiered_checkpoint_io.model.events import Event, totals_of
 
 EVENTS_FILE = "events.jsonl"
 #: Some ten thousand events: a day of saves every ten seconds. Taken from the memory tier, so no more.
@@ -25,8 +25,6 @@ _SHORT = 300
 #: Who writes a line holds the lock for less than a millisecond; who can't have it appends all the same.
 _PATIENCE_S = 0.05
 _POLL_S = 0.001
-#: By so much of its beginning a reader knows a record again.
-_HEAD = 64
 
 
 def note(root: Path, event: str, *, clock: Clock = SYSTEM, **facts: Any) -> None:
@@ -55,34 +53,6 @@ def read_events(root: Path) -> list[Event]:
         return []
 
 
-class RunningTotals:
-    """What the events of a memory tier add up to; each look reads only what was added since the last one."""
-
-    def __init__(self, root: Path) -> None:
-        self._path = root / EVENTS_FILE
-        self._totals, self._offset, self._head = Totals(), 0, b""
-
-    def look(self) -> Totals:
-        """The totals as of now; raises OSError where the record can't be read."""
-        try:
-            with open(self._path, "rb") as file:
-                head = file.read(_HEAD)
-                if not head.startswith(self._head) or os.fstat(file.fileno()).st_size < self._offset:
-                    # Shortened, or of another run.
-                    self._totals, self._offset = Totals(), 0
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            self._totals, self._offset, self._head = Totals(), 0, b""
-            return self._totals
-        # The last line may still be in the making; it is whole once another one follows, or it can be parsed.
-        cut = len(data) if _parse(data.rpartition(b"\n")[2]) else max(0, data.rfind(b"\n"))
-        for event in _parse(data[:cut]):
-            self._totals.add(event)
-        self._head, self._offset = head, self._offset + cut
-        return self._totals
-
-
 def _parse(data: bytes) -> list[Event]:
     found: list[Event] = []
     for line in data.split(b"\n"):
@@ -98,6 +68,6 @@ def _shorten(descriptor: int, clock: Clock) -> None:
     events = _parse(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     half = len(events) // 2
     kept = [totals_of(events[:half]).event(clock.wall()), *events[half:]]
-    # A reader that comes between the two sees fewer events; its next look begins anew.
+    # A reader that comes between the two sees fewer events.
     os.ftruncate(descriptor, 0)
     os.write(descriptor, "".join("\n" + json.dumps(each, separators=(",", ":")) for each in kept).encode())
