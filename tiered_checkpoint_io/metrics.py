@@ -23,7 +23,6 @@ from tiered_checkpoint_io.memory.tier import MemoryTier, noted_budget, space_of
 from tiered_checkpoint_io.model.events import totals_of
 
 if TYPE_CHECKING:
-    # It imports torch, which the command line does not need.
     from tiered_checkpoint_io.engine.session import Session
 
 PREFIX = "tiered_checkpoint_"

@@ -66,16 +66,6 @@ def test_few_ranks_read_each_byte_of_four_once_and_list_once(ranks, s3_url, memo
     assert sum(each.get("requests.list", 0) for each in asked) == 1
 
 
-@pytest.mark.matrix
-def test_nodes_give_each_other_what_only_one_of_them_holds(ranks):
-    ranks(4, ["save", 1], ["save", 2], nodes="aabb")
-    for answer in ranks(4, ["load", 2], nodes="aabb"):
-        assert answer[0].get("got", answer[0])["matches"]
-    # Other ranks than those that saved, and fewer of them.
-    for answer in ranks(3, ["load", 2], nodes="bba"):
-        assert answer[0].get("got", answer[0])["matches"]
-
-
 def test_what_another_node_sends_is_verified(ranks, memory_dir):
     ranks(2, ["save", 1], ["save", 2], nodes="ab")
     (path,) = Path(memory_dir, "a").glob("tiered-*/*/saves/*-00000002/rank-00000/__0_0-*.distcp")

@@ -170,27 +170,6 @@ def test_a_save_that_fails_on_one_rank_before_it_has_begun_leaves_later_ones_in_
     assert (tmp_path / "durable" / ids.manifest_key("last")).exists()
 
 
-def test_who_saves_for_its_replicas_may_change_from_save_to_save(job):
-    """Nor does the name tell the step: ranks that do not save count, too."""
-    name = {"name": "last", "require_step": False}
-    groups, sharding = [[0, 2], [1, 3]], [[0, 1], [2, 3]]
-    _, _, saved, held, _, loaded = job(
-        4,
-        ["save_told", 1, groups, sharding, [0, 1], name],
-        ["meet"],
-        ["save_told", 2, groups, sharding, [2, 1], name],
-        ["parts"],
-        ["meet"],
-        ["load_replicated", 2, groups, {"checkpoint_id": "last"}],
-    )
-    assert [answer["saved"] for answer in got(saved)] == [False, True, True, False]
-    ids_of = {}
-    for _, rank, save_id, _ in {tuple(part) for parts in got(held) for part in parts}:
-        ids_of.setdefault(save_id, set()).add(rank)
-    assert ids_of[max(ids_of)] == {0, 1}, "both parts of the second save have one id"
-    assert [answer["same"] for answer in got(loaded)] == [True] * 4
-
-
 def test_one_rank_of_each_replication_group_writes_and_all_load_its_file(job, tmp_path, memory_dir):
     # Ranks 0 and 1 on node a, their replicas on node b.
     saved, held, _, loaded, brought, told, _, named = job(

@@ -9,11 +9,11 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from support.bad_input import KEPT, Kept, state
 from support.supporting import build
-from support.tenants import Tenant, Watch, descriptors_to_spare, mounted_tmpfs, no_more_threads, refuse
+from support.tenants import Tenant, Watch, descriptors_to_spare, mounted_tmpfs, no_more_threads
 
 from tiered_checkpoint_io import TieredStorageWriter, dcp
 from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.errors import MemoryTierError, SaveError, TieredCheckpointError
+from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 
@@ -42,43 +42,6 @@ def points(watch, limit=40, every=1):
         if watch.count < number:
             return
     raise AssertionError(f"more than {limit} pieces")
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("tiers", [["memory"], ["memory", "durable"]], ids=["memory", "both"])
-def test_a_tmpfs_that_is_full_from_any_point_of_a_save_on(tiers, kept, monkeypatch):
-    full = Watch(kept.options["memory_dir"], monkeypatch, refuse)
-    newest, refused = 1, 0
-    for number in points(full):
-        io = kept.io(drain="thread", wait_timeout_s=30, memory_keep_last=100)
-        io.load_checkpoint("tiered:latest")
-        step = number + 1
-        with full.from_the(number):
-            skipped = io.checkpointer.session.counts["skipped"]
-            try:
-                io.save_checkpoint(state(step), f"{step}.ckpt", storage_options={"tiers": tiers})
-                if io.checkpointer.session.counts["skipped"] == skipped:
-                    newest = step
-                else:
-                    refused += 1
-            except SaveError as error:
-                refused += 1
-                assert "memory_dir is full" in str(error) or "can't be read" in str(error)
-        io.teardown()
-        io = kept.io(drain="thread", memory_keep_last=100)
-        loaded = io.load_checkpoint("tiered:latest")["global_step"]
-        # What could not be told may have been done all the same.
-        assert loaded in (newest, step), f"full from {number} on"
-        newest = max(newest, loaded)
-        assert loads(io, newest)
-        io.teardown()
-    assert number > 4
-    assert refused >= 3
-    io = kept.io(memory_keep_last=100)
-    io.save_checkpoint(state(99), "99.ckpt")
-    assert loads(io, 99)
-    for path in Path(kept.options["memory_dir"]).rglob("*.new"):
-        raise AssertionError(f"left behind: {path}")
 
 
 @pytest.fixture(params=["space", "files"])
@@ -211,26 +174,6 @@ def read_plainly(folder, kind):
     return wanted["w"]
 
 
-def test_what_fails_is_told_while_memory_is_full(tight, tmp_path):
-    folder, fill, tenant = tight
-    kept = Kept(tmp_path / "durable", folder)
-    io = kept.io(wait_timeout_s=60, drain="process")
-    io.save_checkpoint(state(2), "2.ckpt", storage_options=MEMORY_ONLY)
-    away = Path(kept.options["dirpath"]).rename(tmp_path / "away")
-    Path(kept.options["dirpath"]).write_text("no folder")
-    commit = io.checkpointer.session.open().tier.commit
-    io.checkpointer.session.open().tier.commit = lambda *args, **options: (commit(*args, **options), fill())[0]
-    with pytest.raises(SaveError, match=r"in memory, but not on the durable tier: (?!.*no space)"):
-        io.save_checkpoint(state(3), "3.ckpt")
-    Path(kept.options["dirpath"]).unlink()
-    away.rename(kept.options["dirpath"])
-    with contextlib.suppress(TieredCheckpointError):
-        io.teardown()
-    tenant.goes()
-    kept.mended(3)
-    kept.close()
-
-
 @pytest.mark.timeout(120)
 def test_a_process_out_of_descriptors_at_any_point(kept):
     io = kept.io(drain="thread", memory_keep_last=100)
@@ -321,14 +264,3 @@ def test_where_no_thread_can_be_started_training_goes_on(drain, kept, caplog):
     assert {"3.ckpt", "4.ckpt"} <= {each.name for each in Path(kept.options["dirpath"]).iterdir()}
     assert loads(io, 4)
     assert io.load_checkpoint("2.ckpt")["global_step"] == 2
-
-
-@pytest.mark.parametrize("spare", range(4))
-def test_who_cannot_read_the_mount_table_does_not_guess(spare, memory_dir):
-    with descriptors_to_spare(spare):
-        try:
-            MemoryTier.open(memory_dir, "default")
-        except MemoryTierError as error:
-            assert "memory_dir cannot be used: Too many open files" in str(error)
-            return
-    assert spare > 0

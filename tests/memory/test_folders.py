@@ -129,6 +129,74 @@ def python(script):
     )
 
 
+KILLED = """
+import os, signal, sys
+from support.parts import save
+from tiered_checkpoint_io.memory.parts import reading
+from tiered_checkpoint_io.memory.tier import MemoryTier
+
+CALLS = ("rename", "open", "ftruncate", "posix_fallocate", "mkdir", "rmdir", "unlink")
+
+
+def life(committed, deadly):
+    calls = iter(range(1, 100_000))
+
+    def counted(real):
+        def call(*args, **kwargs):
+            if next(calls) == deadly:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+        return call
+
+    tier = MemoryTier.open(sys.argv[1], "test")
+    for name in CALLS:
+        setattr(os, name, counted(getattr(os, name)))
+    stored = []
+    for number in range(1, 5):
+        stored.append(save(tier, bytes([number]) * (100_000 + number), number))
+        os.write(committed, bytes([number]))
+        while len(stored) > 2:
+            tier.remove(stored.pop(0))
+    tier.close()
+
+
+for deadly in range(1, 1000):
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        life(write, deadly)
+        os._exit(0)
+    os.close(write)
+    _, status = os.waitpid(child, 0)
+    told = os.read(read, 100)
+    os.close(read)
+    tier = MemoryTier.open(sys.argv[1], "test")
+    parts = tier.parts()
+    newest = parts[-1].part.content.step if parts else 0
+    assert newest - (told[-1] if told else 0) in (0, 1), (deadly, told, newest)
+    assert len(parts) >= min(2, newest), (deadly, parts)
+    for stored in parts:
+        (entry,) = stored.part.content.files
+        with reading(stored) as views:
+            entry.check_chunk(0, views[entry.basename], tier="memory", where="x")
+        tier.remove(stored)
+    assert tier.damaged() == os.listdir(tier.root / "slots") == os.listdir(tier.root / "trash") == [], deadly
+    tier.close()
+    if os.WIFEXITED(status):
+        break
+print(deadly)
+"""
+
+
+def test_killed_at_any_moment_the_newest_committed_part_is_whole(memory_dir):
+    """A child is killed at its n-th call that changes the file system, for every n."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    line = [sys.executable, "-c", KILLED, memory_dir]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=150, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 40
+
+
 def test_trash_that_a_live_process_is_still_sorting_out_does_it_no_harm(tier, memory_dir, monkeypatch):
     stored = save(tier, b"old" * 1000, 1)
     with opened(stored, keep=True), open(stored.file("step=1.ckpt"), "rb") as file:

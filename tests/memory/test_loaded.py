@@ -2,8 +2,6 @@
 
 import fcntl
 import os
-import shutil
-import tempfile
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from support.supporting import build
 from support.tenants import mounted_tmpfs
 
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter
-from tiered_checkpoint_io import dcp as tiered_dcp
 from tiered_checkpoint_io.engine.restore.restore import NodeFetcher
 from tiered_checkpoint_io.memory import parts
 from tiered_checkpoint_io.memory.parts import PINNED
@@ -119,33 +116,6 @@ def test_what_loads_have_brought_makes_room_for_the_next(start, tmp_path, caplog
         assert steps(io) == [1, 4]
         assert "temporary file" not in caplog.text
         io.teardown()
-
-
-def test_what_fits_on_the_disk_alone_is_loaded_through_it_on_a_new_node(start, tmp_path, monkeypatch):
-    """Memory and the folder for temporary files have no room, of full and of sharded checkpoints."""
-    saved(start(), range(1, 5), size=LARGE)
-    sharded = {"dirpath": str(tmp_path / "sharded"), "drain": "thread"}
-    build(
-        tiered_dcp.save,
-        {"w": torch.ones(LARGE)},
-        checkpoint_id="step_5",
-        memory_dir=tier_of(start()).root.parents[1],
-        **sharded,
-    )
-    with mounted_tmpfs(tmp_path / "small", 3 * MIB) as small, mounted_tmpfs(tmp_path / "disk", 12 * MIB) as disk:
-        monkeypatch.setattr(tempfile, "tempdir", str(small))
-        node = {"memory_dir": str(small), "spill_dir": str(disk)}
-        io = start(memory_keep_last=2, **node)
-        for step in range(1, 5):
-            assert io.load_checkpoint(f"step_{step}.ckpt")["global_step"] == step
-            assert io.load_checkpoint(f"step_{step}.ckpt")["global_step"] == step
-        assert steps(io) == [3, 4]
-        io.teardown()
-        shutil.rmtree(tier_of(io).spill.root / "saves")
-        io.teardown()
-        read = {"w": torch.zeros(LARGE, dtype=torch.float64)}
-        build(tiered_dcp.load, read, **node, **sharded)
-        assert read["w"].sum() == LARGE
 
 
 @pytest.mark.parametrize("moment", ["fetch", "hold"])

@@ -1,10 +1,8 @@
 """The spill: where it lies, what it may take, who may use it."""
 
-import errno
 import os
 import shutil
 import stat
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.memory import node, spill
+from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory.spill import disk_left, spill_dir_of, spill_root
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
@@ -151,22 +149,6 @@ def test_what_clears_temporary_folders_may_take_it(options, started):
     assert io.load_checkpoint("tiered:latest")["global_step"] == 2
 
 
-@pytest.mark.parametrize("lacking", [errno.ENOSPC, errno.EMFILE])
-def test_a_moment_without_space_or_descriptors_leaves_it_as_it_is(lacking, started, monkeypatch, warned):
-    def refuse(*_):
-        raise OSError(lacking, os.strerror(lacking))
-
-    io = started()
-    io.save_checkpoint(state(1, size=LARGE), "1.ckpt")
-    with monkeypatch.context() as patch, warned("nothing is spilled to"):
-        patch.setattr(spill, "make_folders", refuse)
-        with pytest.raises(SaveError, match="name a spill_dir"):
-            io.save_checkpoint(state(2, size=LARGE), "2.ckpt")
-    assert [each.part.name for each in session_of(io).open().tier.parts()] == ["1.ckpt"]
-    io.save_checkpoint(state(3, size=LARGE), "3.ckpt")
-    assert session_of(io).last_save.spilled
-
-
 def test_the_command_line_shows_it_and_cleans_it(options, started):
     io = started()
     io.save_checkpoint(state(1, size=LARGE), "1.ckpt")
@@ -176,16 +158,6 @@ def test_the_command_line_shows_it_and_cleans_it(options, started):
     io.teardown()
     assert CliRunner().invoke(app, ["clean", *where, "--yes"]).exit_code == 0
     assert not root.exists()
-
-
-def test_a_process_with_another_temporary_folder_finds_it(options, started, tmp_path, monkeypatch, warned):
-    io = AsyncCheckpointIO(started(drain="process"))
-    with warned("can't hold"):
-        io.save_checkpoint(state(1, size=LARGE), "1.ckpt")
-    io.checkpointer.session.wait()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    output = CliRunner().invoke(app, ["status", "--memory-dir", options["memory_dir"]]).output
-    assert "1.ckpt" in output
 
 
 def test_it_is_off_where_it_was_not_made(memory_dir, temporary_folder):

@@ -12,10 +12,8 @@ from support.clocks import quick
 from support.draining import Node
 from support.failing import failing
 from support.fault_proxy import refuse
-from support.training import Runs
 from support.waiting import until
 
-from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.process import elsewhere
 from tiered_checkpoint_io.engine.drain.worker import Drain
@@ -208,36 +206,6 @@ def test_an_endpoint_of_the_environment_with_a_password_is_not_told(endpoint, mo
     with failing("config", match="holds a user name, a password.*AWS_ENDPOINT_URL_S3") as caught:
         S3Store("s3://bucket/run")
     assert "hunter2" not in "".join(traceback.format_exception(caught.value))
-
-
-@pytest.mark.parametrize("facts", [{"Expiration": PAST}, {"command": "/no/such/program"}])
-def test_training_goes_on_without_credentials(facts, keys_of, proxy, s3_url, memory_dir, tmp_path):
-    keys_of("process").write(**facts)
-    runs = Runs(s3_url, memory_dir, tmp_path)
-    io = runs.io(endpoint_url=proxy.endpoint_url, preflight="warn")
-    callback = TieredModelCheckpoint(memory_every_n_train_steps=1, s3_every_n_train_steps=2)
-    with pytest.warns(UserWarning, match=r"names of this run may repeat.*(could not be renewed|no S3 client)"):
-        trainer, _ = runs.fit(callback, io=io, max_steps=3, ckpt_path=None)
-    assert (trainer.global_step, dict(proxy.counts)) == (3, {})
-
-
-def test_a_restart_that_node_memory_carries_does_without_credentials(keys_of, proxy, s3_url, memory_dir, tmp_path):
-    keys = keys_of("file")
-    keys.write()
-    runs = Runs(s3_url, memory_dir, tmp_path)
-
-    def fit(steps):
-        io = runs.io(endpoint_url=proxy.endpoint_url, save_on_train_end=False)
-        callback = TieredModelCheckpoint(memory_every_n_train_steps=1, save_top_k=0)
-        trainer, _ = runs.fit(callback, io=io, max_steps=steps)
-        return trainer.global_step, io.checkpointer.restored and io.checkpointer.restored.step
-
-    assert fit(2) == (2, None)
-    keys.write("OLD")
-    assert fit(3) == (3, 2)
-    runs.wipe()
-    with failing("credentials", match="ExpiredToken"):
-        fit(4)
 
 
 def test_threads_whose_requests_are_refused_at_once_change_over_together(keys_of, open_store, proxy):

@@ -165,44 +165,6 @@ def test_a_range_answered_with_the_whole_object(open_store, proxy, s3_server, s3
             store.read_into("x", offset, memoryview(buffer))
 
 
-def chunked(body, *, bounds="", lost=0):
-    """An answer that does not tell its length, as from a proxy that changes answers; the last bytes may be lost."""
-
-    def act(exchange):
-        exchange.send_response_only(206 if bounds else 200)
-        for name, text in (("Content-Range", bounds), ("ETag", '"tag"'), ("Transfer-Encoding", "chunked")):
-            if text:
-                exchange.send_header(name, text)
-        exchange.end_headers()
-        if exchange.command != "HEAD":
-            text = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
-            exchange.wfile.write(text[: len(text) - lost])
-        if lost:
-            exchange.cut()
-
-    return act
-
-
-def test_an_answer_that_does_not_tell_its_length_is_read_to_its_end(open_store, proxy):
-    store, data, buffer = open_store(), os.urandom(3 * MIB), memoryview(bytearray(2 * MIB))
-    store.put("x", data)
-    wanted = data[7 : 7 + 2 * MIB]
-    bounds = f"bytes 7-{6 + 2 * MIB}/*"
-    for fault, retries in [(chunked(data), 0), (chunked(wanted, bounds=bounds), 0), (chunked(data, lost=2 * MIB), 1)]:
-        before, buffer[:] = store.metrics.snapshot().get("retries", 0), bytes(2 * MIB)
-        proxy.plan = on("get", fault, numbers=[proxy.counts["get"] + 1])
-        store.read_into("x", 7, buffer)
-        assert bytes(buffer) == wanted
-        assert store.metrics.snapshot().get("retries", 0) - before == retries
-    for fault in (chunked(data[:MIB]), chunked(data[7:MIB], bounds=f"bytes 7-{MIB - 1}/*")):
-        proxy.plan = always("get", fault)
-        with pytest.raises(CorruptCheckpointError, match=f"ends at byte {MIB}"):
-            store.read_into("x", 7, buffer)
-    proxy.plan = always("get", chunked(data, bounds="bytes odd"))
-    with failing("unavailable", match="not the range asked for"):
-        open_store(deadline_s=0.1).read_into("x", 7, buffer)
-
-
 @pytest.mark.parametrize(("fault", "seconds"), [(truncate(MIB), 20.0), (slow_body(1 << 20, 1 << 20), 0.3)])
 def test_an_answer_that_stops_amid_its_body_tells_of_the_network(fault, seconds, open_store, proxy):
     store = open_store(deadline_s=0.0, seconds={"s3_read_s": seconds})

@@ -3,12 +3,11 @@
 import itertools
 import os
 import threading
-from datetime import datetime, timedelta, timezone
 
 import pytest
 from support.draining import Node, names
 from support.failing import failing
-from support.fault_proxy import SLOW_DOWN, always, lose_answer, on, refuse
+from support.fault_proxy import SLOW_DOWN, always, on, refuse
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain.worker import Drain
@@ -101,17 +100,6 @@ def test_an_interrupted_upload_that_may_not_be_asked_after_is_made_again(denied,
     assert len(uploads()) == ("parts of an upload stay on the server" in caplog.text) == ("abort" in denied)
 
 
-def test_a_part_without_an_answer_is_sent_again_where_the_upload_may_not_be_asked_after(open_store, proxy):
-    data = os.urandom(20 * MIB)
-    proxy.plan = lambda name, number: (
-        DENIED if name == "list_parts" else lose_answer if number == 1 and name in ("part", "complete") else None
-    )
-    journal = MemoryJournal()
-    open_store(write_concurrency=1).upload("x", memoryview(data), journal=journal)
-    assert open_store().get("x") == data
-    assert proxy.counts["list_parts"] == 2
-
-
 def test_an_upload_whose_credentials_expire_goes_on_where_it_was_with_others(open_store, proxy, uploads):
     data, journal = os.urandom(40 * MIB), MemoryJournal()
     proxy.plan = lambda *_: refuse(400, "ExpiredToken") if proxy.counts["part"] > 2 else None
@@ -124,41 +112,6 @@ def test_an_upload_whose_credentials_expire_goes_on_where_it_was_with_others(ope
     assert again.get("x") == data
     assert uploads() == []
     assert journal.read() is None
-
-
-def test_an_upload_goes_on_where_it_was_once_its_role_can_be_assumed_again(
-    open_store, proxy, uploads, s3_server, monkeypatch, tmp_path
-):
-    """STS is the proxy's, as no server at hand refuses a role."""
-    keys = f"<AccessKeyId>{s3_server.access_key}</AccessKeyId><SecretAccessKey>{s3_server.secret_key}</SecretAccessKey>"
-    # Asked for before each request, as it is about to expire.
-    soon = (datetime.now(timezone.utc) + timedelta(seconds=60)).isoformat()
-    given = f"<Credentials>{keys}<SessionToken>t</SessionToken><Expiration>{soon}</Expiration></Credentials>"
-    name, granted = "AssumeRoleWithWebIdentity", True
-
-    def assume(exchange):
-        if granted or proxy.counts["part"] < 2:
-            exchange.answer(200, f"<{name}Response><{name}Result>{given}</{name}Result></{name}Response>".encode())
-        else:
-            exchange.answer(403, b"<ErrorResponse><Error><Code>AccessDenied</Code></Error></ErrorResponse>")
-
-    proxy.plan = always("post", assume)
-    (tmp_path / "token").write_text("token")
-    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(variable)
-    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/training")
-    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
-    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", proxy.endpoint_url)
-    data, journal = os.urandom(40 * MIB), MemoryJournal()
-    granted = False
-    with failing("credentials", match="could not be had: AssumeRoleWithWebIdentity failed .AccessDenied, HTTP"):
-        open_store(write_concurrency=1).upload("x", memoryview(data), journal=journal)
-    granted = True
-    again = open_store()
-    again.upload("x", memoryview(data), journal=journal)
-    assert again.metrics.snapshot()["requests.part"] == 3
-    assert again.get("x") == data
-    assert uploads() == []
 
 
 @pytest.mark.parametrize(("status", "code"), [(400, "BadDigest"), (400, "IncompleteBody"), (524, "")])

@@ -1,8 +1,6 @@
 """A server that accepts and never answers: a restart takes what node memory has, and training does not wait."""
 
-import contextlib
 import logging
-import socket
 import threading
 import time
 
@@ -10,16 +8,12 @@ import pytest
 import torch
 from support.bad_input import state
 from support.clocks import hurried, quick
-from support.counting_proxy import CountingProxy
 from support.failing import failing
 from support.fault_proxy import refuse, where
-from support.launch import free_port
 from support.restoring import flip
 from support.supporting import build
-from support.training import Runs
 
 from tiered_checkpoint_io import TieredCheckpointIO
-from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.stores.base import Metrics
 from tiered_checkpoint_io.stores.retry import Retry
@@ -98,30 +92,6 @@ def io_of(s3_url, memory_dir, proxy, book):
         io.teardown()
 
 
-@pytest.mark.matrix
-def test_training_resumes_from_memory_and_counts_down_to_it(s3_url, s3_server, memory_dir, tmp_path, book):
-    runs = Runs(s3_url, memory_dir, tmp_path)
-
-    def callback():
-        return TieredModelCheckpoint(memory_every_n_train_steps=2, s3_every_n_train_steps=5, save_top_k=-1)
-
-    port = free_port()
-    options = {"endpoint_url": f"http://127.0.0.1:{port}"}
-    with CountingProxy(s3_server.endpoint_url, port):
-        runs.fit(callback(), io=runs.io(**options), stop_at=7, ckpt_path=None)
-    with contextlib.closing(socket.create_server(("127.0.0.1", port))):
-        options["durable_timeout_s"] = 3
-        io = runs.io(**options, preflight="off", save_on_train_end=False, logger=book.log)
-        trainer, _ = runs.fit(callback(), io=io, max_steps=9)
-        assert (io.checkpointer.restored.step, io.checkpointer.restored.tier) == (6, "memory")
-        assert trainer.global_step == 9
-    assert book.having("resuming from node memory in") == [
-        "S3 has not answered for 1 s; resuming from node memory in 2 s at most",
-        "S3 has not answered for 2 s; resuming from node memory in 1 s at most",
-    ]
-    assert book.having("restoring from node memory: S3 has not answered for 3 s")
-
-
 def test_a_server_that_refuses_all_that_it_is_asked_is_told_as_that(io_of, proxy, book):
     """As S3 does that is asked too much."""
     first = io_of()
@@ -169,19 +139,6 @@ def test_a_save_that_waits_stays_in_memory_and_is_uploaded_later(io_of, proxy, b
     elsewhere = io_of(namespace="another-node")
     assert elsewhere.load_checkpoint("tiered:latest")["global_step"] in (2, 3)
     assert elsewhere.checkpointer.restored.tier == "durable"
-
-
-@pytest.mark.matrix
-def test_a_full_queue_is_not_waited_for_and_the_save_is_of_memory_alone(io_of, proxy, book):
-    gate, io = Gate(proxy), io_of(pending_timeout_s=1, max_pending=1)
-    for step in (1, 2, 3):
-        assert io.checkpointer.save(state(step), f"{step}.ckpt", wait=False)
-    assert book.having("3.ckpt stays in memory: too many saves wait for the durable tier")
-    # The third waits again only if the drain has moved something meanwhile, such as an attempt that failed.
-    assert 1 <= len(book.having("waiting until one of 1 uploads has ended")) <= 2
-    gate.open()
-    io.checkpointer.session.wait()
-    assert not io.checkpointer.session.is_pending("1.ckpt")
 
 
 def test_each_answer_begins_a_new_silence():
