@@ -26,7 +26,8 @@ from typing import Any, cast
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.commit import commit
 from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.engine.durable.garbage import collect
+from tiered_checkpoint_io.engine.durable.survey import Survey
+from tiered_checkpoint_io.engine.durable.sweep import sweep, written
 from tiered_checkpoint_io.engine.restore.catalog import Tiers, discover
 from tiered_checkpoint_io.engine.restore.choice import Catalog, Held, Selector, choose
 from tiered_checkpoint_io.formats.parallel import in_parallel
@@ -159,7 +160,7 @@ def run(store: Any, parts: int) -> dict[str, str]:
         arrivals.look(store)
         assert not arrivals.missing
         commit(store, own, {METADATA: memoryview(_METADATA)}, arrivals.rows)
-        collect(store, own, patience_s=3600.0)
+        sweep(store, Survey(), before=written(store, ids.manifest_key(own.name)) - 3600.0)
 
     _, seconds, counts = counted(store, whole_commit)
     commit_requests = sum(count for key, count in counts.items() if key.startswith("requests."))

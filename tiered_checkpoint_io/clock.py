@@ -21,6 +21,8 @@ DURABLE_TIMEOUT_S = 15
 PENDING_TIMEOUT_S = 30
 #: Bound of every wait for the durable tier, seconds: longer than the upload of a large checkpoint.
 WAIT_TIMEOUT_S = 1_800
+#: The sweep removes an unnamed save that was not written to for so long, seconds: no live drain is silent for an hour.
+SWEEP_AGE_S = 3_600
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,8 +128,10 @@ def oracle(memory, durable, selector, aliases):
     readable = set()
     for name in names & set(manifests):
         manifest = manifests[name]
-        if manifest.alias_of in manifests:
-            manifest = manifests[manifest.alias_of]
+        if manifest.alias_of:
+            manifest = manifests.get(manifest.alias_of)
+        if manifest is None or manifest.alias_of:
+            continue
         readable |= {each.step for each in (manifest.content, *manifest.previous)}
     expected = []
     for number in range(9, -1, -1):

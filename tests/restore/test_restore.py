@@ -27,7 +27,7 @@ from support.restoring import (
 from tiered_checkpoint_io.engine.chunks import drop_temporary, temporary_file
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.durable.aliases import put_alias
+from tiered_checkpoint_io.engine.durable.copies import put_alias
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.restore.aside import SLOTS, aside_root
 from tiered_checkpoint_io.engine.restore.catalog import reading_order

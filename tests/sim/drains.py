@@ -115,8 +115,9 @@ def trainer(world, node, rank, ranks, plan):
     return work
 
 
-def drain(world, node):
+def drain(world, node, store=None):
     """A drain of a node, started anew where it was killed."""
+    store = store or (MemoryStore if world.has_conditions else PlainStore)
 
     def work(process):
         class Never:
@@ -128,7 +129,7 @@ def drain(world, node):
             logger=LOG,
             stop=Never(),
             stay=True,
-            open_store=lambda *_: (MemoryStore if world.has_conditions else PlainStore)(world, process),
+            open_store=lambda *_: store(world, process),
             clock=process.clock,
         )
         made._loop(once=False)

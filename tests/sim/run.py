@@ -5,8 +5,8 @@
     python tests/sim/run.py --first 85 --seeds 1    one life again; its history is printed
 
 Each life is judged against a dictionary: of eight seeds, one is of the drains of one run (``drains.py``), one of
-replicas in the memory of other machines (``peers.py``), two of drains of two runs on the same names (``two_runs.py``),
-and four of runs, with trainers, leases, restarts and preemptions (``runs.py``). Many seeds let requests fail, too, and
+replicas in the memory of other machines (``peers.py``), two of drains of two runs on the same names (``two_runs.py``;
+every fourth of them of two process groups, one slow, ``two_groups.py``), and four of runs, with trainers, leases, restarts and preemptions (``runs.py``). Many seeds let requests fail, too, and
 clocks be off. The seeds with a violation are printed, and the history of the shortest. Last line:
 ``seeds=N steps=N violations=N``.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from sim import drains, peers, runs, two_runs
+from sim import drains, peers, runs, two_groups, two_runs
 from sim.world import Fates
 
 CALM, ROUGH = Fates(), Fates(failed=0.03, skew=30.0)
@@ -32,6 +32,8 @@ def lives_of(seed):
         return runs
     if seed % 16 // 2 == 4:
         return peers
+    if seed % 32 // 2 == 14:
+        return two_groups
     return two_runs if seed // 4 % 2 else drains
 
 
@@ -58,7 +60,9 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="which of them")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--first-found", action="store_true", help="end with the first violation")
-    parser.add_argument("--only", choices=["drains", "peers", "two_runs", "runs"], help="leave other lives out")
+    parser.add_argument(
+        "--only", choices=["drains", "peers", "two_groups", "two_runs", "runs"], help="leave other lives out"
+    )
     parser.add_argument("--memory", default="/dev/shm", metavar="DIR", help="where the memory of nodes is")
     options = parser.parse_args()
     count = options.seeds // options.one_of

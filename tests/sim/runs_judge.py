@@ -53,10 +53,10 @@ class Operation:
 def content_of(store, name):
     """The content that a reader finds whole under a name; None if it is absent, text where none is whole."""
     manifest = read_manifest(store, name)
-    if manifest is None:
+    if manifest is not None and manifest.alias_of:
+        manifest = read_manifest(store, manifest.alias_of)
+    if manifest is None or manifest.alias_of:
         return None
-    if manifest.alias_of and (target := read_manifest(store, manifest.alias_of)):
-        manifest = target
     for content in (manifest.content, *manifest.previous):
         (entry,) = files_of(store, content).all()
         data = store._objects.get(entry.path, (b"", 0))[0]
@@ -137,24 +137,28 @@ class Judge:
         for name in self.operations:
             number, last = self._number_shown(name), self._shown.get(name, 0)
             if number is None:
-                deletes = [
-                    each.number for each in self.operations[name] if each.kind == "delete" and each.number > last
-                ]
+                deletes = [number for number in self._ends_of(name) if number > last]
                 if last and not deletes and not self._is_delete(name, last):
                     self._blame(f"{name} is gone, which has shown {last}, and was not deleted")
                 elif last and not self._is_delete(name, last):
                     self._shown[name] = deletes[0]
-            elif number < last and not self._is_kept(name, number, last):
+            elif number < last and not self._is_alias_anew(name, last):
                 self._blame(f"{name} shows {number}, behind {last}")
             else:
                 self._shown[name] = max(last, number)
 
-    def _is_kept(self, name, number, last):
-        """Whether it is what a deleted name shows while it is saved anew, because an alias has kept its object."""
-        return self._is_delete(name, last) and bool(self._aliases_of(name)) and number < last
+    def _ends_of(self, name):
+        """The numbers of the deletes by which a name goes: its own, and those of what it was made an alias of."""
+        names = {name, *(each.target.name for each in self.operations[name] if each.kind == "alias")}
+        found = (each for named in names for each in self.operations.get(named, ()))
+        return sorted(each.number for each in found if each.kind == "delete")
 
     def _is_delete(self, name, number):
-        return any(each.number == number and each.kind == "delete" for each in self.operations[name])
+        return number in self._ends_of(name)
+
+    def _is_alias_anew(self, name, last):
+        """Whether a name that had gone may show an older save by now: that of the target of an alias."""
+        return self._is_delete(name, last) and any(each.kind == "alias" for each in self.operations[name])
 
     def _number_shown(self, name):
         content = content_of(Peek(self._world), name)
@@ -325,5 +329,6 @@ class Judge:
         if operation.kind == "save":
             return {operation.number}
         target = operation.target
-        saves = self.operations.get(target.name, ())
-        return {each.number for each in saves if each.kind == "save" and each.number >= target.number}
+        later = [each for each in self.operations.get(target.name, ()) if each.number >= target.number]
+        gone = {None} if any(each.kind == "delete" for each in later) else set()
+        return {each.number for each in later if each.kind == "save"} | gone

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from sim import drains, two_runs
+from sim import drains, two_groups, two_runs
 from sim.defects import DEFECTS, ROOT
 from sim.run import CALM, ROUGH
 
@@ -24,6 +24,15 @@ def test_two_runs_on_the_same_names_are_as_one_after_the_other(fates, memory_dir
     for seed in range(10):
         os.mkdir(f"{memory_dir}/{seed}", 0o700)
         world = two_runs.life(seed, fates, folder=f"{memory_dir}/{seed}")
+        found += [f"seed {seed}: {world.violation}"] if world.violation else []
+    assert found == []
+
+
+def test_no_group_removes_parts_of_a_live_save_of_another(memory_dir):
+    found = []
+    for seed in range(5):
+        os.mkdir(f"{memory_dir}/{seed}", 0o700)
+        world = two_groups.life(seed, folder=f"{memory_dir}/{seed}")
         found += [f"seed {seed}: {world.violation}"] if world.violation else []
     assert found == []
 

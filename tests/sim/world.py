@@ -8,6 +8,7 @@ its effect. The same seed gives the same history; ``World.digest`` tells whether
 
 import contextlib
 import hashlib
+import logging
 import random
 import sys
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo, changed
 
+logging.getLogger("tiered_checkpoint_io").addHandler(logging.NullHandler())
 START = 1_767_225_600.0  # 2026-01-01
 
 

@@ -8,7 +8,6 @@ from support.clocks import quick
 from support.failing import failing
 from support.fault_proxy import FaultProxy, directory_bucket, refuse
 
-from tiered_checkpoint_io.engine.durable.pruning import unfinished
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.s3 import S3Store
 from tiered_checkpoint_io.testing.servers import S3Server
@@ -52,14 +51,13 @@ def test_a_session_that_is_refused_is_named(store, proxy):
 
 
 def test_a_list_by_the_beginning_of_a_name_finds_these_alone(store):
-    """Descriptions of parts, the index of a save and the journals of prune are looked for so."""
+    """Descriptions of parts, and the index of a save, are looked for so."""
     described = [ids.description_key(SAVE, rank) for rank in (0, 7, 1000)]
-    for key in (*described, ids.index_key(SAVE), ids.prune_key("a.ckpt"), ids.preflight_key("x"), "a.ckpt"):
+    for key in (*described, ids.index_key(SAVE), ids.preflight_key("x"), "a.ckpt"):
         store.put(key, b"{}")
     first, second = ids.description_prefixes(SAVE, [0, 1000])
     assert {entry.key for entry in store.list(first)} == set(described[:2])
     assert {entry.key for entry in store.list(second)} == {described[2]}
     assert [entry.key for entry in store.list(ids.index_key(SAVE))] == [ids.index_key(SAVE)]
-    assert unfinished(store) == [ids.prune_key("a.ckpt")]
     assert [entry.key for entry in store.list("a.")] == ["a.ckpt"]
-    assert len(list(store.list(""))) == 7
+    assert len(list(store.list(""))) == 6

@@ -98,10 +98,10 @@ class Node:
 def readable(store, name):
     """What a reader makes of a name: the bytes that some content of its manifest describes; None if absent."""
     manifest = read_manifest(store, name)
-    if manifest is None:
+    if manifest is not None and manifest.alias_of:
+        manifest = read_manifest(store, manifest.alias_of)
+    if manifest is None or manifest.alias_of:
         return None
-    if manifest.alias_of and (target := read_manifest(store, manifest.alias_of)):
-        manifest = target
     for content in (manifest.content, *manifest.previous):
         (entry,) = files_of(store, content).all()
         data = store.get(entry.path)

@@ -86,10 +86,10 @@ def readable(store, name):
     All files of the content that is found must be there, and match.
     """
     manifest = read_manifest(store, name)
-    if manifest is None:
+    if manifest is not None and manifest.alias_of:
+        manifest = read_manifest(store, manifest.alias_of)
+    if manifest is None or manifest.alias_of:
         return None
-    if manifest.alias_of and (target := read_manifest(store, manifest.alias_of)):
-        manifest = target
     for content in (manifest.content, *manifest.previous):
         if all(_matches(store, entry) for entry in files_of(store, content).all()):
             return content.step
@@ -103,7 +103,7 @@ def named(store):
     manifests = {name: manifest for name, manifest in read.items() if manifest is not None}
     keys = set()
     for manifest in manifests.values():
-        if manifest.alias_of not in manifests:
+        if manifest.alias_of is None:
             for content in (manifest.content, *manifest.previous):
                 keys |= set(files_of(store, content).sizes)
                 if content.index:

@@ -40,7 +40,6 @@ class Model:
     def __init__(self):
         self._own = {}
         self._aliases = {}
-        self._kept = {}
 
     def apply(self, number, action, name, target):
         if action == "save":
@@ -48,15 +47,16 @@ class Model:
             self._aliases.pop(name, None)
         elif action == "alias":
             self._own.pop(name, None)
-            # What pointed to it follows.
-            self._aliases = {each: target if of == name else of for each, of in self._aliases.items()}
+            self._drop_aliases_of(name)
             self._aliases[name] = target
-        elif name in self._own:
-            self._kept |= {alias: (name, self._own[name]) for alias, of in self._aliases.items() if of == name}
-            del self._own[name]
         else:
             # Of what was never there, too: a trainer that removes does not look.
+            self._own.pop(name, None)
             self._aliases.pop(name, None)
+            self._drop_aliases_of(name)
+
+    def _drop_aliases_of(self, name):
+        self._aliases = {alias: of for alias, of in self._aliases.items() if of != name}
 
     def is_real(self, name):
         """Whether a checkpoint of this name was saved, in place of being an alias."""
@@ -64,11 +64,10 @@ class Model:
 
     def view(self):
         """Names, and the number of the save that each shows."""
-        shown = {alias: self._own.get(of) or self._kept[alias][1] for alias, of in self._aliases.items()}
-        return {**self._own, **shown}
+        return {**self._own, **{alias: self._own[of] for alias, of in self._aliases.items()}}
 
     def objects(self):
-        return sorted({*self._own, *self._aliases.values()})
+        return sorted(self._own)
 
 
 def moments():

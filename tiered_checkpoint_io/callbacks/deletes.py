@@ -79,6 +79,8 @@ class SafeDeletes(PortableState):
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
         with self._replacing(self._named()):
             super()._save_last_checkpoint(trainer, of_rank_0(trainer, monitor_candidates))
+        # After "last" points elsewhere: an alias goes with its target.
+        self._remove_withheld(trainer)
 
     @contextlib.contextmanager
     def _replacing(self, before: Iterable[str]) -> Iterator[None]:
@@ -95,7 +97,6 @@ class SafeDeletes(PortableState):
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         if trainer.is_global_zero:
             self._withheld.setdefault(filepath, self._before.get(filepath))
-        self._remove_withheld(trainer)
 
     def _remove_withheld(self, trainer: Trainer) -> None:
         """Deletes what is due, where the newest save has landed; all ranks call this."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -14,10 +14,10 @@ from tiered_checkpoint_io.cli.answers import ask, claimed
 from tiered_checkpoint_io.cli.options import Dirpath, Output, Server, path_of, wrong_use
 from tiered_checkpoint_io.cli.output import INTERRUPTED, Columns, say, show, write_json
 from tiered_checkpoint_io.engine.drain.process import ended_by_signal
-from tiered_checkpoint_io.engine.durable.pruning import finish, remove_all, unfinished
-from tiered_checkpoint_io.engine.durable.retention import in_order, refused_text
+from tiered_checkpoint_io.engine.durable.retention import in_order, refused_text, remove_all
 from tiered_checkpoint_io.engine.durable.survey import RemovalAttempt, Survey
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, TieredCheckpointError
+from tiered_checkpoint_io.engine.durable.sweep import sweep
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.inventory.durable import Leftovers, leftovers
 from tiered_checkpoint_io.inventory.node import time_of
 from tiered_checkpoint_io.logs import size_text
@@ -34,8 +34,6 @@ class _Plan(NamedTuple):
     unread: Mapping[str, Exception]
     reasons: Mapping[str, tuple[str, ...]]
     left: Leftovers
-    #: What earlier prunes did not finish.
-    unfinished: Sequence[str]
 
     @property
     def going(self) -> list[Checkpoint]:
@@ -43,10 +41,10 @@ class _Plan(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """What became of those that were to go, and what the server has refused of what earlier prunes left."""
+    """Results for the checkpoints that were to go, and the ids of the unnamed saves that are gone."""
 
     attempts: Sequence[RemovalAttempt] = ()
-    refused_again: Sequence[TieredCheckpointError] = ()
+    swept: Sequence[str] = ()
 
     @property
     def gone(self) -> list[Checkpoint]:
@@ -116,7 +114,7 @@ class Prune(Output, Server, Keep):
         config = self.config(self.dirpath)
         older_than_s = self.older_than * 3600.0
         plan = ask(config, lambda store: _plan(store, policies, older_than_s))
-        if not (self.yes and (plan.going or plan.unfinished)):
+        if not (self.yes and (plan.going or plan.left.incomplete)):
             _show(config, plan, _Done(), json=json, dry_run=not self.yes)
             return
         done = _Done()
@@ -125,18 +123,13 @@ class Prune(Output, Server, Keep):
             if is_ours:
                 # The tier may have changed since the first look.
                 plan = ask(config, lambda asked: _plan(asked, policies, older_than_s))
-                going = plan.going
                 # Printed after the last delete: a closed pipe must not stop it half-way.
-                left = plan.unfinished
-                done = ask(
-                    config,
-                    lambda asked: _Done(refused_again=finish(asked, left), attempts=remove_all(asked, going, stop)),
-                )
+                done = ask(config, lambda asked: _Done(remove_all(asked, plan.going, stop), _swept(asked, config)))
         if stop.is_set():
             say(f"interrupted: removed {len(done.gone)} of {len(plan.going)}; the others are unchanged", err=True)
             raise typer.Exit(INTERRUPTED)
         _show(config, plan, done, json=json, dry_run=False)
-        if done.refused or done.refused_again:
+        if done.refused:
             raise typer.Exit(1)
 
 
@@ -188,7 +181,13 @@ def _plan(store: Store, policies: Sequence[Policy], older_than_s: float) -> _Pla
     reasons = kept(found, policies)
     names = {each.name for each in found} | survey.unread.keys()
     left = leftovers(store, names, survey.saves, older_than_s=older_than_s)
-    return _Plan(found, survey.unread, reasons, left, unfinished(store))
+    return _Plan(found, survey.unread, reasons, left)
+
+
+def _swept(store: Store, config: TieredCheckpointConfig) -> list[str]:
+    # The lease of this command was written just now, so its time is that of the store.
+    now = max((entry.modified for entry in store.list(ids.META_PREFIX)), default=0.0)
+    return [save_id for save_id, _ in sweep(store, Survey(), before=now - config.support.sweep_age_s)]
 
 
 def _refuse_unknown_metrics(found: Sequence[Checkpoint], policies: Sequence[Policy]) -> None:
@@ -205,7 +204,8 @@ def _refuse_unknown_metrics(found: Sequence[Checkpoint], policies: Sequence[Poli
 
 # ------------------------------------------------------------------------------------------ output
 def _show(config: TieredCheckpointConfig, plan: _Plan, done: _Done, *, json: bool, dry_run: bool) -> None:
-    going, gone, left = plan.going, done.gone, plan.left
+    going, gone = plan.going, done.gone
+    left = replace(plan.left, incomplete=tuple(each for each in plan.left.incomplete if each not in done.swept))
     if json:
         document = {
             "dirpath": config.dirpath,
@@ -218,7 +218,6 @@ def _show(config: TieredCheckpointConfig, plan: _Plan, done: _Done, *, json: boo
                 {"name": each.checkpoint.name, "removed": each.is_gone, "error": str(each.refusal)}
                 for each in done.refused
             ],
-            "refused_again": [str(each) for each in done.refused_again],
             "incomplete_saves": left.incomplete,
             "unnamed_objects": left.objects,
             "unnamed_size_bytes": left.size,
@@ -247,10 +246,6 @@ def _show(config: TieredCheckpointConfig, plan: _Plan, done: _Done, *, json: boo
         say(f"{len(going)} would go, {size}" + ("; delete with --yes" if going else ""))
     else:
         say(f"removed {len(gone)}, {size}")
-    if dry_run and plan.unfinished:
-        count = len(plan.unfinished)
-        one = "1 removal of an earlier prune is not finished; --yes finishes it"
-        say(one if count == 1 else f"{count} removals of earlier prunes are not finished; --yes finishes them")
     for line in _leftover_lines(left):
         say(line)
     for line in _refused_lines(done):
@@ -264,19 +259,18 @@ def _late(each: Checkpoint, told: set[str], refused: set[int | str]) -> str:
 
 
 def _refused_lines(done: _Done) -> list[str]:
-    lines = []
-    if stays := [each for each in done.refused if not each.is_gone]:
-        lines.append(refused_text(stays))
-    if left := [*(each.refusal for each in done.refused if each.is_gone), *done.refused_again]:
+    stays = [each for each in done.refused if not each.is_gone]
+    lines = [refused_text(stays)] if stays else []
+    if left := [each.refusal for each in done.refused if each.is_gone]:
         what = f"files of {len(left)} removed checkpoint{'s' if len(left) > 1 else ''} are left"
-        lines.append(f"{what}; the next prune --yes tries again: {left[0]}")
+        lines.append(f"{what}; a later sweep tries again: {left[0]}")
     return lines
 
 
 def _leftover_lines(left: Leftovers) -> list[str]:
     lines = []
     if left.incomplete:
-        lines.append(f"incomplete saves: {len(left.incomplete)}; the next commit of a run removes them")
+        lines.append(f"incomplete saves: {len(left.incomplete)}; a run removes them, and so does --yes")
     if left.uploads:
         lines.append(f"unfinished uploads: {left.uploads}; the next run aborts those older than a day")
     if left.objects:

@@ -26,7 +26,6 @@ from tiered_checkpoint_io.engine.drain.status import (
     standing_of,
 )
 from tiered_checkpoint_io.engine.durable.manifests import names_of
-from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.engine.leasing.claims import Claims
 from tiered_checkpoint_io.engine.leasing.lease_keeper import launch_rank
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
@@ -72,7 +71,7 @@ class Session:
         counts: See :attr:`Progress.counters`.
         last_save: The newest save of this process.
         save_ids: Gives out the ids of its operations.
-        known, survey: Which names the durable tier has, and what looks for garbage there have found.
+        known: Which names the durable tier has.
         background: The end of a save that runs while training goes on.
         turn: Which thread saves.
         claims: That no other run writes to the same place.
@@ -101,7 +100,7 @@ class Session:
             lambda: names_of(self.durable()), self._queued_names, lambda: self.open().drain.runner.has_worked, clock
         )
         wait_s = float(config.support.wait_timeout_s)
-        self.survey, self.background, self.turn = Survey(), BackgroundTask(wait_s, self.log), Turn(wait_s)
+        self.background, self.turn = BackgroundTask(wait_s, self.log), Turn(wait_s)
         self._pins = HostPins()
         self._opened: Opened | None = None
         self._stores: dict[str, Store] = {}

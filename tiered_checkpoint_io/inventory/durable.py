@@ -74,7 +74,10 @@ def read_all(
         else DurableCheckpoint(name, value)
         for name, value in sorted(named.items())
     ]
-    return [each for each in found if each.is_there]
+    targets = {each.name: each.manifest.alias_of for each in found if each.manifest is not None}
+    own = {each.name for each in found if each.is_there and not targets.get(each.name)}
+    # An alias whose target is gone is no checkpoint.
+    return [each for each in found if (targets.get(each.name) or each.name) in own]
 
 
 def checkpoints(
@@ -166,8 +169,8 @@ def find(store: Store, name: str, *, operation: str, accepts: Kind | None = None
         StoreError: The tier could not be asked.
     """
     manifest = latest_manifest(store, operation, accepts) if name == ids.LATEST else read_manifest(store, name)
-    target = read_manifest(store, manifest.alias_of) if manifest is not None and manifest.alias_of else None
-    return target or manifest
+    target = read_manifest(store, manifest.alias_of) if manifest is not None and manifest.alias_of else manifest
+    return target if target is not None and target.alias_of is None else None
 
 
 def latest_manifest(store: Store, operation: str, accepts: Kind | None = None) -> Manifest:
@@ -294,7 +297,7 @@ class Leftovers:
     """Remains of incomplete saves and uploads that have not changed for a while.
 
     Attributes:
-        incomplete: Ids of saves that no manifest names; a run's next commit removes them.
+        incomplete: Ids of saves that no manifest names; the sweep of a run or of ``prune`` removes them.
         objects: How many objects lie outside of ``.tiered/`` that no checkpoint owns; they may be another program's.
         size: Bytes of these.
         uploads: Uploads in parts that were begun and not ended; 0 where the store has none. The next run aborts them.

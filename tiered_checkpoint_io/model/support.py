@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from tiered_checkpoint_io.clock import DURABLE_TIMEOUT_S, PENDING_TIMEOUT_S, WAIT_TIMEOUT_S
+from tiered_checkpoint_io.clock import DURABLE_TIMEOUT_S, PENDING_TIMEOUT_S, SWEEP_AGE_S, WAIT_TIMEOUT_S
 from tiered_checkpoint_io.errors import ConfigError
 
 #: Holds settings such as ``wait_timeout_s=60,drain=thread``.
@@ -19,6 +19,7 @@ _RANGES = {
     "durable_timeout_s": (1, _DAY_S),
     "pending_timeout_s": (1, _DAY_S),
     "wait_timeout_s": (1, 7 * _DAY_S),
+    "sweep_age_s": (1, 7 * _DAY_S),
 }
 
 
@@ -33,6 +34,7 @@ class Support:
         pending_timeout_s: How long a save waits for a durable tier that does not answer, seconds. Then the checkpoint
             stays in memory, and training continues.
         wait_timeout_s: Bound of every wait for the durable tier, seconds.
+        sweep_age_s: Age at which objects that no manifest names are removed, seconds.
 
     Raises:
         ConfigError: A value is not allowed.
@@ -43,6 +45,7 @@ class Support:
     durable_timeout_s: int = DURABLE_TIMEOUT_S
     pending_timeout_s: int = PENDING_TIMEOUT_S
     wait_timeout_s: int = WAIT_TIMEOUT_S
+    sweep_age_s: int = SWEEP_AGE_S
 
     def __post_init__(self) -> None:
         if self.drain not in _DRAINS:

@@ -7,7 +7,6 @@ rarely; neither holds up later saves.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from typing import Literal
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.events import note
-from tiered_checkpoint_io.engine.drain.left_over import remove_later
 from tiered_checkpoint_io.engine.drain.operations import (
     DAMAGED_IN_MEMORY,
     NAMING,
@@ -31,10 +29,8 @@ from tiered_checkpoint_io.engine.drain.operations import (
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.status import Reporter
 from tiered_checkpoint_io.engine.drain.stores import Stores
-from tiered_checkpoint_io.engine.drain.unfinished import Begun, Unfinished
-from tiered_checkpoint_io.engine.durable import aliases, commit, copies, retention
-from tiered_checkpoint_io.engine.durable.garbage import clear_up
-from tiered_checkpoint_io.engine.durable.removal import Later
+from tiered_checkpoint_io.engine.drain.unfinished import REFRESHES, Begun, Unfinished
+from tiered_checkpoint_io.engine.durable import commit, copies, retention, sweep
 from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -47,7 +43,8 @@ from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.place import AtPlace, Place
+from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.model.retention import policies_from
 from tiered_checkpoint_io.stores import Store
 from tiered_checkpoint_io.stores.base import UploadJournal
@@ -64,7 +61,7 @@ class Executor:
     Attributes:
         begun: Those.
         refused: Durable tiers that do not copy objects, of which this was said.
-        surveys: What garbage collection and retention know, by durable tier.
+        surveys: Knowledge of the sweep and of retention, by durable tier.
     """
 
     tier: MemoryTier
@@ -87,20 +84,20 @@ class Executor:
         said = ""
         try:
             if stored is not None:
-                fate = self._save(operation, stored)
+                fate = self._save(stored)
             elif operation.action == "cancel":
                 self._cancel(operation, operations)
             else:
-                store, journal = self.stores.get(operation.place), self.queue.journal(operation.op_id)
+                store = self.stores.get(operation.place)
                 if operation.action == "copy":
-                    self._copy(operation, store, journal)
+                    self._copy(operation, store, self.queue.journal(operation.op_id))
                 elif operation.action == "alias":
-                    aliases.put_alias(store, operation.name, operation.target, before=operation.op_id, journal=journal)
+                    copies.put_alias(store, operation.name, operation.target, before=operation.op_id)
                 elif operation.action == "retain":
-                    state, said = self._retain(operation, operations, store, journal)
+                    state, said = self._retain(operation, operations, store)
                 else:
                     self._check_replaced(operation)
-                    aliases.delete(store, operation.name, before=operation.op_id, journal=journal, clock=self.clock)
+                    sweep.delete(store, operation.name, before=operation.op_id, clock=self.clock)
         except _Stopped:
             return
         except Exception as error:
@@ -137,7 +134,7 @@ class Executor:
             # One drain looks for what those of all nodes have left: the coordinator's, which has most other requests.
             self.stores.abort_abandoned(operation.place)
 
-    def _save(self, operation: Request, stored: StoredPart) -> commit.Fate | Literal["waits"]:
+    def _save(self, stored: StoredPart) -> commit.Fate | Literal["waits"]:
         """Does what can be done now for a part in memory: sends it, waits for those of other nodes, commits."""
         part, rows = stored.part, None
         is_alone, timeout_s, clock = part.content.parts == 1, self.stores.config.support.wait_timeout_s, self.clock
@@ -146,22 +143,42 @@ class Executor:
             if not is_alone:
                 with contextlib.nullcontext() if commit.is_sent(journal) else self.begun.sending(stored.op_id, clock):
                     fate = commit.put_part(store, part, files, journal=journal, progress=self._progress, clock=clock)
+                if fate == "sent" and not part.commits:
+                    self.begun.alive.sent(part, clock)
                 if fate == "replaced" or not part.commits:
                     return fate
                 if fate == "sent" and (rows := self.begun.gather(store, part, timeout_s, clock)) is None:
                     return "waits"
-            left = self._later(part, f"{part.name} is durable; what it replaced", part.save_id)
-            fate = commit.commit(
-                store, part, files, rows, journal=journal, progress=self._progress, remove_later=left, clock=clock
-            )
-        if fate != "replaced" and not is_alone:
-            queued = self.queue.look(self.tier)
-            given_up = superseded(queued, self.begun.lost(part), operation)
-            left_alone = [each for each in queued if each.action in SAVES and each not in given_up]
-            busy = {each.name for each in left_alone if ids.save_id_of_op(each.op_id) != part.save_id}
-            survey = self._survey(part.place)
-            clear_up(store, part, patience_s=timeout_s, busy=busy, log=self.log, survey=survey, clock=clock)
+            fate = commit.commit(store, part, files, rows, journal=journal, progress=self._progress, clock=clock)
+        if fate != "replaced":
+            self._sweep(store, part)
         return fate
+
+    def _sweep(self, store: Store, committed: Part) -> None:
+        """Removes what no manifest names, now and then after a commit; an error does not undo the commit."""
+        survey, now, age_s = self._survey(committed.place), self.clock.monotonic(), self._age_s()
+        if now < survey.due:
+            return
+        survey.due = now + age_s / REFRESHES
+        live = {ids.save_id_of_op(each.op_id) for each in self.queue.look(self.tier) if each.action in SAVES}
+        try:
+            stored = sweep.written(store, ids.manifest_key(committed.name))
+            gone = sweep.sweep(store, survey, before=stored - age_s, live=live - {committed.save_id}, clock=self.clock)
+        except TieredCheckpointError as error:
+            # A manifest that can't be read stays so from save to save.
+            if str(error) != survey.told:
+                self.log.warning("could not remove all that is left of incomplete saves: %s", error)
+            survey.told = str(error)
+            return
+        for save_id, name in gone:
+            self.log.warning("save %s of %s never became complete, or was deleted: removed its objects", save_id, name)
+
+    def _age_s(self) -> float:
+        return float(self.stores.config.support.sweep_age_s)
+
+    def keep_alive(self) -> None:
+        """Shows other drains, now and then, that the saves of several parts in which this one has a part are alive."""
+        self.begun.alive.refresh(self.stores.get, self._age_s, self.clock)
 
     def _survey(self, place: Place) -> Survey:
         return self.surveys.setdefault(place, Survey())
@@ -206,12 +223,7 @@ class Executor:
             text = f"{delete.name} stays: the checkpoint that was to replace it did not reach the durable tier"
             raise CheckpointNotFoundError(text, operation="drain", tier="durable", key=delete.name)
 
-    def _later(self, of: AtPlace, what: str | None = None, before: str | None = None) -> Later:
-        return functools.partial(remove_later, self.queue, self.begun.queued, self.log, of, what, before)
-
-    def _retain(
-        self, operation: Request, operations: list[Request], store: Store, journal: UploadJournal
-    ) -> tuple[OutcomeState, str]:
+    def _retain(self, operation: Request, operations: list[Request], store: Store) -> tuple[OutcomeState, str]:
         """Applies the policies; what is to be said of that: why it was not done, or what the server has refused."""
         if operation.place != self.stores.place:
             return "skipped", f"{operation.dirpath} is another dirpath than that of the run which is here now"
@@ -223,10 +235,7 @@ class Executor:
             return "skipped", text
         queued = [each for each in operations if each.place == operation.place and each.action in NAMING]
         needed = {name for each in queued for name in (each.name, each.target)}
-        later = self._later(operation)
-        for each in retention.removed(
-            store, policies, survey, journal=journal, remove_later=later, needed=needed, clock=self.clock
-        ):
+        for each in retention.removed(store, policies, survey, needed=needed, clock=self.clock):
             if each.is_gone:
                 self.log.info("retention removed %s: no policy keeps it", each.checkpoint.name)
             # There may be thousands, where the policies are new.
@@ -246,6 +255,7 @@ class Executor:
         if self.stop.is_set():
             raise _Stopped
         self.report.add(count)
+        self.keep_alive()
 
     def _cancel(self, operation: Request, operations: list[Request]) -> None:
         save_id = ids.save_id_of_op(operation.target)

@@ -118,9 +118,9 @@ def next_operation(
     A save that waits for its next attempt does not hold up later saves. A delete waits for the save that replaces what
     it deletes: what was good stays until its replacement is good. Where that is not known, it waits for all saves
     before it that may be of its series, and where one of them came to nothing, for a later one. An alias, or a copy,
-    waits for the saves of its target and of its own name.
-    What concerns the same name stays in order. Retention waits for its own save alone: it removes only what is there
-    beside newer ones, whatever becomes of others.
+    waits for the saves of its target and of its own name. A delete waits for the aliases and copies before it: an alias
+    goes with its target, so "last" has to point elsewhere by then. What concerns the same name stays in order.
+    Retention waits for its own save alone: it removes only what is there beside newer ones, whatever becomes of others.
 
     ``waiting`` has the ids of operations that were begun and whose next attempt is not due.
     """
@@ -140,6 +140,7 @@ def _in_turn(operations: Iterable[Request], undone: Collection[str]) -> Iterator
     saving: set[tuple[Place, str]] = set()
     forms: set[_Form] = set()
     undone_saves: set[str] = set()
+    naming: set[Place] = set()
     for operation in operations:
         names = {(operation.place, name) for name in (operation.name, operation.target) if name}
         is_blocked = False
@@ -152,6 +153,7 @@ def _in_turn(operations: Iterable[Request], undone: Collection[str]) -> Iterator
             is_blocked = bool(names & (busy | saving))
         elif operation.action == "retain":
             is_blocked = operation.target in undone_saves
+        is_blocked |= operation.action == "delete" and operation.place in naming
         yield operation, is_blocked
         if operation.action in SAVES and operation.op_id in undone:
             saving |= names
@@ -159,6 +161,7 @@ def _in_turn(operations: Iterable[Request], undone: Collection[str]) -> Iterator
             undone_saves.add(ids.save_id_of_op(operation.op_id))
         elif operation.action not in (*SAVES, "retain") and (is_blocked or operation.op_id in undone):
             busy |= names
+            naming |= {operation.place} if operation.action in NAMING else set()
 
 
 def in_order(operations: Iterable[Request]) -> list[Request]:

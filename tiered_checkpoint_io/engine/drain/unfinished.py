@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
-from tiered_checkpoint_io.engine.durable.files import put_description
+from tiered_checkpoint_io.engine.durable.commit import gone_past, is_committed
+from tiered_checkpoint_io.engine.durable.manifests import current
+from tiered_checkpoint_io.engine.durable.sweep import refresh
 from tiered_checkpoint_io.errors import TieredCheckpointError
+from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.space import is_scarcity
 from tiered_checkpoint_io.model.index import IndexRow
 from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores.base import Store
 
-#: How often a save that waits shows that within the time after which it would be taken for given up.
-_SHOWS = 4
+#: How often a live save is shown to be alive within the age at which a sweep takes it for dead.
+REFRESHES = 4
 #: After so many, any backoff is at its bound.
 _DOUBLINGS = 32
 
@@ -36,7 +42,6 @@ class Begun:
         sent_s: For how long this drain has sent it, seconds, without the wait for others.
         size: Bytes of the whole checkpoint; 0 until all parts have come.
         moved: When the last one came.
-        shown: When other drains were shown last that it waits.
         is_late: Whether that is so long ago that it was reported as a failure.
         pause: From its last look for them to the next, seconds.
         most_failures: Of one that was to be given up, and was not, because they had come: how often it had failed.
@@ -51,7 +56,6 @@ class Begun:
     sent_s: float = 0.0
     size: int = 0
     moved: float = 0.0
-    shown: float = 0.0
     is_late: bool = False
     pause: float = 0.0
     most_failures: float = math.inf
@@ -72,14 +76,80 @@ class Begun:
         self.due = after + (self.pause if self.is_late else timing.redo_permanent_s if self.permanent else backoff)
 
 
+class Alive:
+    """The saves of several parts in which this drain has a part, and which are neither committed nor given up."""
+
+    def __init__(self) -> None:
+        self._queued: dict[str, Place] = {}
+        #: Parts, and when they were sent, by the ids of their saves.
+        self._sent: dict[str, tuple[Part, float]] = {}
+        self._due = -math.inf
+        self._lock = threading.Lock()
+
+    def queued(self, operations: Iterable[Request]) -> None:
+        """Takes the operations that wait."""
+        parts = [each.stored.part for each in operations if each.stored is not None]
+        self._queued = {part.save_id: part.place for part in parts if part.content.parts > 1}
+
+    def found(self, stored: Iterable[StoredPart], clock: Clock) -> None:
+        """Takes the parts in memory that an earlier drain has sent."""
+        for each in stored:
+            part = each.part
+            if part.durable and each.drained and part.content.parts > 1 and not (part.commits or each.is_replica):
+                self.sent(part, clock)
+
+    def sent(self, part: Part, clock: Clock) -> None:
+        """Takes a part whose description is on the durable tier."""
+        self._sent[part.save_id] = part, clock.monotonic()
+
+    def refresh(self, store_at: Callable[[Place], Store], age: Callable[[], float], clock: Clock) -> None:
+        """Refreshes the oldest of them, if it is time for that: a sweep spares all later ones. For many threads."""
+        if clock.monotonic() < self._due or not self._lock.acquire(blocking=False):
+            return
+        try:
+            # A failed refresh is repeated well within the age.
+            with contextlib.suppress(TieredCheckpointError, OSError):
+                places = {**self._queued, **self._oldest_sent(store_at, clock)}
+                any(refresh(store_at(places[save_id]), save_id) for save_id in sorted(places))
+            with contextlib.suppress(TieredCheckpointError, OSError):
+                self._due = clock.monotonic() + age() / REFRESHES
+        finally:
+            self._lock.release()
+
+    def _oldest_sent(self, store_at: Callable[[Place], Store], clock: Clock) -> dict[str, Place]:
+        """Returns the oldest save of which a part was sent, and forgets those that are committed or given up."""
+        for save_id, (part, since) in sorted(self._sent.items()):
+            last = max((each for each, _ in self._sent.values() if each.series_key == part.series_key), key=_save_id)
+            is_old = clock.monotonic() - since > clock.timing.abandoned_s
+            # The saves of a series are committed in their order.
+            if not (is_old or any(self._is_over(store_at(part.place), each, clock) for each in (part, last))):
+                return {save_id: part.place}
+            del self._sent[save_id]
+        return {}
+
+    @staticmethod
+    def _is_over(store: Store, part: Part, clock: Clock) -> bool:
+        manifest = current(store, part.name)
+        return is_committed(manifest, part) or gone_past(manifest, part, clock)
+
+
+def _save_id(part: Part) -> str:
+    return part.save_id
+
+
 class Unfinished(dict[str, Begun]):
     """All that is begun and not done, by the ids of the operations.
 
     Attributes:
+        alive: Saves to be refreshed on the durable tier.
         queued: The ids of all that was queued at the last look.
     """
 
     queued: Collection[str] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = Alive()
 
     def waiting(self, queued: Collection[str], now: float) -> dict[str, float]:
         """Those of the operations in the queue whose turn has not come again, and when it does."""
@@ -130,12 +200,9 @@ class Unfinished(dict[str, Begun]):
     def waits(self, part: Part, clock: Clock) -> Begun:
         """The save of a coordinator's part that is sent, as one that waits for the parts of others."""
         mine, now = self.setdefault(part.save_id, Begun()), clock.monotonic()
-        # What an earlier drain has sent may have rested since.
-        is_sent_now = mine.began is not None
         mine.began = now if mine.began is None else mine.began
         if mine.arrivals is None:
             mine.arrivals, mine.moved, mine.is_late = Arrivals(part), now, False
-            mine.shown = now if is_sent_now else -math.inf
             mine.pause = clock.timing.gather_first_s
         return mine
 
@@ -155,10 +222,6 @@ class Unfinished(dict[str, Begun]):
         mine.due, mine.permanent = now + mine.pause, mine.is_late
         mine.pause = min(timing.redo_max_s if mine.is_late else timing.gather_max_s, 2 * mine.pause)
         if mine.arrivals.missing:
-            if now - mine.shown >= timeout_s / _SHOWS:
-                # Other drains remove what has rested for that long.
-                mine.shown = now
-                put_description(store, part)
             if not mine.is_late and now - mine.moved >= timeout_s:
                 mine.is_late = True
                 raise mine.arrivals.late(timeout_s)

@@ -163,6 +163,7 @@ class Drain:
         except MemoryFullError as full:
             # Going on without it frees memory.
             self._log.error("outcomes are not noted: %s", full)
+        self._executor.begun.alive.found(self._tier.parts(), self._clock)
 
     def _serve(self) -> None:
         """Serves this node's memory to other nodes, if a trainer asks for that; never raises."""
@@ -181,6 +182,8 @@ class Drain:
             self._tier.place = self._stores.place
         operations = self._queue.look(self._tier)
         self._report.now.pending = len(operations)
+        self._executor.begun.alive.queued(operations)
+        self._executor.keep_alive()
         waiting = self._executor.begun.waiting({operation.op_id for operation in operations}, self._clock.monotonic())
         failed = unreplaced(self._queue.outcomes())
         operation = next_operation(operations, waiting.keys() | self._executor.begun.later, failed)

@@ -11,41 +11,39 @@ W2    the part's description                                                    
 W3    the index, once all descriptions are there and all files have their size    the old one
 W4    a manifest of both contents, where the old one has such a switch as well    the new fails at its switch: the old
 W5    the switch                                                                  the new one
-W6    a note of what is to go; the manifest of the new content alone              the new one
-W7    the old one's files, descriptions and, last, index go                       the new one
+W6    the manifest of the new content alone                                       the new one
+W7    the old one's files, then its descriptions and index go                     the new one
 ====  ==========================================================================  ===================================
 
 W1 and W2 are :func:`put_part`, the others :func:`commit`, by the drain that holds the coordinator's part. Of a
 checkpoint of one part, :func:`commit` does all of it, and while its manifest is small, that lists the files itself:
-W2 and W3 are then left out. Without a switch, W4 and W5 are.
+W2 and W3 are then left out. Without a switch, W4 and W5 are. ``sweep`` has W7, and removes the rest after a crash.
 
 The bytes of a file come from node memory (an upload), or from another checkpoint of the tier, by a copy that the store
 makes (``copies``): all the same to the rest.
 
 It is safe because no file of committed content is written to but the switch: other files have names of their own, and
-a part that does not is refused. While the switch may be the old or the new one, the manifest has both contents; where
-the name was deleted and aliases keep its objects, their manifests have. An object that no manifest names is replaced
-after a reservation. Each manifest and switch is written only while it is as it was read (``manifests``).
+a part that does not is refused. While the switch may be the old or the new one, the manifest has both contents. An
+object that no manifest names is replaced after a reservation. Each manifest and switch is written only while it is as
+it was read (``manifests``).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Literal
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.durable.aliases import removal_of
-from tiered_checkpoint_io.engine.durable.files import check_paths, paths_in, put_description
-from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, exists, repeated
-from tiered_checkpoint_io.engine.durable.names import gone_past, is_committed
-from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Later, Removal, Section
+from tiered_checkpoint_io.engine.durable.files import check_paths, paths_in
+from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, repeated
+from tiered_checkpoint_io.engine.durable.sweep import Remains
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.model.index import Index, IndexRow
-from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest, Part
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest, Part
 from tiered_checkpoint_io.stores.base import ServerCopy, Store, UploadContent, UploadJournal, changed
 from tiered_checkpoint_io.stores.fallbacks import copy_to
 
@@ -61,6 +59,52 @@ _HELD = "held"
 _DESCRIPTION = "part.json"
 #: Bytes of a manifest beyond which the files of a checkpoint of one part are listed beside it, too.
 _MAX_INLINE = 3 << 10
+
+
+class Section:
+    """One entry of a journal, as a journal of its own; without a journal, nothing is remembered."""
+
+    def __init__(self, journal: UploadJournal | None, name: str) -> None:
+        self._journal = journal
+        self._name = name
+
+    def read(self) -> dict[str, object] | None:
+        state = self._all().get(self._name)
+        return state if isinstance(state, dict) else None
+
+    def write(self, state: dict[str, object]) -> None:
+        if self._journal is not None:
+            self._journal.write({**self._all(), self._name: state})
+
+    def clear(self) -> None:
+        state = self._all()
+        if self._journal is None or state.pop(self._name, None) is None:
+            return
+        if state:
+            self._journal.write(state)
+        else:
+            self._journal.clear()
+
+    def _all(self) -> dict[str, object]:
+        return (self._journal.read() if self._journal is not None else None) or {}
+
+
+# ------------------------------------------------------------------------------------------ names
+def gone_past(old: Manifest | None, part: Part, clock: Clock) -> bool:
+    """Whether what has a name was saved later than what is to take it, as far as can be told."""
+    if old is None or old.alias_of is not None or old.content.save_id <= part.save_id:
+        return False
+    # Clocks of different runs may disagree: there the last to commit gets the name, except for a save that a dead run
+    # left in its node's memory, and that is uploaded only now.
+    same_run = ids.run_id_of(old.content.save_id) == ids.run_id_of(part.save_id)
+    return same_run or clock.wall() - part.content.created > clock.timing.left_over_s
+
+
+def is_committed(manifest: Manifest | None, part: Part) -> bool:
+    """Whether a manifest says that the save of this part, and no other, is what its name holds."""
+    if manifest is None or manifest.alias_of is not None or manifest.previous:
+        return False
+    return manifest.content.save_id == part.save_id
 
 
 # ------------------------------------------------------------------------------------------ parts
@@ -93,7 +137,7 @@ def put_part(
         return "replaced"
     if not is_sent(journal):
         _put_files(store, part, files, old, journal, progress)
-        put_description(store, part)
+        store.put(ids.description_key(part.save_id, part.rank), part.to_json())
         Section(journal, _SENT).write({**sent(journal), _DESCRIPTION: True})
     return "sent"
 
@@ -133,8 +177,6 @@ def commit(
     *,
     journal: UploadJournal | None = None,
     progress: _Progress = None,
-    remove_later: Later = None,
-    is_new: bool = False,
     clock: Clock = SYSTEM,
 ) -> Fate:
     """Makes a checkpoint exist, whose other parts have all arrived.
@@ -146,13 +188,11 @@ def commit(
         rows: All parts, by rank, as :class:`Arrivals` found them; not needed where there is only this one.
         journal: The one of :func:`put_part`; cleared at the end.
         progress: See :meth:`Store.upload`.
-        remove_later: See :meth:`Removal.finish`.
-        is_new: Whether it replaces no checkpoint: of the name, every other save counts as a later one.
         clock: Tells how long a save of another run has waited.
 
     Returns:
-        ``sent`` where this call made it exist; ``committed`` where an earlier one had, and at most something was
-        left to be removed; ``replaced`` where a later save has taken its name.
+        ``sent`` where this call made it exist; ``committed`` where an earlier one had; ``replaced`` where a later save
+        has taken its name.
 
     Raises:
         CorruptCheckpointError: A file differs from its hashes. The parts do not make one checkpoint. This name has
@@ -161,71 +201,57 @@ def commit(
         StoreError: A file is not there as its part says. Or else: repeat the call to finish.
         CopyRefusedError: The store can't copy a file. What the name was is as it was; call again with the bytes.
     """
-    note, switch, manifests = Section(journal, REMOVAL), _switch(part), Manifests(store, part.save_id)
+    switch, manifests = _switch(part), Manifests(store, part.save_id)
     old = manifests.current(part.name)
-    fate: Fate = "sent"
     if is_committed(old, part):
-        Removal.noted(part.name, note).finish(store, note, remove_later)
-        fate = "committed"
-    elif gone_past(old, part, clock, is_new=is_new) or _was_replaced(old, part, journal):
+        if journal is not None:
+            journal.clear()
+        return "committed"
+    if gone_past(old, part, clock) or _was_replaced(old, part, journal):
         return "replaced"
-    else:
-        index = _index_of(part, rows or {part.rank: IndexRow.of(part)})
-        described = part.content.parts > 1 or is_sent(journal)
-        if not described:
-            _put_files(store, part, files, old, journal, progress)
-        elif switch is not None:
-            # It may have waited for long since it was verified with the other files.
-            _verify(part, [switch], files)
-        is_own = old is not None and old.alias_of is None
-        sizes = _sizes_of(store, part, index)
-        if old is not None and is_own and old.content.save_id > part.save_id and None in sizes.values():
-            # It was as far as W4, where the run that has the name now found it, replaced it, and removed its files.
-            return "replaced"
-        is_taken = _check_sizes(part, index, sizes)
-        tag = manifests.conditional.tag(switch.path) if switch is not None else None
-        if tag is not None and not is_own:
-            manifests.reserve(part.name)
-        is_taken = is_taken or (tag is not None if switch is not None else exists(store, f"{part.name}/{METADATA}"))
-        # Those whose objects it takes, and those that follow it as aliases.
-        before = _replaced_by(manifests, part, old, is_taken=is_taken)
-        others = [content for content in contents_of(before) if content.save_id != part.save_id]
-        followers = old.aliases if old is not None and is_own else tuple(heir.name for heir in before)
-        new = Manifest(part.name, replace(part.content, coordinator=part.rank), aliases=followers)
-        if described or len(new.to_json()) > _MAX_INLINE:
-            new = replace(new, content=_put_index(store, part, index))
-        if switch is not None:
-            if tag is not None:
-                Section(journal, _HELD).write({})
-                _hold_both(manifests, new, before, is_own=is_own)
-            _switch_over(
-                manifests, part.name, switch.path, tag, files[switch.basename], Section(journal, _UPLOAD), progress
-            )
-        stays = [path for path, _ in index.paths]
-        if old is not None and not is_own:
-            removal = removal_of(manifests, old)
-        else:
-            removal = Removal.of(store, part.name, others, but=stays)
-        removal = removal.noted_of(old, note)
-        manifests.put(replace(new, reserved=manifests.reserved(part.name)))
-        removal.finish(store, note, remove_later)
+    index = _index_of(part, rows or {part.rank: IndexRow.of(part)})
+    described = part.content.parts > 1 or is_sent(journal)
+    if not described:
+        _put_files(store, part, files, old, journal, progress)
+    elif switch is not None:
+        # It may have waited for long since it was verified with the other files.
+        _verify(part, [switch], files)
+    own = old if old is not None and old.alias_of is None else None
+    sizes = _sizes_of(store, part, index)
+    if own is not None and own.content.save_id > part.save_id and None in sizes.values():
+        # It was as far as W4, where the run that has the name now found it, replaced it, and removed its files.
+        return "replaced"
+    _check_sizes(part, index, sizes)
+    tag = manifests.conditional.tag(switch.path) if switch is not None else None
+    if tag is not None and own is None:
+        manifests.reserve(part.name)
+    new = Manifest(part.name, replace(part.content, coordinator=part.rank), aliases=own.aliases if own else ())
+    if described or len(new.to_json()) > _MAX_INLINE:
+        new = replace(new, content=_put_index(store, part, index))
+    others = tuple(each for each in contents_of([own]) if each.save_id != part.save_id)
+    if switch is not None:
+        if tag is not None:
+            Section(journal, _HELD).write({})
+            if own is not None:
+                _hold_both(manifests, new, others)
+        _switch_over(
+            manifests, part.name, switch.path, tag, files[switch.basename], Section(journal, _UPLOAD), progress
+        )
+    remains = Remains.of(store, part.name, others, but=[path for path, _ in index.paths])
+    manifests.put(replace(new, reserved=manifests.reserved(part.name)))
+    remains.remove(store)
     if journal is not None:
         journal.clear()
-    return fate
+    return "sent"
 
 
-def _hold_both(manifests: Manifests, new: Manifest, before: Sequence[Manifest], *, is_own: bool) -> None:
-    """Writes that the switch may be the old one or the new one (W4), where all look who may read it."""
+def _hold_both(manifests: Manifests, new: Manifest, previous: tuple[Content, ...]) -> None:
+    """Writes that the switch may be the old one or the new one (W4)."""
     path = new.content.switch_path(new.name)
-    for each in before:
-        previous = tuple(content for content in contents_of([each]) if content.save_id != new.content.save_id)
-        if not is_own:
-            # To aliases alone: the content that was deleted under this name is not to come back.
-            manifests.put(replace(each, content=new.content, previous=previous))
-        elif any(content.switch_path(new.name) == path for content in previous):
-            manifests.put(replace(new, previous=previous, reserved=manifests.reserved(new.name)))
-        else:
-            manifests.reserve(new.name, replace(new, previous=previous))
+    if any(content.switch_path(new.name) == path for content in previous):
+        manifests.put(replace(new, previous=previous, reserved=manifests.reserved(new.name)))
+    else:
+        manifests.reserve(new.name, replace(new, previous=previous))
 
 
 def _index_of(part: Part, rows: Mapping[int, IndexRow]) -> Index:
@@ -333,10 +359,8 @@ def _check_names(store: Store, part: Part, old: Manifest | None) -> None:
     ours = {entry.path for entry in _uploaded(part) if mark not in entry.basename}
     if not ours:
         return
-    switch = _switch(part)
-    is_taken = exists(store, switch.path if switch is not None else f"{part.name}/{METADATA}")
-    before = _replaced_by(Manifests(store, part.save_id), part, old, is_taken=is_taken)
-    others = [each for each in contents_of(before) if each.save_id != part.save_id]
+    own = old if old is not None and old.alias_of is None else None
+    others = [each for each in contents_of([own]) if each.save_id != part.save_id]
     # The files of the checkpoint that it replaces may be unknown, or unreadable.
     clash = ours & (paths_in(store, others) or set())
     if clash:
@@ -351,28 +375,18 @@ def _check_names(store: Store, part: Part, old: Manifest | None) -> None:
         )
 
 
-def _replaced_by(manifests: Manifests, part: Part, old: Manifest | None, *, is_taken: bool) -> list[Manifest]:
-    """Whose objects a save replaces: those of its name, or, where there are any, those that live on for its aliases."""
-    if old is not None and old.alias_of is None:
-        return [old]
-    # The files of a deleted checkpoint may live on for aliases, and are what they stand for.
-    return manifests.heirs(part.name) if is_taken else []
-
-
 def _sizes_of(store: Store, part: Part, index: Index) -> dict[str, int | None]:
-    """The size of each file but the switch, None where it is not there, and of what else is beside them: one list."""
+    """Returns the size of each file except the switch, None for a missing one: one list."""
     switch = _switch(part)
     paths = [path for path, _ in index.paths if switch is None or path != switch.path]
     if not paths:
         return {}
-    return dict.fromkeys(paths) | {entry.key: entry.size for entry in store.list(f"{part.name}/")}
+    there = {entry.key: entry.size for entry in store.list(f"{part.name}/")}
+    return {path: there.get(path) for path in paths}
 
 
-def _check_sizes(part: Part, index: Index, sizes: Mapping[str, int | None]) -> bool:
-    """What a manifest names must be there, whatever may have happened since the uploads.
-
-    Returns:
-        Whether files of other saves are beside them.
+def _check_sizes(part: Part, index: Index, sizes: Mapping[str, int | None]) -> None:
+    """Refuses a manifest of files that are not there, whatever may have happened since the uploads.
 
     Raises:
         StoreError: A file is missing, or has another size.
@@ -389,4 +403,3 @@ def _check_sizes(part: Part, index: Index, sizes: Mapping[str, int | None]) -> b
                 step=part.content.step,
                 hint="it was removed or replaced after its upload; the next save is not affected",
             )
-    return not expected.keys() >= sizes.keys()

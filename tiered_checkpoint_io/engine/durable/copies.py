@@ -1,7 +1,11 @@
-"""A name that gets the content of another, as an object of its own: what ``last.ckpt`` is.
+"""A second name for a checkpoint, such as ``last.ckpt``: a copy of its object, or an alias that points to it.
 
-A copy is an ordinary checkpoint of one part, committed as any other is. Its bytes are copied by the store in place of
-an upload; it has a save id of its own, and its content says of which save it is.
+A copy is an ordinary checkpoint of one part, committed as any other is. The store copies its bytes instead of an
+upload. It has a save id of its own, and its content says of which save it is.
+
+An alias is a manifest that names another checkpoint. It owns no object, follows an overwrite of its target, and goes
+with its target. The target learns of the alias first, so that a delete of the target finds the alias. An alias whose
+target has no manifest is no checkpoint: a crash between the two deletes may leave one.
 """
 
 from __future__ import annotations
@@ -12,10 +16,10 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.durable.aliases import put_alias, target_of
 from tiered_checkpoint_io.engine.durable.commit import commit
 from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.engine.durable.manifests import Manifests, current
+from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, repeated
+from tiered_checkpoint_io.engine.durable.sweep import Remains, remove_aliases
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.model.manifest import Manifest, Part
 from tiered_checkpoint_io.stores.base import CopyRefusedError, ServerCopy, Store, UploadContent, UploadJournal
@@ -67,7 +71,7 @@ def put_copy(
     # An earlier try may have put there what the target was then: its manifest must stay until the alias'.
     has_changed = begun is not None and part is not None and begun.copy_of != part.content.copy_of
     if part is None or has_changed or name == target or _is_later(old, save_id):
-        put_alias(store, name, target, before=save_id, journal=journal)
+        put_alias(store, name, target, before=save_id)
         return None
 
     def check() -> None:
@@ -89,7 +93,7 @@ def put_copy(
                 with contextlib.suppress(CorruptCheckpointError):
                     commit(store, part, {entry.basename: data}, journal=journal, progress=progress, clock=clock)
                     return refused
-        put_alias(store, name, target, before=save_id, journal=journal)
+        put_alias(store, name, target, before=save_id)
         return refused
     return None
 
@@ -113,3 +117,66 @@ def _part_of(store: Store, target: Manifest, name: str, save_id: str, dirpath: s
     )
     rank = max(content.coordinator, 0)
     return Part(name, rank, replace(copied, coordinator=rank), dirpath, durable=True)
+
+
+# ------------------------------------------------------------------------------------------ aliases
+@repeated
+def put_alias(store: Store, alias: str, target: str, *, before: str | None = None) -> None:
+    """Makes ``alias`` point to ``target``; uploads nothing. Aliases that pointed to ``alias`` go.
+
+    Args:
+        store: Where.
+        alias: The name to set.
+        target: A checkpoint that is no alias itself.
+        before: The id of the request. A checkpoint saved as ``alias`` later than it is left alone, and so is an
+            alias of one: the request was left over in the memory of another node.
+
+    Raises:
+        CheckpointNotFoundError: ``target`` does not exist. The old alias is as it was.
+        CorruptCheckpointError: One of the names has another format version.
+    """
+    manifests = Manifests(store, before or alias)
+    known = target_of(manifests, target, alias)
+    old = manifests.current(alias)
+    if alias == target or (before is not None and old is not None and old.content.save_id > before):
+        # An earlier try may have set it, to a target that was saved later than the request.
+        return
+    if alias not in known.aliases:
+        known = known.with_alias(alias)
+        manifests.put(known)
+    own = old if old is not None and old.alias_of is None else None
+    remains = Remains.of(store, alias, contents_of([own]))
+    manifests.put(replace(known, name=alias, alias_of=target, aliases=(), reserved=manifests.reserved(alias)))
+    try:
+        manifests.look(target)
+    except StoreError as error:
+        if error.reason != "changed":
+            raise
+        if own is None and manifests.current(target) is None:
+            # Deleted before the alias was there to go with it; else the alias is not as it was written any more.
+            if old is not None:
+                manifests.put(old)
+            else:
+                manifests.delete(alias)
+            raise
+    if own is not None:
+        remove_aliases(manifests, own)
+    remains.remove(store)
+
+
+def target_of(manifests: Manifests, target: str, alias: str) -> Manifest:
+    """The manifest of what another name is to stand for.
+
+    Raises:
+        CheckpointNotFoundError: There is none, or it is an alias itself.
+    """
+    manifest = manifests.current(target)
+    if manifest is None or manifest.alias_of is not None:
+        what = "it is an alias itself" if manifest is not None else "it was not uploaded, or is deleted"
+        raise CheckpointNotFoundError(
+            f"the alias can't be made: there is no checkpoint {target} on the durable tier: {what}",
+            operation="alias",
+            tier="durable",
+            key=alias,
+        )
+    return manifest

@@ -111,11 +111,6 @@ def read_index(store: Store, save_id: str, digest: str = "") -> Index:
     return Index.from_json(data, where=where)
 
 
-def put_description(store: Store, part: Part) -> None:
-    """Shows that a part has arrived; again, that its save is still waited for."""
-    store.put(ids.description_key(part.save_id, part.rank), part.to_json())
-
-
 def read_description(store: Store, name: str, save_id: str, rank: int, digest: str = "") -> Part:
     """A part, by its description.
 

@@ -131,11 +131,6 @@ class Manifests:
         if data != self._data[name]:
             raise changed("look", key)
 
-    def heirs(self, name: str) -> list[Manifest]:
-        """The aliases that keep the files of a checkpoint whose own manifest is gone; reads all: a rare case."""
-        found = in_parallel(self.current, sorted(_listed(self.store)))
-        return [each for each in found if each is not None and each.alias_of == name]
-
     def points_to(self, alias: str, target: str) -> bool:
         """Whether ``alias`` is an alias of ``target`` now."""
         manifest = self.current(alias)
@@ -204,15 +199,6 @@ def contents_of(manifests: Iterable[Manifest | None]) -> list[Content]:
     """All that some manifests say their objects may hold, each save once."""
     contents = (content for each in manifests if each is not None for content in (each.content, *each.previous))
     return [*{content.save_id: content for content in contents}.values()]
-
-
-def exists(store: Store, path: str) -> bool:
-    """Whether there is an object under a key."""
-    try:
-        store.size(path)
-    except StoreNotFoundError:
-        return False
-    return True
 
 
 def _listed(store: Store) -> dict[str, ObjectInfo]:

@@ -1,21 +1,23 @@
-"""Retention on the durable tier: the removal of what no policy keeps.
+"""Retention on the durable tier: the state of the tier, and the removal of checkpoints that no policy keeps.
 
-The decision is :func:`model.retention.kept`; what it goes by, :class:`Survey` reads.
+The decision is :func:`model.retention.kept`.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.durable.aliases import delete
 from tiered_checkpoint_io.engine.durable.manifests import current
-from tiered_checkpoint_io.engine.durable.removal import REMOVAL, Later, Section, finish_noted
 from tiered_checkpoint_io.engine.durable.survey import RemovalAttempt, Survey
+from tiered_checkpoint_io.engine.durable.sweep import delete
 from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.logs import names_text
 from tiered_checkpoint_io.model.retention import Checkpoint, Policy, kept
-from tiered_checkpoint_io.stores.base import Store, UploadJournal
+from tiered_checkpoint_io.stores.base import Store
 from tiered_checkpoint_io.stores.refusals import Refusals
 
 
@@ -24,8 +26,6 @@ def removed(
     policies: Sequence[Policy],
     survey: Survey,
     *,
-    journal: UploadJournal | None = None,
-    remove_later: Later = None,
     needed: Collection[str] = (),
     clock: Clock = SYSTEM,
 ) -> Iterator[RemovalAttempt]:
@@ -38,8 +38,6 @@ def removed(
         store: The durable tier.
         policies: Without one, nothing is removed.
         survey: What earlier calls saw; what is refused is noted there.
-        journal: Notes what is still to be removed.
-        remove_later: See :meth:`Removal.finish`.
         needed: Names that stay whatever the policies say.
         clock: Tells which holds have expired.
 
@@ -49,19 +47,14 @@ def removed(
     Raises:
         StoreError: Some are still there. Repeat the call to finish.
     """
-    note = Section(journal, REMOVAL)
-    finish_noted(store, "retention", note, remove_later)
     there = survey.look(store, clock=clock)
     reasons = kept(there, policies)
     going = [each for each in there if not reasons[each.name] and each.name not in needed]
     for each in in_order(going):
         if survey.leaves_alone(each, clock):
             continue
-        attempt = remove(store, each, journal=journal, remove_later=remove_later, clock=clock)
-        if attempt.refusal is not None:
-            if attempt.is_gone:
-                # The journal has room for one.
-                raise attempt.refusal
+        attempt = remove(store, each, clock=clock)
+        if attempt.refusal is not None and not attempt.is_gone:
             survey.leave_alone(attempt, clock)
         if attempt.is_gone or attempt.refusal is not None:
             yield attempt
@@ -72,37 +65,49 @@ def in_order(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
     return sorted(checkpoints, key=lambda each: each.save_id)
 
 
-def remove(
-    store: Store,
-    checkpoint: Checkpoint,
-    *,
-    journal: UploadJournal | None = None,
-    remove_later: Later = None,
-    clock: Clock = SYSTEM,
-) -> RemovalAttempt:
+def remove(store: Store, checkpoint: Checkpoint, *, clock: Clock = SYSTEM) -> RemovalAttempt:
     """Removes a checkpoint, unless it was saved again since it was judged, or is in use.
-
-    Of one that is gone, the journal has what could not be removed of it; see ``remove_later`` of
-    :meth:`Removal.finish`.
 
     Raises:
         StoreError: It does not answer. Repeat the call to finish.
     """
-    name, save_id, refused = checkpoint.name, checkpoint.save_id, Refusals()
+    refused = Refusals()
     try:
         with refused.kept():
-            is_gone = delete(store, name, before=save_id, journal=journal, remove_later=remove_later, clock=clock)
-            return RemovalAttempt(checkpoint, is_gone)
+            gone = delete(store, checkpoint.name, before=checkpoint.save_id, clock=clock)
+            return RemovalAttempt(checkpoint, gone.is_gone, gone.left)
     except ConfigError as error:
         if error.reason != "held":
             raise
         return RemovalAttempt(checkpoint, is_gone=False)
     # Where it is not this one object that is refused, as with credentials that have expired, this raises too.
-    manifest = current(store, name)
-    is_there = manifest is not None and manifest.content.save_id == save_id
-    if is_there:
-        Section(journal, REMOVAL).clear()
+    manifest = current(store, checkpoint.name)
+    is_there = manifest is not None and manifest.content.save_id == checkpoint.save_id
     return RemovalAttempt(checkpoint, not is_there, refused[0])
+
+
+def remove_all(store: Store, going: Iterable[Checkpoint], stop: threading.Event) -> list[RemovalAttempt]:
+    """Removes checkpoints, the oldest first, until ``stop`` is set; where one is refused, so stay others of its step.
+
+    Raises:
+        StoreError: The server does not answer, or refuses all deletes. Repeat the call to finish.
+    """
+    units: defaultdict[int | str, list[Checkpoint]] = defaultdict(list)
+    for each in in_order(going):
+        units[each.unit].append(each)
+    attempts: list[RemovalAttempt] = []
+
+    def remove_unit(unit: Iterable[Checkpoint]) -> None:
+        for each in unit:
+            if stop.is_set():
+                return
+            attempt = remove(store, each)
+            attempts.append(attempt)
+            if attempt.refusal is not None and not attempt.is_gone:
+                return
+
+    in_parallel(remove_unit, units.values())
+    return attempts
 
 
 def refused_text(refused: Sequence[RemovalAttempt]) -> str:

@@ -1,7 +1,4 @@
-"""What is known of a durable tier, asked as little as possible.
-
-One list of the manifests, and a read of what is new there.
-"""
+"""The state of a durable tier, asked as little as possible: one list of the manifests, and a read of the new ones."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import NamedTuple
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
 from tiered_checkpoint_io.engine.durable.manifests import contents_of, manifest_cache
-from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.launches import are_one
 from tiered_checkpoint_io.model.manifest import Manifest
@@ -47,23 +44,24 @@ class RemovalAttempt(NamedTuple):
 
     checkpoint: Checkpoint
     is_gone: bool
-    refusal: StoreError | None = None
+    refusal: TieredCheckpointError | None = None
 
 
 @dataclass(slots=True)
 class Survey:
-    """What garbage collection and retention know of a durable tier; what was read once is not asked for again.
+    """Knowledge of the sweep and of retention about a durable tier; nothing that was read once is read again.
 
     Attributes:
-        settled: Saves that some manifest names, those of which nothing is left, and those that the server refuses to
-            remove: the search for garbage asks once for each.
-        told: Why the last search for garbage did nothing, as it was logged.
+        locked: Unnamed saves that the server refuses to remove.
+        due: When to sweep again, by the monotonic clock.
+        told: The error of the last sweep, as it was logged.
         unread: After :meth:`look`, the names whose manifests can't be understood: they stay.
         saves: After it, the saves that manifests name.
         refused: Checkpoints that the server refused to remove, and of which this was not said yet.
     """
 
-    settled: set[str] = field(default_factory=set)
+    locked: set[str] = field(default_factory=set)
+    due: float = -math.inf
     told: str = ""
     unread: dict[str, CorruptCheckpointError] = field(default_factory=dict)
     saves: set[str] = field(default_factory=set)
@@ -93,7 +91,7 @@ class Survey:
         read = self.manifests(store, clock)
         self.unread = {name: value for name, value in read.items() if isinstance(value, CorruptCheckpointError)}
         manifests = [value for value in read.values() if isinstance(value, Manifest)]
-        self.saves = {each.save_id for each in contents_of(manifests)}
+        self.saves = {each.save_id for each in contents_of(each for each in manifests if each.alias_of is None)}
         return [Checkpoint.of(each) for each in manifests]
 
     def leave_alone(self, attempt: RemovalAttempt, clock: Clock) -> None:

@@ -314,8 +314,9 @@ def _durable_contents(
     for manifest in durable:
         if not (selector.wants(manifest.name) or manifest.name in wanted):
             continue
-        # An alias follows its target, which may have been overwritten; it stands for itself only
-        # where the target is gone.
-        target = by_name.get(manifest.alias_of or "", manifest)
+        # An alias follows its target, which may have been overwritten, and is none without it.
+        target = by_name.get(manifest.alias_of) if manifest.alias_of else manifest
+        if target is None or target.alias_of:
+            continue
         for content in (target.content, *target.previous):
             yield target.name, content

@@ -12,8 +12,6 @@ MANIFEST_PREFIX = META_PREFIX + "manifests/"
 SAVES_PREFIX = META_PREFIX + "saves/"
 LEASE_PREFIX = META_PREFIX + "leases/"
 HOLDS_PREFIX = META_PREFIX + "holds/"
-#: What a prune is about to remove, so that the next one can go on where it was cut off.
-PRUNE_PREFIX = META_PREFIX + "prune/"
 #: Small objects that are written, read and deleted to see whether that is possible.
 PREFLIGHT_PREFIX = META_PREFIX + "preflight/"
 
@@ -75,11 +73,6 @@ def lease_key(namespace: str, token: str) -> str:
 def hold_prefix(name: str) -> str:
     """``.tiered/holds/<name>/``: below it lies one object for each hold of a checkpoint."""
     return f"{HOLDS_PREFIX}{name}/"
-
-
-def prune_key(name: str) -> str:
-    """``.tiered/prune/<name>.json``: what of a checkpoint is still to be removed."""
-    return f"{PRUNE_PREFIX}{name}.json"
 
 
 def preflight_key(token: str) -> str:

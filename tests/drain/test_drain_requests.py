@@ -73,12 +73,12 @@ def test_a_durable_step_costs_as_many_requests_however_many_checkpoints_there_ar
         found.append([each.take() for each in asked])
         assert f"c{number}" in names(store)
     (first, _), (second, other), (third, _) = found
-    # Once, garbage reads all manifests, and retention none of them again.
+    # Once, the sweep reads all manifests, and retention none of them again.
     old = {f"c{number}": 1 for number in range(1, BEFORE + 1)}
     assert {name: count for name, count in first.gets.items() if name in old} == old
     assert not old.keys() & {*second.gets, *third.gets}
-    # Saves, for garbage; the descriptions and files of this one; leases and manifests, for retention.
-    assert second.lists.total() == third.lists.total() == 5, (second, third)
+    # The descriptions and files of this one; leases and manifests, for retention.
+    assert second.lists.total() == third.lists.total() == 4, (second, third)
     assert not other.lists, "only the coordinator's drain looks at what others have sent"
     assert [sum(node.looks for node in each) for each in zip(*found, strict=True)] == [3, 0], (
         "one drain, once it is open"

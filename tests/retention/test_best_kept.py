@@ -67,6 +67,7 @@ class Job:
             callback._remove_withheld(self.trainer)
             for each in replaces:
                 callback._remove_checkpoint(self.trainer, url(each))
+            callback._remove_withheld(self.trainer)
 
     def gives_up(self, letter):
         self.names.discard(f"{letter}.ckpt")

@@ -1,18 +1,13 @@
 """Parts of a checkpoint on the durable tier: what is refused, what is not sent twice, and what is cleared up."""
 
-import contextlib
-import os
-
 import pytest
-from support.failing import failing
+from support.committing import swept
 from support.sharded import FlatStore, entry_of, make_part, named, objects, readable, views_of
 
-from tiered_checkpoint_io.engine.durable import aliases, commit
+from tiered_checkpoint_io.engine.durable import commit, copies, sweep
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.engine.durable.garbage import collect
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
-from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Content, Part
@@ -31,7 +26,7 @@ def arrived(store, part):
 
 
 def save(store, name, number, **options):
-    """All ranks' drains, one after the other, that of the coordinator last, and last of all what is left of others."""
+    """All ranks' drains, one after the other, that of the coordinator last."""
     for rank in reversed(range(options.get("world_size", 2))):
         part, files = make_part(name, number, rank, **options)
         journal = MemoryJournal()
@@ -39,7 +34,6 @@ def save(store, name, number, **options):
             commit.put_part(store, part, views_of(files), journal=journal)
         if part.commits:
             commit.commit(store, part, views_of(files), arrived(store, part).rows, journal=journal)
-            collect(store, part, patience_s=3600)
 
 
 def part_only(store, name, number, rank, **options):
@@ -48,11 +42,11 @@ def part_only(store, name, number, rank, **options):
 
 
 def alias(store, name, target):
-    aliases.put_alias(store, name, target)
+    copies.put_alias(store, name, target)
 
 
 def delete(store, name):
-    aliases.delete(store, name, journal=MemoryJournal())
+    sweep.delete(store, name)
 
 
 def test_a_directory_says_that_it_cannot_hold_a_file_and_a_folder_of_one_name(tmp_path):
@@ -69,11 +63,9 @@ def test_the_files_of_the_old_content_are_never_written_to(tmp_path):
     store = FlatStore(str(tmp_path))
     save(store, "a", 1)
     alias(store, "last", "a")
-    for prepare in (lambda: None, lambda: delete(store, "a")):
-        prepare()
-        with pytest.raises(ConfigError, match="belongs to the checkpoint that this save is to replace"):
-            save(store, "a", 2)
-        assert readable(store, "last") == 1
+    with pytest.raises(ConfigError, match="belongs to the checkpoint that this save is to replace"):
+        save(store, "a", 2)
+    assert readable(store, "last") == 1
 
 
 def test_corrupt_bytes_reach_nothing(tmp_path):
@@ -152,7 +144,7 @@ def test_a_damaged_description_commits_nothing_and_removes_nothing_of_others(hos
     commit.put_part(store, part, views_of(data), journal=journal)
     with pytest.raises(CorruptCheckpointError):
         commit.commit(store, part, views_of(data), arrived(store, part).rows, journal=journal)
-    save(store, "c", 3)
+    swept(store)
     assert readable(store, "b") == 1
     assert ids.save_id(RUN, 2) not in "".join(objects(store))
 
@@ -197,136 +189,6 @@ def test_what_was_seen_is_not_asked_for_again(tmp_path):
     assert not arrivals.missing
     arrivals.look(store)
     assert store.metrics.snapshot() == before
-
-
-def test_garbage_of_other_runs_is_left_alone_until_nothing_of_it_moves(tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    part_only(store, "a", 1, 1)
-    part_only(store, "same", 2, 1)
-    part_only(store, "busy", 3, 1)
-    part_only(store, "future", 9, 1, run="20270101T000000.000000-00000000")
-    save(store, "b", 1, run=LATER)
-    committed, _ = make_part("b", 1, 0, run=LATER)
-    assert collect(store, committed, patience_s=3600) == []
-    gone = collect(store, committed, patience_s=-1, busy={"busy"})
-    assert sorted(name for _, name in gone) == ["a", "same"]
-    assert {key.split("/")[0] for key in objects(store)} == {"b", "busy", "future", ".tiered"}
-    assert readable(store, "b") == 1
-
-
-def test_a_locked_file_keeps_no_other_garbage_and_is_asked_for_once(tmp_path):
-    class Locked(DirectoryStore):
-        asked = 0
-
-        def delete(self, key):
-            if key.startswith("a/__1_0"):
-                self.asked += 1
-                raise StoreError("locked", operation="delete", key=key, reason="access")
-            super().delete(key)
-
-    store, survey = Locked(str(tmp_path)), Survey()
-    part_only(store, "a", 1, 1)
-    part_only(store, "b", 2, 1)
-    save(DirectoryStore(str(tmp_path)), "c", 1, run=LATER)
-    committed, _ = make_part("c", 1, 0, run=LATER)
-    with failing("access", match="locked"):
-        collect(store, committed, patience_s=-1, survey=survey)
-    (left,) = [key for key in objects(store) if not key.startswith(("c/", ".tiered/"))]
-    assert left.startswith("a/__1_0")
-    assert collect(store, committed, patience_s=-1, survey=survey) == [] and store.asked == 1
-    assert [name for _, name in collect(DirectoryStore(store.url), committed, patience_s=-1)] == ["a"]
-    assert objects(store) == named(store)
-
-
-def test_what_is_known_of_saves_does_not_grow_with_the_run(tmp_path):
-    store, survey = DirectoryStore(str(tmp_path)), Survey()
-    for number in range(1, 9):
-        save(store, "a", number, suffix=f"-{number}")
-        committed, _ = make_part("a", number, 0, suffix=f"-{number}")
-        collect(store, committed, patience_s=3600, survey=survey)
-    assert len(survey.settled) <= 2
-
-
-@pytest.mark.parametrize("how", ["own", "alias of a deleted one", "while it is replaced"])
-def test_garbage_never_takes_what_a_checkpoint_names(how, tmp_path):
-    """A save that died, and one of another run that gave its files the same names."""
-    store = DirectoryStore(str(tmp_path))
-    part_only(store, "a", 1, 1)
-    save(store, "a", 1, run=LATER)
-    if how == "alias of a deleted one":
-        alias(store, "last", "a")
-        delete(store, "a")
-    elif how == "while it is replaced":
-        part_only(store, "a", 2, 1, run=LATER, suffix="-2")
-        part, data = make_part("a", 2, 0, run=LATER, suffix="-2")
-        commit.put_part(store, part, views_of(data))
-        faulty = FaultyStore(store, fail_at=1, only=lambda operation, key: operation == "upload")
-        with pytest.raises(Injected):
-            commit.commit(faulty, part, views_of(data), arrived(store, part).rows)
-        assert read_manifest(store, "a").previous
-    save(store, "b", 3, run=LATER)
-    committed, _ = make_part("b", 3, 0, run=LATER)
-    gone = collect(store, committed, patience_s=-1)
-    assert [save_id for save_id, _ in gone] == [ids.save_id(RUN, 1)]
-    assert readable(store, "last" if how == "alias of a deleted one" else "a") == 1
-
-
-def test_nothing_is_collected_while_a_manifest_cannot_be_read(tmp_path):
-    """Nobody can tell which save it names: that may be the one that looks like garbage."""
-    store = DirectoryStore(str(tmp_path))
-    save(store, "a", 1)
-    key = ids.manifest_key("a")
-    intact = store.get(key)
-    store.put(key, intact[:-10])
-    save_b = make_part("b", 2, 0)[0]
-    with pytest.raises(CorruptCheckpointError):
-        save(store, "b", 2)
-    store.put(key, intact)
-    assert collect(store, save_b, patience_s=-1) == []
-    assert readable(store, "a") == 1
-
-
-def test_how_much_it_asks(tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    save(store, "a", 1)
-    survey = Survey(settled={ids.save_id(RUN, 1)})
-    before = store.metrics.snapshot()
-    part_only(store, "b", 2, 1)
-    part, data = make_part("b", 2, 0)
-    commit.put_part(store, part, views_of(data))
-    commit.commit(store, part, views_of(data), arrived(store, part).rows)
-    collect(store, part, patience_s=3600, survey=survey)
-    after = store.metrics.snapshot()
-    assert after["requests.list"] - before["requests.list"] == 3, "one look, one check, one look for what is left"
-    assert after["requests.put"] - before["requests.put"] == 4 + 1 + 2 + 1 + 1, "files, .metadata, parts, index, head"
-    assert after.get("requests.delete", 0) == before.get("requests.delete", 0)
-
-
-@pytest.mark.parametrize("what", ["unfinished", "damaged"])
-def test_a_save_reads_no_manifest_again(what, tmp_path):
-    """What stays, or can't be read, has each save look for garbage: that must not ask for all there is."""
-    store, survey = DirectoryStore(str(tmp_path)), Survey()
-    for number in range(1, 11):
-        save(store, f"c{number}", number, run=LATER)
-    if what == "unfinished":
-        part_only(store, "of another run", 1, 1)
-    else:
-        store.put(ids.manifest_key("c9"), b"{")
-    for path in (tmp_path / ids.MANIFEST_PREFIX).iterdir():
-        # What was written just now is read again for a while.
-        os.utime(path, (1, 1))
-    asked = []
-    for number in (11, 12):
-        part, data = make_part(f"c{number}", number, 0, run=LATER)
-        part_only(store, part.name, number, 1, run=LATER)
-        commit.put_part(store, part, views_of(data))
-        commit.commit(store, part, views_of(data), arrived(store, part).rows)
-        before = store.metrics.snapshot()["requests.get"]
-        with contextlib.suppress(CorruptCheckpointError):
-            assert collect(store, part, patience_s=3600, survey=survey) == []
-        asked.append(store.metrics.snapshot()["requests.get"] - before)
-    assert asked[0] >= 11
-    assert asked[1] <= 3, "what is new, and whose that is which stays"
 
 
 def test_a_reader_of_one_part_reads_the_index_and_one_description(tmp_path):

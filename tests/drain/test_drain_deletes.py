@@ -41,7 +41,7 @@ def test_what_a_delete_waits_for_is_known_however_much_was_done_since(node, stor
     new = node.save("new", b"new")
     held = node.request("delete", "old", new)
     with monkeypatch.context() as locked:
-        locked.setattr(execute.aliases, "delete", Mock(side_effect=StoreError("locked", reason="access")))
+        locked.setattr(execute.sweep, "delete", Mock(side_effect=StoreError("locked", reason="access")))
         for number in range(12):
             node.save(f"{number}", b"more")
             drain(node).run(once=True)

@@ -14,23 +14,21 @@ from support.committing import (
     alias,
     check_story,
     delete,
-    deleted_under_alias,
     full_part,
-    part_only,
     save,
+    swept,
 )
 from support.failing import failing
 from support.restoring import of_a_newer_release
 from support.sharded import FlatStore, make_part, named, objects, readable, views_of
 
 from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine.durable import aliases, commit
+from tiered_checkpoint_io.engine.durable import commit, copies, sweep
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-from tiered_checkpoint_io.testing.contract import MemoryJournal
 from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
 #: What was there, what is done, and which saves a reader may find under which name before and after.
@@ -65,32 +63,13 @@ STORIES = {
         lambda s, k: [save(s, "last", 1, kind=k), alias(s, "best", "last"), save(s, "a", 2, kind=k)],
         lambda s, k, j: alias(s, "last", "a", j),
         "best",
-        (1, 2),
+        (1, None),
     ),
-    "alias moves off a deleted target": (
-        lambda s, k: [deleted_under_alias(s, k), save(s, "b", 2, kind=k)],
-        lambda s, k, j: alias(s, "last", "b", j),
-        "last",
-        (1, 2),
-    ),
-    "alias becomes real, off a deleted target": (
-        deleted_under_alias,
-        lambda s, k, j: save(s, "last", 3, j, kind=k),
-        "last",
-        (1, 3),
-    ),
-    "alias of a deleted target goes": (deleted_under_alias, lambda s, k, j: delete(s, "last", j), "last", (1, None)),
-    "target goes, alias stays": (
+    "target goes, and its alias": (
         lambda s, k: [save(s, "a", 1, kind=k), alias(s, "last", "a"), save(s, "a", 2, kind=k)],
         lambda s, k, j: delete(s, "a", j),
         "last",
-        (2, 2),
-    ),
-    "a deleted target is saved anew under its alias": (
-        deleted_under_alias,
-        lambda s, k, j: save(s, "a", 3, j, kind=k),
-        "last",
-        (1, 3),
+        (2, None),
     ),
 }
 #: Those of several parts alone, and changes from one kind to another.
@@ -100,12 +79,6 @@ MIXED = {
         lambda s, k, j: save(s, "a", 2, j, kind="sharded"),
         "a",
         (1, 2),
-    ),
-    "what never became complete is removed": (
-        lambda s, k: [save(s, "a", 1, kind="sharded"), part_only(s, "a", 2, 1), part_only(s, "b", 3, 1)],
-        lambda s, k, j: save(s, "a", 4, j, kind="sharded"),
-        "a",
-        (1, 4),
     ),
 } | {
     f"{before} becomes {after}": (
@@ -174,35 +147,6 @@ def test_what_a_newer_release_wrote_is_left_alone(kind, tmp_path):
     assert objects(store) == before
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_objects_of_a_deleted_target_go_when_the_last_alias_does(kind, tmp_path):
-    store = FlatStore(str(tmp_path))
-    save(store, "a", 1, kind=kind)
-    alias(store, "last", "a")
-    alias(store, "keep", "a")
-    delete(store, "a")
-    assert read_manifest(store, "a") is None
-    assert readable(store, "last") == 1
-    save(store, "b", 2, kind=kind)
-    alias(store, "last", "b")
-    assert readable(store, "keep") == 1
-    delete(store, "keep")
-    assert objects(store) == named(store)
-    assert readable(store, "last") == 2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_alias_follows_a_target_that_is_overwritten_and_outlives_it(kind, tmp_path):
-    store = FlatStore(str(tmp_path))
-    save(store, "a", 1, kind=kind)
-    alias(store, "last", "a")
-    save(store, "a", 2, kind=kind)
-    assert readable(store, "last") == 2
-    assert read_manifest(store, "a").aliases == ("last",)
-    delete(store, "a")
-    assert readable(store, "last") == 2
-
-
 def test_corrupt_bytes_never_replace_good_ones(tmp_path):
     store = DirectoryStore(str(tmp_path))
     save(store, "a", 1)
@@ -225,17 +169,8 @@ def test_an_alias_to_nothing_is_refused_and_the_old_one_stays(tmp_path):
 def test_a_delete_spares_a_later_save(tmp_path):
     store = DirectoryStore(str(tmp_path))
     save(store, "a", 5)
-    aliases.delete(store, "a", before=ids.save_id(RUN, 4), journal=MemoryJournal())
+    sweep.delete(store, "a", before=ids.save_id(RUN, 4))
     assert readable(store, "a") == 5
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_target_saved_anew_keeps_its_alias_when_it_goes_again(kind, tmp_path):
-    store = FlatStore(str(tmp_path))
-    deleted_under_alias(store, kind)
-    save(store, "a", 3, kind=kind)
-    delete(store, "a")
-    assert readable(store, "last") == 3
 
 
 def test_an_alias_to_itself_changes_nothing(tmp_path):
@@ -250,7 +185,7 @@ def test_an_alias_request_spares_a_later_save_of_its_name(tmp_path):
     store = DirectoryStore(str(tmp_path))
     save(store, "a", 1)
     save(store, "last", 5)
-    aliases.put_alias(store, "last", "a", before=ids.save_id(RUN, 4))
+    copies.put_alias(store, "last", "a", before=ids.save_id(RUN, 4))
     assert readable(store, "last") == 5
 
 
@@ -259,10 +194,10 @@ def test_an_alias_request_that_was_left_over_spares_an_alias_of_a_later_save(tmp
     store = DirectoryStore(str(tmp_path))
     save(store, "a", 1)
     save(store, "b", 3)
-    aliases.put_alias(store, "last", "b", before=ids.save_id(RUN, 4))
-    aliases.put_alias(store, "last", "a", before=ids.save_id(RUN, 2))
+    copies.put_alias(store, "last", "b", before=ids.save_id(RUN, 4))
+    copies.put_alias(store, "last", "a", before=ids.save_id(RUN, 2))
     assert readable(store, "last") == 3
-    aliases.put_alias(store, "last", "a", before=ids.save_id(RUN, 5))
+    copies.put_alias(store, "last", "a", before=ids.save_id(RUN, 5))
     assert readable(store, "last") == 1
 
 
@@ -271,11 +206,11 @@ def test_an_alias_request_that_was_left_over_spares_an_alias_of_a_later_save(tmp
 def test_a_delete_tried_again_spares_what_took_the_name_in_between(n, kind, tmp_path):
     store = FlatStore(str(tmp_path))
     save(store, "a", 1, kind=kind)
-    journal = MemoryJournal()
     with contextlib.suppress(Injected):
-        aliases.delete(FaultyStore(store, fail_at=n), "a", before=ids.save_id(RUN, 2), journal=journal)
+        sweep.delete(FaultyStore(store, fail_at=n), "a", before=ids.save_id(RUN, 2))
     save(store, "a", 3, kind=kind)
-    aliases.delete(store, "a", before=ids.save_id(RUN, 2), journal=journal)
+    sweep.delete(store, "a", before=ids.save_id(RUN, 2))
+    swept(store)
     assert readable(store, "a") == 3
     assert objects(store) == named(store)
 
@@ -284,10 +219,7 @@ def test_a_file_that_never_became_a_checkpoint_is_removed_by_its_name(tmp_path):
     store = DirectoryStore(str(tmp_path))
     store.put("left", b"upload without a manifest")
     delete(store, "left")
-    deleted_under_alias(store, "full")
-    delete(store, "a")
-    assert readable(store, "last") == 1
-    assert objects(store) == ["a"]
+    assert objects(store) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

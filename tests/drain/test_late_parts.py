@@ -1,18 +1,13 @@
 """How long a drain waits for the parts of other nodes: as long as any come, and then more rarely."""
 
-import contextlib
 import dataclasses
-import os
-from pathlib import Path
 
 import pytest
-from support.sharded import make_part, named, objects, views_of
+from support.sharded import make_part, views_of
 
 from tiered_checkpoint_io.clock import Timing
 from tiered_checkpoint_io.engine.drain.unfinished import Unfinished
-from tiered_checkpoint_io.engine.durable.commit import commit, put_part
-from tiered_checkpoint_io.engine.durable.garbage import collect
-from tiered_checkpoint_io.engine.durable.survey import Survey
+from tiered_checkpoint_io.engine.durable.commit import put_part
 from tiered_checkpoint_io.errors import CorruptCheckpointError, DrainError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -72,26 +67,6 @@ def test_to_wait_is_no_failure_while_parts_come_and_one_failure_where_none_does(
     assert sorted(look()) == [0, 1, 2, 3]
 
 
-def test_a_save_that_waits_shows_so_to_those_who_remove_what_rests(store):
-    clock, begun = Hours(), Unfinished()
-    part, data = make_part("a.ckpt", 1, 0, world_size=2)
-    with begun.sending(part.save_id, clock):
-        put_part(store, part, views_of(data))
-    key = ids.description_key(part.save_id, 0)
-    file, content = Path(store.url, key), store.get(key)
-    for _ in range(9):
-        os.utime(file, (0, 0))
-        with contextlib.suppress(DrainError):
-            assert begun.gather(store, part, PATIENCE_S, clock) is None
-        shown = file.stat().st_mtime > 0
-        assert shown == (clock.now > 0), "no request before it is of use"
-        clock.now += PATIENCE_S / 4
-    assert store.get(key) == content
-    os.utime(file, (0, 0))
-    assert Unfinished().gather(store, part, PATIENCE_S, clock) is None
-    assert file.stat().st_mtime > 0, "an earlier drain may have sent it long ago"
-
-
 def test_a_damaged_description_of_an_older_save_that_waits_holds_up_no_later_one(store):
     clock, begun = Hours(), Unfinished()
     (older, _), *_ = made = [make_part("a.ckpt", number, rank, world_size=2) for number in (1, 2) for rank in (0, 1)]
@@ -102,14 +77,3 @@ def test_a_damaged_description_of_an_older_save_that_waits_holds_up_no_later_one
     assert sorted(begun.gather(store, made[2][0], PATIENCE_S, clock)) == [0, 1]
     with pytest.raises(CorruptCheckpointError):
         begun.gather(store, older, PATIENCE_S, clock)
-
-
-def test_garbage_that_comes_back_goes_again(store):
-    """The description of a slow node, of a save that was given up."""
-    survey, (committed, data) = Survey(), make_part("b.ckpt", 2, 0, world_size=1)
-    commit(store, committed, views_of(data))
-    for _ in range(2):
-        part, content = make_part("a.ckpt", 1, 1, world_size=2)
-        put_part(store, part, views_of(content))
-        assert [name for _, name in collect(store, committed, patience_s=-1, survey=survey)] == ["a.ckpt"]
-        assert objects(store) == named(store)

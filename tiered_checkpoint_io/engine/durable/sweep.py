@@ -1,0 +1,325 @@
+"""How checkpoints cease to exist on the durable tier: a delete of the manifest, and a sweep of unnamed saves.
+
+As in ``commit``, each write concerns one object, and a crash after any of them leaves the checkpoint or none.
+
+====  ===============================================================  ============================  =================
+      write                                                            a reader finds                after a crash
+====  ===============================================================  ============================  =================
+D1    the description of files that only the manifest lists            the checkpoint                repeat the delete
+D2    the manifest goes                                                none                          the sweep
+D3    manifests of aliases that point to it go                         none: such an alias is none   the next prune
+D4    its files go                                                     none                          the sweep
+D5    its descriptions and its index go                                none                          the sweep
+====  ===============================================================  ============================  =================
+
+A commit that replaces a checkpoint removes the old files in the same way: D1 before the new manifest, D4 and D5 after.
+Before D2, a delete notes the tag of each object that later saves may write to, and removes only what has that tag. All
+other files have names that no later save uses, or are compared with the manifest that is there by then.
+
+The sweep removes each save that no manifest names: the rest of a delete that was cut off after D2, and saves that never
+became complete. Their descriptions tell their files. A save goes once nothing of it was written for a minimum age, and
+once it is older than all live saves. A live save is refreshed well within that age: each drain that has a part in it
+writes a description again until the save is committed or given up (:func:`refresh`). Before the sweep removes a file,
+it reserves the place of the manifest. A drain that comes back at that moment can't commit, begins again, and misses its
+files. An object that is newer than the descriptions of its save belongs to somebody else, and stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.durable.files import paths_in, read_index
+from tiered_checkpoint_io.engine.durable.holds import refuse_held
+from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, if_intact, repeated
+from tiered_checkpoint_io.engine.durable.survey import Survey
+from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, Reason, StoreError, TieredCheckpointError
+from tiered_checkpoint_io.formats.parallel import in_parallel
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.model.manifest import METADATA, Content, Manifest, Part
+from tiered_checkpoint_io.stores.base import ObjectInfo, Store
+from tiered_checkpoint_io.stores.fallbacks import conditional, folders_of
+from tiered_checkpoint_io.stores.refusals import Refusals, delete_each
+
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def _passing(*reasons: Reason) -> Iterator[None]:
+    """Ends its block, without an error, if the block fails for one of these reasons."""
+    try:
+        yield
+    except TieredCheckpointError as error:
+        if error.reason not in reasons:
+            raise
+
+
+class Deletion(NamedTuple):
+    """Result of a delete: whether the checkpoint ceased to exist, and the error that left files for the sweep."""
+
+    is_gone: bool
+    left: TieredCheckpointError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """Objects that no manifest will name after the next change of a manifest."""
+
+    name: str
+    files: frozenset[str] = frozenset()
+    #: Descriptions and indices.
+    records: frozenset[str] = frozenset()
+    #: Tags of the files that later saves may write to.
+    tags: Mapping[str, str | None] = field(default_factory=dict)
+    #: Whether a file may have the name of a file of another save.
+    has_common_names: bool = False
+
+    @classmethod
+    def of(cls, store: Store, name: str, contents: Collection[Content], *, but: Iterable[str] = ()) -> Remains:
+        """Returns the objects of some contents, except the files that stay, after it has described them (D1)."""
+        files, records, stays = set[str](), set[str](), set(but)
+        for content in contents:
+            paths = {entry.path for entry in content.files}.difference(stays)
+            if content.index is not None:
+                owner, recorded, known = _recorded(store, content.save_id)
+                paths, records = recorded if owner == name else set(), records | known
+                if name in paths - stays:
+                    # The file is newer than its descriptions, which a sweep takes for somebody else's.
+                    refresh(store, content.save_id)
+            elif paths:
+                part = Part(name, max(content.coordinator, 0), content, "", durable=False)
+                records.add(key := ids.description_key(content.save_id, part.rank))
+                # Without room for it, the delete is about to make some.
+                with _passing("full"):
+                    store.put(key, part.to_json())
+            files |= paths
+        shared = {path for content in contents if (path := content.switch_path(name)) is not None} - stays
+        tags = {path: conditional(store).tag(path) for path in sorted(shared)}
+        marks = [hash_bytes(content.save_id.encode())[:8] for content in contents]
+        own = {path for path in files if any(mark in path.rpartition("/")[2] for mark in marks)}
+        common = bool(files - stays - shared - own)
+        return cls(name, frozenset(files - stays), frozenset(records), tags, common)
+
+    def remove(self, store: Store) -> TieredCheckpointError | None:
+        """Removes the objects (D4, D5); returns and logs the error that leaves some of them for the sweep."""
+        refused = Refusals()
+        error: TieredCheckpointError | None = None
+        try:
+            files = self.files
+            if self.has_common_names:
+                live = paths_in(store, contents_of([current(store, self.name)]))
+                files = self.files - live if live is not None else frozenset()
+            with refused.kept():
+                delete_all(store, files - self.tags.keys())
+            for path, tag in self.tags.items():
+                if tag is not None:
+                    with refused.kept(), _passing("changed"):
+                        conditional(store).delete_if(path, tag)
+            if not refused:
+                delete_all(store, self.records)
+            error = refused[0] if refused else None
+        except TieredCheckpointError as raised:
+            error = raised
+        if error is not None:
+            _log.warning("files that %s no longer has are left for a later sweep: %s", self.name, error)
+        return error
+
+
+@repeated
+def delete(store: Store, name: str, *, before: str | None = None, clock: Clock = SYSTEM) -> Deletion:
+    """Makes a checkpoint, or an alias, cease to exist, and the aliases that point to it.
+
+    A file that never had a manifest (of a save that was given up, or that others wrote) is removed too. A save made
+    later than ``before``, the id of the request, stays.
+
+    Raises:
+        ConfigError: Another program uses it. Nothing was removed.
+        CorruptCheckpointError: This name has another format version. Nothing was removed.
+        StoreError: The checkpoint is as it was. Repeat the call.
+    """
+    manifests = Manifests(store, before or name)
+    manifest = manifests.current(name)
+    if manifest is None:
+        remove_unnamed(manifests, name, name)
+        # One that cannot be read stands for no checkpoint either.
+        manifests.delete(name)
+        return Deletion(is_gone=True)
+    if before is not None and manifest.content.save_id > before:
+        return Deletion(is_gone=False)
+    refuse_held(store, name, clock=clock)
+    remains = Remains(name)
+    if manifest.alias_of is None:
+        remains = Remains.of(store, name, contents_of([manifest]))
+    manifests.delete(name)
+    try:
+        refuse_held(store, name, clock=clock)
+    except ConfigError as error:
+        if error.reason != "held":
+            raise
+        manifests.put(replace(manifest, reserved=manifests.reserved(name)))
+        raise
+    return Deletion(is_gone=True, left=remove_aliases(manifests, manifest) or remains.remove(store))
+
+
+def remove_aliases(manifests: Manifests, target: Manifest) -> StoreError | None:
+    """Removes the manifests of the aliases of a checkpoint that is gone (D3); returns the error that left some."""
+    try:
+        for alias in target.aliases:
+            if target.alias_of is None and manifests.points_to(alias, target.name):
+                with _passing("changed"):
+                    manifests.delete(alias)
+    except StoreError as error:
+        return error
+    return None
+
+
+def delete_all(store: Store, keys: Iterable[str]) -> None:
+    """Removes objects, some of which may not be there: by few requests where the store has them, else by one each.
+
+    Raises:
+        StoreError: Some are still there: where they are refused, all others are gone. Repeat the call to finish.
+    """
+    todo, batched = sorted(keys), getattr(store, "delete_all", None)
+    if batched is not None:
+        batched(todo)
+    else:
+        delete_each(store.delete, todo)
+
+
+def remove_unnamed(manifests: Manifests, name: str, path: str) -> None:
+    """Removes a switch that no manifest names.
+
+    It may be of a save that is about to be committed: the place of its manifest is reserved first, so that this fails.
+
+    Raises:
+        StoreError: It is being replaced. Nothing was removed.
+    """
+    tag = manifests.conditional.tag(path)
+    if tag is not None:
+        manifests.reserve(name)
+        manifests.look(name)
+        manifests.conditional.delete_if(path, tag)
+
+
+# -------------------------------------------------------------------------------------------- sweep
+def written(store: Store, key: str) -> float:
+    """Returns when an object was written, by the store's own clock; 0 if it is not there."""
+    return max((entry.modified for entry in store.list(key) if entry.key == key), default=0.0)
+
+
+def refresh(store: Store, save_id: str) -> bool:
+    """Shows that a save is alive: writes one of its descriptions again; returns False if there is none."""
+    for entry in store.list(ids.save_prefix(save_id)):
+        # Another drain may do the same, or commit or sweep the save.
+        with _passing("changed", "missing"):
+            data, tag = conditional(store).get_tagged(entry.key)
+            conditional(store).put_if(entry.key, data, tag)
+        return True
+    return False
+
+
+def sweep(
+    store: Store, survey: Survey, *, before: float, live: Iterable[str] = (), clock: Clock = SYSTEM
+) -> list[tuple[str, str]]:
+    """Removes the saves that no manifest names.
+
+    Args:
+        store: The durable tier.
+        survey: Results of earlier calls.
+        before: Time by the store's own clock. A save that was written to since then is young, and stays.
+        live: Ids of saves that are alive although nothing of them may be there: all later ones stay.
+        clock: Tells which manifests may have changed again within the second of their last change.
+
+    Returns:
+        Ids and names of the saves that are gone.
+
+    Raises:
+        StoreError: The tier could not be asked, or refuses to remove some; all others are gone.
+    """
+    saves = {save_id for save_id in folders_of(store, ids.SAVES_PREFIX) if ids.is_save_id(save_id)}
+    if not saves:
+        return []
+    manifests = survey.manifests(store, clock)
+    named = {each.save_id for each in contents_of(_own(manifests.values()))}
+    left = {each: list(store.list(ids.save_prefix(each))) for each in sorted(saves - named - survey.locked)}
+    young = [each for each, entries in left.items() if entries and _newest(entries) >= before]
+    oldest = min([*young, *live], default=None)
+    gone, refused = [], Refusals()
+    for save_id, entries in left.items():
+        # A directory keeps empty folders.
+        if not entries or (oldest is not None and save_id >= oldest):
+            continue
+        refusals = len(refused)
+        with refused.kept(), _passing("changed", "format"):
+            name = _remove_unnamed_save(store, save_id, entries, unread=manifests)
+            if name is not None:
+                gone.append((save_id, name))
+        if len(refused) > refusals:
+            # A refusal lasts, mostly: this process does not ask again.
+            survey.locked.add(save_id)
+    refused.raise_first()
+    return gone
+
+
+def _remove_unnamed_save(
+    store: Store, save_id: str, entries: Sequence[ObjectInfo], unread: Mapping[str, Manifest | CorruptCheckpointError]
+) -> str | None:
+    """Removes a save that no manifest names; returns its name, or None if it stays."""
+    name, paths, _ = _recorded(store, save_id)
+    if name:
+        manifests = Manifests(store, save_id)
+        manifest = manifests.current(name)
+        contents = contents_of([manifest])
+        live = paths_in(store, contents)
+        is_unread = manifest is None and isinstance(unread.get(name), CorruptCheckpointError)
+        # It was committed since, or it is not known which files the name has.
+        if live is None or is_unread or any(content.save_id == save_id for content in contents):
+            return None
+        manifests.reserve(name)
+        switch, newest = f"{name}/{METADATA}", _newest(entries)
+        there = {entry.key: entry.modified for entry in store.list(f"{name}/")}
+        if name in paths - live:
+            there[name] = written(store, name)
+        delete_all(store, {path for path in paths - live if path != switch and 0 < there.get(path, 0) <= newest})
+        if switch in paths - live:
+            remove_unnamed(manifests, name, switch)
+    delete_all(store, (entry.key for entry in entries))
+    return name
+
+
+def _recorded(store: Store, save_id: str) -> tuple[str, set[str], set[str]]:
+    """Returns the name of a save ("" if no record of it is intact), its files, and the keys of its records."""
+    key = ids.index_key(save_id)
+    index = if_intact(read_index, store, save_id)
+    if index is not None and index.save_id == save_id:
+        records = {ids.description_key(save_id, rank) for rank in index.rows}
+        return index.name, _below(index.name, (path for path, _ in index.paths)), records | {key}
+    records = {entry.key for entry in store.list(ids.save_prefix(save_id))}
+
+    def read(each: str) -> Part | None:
+        return if_intact(lambda: Part.from_json(store.get(each), where=each))
+
+    parts = [
+        part for part in in_parallel(read, sorted(records - {key})) if part is not None and part.save_id == save_id
+    ]
+    name = next((part.name for part in parts), "")
+    return name, _below(name, (entry.path for part in parts for entry in part.content.files)), records
+
+
+def _below(name: str, paths: Iterable[str]) -> set[str]:
+    """Returns those of the paths that a checkpoint of this name may have."""
+    return {path for path in paths if path == name or path.startswith(f"{name}/")}
+
+
+def _own(read: Iterable[Manifest | CorruptCheckpointError]) -> list[Manifest]:
+    """Returns the manifests that are intact and own objects: those of aliases do not."""
+    return [each for each in read if isinstance(each, Manifest) and each.alias_of is None]
+
+
+def _newest(entries: Iterable[ObjectInfo]) -> float:
+    return max(entry.modified for entry in entries)
