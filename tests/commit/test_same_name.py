@@ -11,8 +11,7 @@ from tiered_checkpoint_io.engine.drain.process import DrainRunner
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.formats.filling import Segment
-from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.formats.image import Image, Segment
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 

@@ -20,7 +20,7 @@ from tiered_checkpoint_io import dcp as ours
 from tiered_checkpoint_io.adapters import pinned_reads
 from tiered_checkpoint_io.engine.restore import shard_files
 from tiered_checkpoint_io.errors import RestoreError
-from tiered_checkpoint_io.formats.filling import default_threads
+from tiered_checkpoint_io.formats.image import default_threads
 from tiered_checkpoint_io.model import hashing
 from tiered_checkpoint_io.model.manifest import FileEntry
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiered_checkpoint_io.formats import copies as copies_module
-from tiered_checkpoint_io.formats.copies import Copies, gathering
+from tiered_checkpoint_io.formats import image as copies_module
+from tiered_checkpoint_io.formats.image import Copies, gathering
 
 CHUNK, PIECE = 16 << 10, 4 << 10
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.formats.image import Untouched
 from tiered_checkpoint_io.formats.torch_file import plan
-from tiered_checkpoint_io.formats.writing import Untouched
 from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
 
 MIB = 1 << 20

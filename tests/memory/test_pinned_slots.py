@@ -13,7 +13,7 @@ from support.waiting import until
 from tiered_checkpoint_io.engine.staging import capture
 from tiered_checkpoint_io.engine.staging.capture import Capturer
 from tiered_checkpoint_io.engine.staging.host_pins import HostPins
-from tiered_checkpoint_io.formats.filling import PINNED_PIECE, cuts_of
+from tiered_checkpoint_io.formats.image import PINNED_PIECE, cuts_of
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
 PAGE = mmap.PAGESIZE

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from tiered_checkpoint_io.adapters.async_saves import AsyncSave, register
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
-from tiered_checkpoint_io.adapters.groups import first_failure, rank_in_group, save_planner, shard_role_of, world
+from tiered_checkpoint_io.adapters.groups import Ranks, first_failure, rank_in_group, save_planner, shard_role_of, world
 from tiered_checkpoint_io.adapters.local import load_local_state, save_local_state
 from tiered_checkpoint_io.adapters.state import as_save_error, gathered, prepared, with_state_dicts
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
@@ -92,12 +92,10 @@ def save(
     writer = storage_writer or TieredStorageWriter(**options)
     before, writer.wait_option = writer.wait_option, writer.wait_option if wait is None else wait
     try:
+        ranks = Ranks(process_group, replication_group, coordinator_rank, no_dist)
         if not _is_local(kind, planner, replication_group):
-            return _save_sharded(state_dict, checkpoint_id, writer, planner, process_group, no_dist, coordinator_rank)
-        groups = {"process_group": process_group, "replication_group": replication_group}
-        local = save_local_state(
-            state_dict, writer, checkpoint_id, coordinator_rank=coordinator_rank, no_dist=no_dist, **groups
-        )
+            return _save_sharded(state_dict, checkpoint_id, writer, planner, ranks)
+        local = save_local_state(state_dict, checkpoint_id, writer, ranks)
         return local.report if local is not None else None
     finally:
         writer.wait_option = before
@@ -108,12 +106,9 @@ def _save_sharded(
     checkpoint_id: str | os.PathLike[str] | None,
     writer: TieredStorageWriter,
     planner: Any,
-    process_group: Any,
-    no_dist: bool,
-    coordinator_rank: int | None,
+    ranks: Ranks,
 ) -> Metadata | None:
-    alone = no_dist or world() is None
-    coordinator = 0 if alone else rank_in_group(process_group, coordinator_rank)
+    alone, coordinator, process_group = ranks.are_alone, ranks.coordinator, ranks.process_group
     if planner is None:
         what = f"{writer.settings.config.namespace}/{coordinator}"
         planner = save_planner(what, process_group, alone=alone)
@@ -190,20 +185,18 @@ def async_save(
         ConfigError: Arguments that do not go together.
     """
     writer = storage_writer or TieredStorageWriter(**options)
-    groups = {"process_group": process_group, "replication_group": replication_group}
+    ranks = Ranks(process_group, replication_group, coordinator_rank, no_dist)
     sealing: Future[str | None] | None = None
     op_id: str | None = None
     saved: Any = None
     before, writer.seals_in_background = writer.seals_in_background, True
     try:
         if _is_local(kind, planner, replication_group):
-            local = save_local_state(
-                state_dict, writer, checkpoint_id, coordinator_rank=coordinator_rank, no_dist=no_dist, **groups
-            )
+            local = save_local_state(state_dict, checkpoint_id, writer, ranks)
             if local is not None:
                 saved, op_id = local.report, local.op_id
         else:
-            saved = _save_sharded(state_dict, checkpoint_id, writer, planner, process_group, no_dist, coordinator_rank)
+            saved = _save_sharded(state_dict, checkpoint_id, writer, planner, ranks)
             if saved is not None:
                 writer.saver.seal_in_background()
                 sealing, op_id = writer.saver.sealing, writer.saver.op_id
@@ -263,8 +256,7 @@ def load(
         role = shard_role_of(process_group, replication_group, writer, alone=no_dist)
         load_local_state(state_dict, reader, role, checkpoint_id, alone=no_dist)
         return reader
-    alone = no_dist or world() is None
-    coordinator = 0 if alone else rank_in_group(process_group, coordinator_rank)
+    ranks = Ranks(process_group, replication_group, coordinator_rank, no_dist)
     for _ in range(_MAX_ATTEMPTS):
         reader.reset(checkpoint_id)
         try:
@@ -278,8 +270,8 @@ def load(
                 loaded,
                 reader,
                 process_group=process_group,
-                coordinator_rank=coordinator,
-                no_dist=alone,
+                coordinator_rank=ranks.coordinator,
+                no_dist=ranks.are_alone,
                 planner=planner,
             )
         except CheckpointException as error:
@@ -292,11 +284,7 @@ def load(
                 raise
             reader.reject()
             continue
-        for key in sorted(state_dict):
-            if _is_stateful(state_dict[key]):
-                state_dict[key].load_state_dict(loaded[key])
-            else:
-                state_dict[key] = loaded[key]
+        _put(loaded, state_dict)
         return reader
     raise RestoreError(f"{_MAX_ATTEMPTS} checkpoints in a row are damaged", operation="load", key=reader.checkpoint_id)
 
@@ -345,6 +333,14 @@ def _plain(state_dict: dict[str, Any]) -> dict[str, Any]:
     # In the same order on all ranks, which may meet in it.
     values = {key: state_dict[key] for key in sorted(state_dict)}
     return {key: each.state_dict() if _is_stateful(each) else each for key, each in values.items()}
+
+
+def _put(loaded: dict[str, Any], state_dict: dict[str, Any]) -> None:
+    for key in sorted(state_dict):
+        if _is_stateful(state_dict[key]):
+            state_dict[key].load_state_dict(loaded[key])
+        else:
+            state_dict[key] = loaded[key]
 
 
 def _is_stateful(value: Any) -> bool:

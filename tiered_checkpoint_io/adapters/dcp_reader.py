@@ -326,7 +326,7 @@ class TieredStorageReader(OverTiers, StorageReader):
 
 
 def _empty(state: Any, path: tuple[str, ...]) -> Iterator[str]:
-    """Where a state has a dictionary with nothing in it."""
+    """Returns the paths of a state's empty dictionaries."""
     if isinstance(state, Mapping):
         if path and not state:
             yield ".".join(path)
@@ -348,7 +348,7 @@ _CRC_LENGTH = 4
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a stored tensor most likely lies in its item: as rows, after a header that its type and shape tell."""
+    """The likely layout of a stored tensor in its item: rows, after a header that its type and shape tell."""
 
     skeleton: Skeleton
     dtype: torch.dtype
@@ -368,7 +368,7 @@ class _Layout:
         return (self.skeleton.data_offset + first * size, (last - first + 1) * size)
 
     def fits(self, item: memoryview) -> bool:
-        """Whether the item's bytes before the elements are as expected."""
+        """Returns whether the item's bytes before the elements are as expected."""
         head = bytes(self.skeleton.head)
         mine = bytes(item[: len(head)])
         # Who wrote the data along with the file knew its checksum; nobody reads that.
@@ -523,7 +523,7 @@ class PlanReader:
 
 
 def _descriptors(info: Any) -> Sequence[str]:
-    """What an item's bytes went through; files of older releases of torch do not have the field."""
+    """Returns the transformations of an item's bytes; files of older releases of torch do not have the field."""
     return getattr(info, "transform_descriptors", None) or ()
 
 

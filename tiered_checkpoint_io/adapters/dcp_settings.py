@@ -56,7 +56,7 @@ class Settings:
         return self.config.dirpath if self.has_durable else ""
 
     def is_durable(self, step: int, save_to_s3: bool | None) -> bool:
-        """Whether the save of this step goes to the durable tier."""
+        """Returns whether the save of this step goes to the durable tier."""
         durable = self.save_to_s3 if save_to_s3 is None else save_to_s3
         if durable is None:
             every = self.s3_every_n_steps
@@ -188,14 +188,14 @@ def _here() -> str:
 # ----------------------------------------------------------------------------------------- sessions
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What all writers and readers of one configuration share in a process."""
+    """The session and saver that all writers and readers of one configuration share in a process."""
 
     session: Session
     saver: CoordinatedSaver
 
 
 class OverTiers:
-    """What writers and readers have in common: the session of their configuration in this process."""
+    """Base of writers and readers, which share the session of their configuration in this process."""
 
     @property
     def _shared(self) -> Shared:
@@ -208,7 +208,7 @@ class OverTiers:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this may be a checkpoint_id."""
+        """Returns whether this may be a checkpoint_id."""
         return isinstance(checkpoint_id, str | os.PathLike) and bool(os.fspath(checkpoint_id))
 
 

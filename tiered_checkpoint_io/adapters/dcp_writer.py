@@ -66,7 +66,7 @@ def planned_file(ordered: Sequence[WriteItem], data: Sequence[Item], names: Sequ
 
 
 class FileLayout:
-    """What is kept of the file of a plan; none of its tensors."""
+    """The layout of the file of a plan, kept for later saves; none of its tensors."""
 
     def __init__(self, plan: SavePlan, ordered: Sequence[WriteItem], data: Sequence[Item]) -> None:
         """Takes a plan, and its items in the file's order: objects come first.
@@ -354,7 +354,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
 
     @property
     def waits(self) -> bool:
-        """Whether a durable save returns only when it is committed there."""
+        """Returns whether a durable save returns only when it is committed there."""
         if self.wait_option is not None:
             return self.wait_option
         by_dcp = self._save.by_dcp
@@ -374,7 +374,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
 
     @property
     def saver(self) -> CoordinatedSaver:
-        """What makes this process' parts of checkpoints."""
+        """The saver of this process' parts of checkpoints."""
         return self._shared.saver
 
     def wait(self, timeout_s: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Which ranks save and load together, as DCP and the SageMaker model parallelism library (SMP) tell it."""
+"""The ranks that save and load together, as DCP and the SageMaker model parallelism library (SMP) tell it."""
 
 from __future__ import annotations
 
@@ -36,6 +36,25 @@ class DcpArguments(NamedTuple):
     alone: bool
     process_group: Any
     in_background: bool
+
+
+class Ranks(NamedTuple):
+    """The ranks that save or load together, as a caller of :func:`tiered_checkpoint_io.dcp.save` names them."""
+
+    process_group: Any = None
+    replication_group: Any = None
+    coordinator_rank: int | None = None
+    no_dist: bool = False
+
+    @property
+    def are_alone(self) -> bool:
+        """Returns whether this process saves or loads without others."""
+        return self.no_dist or world() is None
+
+    @property
+    def coordinator(self) -> int:
+        """The coordinator's rank in the group; see :func:`rank_in_group`."""
+        return 0 if self.are_alone else rank_in_group(self.process_group, self.coordinator_rank)
 
 
 def dcp_arguments(*functions: str) -> DcpArguments | None:
@@ -80,11 +99,10 @@ def first_failure(error: CheckpointException) -> tuple[list[int], BaseException]
 
 
 def save_planner(what: str, process_group: Any = None, *, alone: bool = False) -> DefaultSavePlanner:
-    """A planner that plans once what stays the same over all saves of ``what``.
+    """Returns a planner that plans once what stays the same over all saves of ``what``.
 
-    What a rank keeps and what its coordinator keeps have to be of the same saves. Upstream tells them by
-    the planner's class alone: two groups of ranks, or the same processes started anew as other ranks,
-    would take each other's plans, and save less than there is.
+    A rank and its coordinator have to keep plans of the same saves. DCP tells plans apart by the planner's class only:
+    two groups of ranks, or processes that restarted as other ranks, would take each other's, and save too little.
     """
     if not _KEEPS_WHAT_SUCCEEDED:
         return CheckingSavePlanner()

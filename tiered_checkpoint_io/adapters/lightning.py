@@ -10,15 +10,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
+from lightning import __version__ as lightning_version
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from typing_extensions import Unpack
 
-from tiered_checkpoint_io.adapters.fresh_start import FreshStart
 from tiered_checkpoint_io.adapters.storage_options import is_of_tuner, is_resumable, read_storage_options
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
-from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.model import ids
@@ -295,3 +295,26 @@ class AsyncCheckpointIO(_WrappingCheckpointIO):
     def teardown(self) -> None:
         """As :meth:`TieredCheckpointIO.teardown`."""
         self._tiered.teardown()
+
+
+class FreshStart(NoCheckpoint):
+    """An empty checkpoint for Lightning, if there is nothing to resume from."""
+
+    def __init__(self, dirpath: str) -> None:
+        """Takes where there is nothing."""
+        # By this key Lightning knows a checkpoint of its own release: with it alone, it skips every step of a restore.
+        super().__init__({"pytorch-lightning_version": lightning_version})
+        self._dirpath = dirpath
+
+    def keys(self) -> Any:
+        """A Trainer never asks for them; Fabric does, before it fills a state, model or optimizer.
+
+        Raises:
+            CheckpointNotFoundError: Always: what is not filled would be taken for restored.
+        """
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint at {self._dirpath} yet, so nothing was loaded into the state",
+            operation="load",
+            key=self._dirpath,
+            hint="catch CheckpointNotFoundError where the first start of a run has none",
+        )

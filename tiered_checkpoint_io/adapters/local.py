@@ -8,7 +8,7 @@ from typing import Any
 from tiered_checkpoint_io.adapters.async_saves import show_failures
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
-from tiered_checkpoint_io.adapters.groups import shard_role_of
+from tiered_checkpoint_io.adapters.groups import Ranks, shard_role_of
 from tiered_checkpoint_io.adapters.state import fill, local_part, paths
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.loaders import warn_of_left_out
@@ -26,27 +26,23 @@ from tiered_checkpoint_io.model import ids
 
 def save_local_state(
     state_dict: dict[str, Any],
-    writer: TieredStorageWriter,
     checkpoint_id: str | os.PathLike[str] | None,
-    *,
-    process_group: Any,
-    replication_group: Any,
-    coordinator_rank: int | None,
-    no_dist: bool,
+    writer: TieredStorageWriter,
+    ranks: Ranks,
 ) -> LocalSave | None:
     """Saves this rank's part of a state, with the arguments of ``dcp.save``.
 
     Returns None if another rank saves the same, if the save failed and ``on_save_error`` is ``warn``, or if it is of
     memory only and there was no room.
     """
-    role = shard_role_of(process_group, replication_group, coordinator_rank, alone=no_dist)
+    role = shard_role_of(*ranks[:3], alone=ranks.no_dist)
     writer.reset(checkpoint_id)
     session, located, settings = writer.session, writer.located, writer.settings
     # Also where another rank of its replicas saves: that may be this one the next time.
     repeat = count_save(session, located.name, located.step)
-    if not no_dist:
+    if not ranks.no_dist:
         # The one time that ranks wait for each other, where peers are to keep copies.
-        session.meet_peers(process_group, ids.series_of(located.name, located.step))
+        session.meet_peers(ranks.process_group, ids.series_of(located.name, located.step))
 
     earlier: list[Exception] = []
 

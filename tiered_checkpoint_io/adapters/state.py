@@ -402,7 +402,7 @@ class _Written:
 
 
 class Rest:
-    """What is saved as it is now, whatever changes later.
+    """A copy of a state as it is now, whatever changes later.
 
     Attributes:
         sharded: The sharded tensors in it, which are saved beside the model's.

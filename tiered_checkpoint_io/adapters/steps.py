@@ -33,7 +33,7 @@ def tiers_for_step(
 
 
 def passes(every: int | None, before: int, step: int) -> bool:
-    """Whether there is a multiple of ``every`` after the step ``before``, up to ``step``; none of None or 0."""
+    """Returns whether a multiple of ``every`` comes after ``before``, up to ``step``; None and 0 have none."""
     return every is not None and every > 0 and step > 0 and step // every > before // every
 
 

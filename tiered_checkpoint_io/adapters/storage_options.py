@@ -1,4 +1,4 @@
-"""What a save by Lightning is: what its ``storage_options`` say, and whether training can resume from it."""
+"""A save by Lightning: its ``storage_options``, and whether training can resume from it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ OPTIMIZERS = ("optimizer_states", "optimizer")
 
 
 def is_of_tuner(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is the scratch of Lightning's tuner, in ``default_root_dir``."""
+    """Returns whether a file is the scratch of Lightning's tuner, in ``default_root_dir``."""
     return os.path.basename(os.fspath(path)).startswith(_SCRATCH)
 
 
 def is_resumable(checkpoint: Any, path: str | os.PathLike[str]) -> bool:
-    """Whether training can resume from what Lightning saves: not from weights alone, nor from its tuner's scratch.
+    """Returns whether training can resume from a save by Lightning: not from weights only, nor its tuner's scratch.
 
     Nor from what a Trainer saves that has not trained: one that evaluated, or whose launcher (``ddp_spawn``,
     ``ddp_notebook``) trained in processes of their own. It would begin at step 0, without optimizers' states.
@@ -36,7 +36,7 @@ def is_resumable(checkpoint: Any, path: str | os.PathLike[str]) -> bool:
 
 
 def _has_not_trained(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint of Lightning's says that no batch was trained, and holds no optimizer."""
+    """Returns whether a checkpoint of Lightning's says that no batch was trained, and holds no optimizer."""
     if any(checkpoint.get(key) for key in OPTIMIZERS):
         return False
     try:
@@ -47,7 +47,7 @@ def _has_not_trained(checkpoint: Mapping[str, Any]) -> bool:
 
 
 class StorageOptions(NamedTuple):
-    """What ``storage_options`` of a save say."""
+    """The ``storage_options`` of a save."""
 
     tiers: Collection[str] = TIERS
     metric: tuple[str, float] | None = None

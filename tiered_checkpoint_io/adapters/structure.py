@@ -108,7 +108,7 @@ def _is(one: object, other: object) -> bool:
 
 
 def _is_container(value: object) -> bool:
-    """Whether DCP goes on to what is in it."""
+    """Returns whether DCP looks into a value."""
     if isinstance(value, list):
         return any(isinstance(each, torch.Tensor) or _is_container(each) for each in value)
     return isinstance(value, Mapping)

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.formats.filling import (
+from tiered_checkpoint_io.formats.image import (
+    Image,
     Region,
     Segment,
     Segments,
@@ -30,7 +31,6 @@ from tiered_checkpoint_io.formats.filling import (
     TensorRegion,
     devices_of,
 )
-from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.torch_file import plan
 
 ALIGNMENT = 64
@@ -47,7 +47,7 @@ Item = torch.Tensor | bytes | memoryview
 
 
 class Placed(NamedTuple):
-    """Where an item lies in the file, bytes."""
+    """The place of an item in the file, bytes."""
 
     offset: int
     length: int
@@ -66,7 +66,7 @@ class Skeleton:
 
     @property
     def head(self) -> memoryview:
-        """What lies before the elements."""
+        """The bytes before the elements."""
         return self.segments[0].data
 
 
@@ -97,7 +97,7 @@ def plan_shard(items: Iterable[Item]) -> tuple[Image, list[Placed]]:
 
 
 class TensorRow:
-    """Where tensors lie in a file, one after the other, kept for later files of the same shape; holds no tensor."""
+    """The places of tensors in a file, one after the other, for later files of the same shape; holds no tensor."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Plans them.

@@ -33,8 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tiered_checkpoint_io.formats.filling import Segment, Segments, StorageRegions
-from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.formats.image import Image, Segment, Segments, StorageRegions
 
 _CPU = torch.device("cpu")
 #: Storage class and bytes of an element, of the dtypes that are pickled with such a class.

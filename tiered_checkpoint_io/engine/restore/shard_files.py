@@ -22,7 +22,7 @@ from tiered_checkpoint_io.engine.restore.peers import Peers
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder
 from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, read_chunk
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
-from tiered_checkpoint_io.formats.filling import default_threads
+from tiered_checkpoint_io.formats.image import default_threads
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.memory.parts import StoredPart, mapped, opened
 from tiered_checkpoint_io.memory.space import MemoryFullError

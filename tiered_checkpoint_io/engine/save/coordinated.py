@@ -26,8 +26,7 @@ from tiered_checkpoint_io.engine.save.room import admit, arrived_votes, skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Evidence
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.formats.filling import Segment
-from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.formats.image import Image, Segment
 from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Metric

@@ -35,8 +35,7 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.host_pins import beside_graphs
 from tiered_checkpoint_io.engine.staging.latch import Latch
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.formats.filling import StorageRegions
-from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.formats.image import Image, StorageRegions
 
 #: Of a save that never overlaps.
 OF_PARTS = "of sharded and local checkpoints, only asynchronous ones of TieredModelParallelStrategy overlap training"

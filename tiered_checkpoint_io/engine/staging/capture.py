@@ -14,9 +14,7 @@ import torch
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.staging.host_pins import HostPins, beside_graphs
 from tiered_checkpoint_io.engine.staging.retention import Evidence, Scope, removable, room_for, spill_room_for
-from tiered_checkpoint_io.formats.filling import is_plain
-from tiered_checkpoint_io.formats.image import Image
-from tiered_checkpoint_io.formats.writing import Untouched
+from tiered_checkpoint_io.formats.image import Image, Untouched, is_plain
 from tiered_checkpoint_io.memory.pages import are_slow
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.slots import BusyError, Slot

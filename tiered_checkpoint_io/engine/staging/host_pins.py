@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from tiered_checkpoint_io.formats.filling import PINNED_PIECE
+from tiered_checkpoint_io.formats.image import PINNED_PIECE
 
 #: CU_STREAM_CAPTURE_MODE_RELAXED.
 _RELAXED = 2

@@ -1,0 +1,142 @@
+"""The same work on many things: in order, by as many threads as are asked for, and over when it returns."""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import threading
+import weakref
+
+import pytest
+from support.tenants import no_more_threads
+
+from tiered_checkpoint_io.formats import parallel
+from tiered_checkpoint_io.formats.parallel import in_parallel, in_parallel_as_needed
+
+_BOUND_S = 30
+
+
+def test_what_it_gives_is_in_order_whoever_ends_first() -> None:
+    last = threading.Event()
+
+    def work(item: int) -> int:
+        if item == 0:
+            assert last.wait(_BOUND_S)
+        elif item == 9:
+            last.set()
+        return item * item
+
+    assert in_parallel(work, iter(range(10)), 2) == [item * item for item in range(10)]
+
+
+def test_the_caller_is_one_of_the_threads_and_they_have_its_context() -> None:
+    bound: contextvars.ContextVar[int] = contextvars.ContextVar("bound", default=0)
+    # Passed only by as many threads as there are items, all at once.
+    together = threading.Barrier(3, timeout=_BOUND_S)
+
+    def work(item: int) -> tuple[int, str]:
+        together.wait()
+        found = bound.get()
+        bound.set(100 + item)
+        return found, threading.current_thread().name
+
+    bound.set(7)
+    found = in_parallel(work, range(3), 3)
+    assert [value for value, _ in found] == [7] * 3
+    assert bound.get() == 7
+    names = {name for _, name in found}
+    assert len(names) == 3
+    assert threading.current_thread().name in names
+
+
+@pytest.mark.parametrize("work", [in_parallel, in_parallel_as_needed])
+def test_one_thread_or_one_item_needs_no_other(work) -> None:
+    here = threading.current_thread()
+    assert work(lambda _: threading.current_thread(), range(3), 1) == [here] * 3
+    assert work(lambda _: threading.current_thread(), [0], 8) == [here]
+    assert work(lambda _: 0, [], 8) == []
+    with no_more_threads():
+        assert in_parallel(str, range(10), 4) == [str(number) for number in range(10)]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("fails_here", [True, False], ids=["caller", "other"])
+def test_a_failure_stops_what_has_not_begun_and_waits_for_the_rest(
+    error: type[BaseException], fails_here: bool
+) -> None:
+    both, failed = threading.Barrier(2, timeout=_BOUND_S), threading.Event()
+    begun: list[int] = []
+    ended: list[int] = []
+    here = threading.current_thread()
+
+    def work(item: int) -> None:
+        begun.append(item)
+        both.wait()
+        if (threading.current_thread() is here) == fails_here:
+            failed.set()
+            raise error(f"of {item}")
+        assert failed.wait(_BOUND_S)
+        # It works for a while after the failure.
+        threading.Event().wait(0.05)
+        ended.append(item)
+
+    with pytest.raises(error):
+        in_parallel(work, range(100), 2)
+    assert sorted(begun) == [0, 1]
+    assert len(ended) == 1
+
+
+def test_of_two_failures_the_first_in_order_is_raised_and_keeps_nothing_alive() -> None:
+    class Thing:
+        pass
+
+    both = threading.Barrier(2, timeout=_BOUND_S)
+
+    def fail(thing: Thing) -> None:
+        both.wait()
+        raise ValueError(things.index(thing))
+
+    gc.disable()
+    try:
+        things = [Thing() for _ in range(2)]
+        kept = [weakref.ref(thing) for thing in things]
+        with pytest.raises(ValueError, match="^0$"):
+            in_parallel(fail, things, 2)
+        things.clear()
+        assert [each() for each in kept] == [None] * 2
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_more_threads_come_only_if_none_gets_done(is_slow, monkeypatch):
+    monkeypatch.setattr(parallel, "_SLOW_S", 0.01 if is_slow else 60)
+    full, lock, now, most = threading.Event(), threading.Lock(), 0, 0
+
+    def work(item):
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+            if now == 13:
+                full.set()
+        assert not is_slow or full.wait(60)
+        with lock:
+            now -= 1
+        return -item
+
+    assert in_parallel_as_needed(work, range(40), 13) == [-item for item in range(40)]
+    assert most == 13 if is_slow else most <= parallel._FEW
+
+
+def test_a_failure_stops_what_was_not_handed_out():
+    begun = []
+
+    def work(item):
+        begun.append(item)
+        if item == 5:
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        in_parallel_as_needed(work, range(1000), 16)
+    assert len(begun) < 1000
