@@ -75,13 +75,7 @@ def fetch(store: Readable, entry: FileEntry, view: memoryview, *, concurrency: i
         CorruptCheckpointError: The object is short, or a chunk differs from its hash.
         StoreError: It could not be read.
     """
-    ranges = entry.chunks
-
-    def one(index: int) -> None:
-        offset, length = ranges[index]
-        fetch_chunk(store, entry, index, view[offset : offset + length], write=write)
-
-    in_parallel_as_needed(one, range(len(ranges)), concurrency)
+    Copies(entry, [Copy(lambda: store, entry.path)]).fetch(view, concurrency=concurrency, write=write)
 
 
 def fetch_chunk(
