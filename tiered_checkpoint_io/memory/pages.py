@@ -108,10 +108,10 @@ def take_space(descriptor: int, start: int, end: int, *, patient: bool = False) 
         patient: Whether nobody waits: huge pages are taken although small ones take less time.
 
     Returns:
-        Up to where it was taken in huge pages; ``start`` where it was not.
+        The end of the bytes in huge pages; ``start`` if there are none.
 
     Raises:
-        OSError: There is not enough.
+        OSError: There is not enough space.
     """
     low, high, huge = -(-start // HUGE) * HUGE, end // HUGE * HUGE, start
     if high - low >= LEAST and are_worth_asking(descriptor, patient=patient):
@@ -130,12 +130,12 @@ def take_space(descriptor: int, start: int, end: int, *, patient: bool = False) 
 
 
 def are_slow() -> bool:
-    """Whether the kernel has lately taken long for huge pages."""
+    """Returns whether the kernel has lately taken long for huge pages."""
     return time.monotonic() < _slow_until
 
 
 def are_worth_asking(descriptor: int, *, patient: bool) -> bool:
-    """Whether the kernel may give huge pages for a file, and is not known to be slow."""
+    """Returns whether the kernel may give huge pages for a file, and is not known to be slow."""
     until = _resting_until if patient else max(_resting_until, _slow_until)
     return time.monotonic() >= until and _are_there() and _is_on_tmpfs(descriptor)
 

@@ -147,9 +147,8 @@ def prepare_markers(folder: Path, *, drained: bool) -> None:
 def mark(folder: Path, name: str, *, synced: bool = False) -> None:
     """Shows a marker of a part; ``synced``: for a part on a disk, also after a power loss.
 
-    Raises:
-        FileNotFoundError: The part is gone.
-        MemoryFullError: A power loss took the prepared marker, and there is no space for another.
+    Raises FileNotFoundError if the part is gone, MemoryFullError if a power loss took the prepared marker and there is
+    no space for another.
     """
     try:
         os.rename(folder / f".{name}", folder / name)
@@ -167,13 +166,10 @@ def mark(folder: Path, name: str, *, synced: bool = False) -> None:
 
 
 def mark_durable(stored: StoredPart) -> StoredPart:
-    """Has a part uploaded that was to stay in memory, or whose upload was given up: from now on it waits for that.
+    """Queues the upload of a part that was to stay in memory, or whose upload was given up.
 
-    No index names the description of such a part yet, so it may change.
-
-    Raises:
-        CheckpointNotFoundError: The part is gone.
-        MemoryFullError: There is no space for its new description; it is as it was.
+    No index names the description of such a part yet, so it may change. Raises CheckpointNotFoundError if the part is
+    gone, MemoryFullError if there is no space for its new description.
     """
     part = replace(stored.part, durable=True)
     try:
@@ -189,7 +185,7 @@ def mark_durable(stored: StoredPart) -> StoredPart:
 
 
 def is_read(stored: StoredPart) -> bool:
-    """Whether some process is in a block of :func:`opened` for a part, or can't be asked."""
+    """Returns whether some process is in a block of :func:`opened` for a part, or can't be asked."""
     for entry in stored.part.content.files:
         try:
             descriptor = os.open(stored.file(entry.basename), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -219,15 +215,10 @@ def _share(descriptor: int, stored: StoredPart) -> None:
 
 @contextlib.contextmanager
 def opened(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, int]]:
-    """Opens a part's files for reading; while the block runs, they are not reused.
+    """Opens a part's files for reading, and gives a descriptor of each, by basename; meanwhile they are not reused.
 
-    Args:
-        stored: The part.
-        keep: Whether mappings of the same files may outlive the block (tensors loaded with
-            ``mmap=True``): the files are then never reused, only unlinked.
-
-    Yields:
-        A descriptor of each file, by its basename.
+    With ``keep``, mappings of the files may outlive the block (tensors loaded with ``mmap=True``): the files are then
+    never reused, only unlinked.
 
     Raises:
         CheckpointNotFoundError: The part was removed in the meantime.
@@ -298,7 +289,7 @@ def clear_half_made(folder: Path, clock: Clock) -> None:
 
 
 def gone(stored: StoredPart) -> CheckpointNotFoundError:
-    """What to raise where a part was removed since it was looked up."""
+    """Returns the error of a part that was removed since it was looked up."""
     return CheckpointNotFoundError(
         "the checkpoint was removed from memory while it was being read",
         operation="read",

@@ -31,11 +31,7 @@ def scratch_beside(path: Path, clock: Clock = SYSTEM) -> Path:
 
 
 def write_over(path: Path, data: bytes) -> None:
-    """Writes over a private file in the space that it has; a reader beside it may see a mixture.
-
-    Raises:
-        OSError: There is none, or it has less space.
-    """
+    """Writes over a private file in the space that it has, or raises OSError; a reader may see a mixture."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
@@ -43,7 +39,7 @@ def write_over(path: Path, data: bytes) -> None:
 
 
 def problem_with(folder: Path) -> str:
-    """Makes a folder of this user alone; what is wrong with the one that is there, if anything."""
+    """Makes a folder of this user only; returns the problem with the one that is there, or ""."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
     facts = os.lstat(folder)
@@ -81,7 +77,7 @@ def private_folder(folder: Path) -> bool:
 
 
 def _close_to_group(folder: Path) -> bool:
-    """Closes a folder of this user that is open to its group, and to no others; whether it is one."""
+    """Closes a folder of this user that is open to its group only; returns whether it is one."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

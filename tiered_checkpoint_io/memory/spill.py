@@ -58,16 +58,16 @@ _TRIES = 5
 
 
 def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
-    """The folder of a node memory's spill, which is its own until the last process that has claimed it for it ends.
+    """Returns the folder of a node memory's spill, which it owns until the last process that claimed it ends.
 
     Args:
-        base: Where it is, or ``base-2`` and so on where a live process uses that for another memory.
+        base: Its path, or ``base-2`` and so on if a live process uses that for another memory.
         memory: The root of the node memory.
         clock: For ids, and waits.
-        make: Whether to make it where there is none for this memory; otherwise that is None.
+        make: Whether to make one if there is none for this memory; otherwise that is None.
 
     Raises:
-        MemoryTierError: A folder is not ours alone, or its lock can't be had.
+        MemoryTierError: A folder is open to others, or its lock can't be had.
         OSError: It can't be used for another reason.
     """
     with _guard:

@@ -130,13 +130,9 @@ class DrainHandle:
     def has_room(self, cancel_id: str, *, besides: str = "") -> bool:
         """Waits until one more save may be queued, or for ``pending_timeout_s``; returns whether it may.
 
-        A drain that moved nothing during the last such wait, and none since, is not waited for again. If saves fail,
-        the oldest one is cancelled in favour of the new one, and is :attr:`given_up`: the queue stays bounded. One that
-        is :func:`needed` goes last.
-
-        Args:
-            cancel_id: The id of the request to cancel it.
-            besides: The save that is to be queued, of which other ranks of this node may have parts in it.
+        A drain that has moved nothing since the last such wait is not waited for again. If saves fail, the oldest is
+        :attr:`given_up` for the new one by a request ``cancel_id``, one that is :func:`needed` last: the queue stays
+        bounded. ``besides`` is the save to be queued, of which other ranks may have queued parts.
         """
         max_pending, warned, self.given_up = self._config.support.max_pending, False, ""
         self._standstill.begin()
@@ -178,10 +174,7 @@ class DrainHandle:
         return Request(op_id, "cancel", "cancel", self._config.dirpath, save_id, server=server)
 
     def _orphans(self, waiting: Collection[str]) -> set[str]:
-        """These saves, where they wait for parts of other nodes alone, and an earlier start left them; or none.
-
-        Those nodes may be lost, and the parts with them. Only after ``pending_timeout_s``: they may just be slower.
-        """
+        """Returns saves of an earlier start that only wait for parts of other nodes, after ``pending_timeout_s``."""
         queued = [each for each in self.queue.look(self._tier) if ids.save_id_of_op(each.op_id) in waiting]
         sent = [commit.is_sent(self.queue.journal(each.op_id)) for each in queued if each.action == "save"]
         inherited = {ids.save_id_of_op(each) for each in self._inherited}
@@ -200,17 +193,16 @@ class DrainHandle:
         *,
         moving_s: float = math.inf,
     ) -> Outcome:
-        """The outcome of an operation: its commit, or its first failure.
+        """Returns the outcome of an operation: its commit, or its first failure.
 
         Args:
-            op_id: Which one.
-            timeout_s: For how long to wait in all, seconds.
+            op_id: Its id.
+            timeout_s: Seconds to wait in all.
             is_hopeless: Whether another rank has said that its part of the save will not come.
-            moving_s: For how long while the drain moves nothing, seconds; not at all once the process has to end.
+            moving_s: Seconds to wait while the drain moves nothing; 0 once the process has to end.
 
         Raises:
-            StandstillError: Nothing has moved for ``moving_s`` seconds, or the process has to end, where
-                ``moving_s`` is given. The operation stays queued.
+            StandstillError: Nothing has moved for ``moving_s``, or the process has to end. The operation stays queued.
             DrainError: It had none within ``timeout_s`` seconds, it is hopeless, or how it ended is not known.
         """
         self._standstill.begin()
@@ -241,12 +233,10 @@ class DrainHandle:
         raise self._too_slow(f"operation {op_id}", timeout_s)
 
     def flush(self, timeout_s: float, *, only: Collection[str] | None = None) -> None:
-        """Waits until nothing is queued that can be done; with ``only``, nothing of these operations.
-
-        A delete that is held back until a further save is durable is not waited for.
+        """Waits until nothing is queued that can be done now; with ``only``, nothing of these operations.
 
         Raises:
-            DrainError: Something still was after ``timeout_s`` seconds, or fails.
+            DrainError: Something is queued after ``timeout_s`` seconds, or fails.
         """
         left: list[Request] = []
         for _ in self._looks(timeout_s):
@@ -267,11 +257,7 @@ class DrainHandle:
         raise self._too_slow(f"{len(left)} operations", timeout_s)
 
     def news(self, *, keeps_up: bool = False) -> tuple[list[Outcome], str]:
-        """Outcomes that this process has not returned yet, and :attr:`DrainProgress.trouble`.
-
-        Args:
-            keeps_up: Whether it also sees to :meth:`keep_up`: the next save that would may come an hour later.
-        """
+        """Returns new outcomes and :attr:`DrainProgress.trouble`; if ``keeps_up``, calls :meth:`keep_up` first."""
         if keeps_up:
             try:
                 self.keep_up()

@@ -240,7 +240,7 @@ class Executor:
                 self.log.info("retention removed %s: no policy keeps it", each.checkpoint.name)
             # There may be thousands, where the policies are new.
             if self.stop.is_set() or self._has_save():
-                self.begun.setdefault(operation.op_id, Begun(tidies=True))
+                self.begun.setdefault(operation.op_id, Begun(is_cleanup=True))
                 raise _Stopped
         refused, survey.refused = survey.refused, []
         return "committed", retention.refused_text(refused) if refused else ""
@@ -275,7 +275,7 @@ class Executor:
             # An earlier drain sent it.
             begun = self.begun.waits(stored.part, self.clock)
         # Once more, where it could not be committed since: then the queue would grow.
-        if begun is None or begun.arrivals is None or begun.failures > begun.most_failures:
+        if begun is None or begun.arrivals is None or begun.failures > begun.failures_when_spared:
             return False
         try:
             begun.arrivals.look(self.stores.get(operation.place))
@@ -285,7 +285,7 @@ class Executor:
             return False
         if begun.arrivals.missing:
             return False
-        begun.due, begun.most_failures = self.clock.monotonic(), min(begun.most_failures, begun.failures)
+        begun.due, begun.failures_when_spared = self.clock.monotonic(), min(begun.failures_when_spared, begun.failures)
         return True
 
     def _give_up(self, operation: Request, reason: str, *, answers: bool = False) -> None:
@@ -314,7 +314,7 @@ class Executor:
             self.log.warning("%s", error)
             self._finish(operation, "skipped", error)
         else:
-            begun = self.begun.setdefault(operation.op_id, Begun(tidies=operation.action in TIDYING))
+            begun = self.begun.setdefault(operation.op_id, Begun(is_cleanup=operation.action in TIDYING))
             begun.failed(error, self.clock, self.begun.last_refused)
             if begun.failures == 1:
                 known = isinstance(error, TieredCheckpointError | OSError)

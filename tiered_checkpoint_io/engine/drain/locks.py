@@ -17,10 +17,10 @@ _guard = threading.Lock()
 
 
 def try_lock(path: Path, *, shared: bool = False, patience_s: float = 0.0, clock: Clock = SYSTEM) -> int | None:
-    """Takes a lock on a file, made where it is missing; a shared one may be held by others too, each shared.
+    """Takes a lock on a file, which is made if missing; several processes may hold a shared one.
 
     Returns:
-        A descriptor for :func:`release`; None where another still holds the lock after ``patience_s`` seconds.
+        A descriptor for :func:`release`; None if another still holds the lock after ``patience_s`` seconds.
 
     Raises:
         MemoryFullError: The file is missing, and there is no space for it.
@@ -41,7 +41,7 @@ def try_lock(path: Path, *, shared: bool = False, patience_s: float = 0.0, clock
 
 
 def flock(descriptor: int, patience_s: float, poll_s: float, clock: Clock, *, shared: bool = False) -> bool:
-    """Locks an open file, trying for ``patience_s`` seconds; whether it has the lock."""
+    """Locks an open file, trying for ``patience_s`` seconds; returns whether it has the lock."""
     deadline = clock.monotonic() + patience_s
     while True:
         try:
@@ -55,7 +55,7 @@ def flock(descriptor: int, patience_s: float, poll_s: float, clock: Clock, *, sh
 
 
 def is_lost(descriptor: int) -> bool:
-    """Whether the locked file was removed, or moved: others then lock a new one, and this lock tells them nothing."""
+    """Returns whether the locked file was removed or moved: others then lock a new one."""
     held = _held.get(descriptor)
     return held is not None and inode_at(held[0]) != held[1]
 
@@ -74,7 +74,7 @@ def release(descriptor: int) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock exclusively right now."""
+    """Returns whether a process holds the lock exclusively right now."""
     descriptor = try_lock(path, shared=True)
     if descriptor is None:
         return True

@@ -177,11 +177,7 @@ class DrainRunner:
 
     # ----------------------------------------------------------------------------------- life
     def start(self) -> None:
-        """Announces this trainer, and makes sure that a drain runs.
-
-        Raises:
-            MemoryFullError: There is no space for the little that it needs.
-        """
+        """Announces this trainer, and makes sure that a drain runs; raises MemoryFullError if there is no space."""
         if self.is_foreign:
             return
         reap()
@@ -201,11 +197,7 @@ class DrainRunner:
         self.ensure()
 
     def _join(self) -> bool:
-        """Takes the trainers' lock; returns whether no other trainer of this node has it.
-
-        Raises:
-            DrainError: A drain holds it that should have ended.
-        """
+        """Takes the trainers' lock; returns whether no other trainer has it. Raises DrainError if a drain keeps it."""
         path, timing = self._root / TRAINERS_FILE, self._clock.timing
         # A drain that looks whether a trainer lives has it for a moment.
         lock = try_lock(path, patience_s=timing.drain_lock_s, clock=self._clock)
@@ -278,12 +270,7 @@ class DrainRunner:
             self._log.error("the drain has ended: %s", error)
 
     def leave(self, timeout_s: float, is_idle: Callable[[], bool]) -> None:
-        """Leaves the drain to itself; a thread is stopped.
-
-        Args:
-            timeout_s: For how long to wait for the end of a thread, seconds.
-            is_idle: Whether there is nothing that a process could do: then it ends as well, and is waited for.
-        """
+        """Leaves the drain to itself; a thread is stopped within ``timeout_s``, and an idle process is waited for."""
         if self._thread is not None:
             self._stop.set()
             self._clock.join(self._thread, timeout_s)
@@ -350,14 +337,7 @@ class DrainRunner:
 
 
 def run(worker: Drain, root: Path, log: Logger, stop: threading.Event, *, stay: bool = False) -> bool:
-    """Lets a drain work, or stand by where another one works.
-
-    Returns:
-        Whether it had the root at first.
-
-    Raises:
-        DrainError: See :meth:`Drain.follows`.
-    """
+    """Lets a drain work, or stand by while another one works; returns whether it had the root at first."""
     worked = worker.run()
     if not worked:
         stands_by = stay or worker.follows()
@@ -392,22 +372,17 @@ def main() -> None:
 
 
 class Stop(threading.Event):
-    """Is set by the signal that ends the work.
-
-    Attributes:
-        is_interrupt: Whether that was Ctrl-C.
-    """
+    """Is set by the signal that ends the work; ``is_interrupt`` after Ctrl-C."""
 
     is_interrupt = False
 
 
 @contextlib.contextmanager
 def ended_by_signal(log: Logger, *, late: int) -> Iterator[Stop]:
-    """Gives an event that is set by SIGTERM and SIGINT while the block runs.
+    """Gives an event that SIGTERM and SIGINT set while the block runs.
 
-    A block that does not end within ``GRACE_S`` of the signal, because a server does not answer, is not waited for:
-    the process ends with the status ``late``, or 130 after Ctrl-C. So the next process must be able to continue from
-    whatever the block leaves at any point, as after a kill.
+    If the block does not end within ``GRACE_S`` of the signal, the process ends with the status ``late``, or 130 after
+    Ctrl-C: the next process continues as after a kill.
     """
     stop, done = Stop(), threading.Event()
     reader, writer = os.pipe()

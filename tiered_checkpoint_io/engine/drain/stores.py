@@ -1,6 +1,4 @@
-"""The durable tiers that a drain works on, opened as the trainer's configuration says,
-each on the server that the part or request was made for.
-"""
+"""The durable tiers that a drain works on: each on the server that the part or request was made for."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ CONFIG_FILE = "drain.json"
 
 
 def last_config(root: Path) -> TieredCheckpointConfig | None:
-    """The configuration of the last trainer over a memory tier; None where it can't be read."""
+    """Returns the configuration of the last trainer over a memory tier; None if it can't be read."""
     try:
         return TieredCheckpointConfig.from_json((root / CONFIG_FILE).read_text())
     except (OSError, ConfigError, ValueError):
@@ -70,10 +68,7 @@ class Stores:
         return self._stores[place]
 
     def abort_abandoned(self, place: Place) -> None:
-        """Ends the uploads to a place that were given up, of all nodes; at most once a day.
-
-        Again and again: a drain may run for weeks, and what it gave up while the server was away stays there.
-        """
+        """Ends uploads to a place that any node gave up; at most once a day, for as long as the drain runs."""
         abort_stale, now = getattr(self._stores.get(place), "abort_stale_uploads", None), self._clock.monotonic()
         if abort_stale is not None and now - self._looked.get(place, -math.inf) >= self._clock.timing.abandoned_s:
             self._looked[place] = now

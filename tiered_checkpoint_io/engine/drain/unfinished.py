@@ -1,4 +1,4 @@
-"""Operations of the drain that are begun and not done, and when it is their turn again."""
+"""Operations of the drain that were begun and are not done, and when their turn comes again."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _DOUBLINGS = 32
 
 @dataclass(slots=True)
 class Begun:
-    """An operation that was begun and is not done: it failed, or waits for parts of other nodes.
+    """An operation that failed, or that waits for parts of other nodes.
 
     Attributes:
-        tidies: Whether it only removes, which goes after all that was not begun; an alias is not held up with it.
-        due: When it is the next one's turn, by the monotonic clock.
-        failures: How often it has failed.
+        is_cleanup: A delete or a retention run; scheduled after new work.
+        due: The moment of its next turn, by the monotonic clock.
+        failures: Failures so far.
         permanent: Whether it will fail again unless something is mended.
         arrivals: The parts that have come; None where it does not wait for any.
-        began: Of a part of several, when it was begun first.
-        sent_s: For how long this drain has sent it, seconds, without the wait for others.
+        began: First attempt of a part of several.
+        sent_s: Seconds for which this drain has sent it, without the wait for others.
         size: Bytes of the whole checkpoint; 0 until all parts have come.
-        moved: When the last one came.
-        is_late: Whether that is so long ago that it was reported as a failure.
-        pause: From its last look for them to the next, seconds.
-        most_failures: Of one that was to be given up, and was not, because they had come: how often it had failed.
+        moved: Arrival of the last one.
+        is_late: Whether the wait was reported as a failure.
+        pause: Seconds between looks for other parts.
+        failures_when_spared: Failure count when a cancel was ignored because all parts had arrived.
     """
 
-    tidies: bool = False
+    is_cleanup: bool = False
     due: float = 0.0
     failures: int = 0
     permanent: bool = False
@@ -58,15 +58,15 @@ class Begun:
     moved: float = 0.0
     is_late: bool = False
     pause: float = 0.0
-    most_failures: float = math.inf
+    failures_when_spared: float = math.inf
 
     @property
     def is_refused(self) -> bool:
         """Whether it is one of those that are tried one at a time, until one of them is not refused any more."""
-        return self.permanent and self.tidies
+        return self.permanent and self.is_cleanup
 
     def failed(self, error: Exception, clock: Clock, last: float = 0.0) -> None:
-        """Plans the next attempt; one that is refused comes after the ``last`` of those that are."""
+        """Plans the next attempt; an operation that is refused comes after the ``last`` refused one."""
         timing = clock.timing
         self.failures += 1
         self.permanent = not (isinstance(error, TieredCheckpointError) and error.retryable) and not is_scarcity(error)
@@ -152,7 +152,7 @@ class Unfinished(dict[str, Begun]):
         self.alive = Alive()
 
     def waiting(self, queued: Collection[str], now: float) -> dict[str, float]:
-        """Those of the operations in the queue whose turn has not come again, and when it does."""
+        """Returns the queued operations whose turn has not come again, and when it comes."""
         is_new = any(op_id not in self.queued for op_id in queued)
         for op_id in self.keys() - set(queued):
             del self[op_id]
@@ -160,7 +160,7 @@ class Unfinished(dict[str, Begun]):
         if is_new:
             # What fails for good is tried again when there is something new to do; of what is refused, one: there may
             # be a delete for each save of a long run.
-            again = [begun for begun in self.values() if begun.permanent and not begun.tidies]
+            again = [begun for begun in self.values() if begun.permanent and not begun.is_cleanup]
             again += sorted(self._refused, key=lambda begun: begun.due)[:1]
             for begun in again:
                 begun.due = min(begun.due, now)
@@ -168,8 +168,8 @@ class Unfinished(dict[str, Begun]):
 
     @property
     def later(self) -> set[str]:
-        """Those whose turn comes after all that was not begun: nothing that uploads waits for them."""
-        return {op_id for op_id, begun in self.items() if begun.tidies}
+        """Operations whose turn comes after all that was not begun: no upload waits for them."""
+        return {op_id for op_id, begun in self.items() if begun.is_cleanup}
 
     @property
     def _refused(self) -> list[Begun]:
@@ -177,17 +177,17 @@ class Unfinished(dict[str, Begun]):
 
     @property
     def last_refused(self) -> float:
-        """When the last of those that are refused is due."""
+        """The moment at which the last refused operation is due."""
         return max((begun.due for begun in self._refused), default=0.0)
 
     def allow(self, now: float) -> None:
-        """Has all that is refused be tried now, as one of them is not any more."""
+        """Makes all refused operations due now, because one of them is no longer refused."""
         for begun in self._refused:
             begun.due = now
 
     @contextlib.contextmanager
     def sending(self, op_id: str, clock: Clock) -> Iterator[None]:
-        """Measures, in the block, how long a part of several is sent."""
+        """Measures for how long the block sends a part of several."""
         began = clock.monotonic()
         try:
             yield
@@ -198,7 +198,7 @@ class Unfinished(dict[str, Begun]):
             mine.sent_s += clock.monotonic() - began
 
     def waits(self, part: Part, clock: Clock) -> Begun:
-        """The save of a coordinator's part that is sent, as one that waits for the parts of others."""
+        """Notes that the coordinator's part was sent, and that its save waits for the parts of others."""
         mine, now = self.setdefault(part.save_id, Begun()), clock.monotonic()
         mine.began = now if mine.began is None else mine.began
         if mine.arrivals is None:
@@ -207,13 +207,12 @@ class Unfinished(dict[str, Begun]):
         return mine
 
     def gather(self, store: Store, part: Part, timeout_s: float, clock: Clock) -> dict[int, IndexRow] | None:
-        """Looks for the other parts of a save, by one list for each thousand; None where it is not its turn yet.
+        """Looks for the other parts of a save, by one list for each thousand; None if it is not its turn yet.
 
-        To wait is no failure as long as parts come. Once none has for ``timeout_s`` seconds, it is one, and is
-        raised once; looks for them continue, more rarely.
+        Looks continue after a failure, more rarely.
 
         Raises:
-            DrainError: None has come for ``timeout_s`` seconds.
+            DrainError: No part has come for ``timeout_s`` seconds; raised once.
         """
         now, timing, mine = clock.monotonic(), clock.timing, self.waits(part, clock)
         assert mine.arrivals is not None
@@ -245,7 +244,7 @@ class Unfinished(dict[str, Begun]):
         return rows
 
     def lost(self, part: Part) -> set[str]:
-        """Ids of saves that failed or wait, for :func:`superseded` to pick from, now that a part is there."""
+        """Returns ids of saves that failed or wait, from which :func:`superseded` picks once a part is there."""
         lost = {op_id for op_id, begun in self.items() if begun.failures}
         if part.commits and part.content.parts > 1:
             # Parts of one series are sent in the order of its saves: what was missing at the last look will not come.
