@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -119,7 +120,8 @@ def main() -> None:
     if arguments.rank:
         rank_main(*arguments.rank, arguments.mebibytes // 4, arguments.rounds)
         return
-    from tiered_checkpoint_io.testing.servers import RcloneServer
+    sys.path.append(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "examples"))
+    from s3_server import RcloneServer
 
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(shm_folder())

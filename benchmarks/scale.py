@@ -16,6 +16,7 @@ import logging
 import os
 import random
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +40,6 @@ from tiered_checkpoint_io.model.index import Index, IndexRow
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest, Part
 from tiered_checkpoint_io.stores import Store, open_store
 from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo
-from tiered_checkpoint_io.testing.servers import RcloneServer
 
 GIB = 1 << 30
 FULL_BYTES = 100 * GIB
@@ -215,6 +215,9 @@ def main() -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tiered-scale-"))
         urls = [f"{folder}/sharded", f"{folder}/full"]
         if not arguments.directory:
+            sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+            from s3_server import RcloneServer
+
             server = stack.enter_context(RcloneServer(folder))
             os.environ.update(server.env())
             bucket = server.make_bucket("scale")

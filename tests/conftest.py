@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from s3_server import RcloneServer, S3Server
 from support.clocks import LOOKS, hurry
 from support.fault_proxy import FaultProxy
 from support.launch import zygote_pids
 from support.warm import warm_up
-
-from tiered_checkpoint_io.testing.servers import RcloneServer, S3Server
 
 S3_FIXTURES = {"s3_server", "s3_bucket", "s3_url"}
 #: A process that a test has ended may need a moment to be gone, on a busy machine.

@@ -19,6 +19,7 @@ from support.committing import (
     swept,
 )
 from support.failing import failing
+from support.faulty import FaultyStore, Injected
 from support.restoring import of_a_newer_release
 from support.sharded import FlatStore, make_part, named, objects, readable, views_of
 
@@ -29,7 +30,6 @@ from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
 #: What was there, what is done, and which saves a reader may find under which name before and after.
 STORIES = {

@@ -1,7 +1,9 @@
 """Parts of a checkpoint on the durable tier: what is refused, what is not sent twice, and what is cleared up."""
 
 import pytest
+from store_contract import MemoryJournal
 from support.committing import swept
+from support.faulty import FaultyStore, Injected
 from support.sharded import FlatStore, entry_of, make_part, named, objects, readable, views_of
 
 from tiered_checkpoint_io.engine.durable import commit, copies, sweep
@@ -12,8 +14,6 @@ from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, Sto
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Content, Part
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-from tiered_checkpoint_io.testing.contract import MemoryJournal
-from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
 RUN = "20260101T000000.000000-00000000"
 LATER = "20260102T000000.000000-00000000"

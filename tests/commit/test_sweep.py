@@ -5,6 +5,7 @@ import os
 import pytest
 from support.committing import RUN, delete, part_only, save, swept
 from support.failing import failing
+from support.faulty import FaultyStore
 from support.sharded import make_part, named, objects, readable, views_of
 
 from tiered_checkpoint_io.engine.durable import commit
@@ -14,7 +15,6 @@ from tiered_checkpoint_io.engine.durable.sweep import refresh, sweep
 from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-from tiered_checkpoint_io.testing.faulty import FaultyStore
 
 NOW, HOUR = 10_000.0, 3600.0
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from support.draining import Node, names
+from support.faulty import FaultyStore
 from support.sharded import FlatStore, Journals, full_part, make_part, named, objects, readable, views_of
 
 from tiered_checkpoint_io.engine.drain.worker import Drain
@@ -17,7 +18,6 @@ from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-from tiered_checkpoint_io.testing.faulty import FaultyStore
 
 OLD, NEW = "20260101T000000.000000-00000001", "20260102T000000.000000-00000002"
 

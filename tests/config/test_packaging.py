@@ -12,8 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def python(code, *flags, cwd):
-    return subprocess.run([sys.executable, *flags, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+def python(code, *flags, cwd, **env):
+    options = {"capture_output": True, "text": True, "timeout": 120, "env": {**os.environ, **env}}
+    return subprocess.run([sys.executable, *flags, "-c", code], cwd=cwd, **options)
 
 
 def tracked():
@@ -71,6 +72,22 @@ def test_names_need_no_package_of_s3_and_no_torch(tmp_path):
     code += "from tiered_checkpoint_io import find_latest, list_checkpoints, new_checkpoints\n"
     code += f"assert find_latest({str(tmp_path / 'none')!r}) is None\n"
     done = python(code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_dcp_saves_and_loads_without_lightning_and_what_commands_need(tmp_path, memory_dir):
+    blocked = {"lightning", "pytorch_lightning", "omegaconf", "s3fs", "fsspec", "boto3", "rich", "typer"}
+    # The drain, a process of its own, gets it as well.
+    (tmp_path / "sitecustomize.py").write_text(BLOCK.format(blocked=blocked))
+    code = f"""
+import torch
+from tiered_checkpoint_io import dcp
+options = {{"dirpath": {str(tmp_path / "run")!r}, "memory_dir": {memory_dir!r}, "on_save_error": "raise"}}
+dcp.save({{"w": torch.arange(9)}}, checkpoint_id="step_1", **options)
+dcp.load(state := {{"w": torch.zeros(9, dtype=torch.int64)}}, checkpoint_id="step_1", **options)
+assert state["w"].tolist() == list(range(9))
+"""
+    done = python(code, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert done.returncode == 0, done.stderr
 
 

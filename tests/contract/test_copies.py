@@ -5,16 +5,16 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from store_contract import MemoryJournal, StopHere, stop_here
 from support.failing import failing
 from support.fault_proxy import FaultProxy, lose_answer, refuse
+from support.faulty import FaultyStore
 
 from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.stores.base import CopyRefusedError, Metrics, ServerCopy
 from tiered_checkpoint_io.stores.fallbacks import copy_to
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 from tiered_checkpoint_io.stores.s3_parts import MARK
-from tiered_checkpoint_io.testing.contract import MemoryJournal, StopHere, stop_here
-from tiered_checkpoint_io.testing.faulty import FaultyStore
 
 SIZE = 20 * MIB + 5
 

@@ -11,6 +11,8 @@ from string import Template
 
 import pytest
 import torch
+from s3_server import S3Server
+from store_contract import MemoryJournal
 from support.documented import verified
 from support.fault_proxy import FaultProxy
 from support.iam import Judge
@@ -25,8 +27,6 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.s3_options import S3Options
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 from tiered_checkpoint_io.stores.s3_errors import NEEDS
-from tiered_checkpoint_io.testing.contract import MemoryJournal
-from tiered_checkpoint_io.testing.servers import S3Server
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ACCOUNT, OWNER, ROLE, REGION = "111122223333", "444455556666", "trainer", "us-east-1"

@@ -25,11 +25,13 @@ import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(1, str(Path(__file__).parents[2] / "examples"))
 
 import boto3
 import torch
 from rich.console import Console
 from rich.table import Table
+from s3_server import RcloneServer
 from support.supporting import build
 
 from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter, dcp
@@ -38,7 +40,6 @@ from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
-from tiered_checkpoint_io.testing.servers import RcloneServer
 
 STEPS = (1, 2)
 _EXTRA = "meta.pt"

@@ -23,13 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(1, str(Path(__file__).parents[2] / "examples"))
 
+from s3_server import RcloneServer
 from support.killing import Zygote
 from support.sweeping import Place, Restore, Tally, Trainer, points_of
 from support.swept_drains import FullDrain, ShardedDrain
 from support.swept_peers import Replication, RestoreFromPeers, Training
-
-from tiered_checkpoint_io.testing.servers import RcloneServer
 
 
 def stories():

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.draining import names, objects
+from support.faulty import FaultyStore
 from support.restoring import flip
 from support.story import Model
 from support.supporting import build
@@ -28,7 +29,6 @@ from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-from tiered_checkpoint_io.testing.faulty import FaultyStore
 
 NAMES = st.sampled_from(["a.ckpt", "deep/b.ckpt", "last.ckpt"])
 KEEP = 2

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from support.draining import Node, names, objects, readable
+from support.faulty import FaultyStore, Injected
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain import log, queue, status
@@ -16,7 +17,6 @@ from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, D
 from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
 LOG = logging.getLogger("test")
 

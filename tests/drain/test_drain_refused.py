@@ -3,6 +3,7 @@
 import threading
 
 from support.draining import names, readable
+from support.faulty import FaultyStore
 from support.story import op_id
 
 from tiered_checkpoint_io.clock import Clock, Timing
@@ -10,7 +11,6 @@ from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.status import NewOutcomes
 from tiered_checkpoint_io.engine.drain.unfinished import Begun
 from tiered_checkpoint_io.errors import StoreError
-from tiered_checkpoint_io.testing.faulty import FaultyStore
 
 from .test_drain import drain, node, store, until  # noqa: F401 - fixtures
 

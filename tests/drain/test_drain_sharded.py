@@ -9,6 +9,7 @@ import time
 import pytest
 from support.committing import swept
 from support.draining import Node, names
+from support.faulty import FaultyStore
 from support.restoring import of_a_newer_release
 from support.sharded import FlatStore, named, objects, readable
 from support.story import op_id
@@ -20,7 +21,6 @@ from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-from tiered_checkpoint_io.testing.faulty import FaultyStore
 
 LOG = logging.getLogger("test")
 

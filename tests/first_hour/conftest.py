@@ -3,9 +3,8 @@
 import os
 
 import pytest
+from s3_server import RcloneServer
 from support.first_hour import BUCKET, Story
-
-from tiered_checkpoint_io.testing.servers import RcloneServer
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from support.faulty import FaultyStore
 from support.restoring import (
     CHUNK,
     NEW,
@@ -22,7 +23,6 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-from tiered_checkpoint_io.testing.faulty import FaultyStore
 
 
 def test_two_nodes_fetch_once_each_and_all_ranks_have_it(world):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.clocks import hurried
 from support.failing import failing
+from support.faulty import FaultyStore
 from support.restoring import (
     CHUNK,
     LATEST,
@@ -36,7 +37,6 @@ from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.base import ObjectInfo
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-from tiered_checkpoint_io.testing.faulty import FaultyStore
 
 
 def memory_files(world, node="n"):

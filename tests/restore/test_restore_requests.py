@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.faulty import FaultyStore, Injected
 from support.restoring import in_ranks, into_durable
 from support.sharded import bytes_of, make_part, views_of
 from support.story import op_id
@@ -26,7 +27,6 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import METADATA
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
 LATEST = Selector("latest")
 RANKS = 4

@@ -13,6 +13,7 @@ from support.draining import Node, names
 from support.draining import objects as files
 from support.failing import failing
 from support.fault_proxy import FaultProxy, locked
+from support.faulty import FaultyStore, Injected
 from support.sharded import FlatStore, named, objects, readable
 from support.supporting import build
 
@@ -29,7 +30,6 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.retention import Best, Latest
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
 
 def apply(*arguments, **options):

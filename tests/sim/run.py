@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(1, str(Path(__file__).parents[2] / "examples"))
 
 from sim import drains, peers, runs, two_groups, two_runs
 from sim.world import Fates

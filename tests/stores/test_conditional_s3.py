@@ -4,13 +4,13 @@ import os
 import secrets
 
 import pytest
+from store_contract import MemoryJournal, StoreContract
 from support import clocks
 from support.failing import failing
 from support.fault_proxy import FaultProxy, lose_answer, refuse, where
 from support.refusing import BUCKET, ServerWithRights
 
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
-from tiered_checkpoint_io.testing.contract import MemoryJournal, StoreContract
 
 
 @pytest.fixture(scope="module")

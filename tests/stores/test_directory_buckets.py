@@ -4,13 +4,13 @@ import contextlib
 import os
 
 import pytest
+from s3_server import S3Server
 from support.clocks import quick
 from support.failing import failing
 from support.fault_proxy import FaultProxy, directory_bucket, refuse
 
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.s3 import S3Store
-from tiered_checkpoint_io.testing.servers import S3Server
 
 SAVE = "20260101T000000.000000-00000000-00000001"
 

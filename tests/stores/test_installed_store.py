@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from store_contract import StoreContract
 from support.documented import verified
 from support.draining import Node
 
@@ -13,7 +14,6 @@ from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.installed import GROUP
-from tiered_checkpoint_io.testing.contract import StoreContract
 
 ROOT = Path(__file__).parents[2]
 #: The example, and a function that gives no store.

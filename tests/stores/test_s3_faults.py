@@ -5,6 +5,7 @@ import socket
 import time
 
 import pytest
+from store_contract import MemoryJournal
 from support.failing import failing
 from support.fault_proxy import (
     SLOW_DOWN,
@@ -25,7 +26,6 @@ from tiered_checkpoint_io.stores import s3_bodies
 from tiered_checkpoint_io.stores.fallbacks import folders_of
 from tiered_checkpoint_io.stores.s3 import MIB
 from tiered_checkpoint_io.stores.s3_errors import refusal
-from tiered_checkpoint_io.testing.contract import MemoryJournal
 
 PASSING = [SLOW_DOWN, refuse(500, "InternalError"), refuse(502, ""), refuse(400, "RequestTimeout"), reset]
 

@@ -4,13 +4,13 @@ import os
 import socket
 
 import pytest
+from store_contract import MemoryJournal
 from support.fault_proxy import FaultProxy, lose_answer, odd_etag, operation_of
 
 from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
-from tiered_checkpoint_io.testing.contract import MemoryJournal
 
 
 def title_case(exchange):

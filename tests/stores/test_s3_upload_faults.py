@@ -5,6 +5,7 @@ import os
 import threading
 
 import pytest
+from store_contract import MemoryJournal
 from support.draining import Node, names
 from support.failing import failing
 from support.fault_proxy import SLOW_DOWN, always, on, refuse
@@ -12,7 +13,6 @@ from support.fault_proxy import SLOW_DOWN, always, on, refuse
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.stores.s3 import MIB
-from tiered_checkpoint_io.testing.contract import MemoryJournal
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import secrets
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from store_contract import ContentOnDemand, MemoryJournal, StoreContract
 from support.failing import failing
 from support.supporting import build
 
@@ -19,7 +20,6 @@ from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.stores.remote import RemoteStore
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 from tiered_checkpoint_io.stores.s3_parts import part_size_for
-from tiered_checkpoint_io.testing.contract import ContentOnDemand, MemoryJournal, StoreContract
 
 
 class TestDirectoryStore(StoreContract):

@@ -7,6 +7,7 @@ import textwrap
 
 import boto3
 import pytest
+from s3_server import RcloneServer
 from support.launch import scripts
 
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
@@ -15,7 +16,6 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.place import Place, Server, endpoint_text
 from tiered_checkpoint_io.stores import place_of
-from tiered_checkpoint_io.testing.servers import RcloneServer
 
 NAMESPACE = "two-servers"
 DEADLINE_S = 90

@@ -5,6 +5,7 @@ import itertools
 import math
 from dataclasses import replace
 
+from support.faulty import FaultyStore, Injected
 from support.sharded import FlatStore, Journals, full_part, make_part, named, objects, readable, views_of
 
 from tiered_checkpoint_io.engine.durable import commit, copies, sweep
@@ -13,7 +14,6 @@ from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Metric
-from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
 RUN = "20260101T000000.000000-00000000"
 #: Made of one part and listed in the manifest, or beside it; of several parts; of several without a switch.

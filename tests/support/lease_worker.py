@@ -15,7 +15,6 @@ from clocks import quick
 from support.supporting import build
 
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.leasing import leases
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
@@ -26,10 +25,6 @@ def live(lines):
         lines.flush()
 
     told = json.loads(lines.readline())
-    machine = told.pop("machine")
-    if machine:
-        # Nodes share neither this nor the numbers of their processes.
-        leases.boot_id = lambda: machine
     clock = quick(**told.pop("times"))
     os.environ.update(told.pop("env"))
     config = build(TieredCheckpointConfig.from_any, **told)

@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from s3_server import S3Server
 from support.fault_proxy import refuse
-
-from tiered_checkpoint_io.testing.servers import S3Server
 
 BUCKET = "bucket"
 READ_ONLY = {

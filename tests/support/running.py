@@ -35,15 +35,15 @@ def runner():
 
 
 class Run:
-    """A run on a dirpath, on a machine of its own where that has a name."""
+    """A run on a dirpath."""
 
-    def __init__(self, path, dirpath, memory_dir, *, machine="", times=QUICK, env=(), **options):
+    def __init__(self, path, dirpath, memory_dir, *, times=QUICK, env=(), **options):
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(ANSWER_S)
         self._socket.connect(path)
         self._lines = self._socket.makefile("rw")
         env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")} | dict(env)
-        told = {"dirpath": dirpath, "memory_dir": memory_dir, "machine": machine, "times": times, "env": env}
+        told = {"dirpath": dirpath, "memory_dir": memory_dir, "times": times, "env": env}
         self.pid = int(self.do(json.dumps({**told, **options})))
 
     def tell(self, line):

@@ -3,6 +3,7 @@
 import functools
 import random
 
+from store_contract import MemoryJournal
 from support.story import op_id
 
 from tiered_checkpoint_io.engine.durable.files import files_of
@@ -12,7 +13,6 @@ from tiered_checkpoint_io.model.hashing import MIN_CHUNK_SIZE, chunk_ranges, has
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Part
 from tiered_checkpoint_io.stores.base import ObjectInfo
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-from tiered_checkpoint_io.testing.contract import MemoryJournal
 
 CHUNK = 1 << 10
 #: Above the smallest part size, so that uploads to S3 go in several parts.

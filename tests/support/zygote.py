@@ -38,7 +38,8 @@ def become(job, files):
         os.dup2(descriptor, target)
     os.chdir(job["cwd"])
     sys.argv = [job["worker"], *job["arguments"]]
-    sys.path[:0] = [os.path.dirname(job["worker"]), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+    tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[:0] = [os.path.dirname(job["worker"]), tests, os.path.join(os.path.dirname(tests), "examples")]
     try:
         runpy.run_path(job["worker"], run_name="__main__")
         status = 0

@@ -14,6 +14,7 @@ from support.committing import RUN, alias, rate, save, swept
 from support.draining import names
 from support.draining import objects as files
 from support.fault_proxy import FaultProxy, locked, refuse
+from support.faulty import FaultyStore, Injected
 from support.sharded import named
 from support.sharded import objects as all_objects
 from support.supporting import build
@@ -31,7 +32,6 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-from tiered_checkpoint_io.testing.faulty import FaultyStore, Injected
 
 
 def command(*arguments):

@@ -6,13 +6,13 @@ import threading
 
 import pytest
 from support.failing import failing
+from support.faulty import FaultyStore
 from support.restoring import CHUNK, flip, make_content
 
 from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.chunks import drop_temporary, fetch, temporary_file, unverified, verify, writer_to
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-from tiered_checkpoint_io.testing.faulty import FaultyStore
 
 DATA = os.urandom(20 * CHUNK + 7)
 (ENTRY,) = make_content("d/a.ckpt", DATA, 1).files

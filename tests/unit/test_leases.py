@@ -4,7 +4,6 @@ import contextlib
 import errno
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,10 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.clocks import VirtualClock, hurried
-from support.counting_proxy import CountingProxy
+from support.clocks import VirtualClock
 from support.fault_proxy import FaultProxy, refuse, where
-from support.launch import free_port
 from support.running import Run, runner
 from support.tenants import descriptors_to_spare
 
@@ -42,12 +39,12 @@ def runs(memory_dir, path):
     """Starts runs, each on a node of its own."""
     with contextlib.ExitStack() as stack:
 
-        def start(*places, nodes=range(9), machines=("",) * 9, **options):
+        def start(*places, nodes=range(9), **options):
             made = []
-            for place, number, machine in zip(places, nodes, machines, strict=False):
+            for place, number in zip(places, nodes, strict=False):
                 node = f"{memory_dir}/{number}"
                 Path(node).mkdir(mode=0o700, exist_ok=True)
-                made.append(Run(path, place, node, machine=machine, **options))
+                made.append(Run(path, place, node, **options))
                 stack.callback(made[-1].close)
             return made
 
@@ -112,18 +109,6 @@ def test_a_job_that_cannot_find_out_whose_the_memory_is_goes_on(tmp_path, caplog
 
 
 @pytest.mark.matrix
-def test_of_jobs_that_begin_at_once_in_the_same_memory_one_goes_on(runs, tmp_path):
-    for turn in range(5):
-        made = runs(*(str(tmp_path / f"{turn}-{number}") for number in range(4)), nodes=[turn] * 4, namespace="one")
-        for run in made:
-            run.tell("save a.ckpt")
-        answers = [run.hear() for run in made]
-        assert answers.count("ok") == 1, answers
-        for run in made:
-            run.kill()
-
-
-@pytest.mark.matrix
 def test_a_dirpath_is_of_one_run_whatever_its_namespace(runs, tmp_path):
     place = str(tmp_path)
     (first,), (second,) = runs(place, nodes=[0]), runs(place, nodes=[1], namespace="other")
@@ -131,83 +116,6 @@ def test_a_dirpath_is_of_one_run_whatever_its_namespace(runs, tmp_path):
     assert "another run writes to the same dirpath" in second.do("save b.ckpt")
     assert second.do("close") == "ok"
     assert len(names_and_leases(place)[1]) == 1
-
-
-def test_a_second_run_on_another_machine_is_refused_while_it_trains(runs, tmp_path):
-    first, second = runs(str(tmp_path), str(tmp_path), machines=["one", "two"])
-    assert first.do("save a.ckpt") == "ok"
-    # The first may just have crashed: nobody waits to find out.
-    refused = second.until("save b.ckpt", lambda answer: answer != "ok", deadline_s=10)
-    assert "another run writes" in refused
-    assert first.do("save c.ckpt") == "ok"
-    assert second.do("close") == "ok"
-    assert len(names_and_leases(str(tmp_path))[1]) == 1
-
-
-@pytest.mark.matrix
-def test_a_run_that_crashed_on_another_machine_holds_up_nobody(runs, tmp_path):
-    first, second = runs(str(tmp_path), str(tmp_path), machines=["one", "two"])
-    assert first.do("save a.ckpt") == "ok"
-    (dead,) = names_and_leases(str(tmp_path))[1]
-    first.kill()
-    end = time.monotonic() + 10
-    number = 0
-    while dead in names_and_leases(str(tmp_path))[1]:
-        assert second.do(f"save {number}.ckpt") == "ok"
-        assert time.monotonic() < end, "the lease of the dead run is still there"
-        number += 1
-    assert second.do("save b.ckpt") == "ok"
-
-
-def test_a_run_that_was_stopped_finds_that_another_took_over(runs, tmp_path):
-    first, second = runs(str(tmp_path), str(tmp_path), machines=["one", "two"])
-    assert first.do("save a.ckpt") == "ok"
-    os.kill(first.pid, signal.SIGSTOP)
-    (old,) = names_and_leases(str(tmp_path))[1]
-    assert second.do("save b.ckpt") == "ok"
-    end = time.monotonic() + 10
-    while old in names_and_leases(str(tmp_path))[1]:
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    os.kill(first.pid, signal.SIGCONT)
-    told = first.until("save c.ckpt", lambda answer: answer != "ok", deadline_s=10)
-    assert "took over while this run did not renew its lease" in told
-    assert second.do("save d.ckpt") == "ok"
-
-
-@pytest.mark.matrix
-def test_of_runs_that_begin_at_once_one_goes_on(runs, s3_url):
-    started = runs(*[s3_url] * 4)
-    for number, run in enumerate(started):
-        run.tell(f"save {number}.ckpt")
-    first = [run.hear() for run in started]
-    assert first.count("ok") >= 1
-    time.sleep(0.5)
-    answers = [run.do(f"save {number}.ckpt") for number, run in enumerate(started)]
-    assert answers.count("ok") == 1, answers
-    assert all("another run writes" in answer for answer in answers if answer != "ok")
-
-
-@pytest.mark.matrix
-def test_without_the_store_training_goes_on_and_the_claim_is_made_when_it_is_back(memory_dir, s3_url, s3_server):
-    port = free_port()
-    options = {"dirpath": s3_url, "memory_dir": memory_dir, "endpoint_url": f"http://127.0.0.1:{port}"}
-    config = TieredCheckpointConfig.from_any(options)
-    ends, made = Checkpointer(config), Checkpointer(config)
-    with hurried(lease_first_look_s=0.2):
-        ends.session.claims.claim()
-    began = time.monotonic()
-    ends.close()
-    assert time.monotonic() - began < 2, "nothing is asked of a store that has not answered yet"
-    made.save({"global_step": 1}, "a.ckpt", wait=False)
-    with CountingProxy(s3_server.endpoint_url, port):
-        made.session.wait()
-        end = time.monotonic() + 60
-        while not names_and_leases(s3_url)[1]:
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        made.save({"global_step": 2}, "b.ckpt")
-        made.close()
 
 
 @pytest.mark.matrix

@@ -9,19 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = [
-    "tiered_checkpoint_io",
-    *(
-        f"tiered_checkpoint_io.{each}"
-        for each in (
-            "callbacks",
-            "strategies",
-            "dcp",
-            "nemo",
-            "errors",
-        )
-    ),
-]
+PACKAGES = [f"tiered_checkpoint_io{each}" for each in ("", ".callbacks", ".strategies", ".dcp", ".nemo", ".errors")]
 ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 #: Hooks of Lightning's, whose arguments are described there.
 UPSTREAM = re.compile(r"on_\w+|setup|teardown|state_dict|load_state_dict")
