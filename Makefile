@@ -26,7 +26,11 @@ help: ## this list
 	@sed -nE 's/^([a-z%-]+):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
 		printf 'make %-20s %s\n' "$$name" "$$text"; done
 
-venv: $(STAMP) ## the environment, by constraints.txt
+venv: $(if $(NEW),constraints) $(STAMP) ## the environment, by constraints.txt; NEW=1 first writes constraints*.txt anew, of the newest versions
+
+.PHONY: constraints
+constraints:
+	.ci/constraints $(PYTHON) $(NEMO_NEEDS)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; name one by PYTHON=...")'
