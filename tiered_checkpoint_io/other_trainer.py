@@ -6,7 +6,7 @@ from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 
-from tiered_checkpoint_io.adapters.io_of import of_other_package
+from tiered_checkpoint_io.adapters.lightning import of_other_package
 
 #: So many callbacks, and IOs around one another, are looked at.
 _MOST = 100

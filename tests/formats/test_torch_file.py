@@ -125,6 +125,12 @@ def sharing(draw):
     return [*views, views[0], {"again": views}]
 
 
+def marked(draw):
+    tensor = torch.ones(3)
+    tensor.mark = draw.random()
+    return tensor
+
+
 def cycle(draw):
     state = {"text": "exp_avg"}
     state["self"] = [state, draw.random()]
@@ -161,6 +167,7 @@ KINDS = {
     "parameter": lambda draw: torch.nn.Parameter(torch.zeros(draw.randrange(5)), requires_grad=draw.random() < 0.5),
     "module": lambda draw: torch.nn.Linear(draw.randrange(1, 5), 2),
     "subclass": lambda draw: torch.randn(3).as_subclass(Tagged),
+    "attribute": marked,
     "conjugate": lambda draw: torch.randn(4, dtype=torch.complex64).conj(),
     "negative": lambda draw: torch.randn(4, dtype=torch.complex64).conj().imag,
     "sparse": lambda draw: torch.eye(draw.randrange(1, 5)).to_sparse(),
@@ -189,7 +196,7 @@ KINDS = {
 
 def drawn(draw, depth=0):
     names = list(KINDS)
-    return KINDS[draw.choice(names if depth < 2 else names[:12])](draw)
+    return KINDS[draw.choice(names if depth < 2 else names[:13])](draw)
 
 
 @pytest.mark.parametrize("kind", KINDS)

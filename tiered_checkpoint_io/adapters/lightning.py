@@ -1,28 +1,107 @@
-"""Lightning's CheckpointIO over the engine: synchronous, and asynchronous."""
+"""Lightning's CheckpointIO over the engine: synchronous, and asynchronous; and the saves that Lightning makes by it."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 from lightning import __version__ as lightning_version
+from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsyncCheckpointIO
 from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import Strategy
 from typing_extensions import Unpack
 
-from tiered_checkpoint_io.adapters.storage_options import is_of_tuner, is_resumable, read_storage_options
-from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
+from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import NOT_OF_IO, IOKeys, TieredCheckpointConfig, keys, refuse_keys_of_others
+from tiered_checkpoint_io.redaction import shown
+
+#: What Lightning's tuner keeps for a moment, to come back to it.
+_SCRATCH = (".lr_find_", ".scale_batch_size_")
+#: Where a whole training state has its optimizers: Lightning's key, and Megatron's.
+OPTIMIZERS = ("optimizer_states", "optimizer")
+
+
+def is_of_tuner(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a file is the scratch of Lightning's tuner, in ``default_root_dir``."""
+    return os.path.basename(os.fspath(path)).startswith(_SCRATCH)
+
+
+def is_resumable(checkpoint: Any, path: str | os.PathLike[str]) -> bool:
+    """Returns whether training can resume from a save by Lightning: not from weights only, nor its tuner's scratch.
+
+    Nor from what a Trainer saves that has not trained: one that evaluated, or whose launcher (``ddp_spawn``,
+    ``ddp_notebook``) trained in processes of their own. It would begin at step 0, without optimizers' states.
+    """
+    if is_of_tuner(path):
+        return False
+    is_lightnings = isinstance(checkpoint, Mapping) and {"pytorch-lightning_version", "state_dict"} <= set(checkpoint)
+    if not is_lightnings:
+        return True
+    return any(key in checkpoint for key in OPTIMIZERS) and not _has_not_trained(checkpoint)
+
+
+def _has_not_trained(checkpoint: Mapping[str, Any]) -> bool:
+    """Returns whether a checkpoint of Lightning's says that no batch was trained, and holds no optimizer."""
+    if any(checkpoint.get(key) for key in OPTIMIZERS):
+        return False
+    try:
+        return bool(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"] == 0)
+    except (KeyError, TypeError):
+        # Of another release, or of another form.
+        return False
+
+
+class StorageOptions(NamedTuple):
+    """The ``storage_options`` of a save."""
+
+    tiers: Collection[str] = TIERS
+    metric: tuple[str, float] | None = None
+    wait: bool = True
+
+
+def read_storage_options(options: Any) -> StorageOptions:
+    """Validates ``storage_options``.
+
+    Raises:
+        ConfigError: They are not ``{"tiers": [...], "metric": (name, value), "wait": bool}``, or a part of that.
+    """
+    allowed = "allowed: {'tiers': ['memory', 'durable'] or one of the two, 'metric': (name, value), 'wait': bool}"
+    if options is None:
+        return StorageOptions()
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"storage_options is {shown(options)}", operation="save", hint=allowed)
+    tiers, metric, wait = options.get("tiers", TIERS), options.get("metric"), options.get("wait", True)
+    if unknown := {str(key) for key in options} - {"tiers", "metric", "wait"}:
+        # Not their values: for other libraries these options hold credentials.
+        raise ConfigError(f"storage_options has {', '.join(sorted(unknown))}", operation="save", hint=allowed)
+    if not isinstance(wait, bool):
+        raise ConfigError(f"storage_options['wait'] is {wait!r}", operation="save", hint=allowed)
+    if isinstance(tiers, str):
+        tiers = [tiers]
+    if not isinstance(tiers, Collection) or not tiers or not all(isinstance(t, str) and t in TIERS for t in tiers):
+        raise ConfigError(f"storage_options['tiers'] is {tiers!r}", operation="save", hint=allowed)
+    if metric is not None:
+        try:
+            name, value = metric
+            if not isinstance(name, str):
+                raise TypeError(name)
+            metric = name, float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            # RuntimeError is torch's, of a tensor of several elements.
+            raise ConfigError(f"storage_options['metric'] is {metric!r}", operation="save", hint=allowed) from error
+    return StorageOptions(tiers, metric, wait)
+
 
 _making = threading.Lock()
 os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, after_in_child=_making.release)
@@ -318,3 +397,48 @@ class FreshStart(NoCheckpoint):
             key=self._dirpath,
             hint="catch CheckpointNotFoundError where the first start of a run has none",
         )
+
+
+def tiered_io_of(checkpoint_io: Any) -> TieredCheckpointIO | None:
+    """The TieredCheckpointIO that a strategy's checkpoint IO is, or wraps; None where it is not ours.
+
+    Raises:
+        ConfigError: It is ours, inside Lightning's AsyncCheckpointIO.
+    """
+    if isinstance(checkpoint_io, AsyncCheckpointIO):
+        return checkpoint_io._tiered
+    if isinstance(checkpoint_io, LightningAsyncCheckpointIO) and tiered_io_of(checkpoint_io.checkpoint_io) is not None:
+        raise ConfigError(
+            "lightning's AsyncCheckpointIO around TieredCheckpointIO: it copies the whole state for each save, queues"
+            " without bound, and does not order deletes after saves",
+            operation="setup",
+            hint="use tiered_checkpoint_io.AsyncCheckpointIO(TieredCheckpointIO(...)) instead",
+        )
+    return checkpoint_io if isinstance(checkpoint_io, TieredCheckpointIO) else None
+
+
+def require_tiered_io(strategy: Strategy, user: str) -> TieredCheckpointIO:
+    """The TieredCheckpointIO of a strategy, without which ``user`` can't work.
+
+    Raises:
+        ConfigError: It has another one, or is not of the package that ours are derived from.
+    """
+    if not isinstance(strategy, Strategy):
+        raise of_other_package(user)
+    io = tiered_io_of(strategy.checkpoint_io)
+    if io is None:
+        raise ConfigError(
+            f"{user} with a {type(strategy.checkpoint_io).__name__}",
+            operation="setup",
+            hint="give the trainer plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
+        )
+    return io
+
+
+def of_other_package(user: str) -> ConfigError:
+    """What is raised where ``user`` is in a trainer of pytorch_lightning: plugins=[...] would be refused there, too."""
+    return ConfigError(
+        f"{user} in a trainer of pytorch_lightning, whose classes are others than those of lightning",
+        operation="setup",
+        hint="import Trainer from lightning.pytorch, and Fabric from lightning.fabric",
+    )

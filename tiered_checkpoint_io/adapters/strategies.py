@@ -26,11 +26,15 @@ from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared
 from tiered_checkpoint_io.adapters.dcp_writer import Save, TieredStorageWriter
 from tiered_checkpoint_io.adapters.groups import first_failure, save_planner
-from tiered_checkpoint_io.adapters.io_of import require_tiered_io
-from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, FreshStart, TieredCheckpointIO
+from tiered_checkpoint_io.adapters.lightning import (
+    AsyncCheckpointIO,
+    FreshStart,
+    TieredCheckpointIO,
+    read_storage_options,
+    require_tiered_io,
+)
 from tiered_checkpoint_io.adapters.optimizers import by_name, optimizer_state, set_optimizer_state, take_full
 from tiered_checkpoint_io.adapters.state import SHARDED, Rest, as_save_error, make_again, part_off, put_back
-from tiered_checkpoint_io.adapters.storage_options import read_storage_options
 from tiered_checkpoint_io.engine.checkpointer import no_best, nothing_to_resume
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.restore.choice import Selector

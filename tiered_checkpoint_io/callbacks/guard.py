@@ -10,8 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from tiered_checkpoint_io.adapters.io_of import tiered_io_of
-from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.adapters.optimizers import size_here
 from tiered_checkpoint_io.callbacks.ending import count_epoch_as_it_ended
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint

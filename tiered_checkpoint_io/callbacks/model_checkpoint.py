@@ -12,8 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
-from tiered_checkpoint_io.adapters.io_of import require_tiered_io
-from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO
+from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO, require_tiered_io
 from tiered_checkpoint_io.adapters.steps import check_positive, passes, tiers_for_step
 from tiered_checkpoint_io.callbacks.ending import DurableEnd, EndOfTraining, progress_of
 from tiered_checkpoint_io.callbacks.places import SentinelFileSystem, check_dirpath, check_places, check_retention

@@ -16,8 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
-from tiered_checkpoint_io.adapters.io_of import require_tiered_io
-from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, require_tiered_io
 from tiered_checkpoint_io.callbacks.notice import Agreement, Notice, handles_signals, is_unhandled
 from tiered_checkpoint_io.callbacks.trainer import on_rank_0, save_training, trained_weights
 from tiered_checkpoint_io.engine.drain.status import SaveReport

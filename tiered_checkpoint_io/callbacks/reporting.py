@@ -15,8 +15,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from tiered_checkpoint_io.adapters.io_of import tiered_io_of
-from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.status import Progress, SaveReport, Standing, drain_command, tier_label
 from tiered_checkpoint_io.engine.session import Session

@@ -16,9 +16,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from tiered_checkpoint_io.adapters.io_of import tiered_io_of
-from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
-from tiered_checkpoint_io.adapters.storage_options import is_resumable
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, is_resumable, tiered_io_of
 from tiered_checkpoint_io.callbacks.guard import note_other_weights
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.trainer import failing_together, nemo_averages, on_rank_0

@@ -8,8 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 
-from tiered_checkpoint_io.adapters.io_of import require_tiered_io
-from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, require_tiered_io
 from tiered_checkpoint_io.callbacks.trainer import failing_together, on_rank_0
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError, StoreError
 from tiered_checkpoint_io.inventory.durable import read_all, resumable

@@ -22,8 +22,7 @@ from nemo.utils.app_state import AppState
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from tiered_checkpoint_io.adapters.io_of import tiered_io_of
-from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.callbacks.guard import ensure_guard
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model import ids

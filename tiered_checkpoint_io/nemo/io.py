@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
-from tiered_checkpoint_io.adapters.storage_options import read_storage_options
+from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, read_storage_options
 from tiered_checkpoint_io.errors import ConfigError, DrainError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import GETS_PER_SECOND, HEADROOM, PUTS_PER_SECOND, TieredCheckpointConfig
