@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
@@ -305,25 +305,6 @@ def _header(shard: Mapping[str, str], tensors: _Tensors) -> tuple[bytes, dict[st
 
 
 # ----------------------------------------------------------------------------------------- tensors
-class _Tensors(Protocol):
-    """Tensors of a checkpoint by their names."""
-
-    @property
-    def names(self) -> list[str]: ...
-
-    def kind(self, name: str) -> tuple[torch.dtype, torch.Size]:
-        """Returns the element type and the size."""
-        ...
-
-    def nbytes(self, name: str) -> int:
-        """Returns the bytes of the elements."""
-        ...
-
-    def fill(self, views: Mapping[str, torch.Tensor], mappings: Sequence[mmap.mmap] = ()) -> None:
-        """Copies the elements into views of mappings, whose pages are let go on the way."""
-        ...
-
-
 class _Sharded:
     """The items of a sharded checkpoint, read by DCP's plans through the reader of the restore."""
 
@@ -351,6 +332,7 @@ class _Sharded:
         return list(self.tensors)
 
     def kind(self, name: str) -> tuple[torch.dtype, torch.Size]:
+        """Returns the element type and the size."""
         return self.tensors[name].properties.dtype, self.tensors[name].size
 
     def nbytes(self, name: str) -> int:
@@ -363,6 +345,7 @@ class _Sharded:
         return found
 
     def fill(self, views: Mapping[str, torch.Tensor], mappings: Sequence[mmap.mmap] = ()) -> None:
+        """Copies the elements into views of mappings, whose pages are let go on the way."""
         for name in views:
             held = sum(math.prod(chunk.sizes) for chunk in self.tensors[name].chunks)
             if held != math.prod(self.tensors[name].size):
@@ -482,6 +465,10 @@ class _FullState:
                 raise SaveError(f"{name!r} is sparse", operation="get", key=self._where, hint=hint)
             view.copy_(self._tensors[name])
             _let_go(mappings)
+
+
+#: Tensors of a checkpoint by their names.
+_Tensors: TypeAlias = _Sharded | _FullState
 
 
 @contextlib.contextmanager

@@ -1,19 +1,25 @@
 """``ls`` over all tiers: where each checkpoint is, and what has become of it."""
 
 import json
+import os
+from dataclasses import replace
 
 import pytest
 from support import committing
-from support.draining import Node
-from support.sharded import make_part, views_of
+from support.documented import verified
+from support.draining import Node, part_of
+from support.sharded import full_part, make_part, views_of
 from support.silent import silent_server
 from support.story import op_id
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io import find_latest, list_checkpoints
 from tiered_checkpoint_io.cli import app
+from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.durable import commit
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
+from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.model.ids import index_key, manifest_key
 from tiered_checkpoint_io.model.manifest import Metric
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -157,3 +163,171 @@ def test_show_tells_the_files_of_all_ranks_and_what_the_index_lacks(node, memory
     assert (damaged.exit_code, "\nstate: corrupt\n" in damaged.stdout) == (1, True)
     assert "problem: " in damaged.stdout
     assert "index" in damaged.stdout.partition("problem: ")[2]
+
+
+UNSURE = "this node can't tell whether it is durable; the durable tier can, where DIRPATH is given and it answers"
+
+
+def rows_of(done):
+    return {row["name"]: row for row in json.loads(done.stdout)["checkpoints"]}
+
+
+def state_of(done):
+    """The fourth column of the only part that ``ls`` shows of a checkpoint."""
+    part = done.stdout.partition("Parts on this node:")[2].partition("Files:")[0]
+    (row,) = [line.split("\t") for line in part.strip().splitlines()[1:]]
+    return row[3]
+
+
+def sent(node, name, number, rank, action):
+    """This node's drain has sent its part of a save of two ranks; that of rank 0 commits it."""
+    op = node.part(name, number, rank)
+    node.queue.finish(Outcome(op, action, name, number, "committed"))
+    (stored,) = [each for each in node.tier.parts() if each.op_id == op]
+    node.tier.mark_drained(stored)
+
+
+def test_what_other_nodes_upload_or_commit_is_not_called_durable(node, memory_dir):
+    os.makedirs(node.dirpath)
+    where = ("--memory-dir", memory_dir)
+    for part, files in (full_part("full.ckpt", 1), make_part("kept", 2, 0)):
+        node.tier.replicas.commit(replace(part, dirpath=node.dirpath), files)
+    # Its owner was to commit it: this node has sent all that it could.
+    sent(node, "sent", 3, 1, "part")
+    sent(node, "ours", 4, 0, "save")
+    # A restore has brought it from a node that has yet to upload it.
+    part, files = full_part("brought.ckpt", 5)
+    brought = replace(part, dirpath=node.dirpath)
+    node.tier.commit(brought, files, drained=True, saved=False)
+    rows = rows_of(command("ls", *where, "--json"))
+    unsure = ("incomplete", UNSURE)
+    assert {name: (row["state"], row["problem"]) for name, row in rows.items()} == {
+        "full.ckpt": unsure,
+        "kept": unsure,
+        "sent": unsure,
+        "ours": ("durable", ""),
+        "brought.ckpt": unsure,
+    }
+    assert command("ls", *where).exit_code == 0, "nothing is damaged"
+    # With the durable tier asked, there is no such doubt.
+    assert {row["problem"] for row in rows_of(command("ls", node.dirpath, *where, "--json")).values()} == {""}
+    shown = {name: state_of(command("ls", node.dirpath, name, *where)) for name in rows}
+    assert shown == {
+        "full.ckpt": "not known here",
+        "kept": "not known here",
+        "sent": "part sent",
+        "ours": "durable",
+        "brought.ckpt": "not known here",
+    }
+    table = command("status", *where).stdout.partition("Copies kept")[0]
+    states = {line.split("\t")[0]: line.split("\t")[4] for line in table.splitlines() if line.count("\t") > 4}
+    assert (states["sent"], states["ours"], states["brought.ckpt"]) == ("part sent", "durable", "not known here")
+
+
+LONG = "a" * 200 + ".ckpt"
+
+
+@pytest.fixture
+def tier(memory_dir, tmp_path):
+    """A durable tier whose names sort in another way than its saves, and look like markup."""
+    node = Node(memory_dir, str(tmp_path / "run[/b]"))
+    node.save("z.ckpt", b"Z")
+    node.save(LONG, b"A")
+    node.save("c[/b].ckpt", b"C" * 100)
+    node.alias("a-last.ckpt", "c[/b].ckpt")
+    node.save("weights.ckpt", b"W", resumable=False)
+    node.drain()
+    return node
+
+
+def table(done):
+    header, *rows = [line.split("\t") for line in done.stdout.splitlines()]
+    assert header == ["name", "step", "size", "age", "metric", "where", "kind", "state", "note"]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_names_are_whole_in_the_order_of_saves_and_latest_is_marked(tier):
+    found = command("ls", tier.dirpath)
+    rows = table(found)
+    assert found.exit_code == 0
+    assert list(rows) == ["weights.ckpt", "c[/b].ckpt", "a-last.ckpt", LONG, "z.ckpt"]
+    assert [row[-1] for row in rows.values()] == ["", "latest", "alias of c[/b].ckpt", "", ""]
+    assert (rows["weights.ckpt"][5], rows["z.ckpt"][5]) == ("full, not resumable", "full")
+    done = command("verify", tier.dirpath, "tiered:latest")
+    assert (done.exit_code, done.stdout) == (0, verified(("intact", "durable", "c[/b].ckpt")))
+
+
+def test_one_damaged_manifest_hides_no_other_checkpoint(tier):
+    DirectoryStore(tier.dirpath).put(manifest_key("z.ckpt"), b"{")
+    found = command("ls", tier.dirpath)
+    assert found.exit_code == 1
+    assert table(found)["z.ckpt"][-2] == "corrupt"
+    assert table(found)["z.ckpt"][-1].startswith("not JSON")
+    assert table(found)["c[/b].ckpt"][-1] == "latest"
+    done = command("verify", tier.dirpath)
+    assert (done.exit_code, done.stdout.count("intact"), done.stdout.count("DAMAGED")) == (1, 4, 1)
+
+
+def test_what_a_newer_release_wrote_may_be_the_latest(tier):
+    DirectoryStore(tier.dirpath).put(manifest_key("z.ckpt"), dump({"name": "z.ckpt", "version": 99}))
+    rows = table(command("ls", tier.dirpath))
+    assert rows["z.ckpt"][-2] == "of a newer release"
+    assert "latest" not in [row[-1] for row in rows.values()]
+    done = command("verify", tier.dirpath)
+    assert (done.exit_code, done.stdout.count("DAMAGED")) == (1, 0)
+    (line,) = [line for line in done.stdout.splitlines()[1:] if not line.startswith("intact")]
+    assert line.startswith("NEWER\tdurable\tz.ckpt\t\t\tit needs a newer release: format version 99")
+    assert command("verify", tier.dirpath, "tiered:latest").exception.reason == "format"
+
+
+def test_a_name_or_path_that_is_not_there_is_an_error_and_no_damage(tier, tmp_path):
+    missing = command("verify", tier.dirpath, "never.ckpt")
+    assert isinstance(missing.exception, CheckpointNotFoundError)
+    assert "no such checkpoint: never.ckpt" in str(missing.exception)
+    assert missing.stdout == ""
+    for arguments in (("ls",), ("verify",), ("verify", "tiered:latest")):
+        wrong = command(arguments[0], str(tmp_path / "mistyped"), *arguments[1:])
+        assert isinstance(wrong.exception, CheckpointNotFoundError)
+        assert "mistyped" in str(wrong.exception)
+    (tmp_path / "empty").mkdir()
+    assert table(command("ls", str(tmp_path / "empty"))) == {}
+    assert "no checkpoint to verify" in str(command("verify", str(tmp_path / "empty")).exception)
+    for wrong in (("ls", tier.dirpath, "--region", "eu-west-1"), ("verify", tier.dirpath, "../x"), ("get",)):
+        assert command(*wrong).exit_code == 2
+
+
+def test_what_is_overwritten_while_it_is_read_is_not_damaged(tier, monkeypatch):
+    """A save of another run commits between two reads."""
+    read = DirectoryStore.read_pieces
+
+    def overwritten(store, key, *arguments):
+        if key == "z.ckpt":
+            manifest = read_manifest(store, "z.ckpt")
+            other = part_of("z.ckpt", b"other", 9, tier.dirpath)
+            store.put("z.ckpt", b"?")
+            store.put(manifest_key("z.ckpt"), replace(manifest, content=other.content).to_json())
+        read(store, key, *arguments)
+
+    monkeypatch.setattr(DirectoryStore, "read_pieces", overwritten)
+    done = command("verify", tier.dirpath, "z.ckpt", "--tier", "durable")
+    assert done.stdout.splitlines()[1].startswith("changed\tdurable\tz.ckpt")
+
+
+def test_on_a_real_server(s3_server, s3_bucket, memory_dir, monkeypatch):
+    """By options alone; a bucket or prefix with nothing in it is an error, and so is a profile that is not there."""
+    url = f"s3://{s3_bucket}/run"
+    options = ("--endpoint-url", s3_server.endpoint_url, "--region", "us-east-1")
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION", "AWS_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    node = Node(memory_dir, url, endpoint_url=s3_server.endpoint_url)
+    node.save("b.ckpt", b"B" * 5_000_000)
+    node.save("a.ckpt", b"A")
+    node.drain()
+    assert list(table(command("ls", url, *options))) == ["a.ckpt", "b.ckpt"]
+    assert command("verify", url, *options).stdout == verified(
+        ("intact", "durable", "a.ckpt"), ("intact", "durable", "b.ckpt")
+    )
+    assert command("verify", url, "tiered:latest", *options).stdout == verified(("intact", "durable", "a.ckpt"))
+    assert isinstance(command("ls", url + "-mistyped", *options).exception, CheckpointNotFoundError)
+    assert command("ls", "s3://no-such-bucket-here/run", *options).exception.reason == "config"
+    assert "nobody" in str(command("ls", url, *options, "--profile", "nobody").exception)
