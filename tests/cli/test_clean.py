@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import pytest
 from support import committing
+from support.documented import document_of
 from support.draining import Node, part_of
 from support.restoring import of_a_newer_release
-from support.sharded import full_part
+from support.sharded import full_part, make_part
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
@@ -110,6 +111,8 @@ def test_a_dry_run_warns_of_what_would_be_lost_and_yes_deletes_it(node, prepare,
         told.stderr
     )
     assert sorted(node.root.rglob("part.json")) == before
+    unread = document_of("clean", clean(node, "--json"))["unreadable"]
+    assert ["JSON" in each["error"] or "version" in each["error"] for each in unread] == [True] * ("can't be" in said)
     done = clean(node, "--yes")
     assert (done.exit_code, "ckpt" in done.stdout, node.root.exists()) == (0, True, False), done.exception
 
@@ -243,3 +246,22 @@ def test_it_tells_of_another_spill_that_it_leaves(spilled, tmp_path, in_use):
         assert f"run clean again, with {' '.join(named)}" in done.stdout
         assert clean(spilled, *named, "--yes").exit_code == 0
         assert not other.exists()
+
+
+def test_it_keeps_what_a_restart_needs_beside_the_newest(memory_dir, tmp_path):
+    node = Node(memory_dir, str(tmp_path / "run"))
+    for name in ("step=90-EMA.ckpt", "step=90.ckpt"):
+        node.save(name, b"A", durable=name == "step=90.ckpt", step=90)
+    node.part("local", 3, 0, kind="local", world_size=1)
+    node.drain()
+    assert "newest checkpoint step=90-EMA.ckpt (step 90) is not on the durable tier" in clean(node).stderr
+    assert CliRunner().invoke(app, ["flush", *node.where]).exit_code == 0
+    # A newer one of another payload is no substitute.
+    part, files = make_part("memory", 4, 0, kind="local", world_size=1, dirpath=node.dirpath)
+    node.tier.commit(replace(part, durable=False), files)
+    node.number = 4
+    node.save("step=91.ckpt", b"A", step=91)
+    node.drain()
+    assert "newest checkpoint memory (step 4) is not on the durable tier" in clean(node).stderr
+    assert CliRunner().invoke(app, ["flush", *node.where]).exit_code == 0
+    assert clean(node).exit_code == 0

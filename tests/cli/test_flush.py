@@ -288,3 +288,29 @@ def test_what_a_trainer_saves_meanwhile_is_not_waited_for(memory_dir, tmp_path, 
     assert (done.exit_code, states) == (0, {"new.ckpt": "durable"})
     # They are uploaded all the same.
     assert set(flushed(node, "--all")[1].values()) == {"durable"}
+
+
+def test_what_is_queued_is_uploaded_too_and_a_failure_of_it_is_an_error(memory_dir, tmp_path):
+    """Also if there is no checkpoint that training can resume from."""
+    node = Node(memory_dir, str(tmp_path / "run"))
+    node.save("weights.ckpt", b"W", resumable=False)
+    node.save("damaged.ckpt", b"D" * 100, resumable=False)
+    (held,) = node.root.glob("saves/*/*/damaged.ckpt")
+    held.write_bytes(b"?" * 100)
+    done = command("flush", *node.where, "--json")
+    document = document_of("flush", done)
+    assert (done.exit_code, document["flushed"], document["checkpoints"]) == (1, False, [])
+    (error,) = document["errors"]
+    assert error.startswith("save of damaged.ckpt failed: ")
+    assert names_of(DirectoryStore(node.dirpath)) == {"weights.ckpt"}
+    # It is in quarantine, and nothing is left to do.
+    assert isinstance(command("flush", *node.where).exception, CheckpointNotFoundError)
+
+
+@pytest.mark.matrix
+def test_an_upload_that_was_given_up_is_asked_for_again(memory_dir, tmp_path):
+    node = Node(memory_dir, str(tmp_path / "run"))
+    node.cancel(node.save("a.ckpt", b"A"))
+    node.drain()
+    assert node.states()[node.tier.parts()[0].op_id] == "skipped"
+    assert flushed(node)[1] == {"a.ckpt": "durable"}

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pty
 import re
 import signal
 import socket
@@ -202,3 +203,22 @@ import tiered_checkpoint_io.cli
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == f"ImportError: tiered_checkpoint_io runs on Linux only; this is {platform}"
+
+
+def test_on_a_terminal_it_is_a_table(dirpath):
+    main, terminal = pty.openpty()
+    try:
+        process = start("ls", dirpath, stdout=terminal)
+        os.close(terminal)
+        shown = b""
+        # At the end of the process reading fails.
+        while not shown.endswith(b"\0"):
+            try:
+                shown += os.read(main, 1 << 16)
+            except OSError:
+                break
+        assert end(process)[0] == 0
+    finally:
+        os.close(main)
+    assert "c[/b].ckpt" in shown.decode()
+    assert "\t" not in shown.decode()

@@ -197,6 +197,7 @@ def test_damage_is_found_and_nothing_is_left_of_it(name, to, run, tmp_path):
         good[:-1],
         good[: len(good) // 2] + bytes([good[len(good) // 2] ^ 1]) + good[len(good) // 2 + 1 :],
         b"",
+        *([good + b"x"] if name == "full" else []),
     ):
         path.write_bytes(damaged)
         assert isinstance(get(*line).exception, CorruptCheckpointError)
