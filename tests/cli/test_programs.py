@@ -29,10 +29,6 @@ def node(memory_dir, tmp_path):
     return Node(memory_dir, str(tmp_path / "durable"))
 
 
-def drain(node):
-    node.drain()
-
-
 def test_each_durable_checkpoint_is_new_once_also_across_a_restart(node):
     """An evaluator that is begun before the run, is stopped, and goes on behind what it has worked on."""
     stop = threading.Event()
@@ -45,7 +41,7 @@ def test_each_durable_checkpoint_is_new_once_also_across_a_restart(node):
         # What stands for the same bytes is not new.
         node.alias("last.ckpt", name)
         node.request("copy", "copy.ckpt", name)
-        drain(node)
+        node.drain()
 
     begin("2.ckpt")
     assert next(news).name == "2.ckpt"
@@ -55,7 +51,7 @@ def test_each_durable_checkpoint_is_new_once_also_across_a_restart(node):
     # Of what was deleted under a copy that stays, the copy stands for it.
     begin("3.ckpt")
     node.delete("3.ckpt")
-    drain(node)
+    node.drain()
     third = next(news)
     assert (third.copy_of or third.save_id) == saved[2]
     stop.set()
@@ -68,11 +64,11 @@ def test_each_durable_checkpoint_is_new_once_also_across_a_restart(node):
 def test_what_is_handed_out_stays_until_the_next_one_is_asked_for(node):
     for name in ("1.ckpt", "2.ckpt", "3.ckpt"):
         node.save(name, b"A")
-    drain(node)
+    node.drain()
 
     def left_without(name):
         node.delete(name)
-        drain(node)
+        node.drain()
         return sorted(names_of(DirectoryStore(node.dirpath)))
 
     news = new_checkpoints(node.dirpath, after="", idle_timeout_s=0)
@@ -124,7 +120,7 @@ def test_a_checkpoint_whose_overwrite_is_under_way_on_this_node_is_uploading_fro
 
 def test_what_would_never_come_is_refused_in_place_of_waited_for(node):
     node.save("a.ckpt", b"A")
-    drain(node)
+    node.drain()
     for wrong in (math.nan, math.inf, 0, -1, "60", True):
         with pytest.raises(ConfigError, match="every_s is .* allowed: a number of seconds above 0"):
             new_checkpoints(node.dirpath, every_s=wrong)
@@ -154,7 +150,7 @@ def test_wrong_use_is_an_error_at_once(node):
 
 def test_an_outage_is_told_once_and_waited_out_but_for_the_first_look(node, monkeypatch, caplog):
     node.save("a.ckpt", b"A")
-    drain(node)
+    node.drain()
     silent, listing = [True], DirectoryStore.list
 
     def list_or_not(store, prefix):
@@ -170,7 +166,7 @@ def test_an_outage_is_told_once_and_waited_out_but_for_the_first_look(node, monk
     news = new_checkpoints(node.dirpath, every_s=0.01, after="")
     assert next(news).name == "a.ckpt"
     node.save("b.ckpt", b"B")
-    drain(node)
+    node.drain()
     silent[0] = True
     back = threading.Timer(0.2, lambda: silent.__setitem__(0, False))
     back.start()
@@ -190,11 +186,11 @@ def test_what_was_out_of_sight_for_a_look_is_not_new_again(node, caplog):
 
     for name in ("a.ckpt", "b.ckpt"):
         node.save(name, b"A")
-    drain(node)
+    node.drain()
     news = new_checkpoints(node.dirpath, every_s=0.01, after="", idle_timeout_s=60)
     assert [next(news).name, next(news).name] == ["a.ckpt", "b.ckpt"]
     node.save("c.ckpt", b"A")
-    drain(node)
+    node.drain()
     os.rename(node.dirpath, away)
     back = threading.Thread(target=bring_back, daemon=True)
     back.start()

@@ -22,10 +22,6 @@ def node(memory_dir, tmp_path):
     return Node(memory_dir, str(tmp_path / "durable"))
 
 
-def drain(node):
-    node.drain()
-
-
 def watch(node, memory_dir, command, after="", **options):
     more = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     line = ["watch", node.dirpath, "--memory-dir", memory_dir, "--exec", command, "--after", after, *more]
@@ -36,7 +32,7 @@ def test_a_command_runs_once_for_each_in_order_and_a_failure_is_told_at_the_end(
     for number, name in enumerate(("z 'odd'.ckpt", "a.ckpt"), 1):
         save = node.save(name, b"A", epoch=7, metric=Metric("val_loss", 0.5), created=float(number))
     node.alias("last.ckpt", "a.ckpt")
-    drain(node)
+    node.drain()
     node.save("memory.ckpt", b"A", durable=False)
     said = 'echo "$1|$TIERED_CKPT_NAME|$TIERED_CKPT_STEP|$TIERED_CKPT_EPOCH|$TIERED_CKPT_METRIC_VALUE"; test $TIERED_CKPT_STEP != 1'
     done = watch(node, memory_dir, said)
@@ -55,7 +51,7 @@ def test_a_command_runs_once_for_each_in_order_and_a_failure_is_told_at_the_end(
 def test_what_a_command_reads_is_held_meanwhile(node, memory_dir, tmp_path, capfd):
     for name in ("a.ckpt", "b.ckpt"):
         node.save(name, b"A")
-    drain(node)
+    node.drain()
     # The first command tries to delete what it reads.
     delete = f"{sys.executable} -m tiered_checkpoint_io prune --keep-latest 1 --yes {node.dirpath}"
     holds = f"ls {node.dirpath}/.tiered/holds"
@@ -67,25 +63,11 @@ def test_what_a_command_reads_is_held_meanwhile(node, memory_dir, tmp_path, capf
     assert not [each for each in (tmp_path / "durable/.tiered/holds").rglob("*") if each.is_file()]
 
 
-def test_of_a_checkpoint_that_is_deleted_its_copy_is_run_for(node, memory_dir, capfd):
-    """A run with ``save_top_k`` deletes a step while ``last.ckpt`` is still a copy of it."""
-    node.save("a.ckpt", b"A")
-    node.request("copy", "last.ckpt", "a.ckpt")
-    drain(node)
-    node.delete("a.ckpt")
-    node.save("b.ckpt", b"B")
-    drain(node)
-    done = watch(node, memory_dir, 'echo "$TIERED_CKPT_NAME"')
-    assert capfd.readouterr().out.splitlines() == ["last.ckpt", "b.ckpt"]
-    assert done.exit_code == 0
-    assert not done.stderr
-
-
 def test_a_command_is_not_run_for_what_was_overwritten_before_its_turn(node, memory_dir, tmp_path, capfd):
     """Its variables would tell the step of one checkpoint, and its URL lead to another."""
     for name in ("first.ckpt", "last.ckpt"):
         node.save(name, b"A")
-    drain(node)
+    node.drain()
     node.save("last.ckpt", b"B")
     upload = f"{sys.executable} -m tiered_checkpoint_io flush {' '.join(node.where)} > /dev/null"
     done = watch(node, memory_dir, f"echo $TIERED_CKPT_NAME $TIERED_CKPT_STEP; {upload}")
@@ -124,7 +106,7 @@ def test_sigterm_ends_it_with_the_command_and_all_that_that_started(node, memory
     try:
         assert "waiting for the first checkpoint" in process.stderr.readline()
         node.save("1.ckpt", b"A")
-        drain(node)
+        node.drain()
         until(pids.exists)
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=PATIENCE_S)
@@ -147,7 +129,7 @@ def test_on_a_terminal_it_is_a_table_until_ctrl_c(node, memory_dir):
         shown = ""
         while "waiting" not in shown:
             shown += os.read(main, 1 << 16).decode()
-        drain(node)
+        node.drain()
         while "durable" not in shown:
             shown += os.read(main, 1 << 16).decode()
         process.send_signal(signal.SIGINT)
