@@ -85,17 +85,6 @@ def test_a_failure_is_a_line_with_its_step_or_none(job, tmp_path):
     assert not [each for each in bad if "Step -1" in each["text"]]
 
 
-def test_each_job_has_one_file_and_one_line_for_each_event(job, tmp_path):
-    for _ in range(2):
-        io = job(dirpath=tmp_path / "e", namespace="other")
-        io.save_checkpoint(state(1), "a.ckpt")
-        # Steps of memory alone are many: they are there at DEBUG.
-        io.save_checkpoint(state(2), "b.ckpt", storage_options={"tiers": ["memory"]})
-        io.teardown()
-    said = lines(tmp_path / "logs" / "other_checkpointing.log")
-    assert len([each for each in said if each["text"].startswith("saved")]) == 2
-
-
 def test_a_process_that_trains_many_jobs_holds_the_files_of_none_that_is_over(job, tmp_path, memory_dir):
     logs = tmp_path / "logs"
     lasting = job(namespace="lasting")
