@@ -65,8 +65,8 @@ DEFECTS = [
     ),
     (
         "the drain of a node without the coordinator does not show that its save is alive",
-        "engine/drain/begun.py",
-        "**self._oldest_sent(store_at, clock)",
+        "engine/drain/unfinished.py",
+        "**self._sent_and_live(store_at, clock)",
         "**{}",
     ),
     (

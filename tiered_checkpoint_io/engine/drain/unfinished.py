@@ -103,29 +103,29 @@ class Alive:
         self._sent[part.save_id] = part, clock.monotonic()
 
     def refresh(self, store_at: Callable[[Place], Store], age: Callable[[], float], clock: Clock) -> None:
-        """Refreshes the oldest of them, if it is time for that: a sweep spares all later ones. For many threads."""
+        """Refreshes them all, if it is time for that; for many threads."""
         if clock.monotonic() < self._due or not self._lock.acquire(blocking=False):
             return
         try:
             # A failed refresh is repeated well within the age.
             with contextlib.suppress(TieredCheckpointError, OSError):
-                places = {**self._queued, **self._oldest_sent(store_at, clock)}
-                any(refresh(store_at(places[save_id]), save_id) for save_id in sorted(places))
+                places = {**self._queued, **self._sent_and_live(store_at, clock)}
+                for save_id in sorted(places):
+                    refresh(store_at(places[save_id]), save_id)
             with contextlib.suppress(TieredCheckpointError, OSError):
                 self._due = clock.monotonic() + age() / REFRESHES
         finally:
             self._lock.release()
 
-    def _oldest_sent(self, store_at: Callable[[Place], Store], clock: Clock) -> dict[str, Place]:
-        """Returns the oldest save of which a part was sent, and forgets those that are committed or given up."""
+    def _sent_and_live(self, store_at: Callable[[Place], Store], clock: Clock) -> dict[str, Place]:
+        """Returns the saves of which a part was sent, and forgets those that are committed or given up."""
         for save_id, (part, since) in sorted(self._sent.items()):
             last = max((each for each, _ in self._sent.values() if each.series_key == part.series_key), key=_save_id)
             is_old = clock.monotonic() - since > clock.timing.abandoned_s
             # The saves of a series are committed in their order.
-            if not (is_old or any(self._is_over(store_at(part.place), each, clock) for each in (part, last))):
-                return {save_id: part.place}
-            del self._sent[save_id]
-        return {}
+            if is_old or any(self._is_over(store_at(part.place), each, clock) for each in (part, last)):
+                del self._sent[save_id]
+        return {save_id: part.place for save_id, (part, _) in self._sent.items()}
 
     @staticmethod
     def _is_over(store: Store, part: Part, clock: Clock) -> bool:
