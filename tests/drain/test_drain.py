@@ -7,7 +7,7 @@ import time
 
 import pytest
 from support.draining import Node, names, objects, readable
-from support.faulty import FaultyStore, Injected
+from support.faulty import Injected
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain import log, queue, status
@@ -250,23 +250,6 @@ def test_a_log_that_is_full_of_requests_empties_again(spare, node, store, monkey
         thread.join()
     assert names(store) == ["a.ckpt"]
     assert {outcome.state for outcome in node.queue.outcomes()} == {"committed"}
-
-
-@pytest.mark.parametrize("n", range(1, 14))
-def test_a_store_that_fails_anywhere_leaves_what_the_next_drain_finishes(n, node, store):
-    node.save("a.ckpt", b"A")
-    drain(node).run(once=True)
-    ops = [node.alias("last.ckpt", "a.ckpt"), node.save("a.ckpt", b"AA"), node.save("b.ckpt", b"B")]
-    ops += [node.alias("last.ckpt", "b.ckpt"), node.delete("a.ckpt")]
-    drain(node, FaultyStore(store, fail_at=n)).run(once=True)
-    assert readable(store, "a.ckpt") in (b"A", b"AA", None)
-    assert readable(store, "last.ckpt") in (None, b"A", b"AA", b"B")
-    assert names(store)
-    drain(node).run(once=True)
-    assert {node.states()[op] for op in ops} == {"committed"}
-    assert readable(store, "last.ckpt") == b"B"
-    assert names(store) == ["b.ckpt", "last.ckpt"]
-    assert objects(store) == ["b.ckpt"]
 
 
 def test_a_death_between_commit_and_mark_still_tells_the_outcome(node, store, monkeypatch):

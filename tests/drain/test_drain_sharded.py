@@ -9,7 +9,6 @@ import time
 import pytest
 from support.committing import swept
 from support.draining import Node, names
-from support.faulty import FaultyStore
 from support.restoring import of_a_newer_release
 from support.sharded import FlatStore, named, objects, readable
 from support.story import op_id
@@ -140,28 +139,6 @@ def test_full_and_sharded_share_a_node_and_a_name(memory_dir):
     drain(node, store).run(once=True)
     assert readable(store, "a.ckpt") == 3
     assert left(store) == []
-
-
-@pytest.mark.parametrize("n", range(1, 26))
-def test_a_store_that_fails_anywhere_leaves_what_the_next_drain_finishes(n, memory_dir):
-    store = FlatStore(f"{memory_dir}/durable")
-    node = Node(memory_dir, store.url)
-    faulty = FaultyStore(store, fail_at=n)
-    node.part("a.ckpt", 1, 1)
-    node.part("a.ckpt", 1, 0)
-    drain(node, store).run(once=True)
-    ops = [
-        node.part("a.ckpt", 2, 1, suffix="-2"),
-        node.part("a.ckpt", 2, 0, suffix="-2"),
-        node.alias("last.ckpt", "a.ckpt"),
-    ]
-    drain(node, faulty).run(once=True)
-    assert readable(store, "a.ckpt") in (1, 2)
-    drain(node, store).run(once=True)
-    assert {node.states()[op] for op in ops} == {"committed"}
-    assert readable(store, "a.ckpt") == readable(store, "last.ckpt") == 2
-    assert left_by_sweep(store) == []
-    assert pending(node) == []
 
 
 # -------------------------------------------------------------------------------- two nodes
