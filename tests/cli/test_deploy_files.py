@@ -111,7 +111,7 @@ def test_commands_are_understood():
     used = list(commands())
     assert {"flush", "status"} <= {name for name, *_ in used}
     for name, *arguments in used:
-        known[name].make_context(name, arguments)
+        known[name].make_context(name, arguments, help_option_names=["-h", "--help"])
 
 
 @pytest.mark.parametrize("has_saved", [True, False])

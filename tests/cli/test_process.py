@@ -146,7 +146,7 @@ def test_help_shows_each_summary_whole_and_readable_words():
     assert "..." not in shown.partition("Look:")[2]
     for name, command in known.items():
         one = CliRunner().invoke(app, [name, "-h"])
-        assert one.exit_code == 0
+        assert one.exit_code == 0, (name, one.output)
         summary = " ".join(command.help.partition("\n\n")[0].split())
         assert summary in " ".join(shown.split()), name
         assert re.findall(r"--[a-z-]+ +(?:TEXT|INTEGER|FLOAT|<(?:str|int|float)>)", one.stdout) == []
