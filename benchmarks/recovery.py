@@ -121,7 +121,7 @@ def main() -> None:
         rank_main(*arguments.rank, arguments.mebibytes // 4, arguments.rounds)
         return
     sys.path.append(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "examples"))
-    from s3_server import RcloneServer
+    from rclone_server import RcloneServer
 
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(shm_folder())

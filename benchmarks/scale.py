@@ -216,7 +216,7 @@ def main() -> None:
         urls = [f"{folder}/sharded", f"{folder}/full"]
         if not arguments.directory:
             sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
-            from s3_server import RcloneServer
+            from rclone_server import RcloneServer
 
             server = stack.enter_context(RcloneServer(folder))
             os.environ.update(server.env())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from s3_server import RcloneServer, S3Server
+from rclone_server import RcloneServer, S3Server
 from support.clocks import LOOKS, hurry
 from support.fault_proxy import FaultProxy
 from support.launch import zygote_pids

@@ -168,9 +168,11 @@ def test_what_the_server_refuses_stays_and_keeps_nothing_else(s3, s3_server, mon
         assert lines[0].startswith("removed 4, ")
         first, second = done.stderr.splitlines()
         assert first.startswith(
-            "c1 stays, as the server refuses to delete it (a lock or a policy may hold it): S3 delete "
+            "error: c1 stays, as the server refuses to delete it (a lock or a policy may hold it): S3 delete "
         )
-        assert second.startswith("files of 1 removed checkpoint are left; a later sweep tries again: S3 delete failed")
+        assert second.startswith(
+            "error: files of 1 removed checkpoint are left; a later sweep tries again: S3 delete failed"
+        )
         document = json.loads(command(*prune, "--yes", "--json").stdout)
         (refused,) = document["refused"]
         assert (refused["name"], refused["removed"], document["removed"]) == ("c1", False, [])

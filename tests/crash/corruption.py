@@ -29,9 +29,9 @@ sys.path.insert(1, str(Path(__file__).parents[2] / "examples"))
 
 import boto3
 import torch
+from rclone_server import RcloneServer
 from rich.console import Console
 from rich.table import Table
-from s3_server import RcloneServer
 from support.supporting import build
 
 from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter, dcp

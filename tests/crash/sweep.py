@@ -25,7 +25,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(1, str(Path(__file__).parents[2] / "examples"))
 
-from s3_server import RcloneServer
+from rclone_server import RcloneServer
 from support.killing import Zygote
 from support.sweeping import Place, Restore, Tally, Trainer, points_of
 from support.swept_drains import FullDrain, ShardedDrain

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from s3_server import RcloneServer
+from rclone_server import RcloneServer
 from support.first_hour import BUCKET, Story
 
 

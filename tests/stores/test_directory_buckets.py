@@ -4,7 +4,7 @@ import contextlib
 import os
 
 import pytest
-from s3_server import S3Server
+from rclone_server import S3Server
 from support.clocks import quick
 from support.failing import failing
 from support.fault_proxy import FaultProxy, directory_bucket, refuse

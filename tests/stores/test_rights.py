@@ -11,7 +11,7 @@ from string import Template
 
 import pytest
 import torch
-from s3_server import S3Server
+from rclone_server import S3Server
 from store_contract import MemoryJournal
 from support.documented import verified
 from support.fault_proxy import FaultProxy

@@ -7,7 +7,7 @@ import textwrap
 
 import boto3
 import pytest
-from s3_server import RcloneServer
+from rclone_server import RcloneServer
 from support.launch import scripts
 
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock

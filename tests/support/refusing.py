@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from s3_server import S3Server
+from rclone_server import S3Server
 from support.fault_proxy import refuse
 
 BUCKET = "bucket"

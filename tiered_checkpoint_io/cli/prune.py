@@ -260,10 +260,10 @@ def _late(each: Checkpoint, told: set[str], refused: set[int | str]) -> str:
 
 def _refused_lines(done: _Done) -> list[str]:
     stays = [each for each in done.refused if not each.is_gone]
-    lines = [refused_text(stays)] if stays else []
+    lines = [f"error: {refused_text(stays)}"] if stays else []
     if left := [each.refusal for each in done.refused if each.is_gone]:
         what = f"files of {len(left)} removed checkpoint{'s' if len(left) > 1 else ''} are left"
-        lines.append(f"{what}; a later sweep tries again: {left[0]}")
+        lines.append(f"error: {what}; a later sweep tries again: {left[0]}")
     return lines
 
 
