@@ -224,8 +224,8 @@ class Judge:
         if not other.run.has_looked and other.run.began - one.at < 2 * self._skew:
             return True
         in_memory_alone = self._number_shown(one.name) != one.number
-        if one.boot_id != other.boot_id and in_memory_alone and other.at - one.at < 2 * self._skew:
-            # What is in the memory of another machine alone can't be followed, and clocks are off by so much.
+        if one.boot_id != other.boot_id and in_memory_alone and other.run.began - one.at < 2 * self._skew:
+            # No run can follow a save in the memory of another machine only; an id has the time at which its run began.
             return True
         runs = one.run, other.run
         if runs[0] is not runs[1] and min(one.until, one.run.process.ended_at) > other.at:
