@@ -148,6 +148,7 @@ def peers_of(world):
                 raise StoreNotFoundError("the peer no longer has it", operation="read", key=key) from error
             if world.rng.random() < 20 * world.fates.failed:
                 world.note(f"{self._endpoint.address} lies")
+                world.current.process.faults += 1
                 data[len(data) // 2] ^= 1
             for number, piece in enumerate(pieces):
                 piece[:], data = data[: len(piece)], data[len(piece) :]

@@ -1,14 +1,12 @@
 """Simulated lives of jobs, by seeds: the real engine of several nodes under a virtual clock, over a store in memory.
 
     make test-sim                                   2,000 seeds, on two processes
-    make test-sim ONE_OF=4 SEED=2                   500 of them, the third quarter
     python tests/sim/run.py --first 85 --seeds 1    one life again; its history is printed
 
 Each life is judged against a dictionary: of eight seeds, one is of the drains of one run (``drains.py``), one of
-replicas in the memory of other machines (``peers.py``), two of drains of two runs on the same names (``two_runs.py``;
-every fourth of them of two process groups, one slow, ``two_groups.py``), and four of runs, with trainers, leases, restarts and preemptions (``runs.py``). Many seeds let requests fail, too, and
-clocks be off. The seeds with a violation are printed, and the history of the shortest. Last line:
-``seeds=N steps=N violations=N``.
+replicas on other machines (``peers.py``), two of drains of two runs on the same names (``two_runs.py``; every fourth of
+two process groups, one slow, ``two_groups.py``), and four of runs, with trainers, leases and restarts (``runs.py``). In
+many, requests fail and clocks are off. Prints the seeds with a violation, and the shortest history; last, figures.
 """
 
 import argparse

@@ -224,8 +224,8 @@ class Judge:
         if not other.run.has_looked and other.run.began - one.at < 2 * self._skew:
             return True
         in_memory_alone = self._number_shown(one.name) != one.number
-        if one.boot_id != other.boot_id and in_memory_alone and other.run.began - one.at < 2 * self._skew:
-            # No run can follow a save in the memory of another machine only; an id has the time at which its run began.
+        if one.boot_id != other.boot_id and in_memory_alone and other.at - one.at < 2 * self._skew:
+            # What is in the memory of another machine alone can't be followed, and clocks are off by so much.
             return True
         runs = one.run, other.run
         if runs[0] is not runs[1] and min(one.until, one.run.process.ended_at) > other.at:
@@ -233,7 +233,8 @@ class Judge:
             return True
         overlap = runs[0].process.ended_at > runs[1].began and runs[1].process.ended_at > runs[0].began
         has_just_woken = 0 <= other.at - other.run.process.stopped_until < WOKEN_S
-        is_unseen = has_just_woken or not one.run.has_claimed
+        # An id has the time at which its run began, by a clock that is off.
+        is_unseen = has_just_woken or not one.run.has_claimed or abs(runs[0].began - runs[1].began) < 2 * self._skew
         return runs[0] is not runs[1] and overlap and (abs(one.at - other.at) < self._met_s or is_unseen)
 
     def _aliases_of(self, name):
