@@ -184,7 +184,6 @@ def test_parts_of_some_ranks(memory_dir, tmp_path):
     [
         "get {run} x {empty}",
         "get {run} x {empty} --format safetensors",
-        "prune {run} --config {empty}",
         "status --prometheus --textfile {empty}",
     ],
 )

@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask, claimed
-from tiered_checkpoint_io.cli.options import Dirpath, Output, Server, path_of, wrong_use
+from tiered_checkpoint_io.cli.options import Dirpath, Output, Server, wrong_use
 from tiered_checkpoint_io.cli.output import INTERRUPTED, Columns, say, show, write_json
 from tiered_checkpoint_io.engine.drain.process import ended_by_signal
 from tiered_checkpoint_io.engine.durable.retention import in_order, refused_text, remove_all
 from tiered_checkpoint_io.engine.durable.survey import RemovalAttempt, Survey
 from tiered_checkpoint_io.engine.durable.sweep import sweep
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
-from tiered_checkpoint_io.inventory.durable import Leftovers, leftovers
 from tiered_checkpoint_io.inventory.node import time_of
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import BLOCK, TieredCheckpointConfig
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.retention import Best, Checkpoint, Policy, kept, policies_from
 from tiered_checkpoint_io.stores import Store
 
 
 class _Plan(NamedTuple):
-    """What there is, why each stays, and what lies beside it."""
+    """The checkpoints that there are, and why each stays."""
 
     found: Sequence[Checkpoint]
     unread: Mapping[str, Exception]
     reasons: Mapping[str, tuple[str, ...]]
-    left: Leftovers
 
     @property
     def going(self) -> list[Checkpoint]:
@@ -68,18 +65,9 @@ class Keep:
     mode: Annotated[str | None, typer.Option(metavar="MODE", help="The better values: min (the default) or max.")] = (
         None
     )
-    config_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            parser=path_of,
-            metavar="PATH",
-            help="A YAML file with the key retention, instead of these options.",
-        ),
-    ] = None
 
     def policies(self) -> tuple[Policy, ...]:
-        """Returns the policies of the options, or of the file; never none."""
+        """Returns the policies of the options; never none."""
         if self.keep_best is not None and self.metric is None:
             raise typer.BadParameter("--keep-best needs --metric, such as --metric val_loss")
         given = {
@@ -89,7 +77,11 @@ class Keep:
             "metric": self.metric,
             "mode": self.mode,
         }
-        return _policies({key: value for key, value in given.items() if value is not None}, self.config_file)
+        with wrong_use():
+            policies = policies_from({key: value for key, value in given.items() if value is not None})
+        if not policies:
+            raise typer.BadParameter("no policy is given; say what to keep, such as --keep-latest 3")
+        return policies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,25 +96,21 @@ class Prune(Output, Server, Keep):
 
     dirpath: Dirpath
     yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, only show what would go.")] = False
-    older_than: Annotated[
-        float, typer.Option(min=0, metavar="HOURS", help="Report remains of saves and uploads that are older.")
-    ] = 24.0
 
     def run(self) -> None:
         """Shows what would go, or deletes it; the status is 1 if the server refuses a delete."""
         policies, json = self.policies(), self.as_json
         config = self.config(self.dirpath)
-        older_than_s = self.older_than * 3600.0
-        plan = ask(config, lambda store: _plan(store, policies, older_than_s))
-        if not (self.yes and (plan.going or plan.left.incomplete)):
-            _show(config, plan, _Done(), json=json, dry_run=not self.yes)
+        plan = ask(config, lambda store: _plan(store, policies))
+        if not self.yes:
+            _show(config, plan, _Done(), json=json, dry_run=True)
             return
         done = _Done()
         ending = ended_by_signal(logging.getLogger("tiered_checkpoint_io"), late=INTERRUPTED)
         with ending as stop, claimed(config, stop, makes_room=True) as is_ours:
             if is_ours:
                 # The tier may have changed since the first look.
-                plan = ask(config, lambda asked: _plan(asked, policies, older_than_s))
+                plan = ask(config, lambda asked: _plan(asked, policies))
                 # Printed after the last delete: a closed pipe must not stop it half-way.
                 done = ask(config, lambda asked: _Done(remove_all(asked, plan.going, stop), _swept(asked, config)))
         if stop.is_set():
@@ -133,40 +121,7 @@ class Prune(Output, Server, Keep):
             raise typer.Exit(1)
 
 
-def _policies(given: Mapping[str, object], config_file: Path | None) -> tuple[Policy, ...]:
-    """The policies of the options or of the file; nothing that may be meant otherwise, and never none."""
-    with wrong_use():
-        if config_file is None:
-            policies = policies_from(given) if given else ()
-        elif given:
-            raise ConfigError("both --config and other options say what to keep", hint="give one of the two")
-        else:
-            policies = policies_from(_retention_in(config_file))
-    if not policies:
-        where = f"{config_file} has no policy under retention" if config_file is not None else "no policy is given"
-        raise typer.BadParameter(f"{where}; say what to keep, such as --keep-latest 3")
-    return policies
-
-
-def _retention_in(file: Path) -> object:
-    """The value of ``retention`` in a YAML file: at its top, or in the block ``s3_checkpointing``."""
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError  # type: ignore[import-untyped]
-
-    try:
-        loaded = OmegaConf.load(file)
-        block = loaded.get(BLOCK, loaded) if isinstance(loaded, DictConfig) else None
-        retention = block.get("retention") if isinstance(block, DictConfig) else None
-        # Else a metric ${monitor} would be a name that no checkpoint has, and the best would go. The rest is not ours.
-        return OmegaConf.to_container(retention, resolve=True) if OmegaConf.is_config(retention) else retention
-    except (OmegaConfBaseException, YAMLError, OSError, UnicodeError) as error:
-        why = str(error).partition("\n")[0]
-        hint = "a YAML file is expected, with what its retention refers to"
-        raise ConfigError(f"--config {file} can't be read: {why}", hint=hint) from error
-
-
-def _plan(store: Store, policies: Sequence[Policy], older_than_s: float) -> _Plan:
+def _plan(store: Store, policies: Sequence[Policy]) -> _Plan:
     survey = Survey()
     found = survey.look(store)
     if not found and not survey.unread:
@@ -178,10 +133,7 @@ def _plan(store: Store, policies: Sequence[Policy], older_than_s: float) -> _Pla
             hint="check dirpath",
         )
     _refuse_unknown_metrics(found, policies)
-    reasons = kept(found, policies)
-    names = {each.name for each in found} | survey.unread.keys()
-    left = leftovers(store, names, survey.saves, older_than_s=older_than_s)
-    return _Plan(found, survey.unread, reasons, left)
+    return _Plan(found, survey.unread, kept(found, policies))
 
 
 def _swept(store: Store, config: TieredCheckpointConfig) -> list[str]:
@@ -205,7 +157,6 @@ def _refuse_unknown_metrics(found: Sequence[Checkpoint], policies: Sequence[Poli
 # ------------------------------------------------------------------------------------------ output
 def _show(config: TieredCheckpointConfig, plan: _Plan, done: _Done, *, json: bool, dry_run: bool) -> None:
     going, gone = plan.going, done.gone
-    left = replace(plan.left, incomplete=tuple(each for each in plan.left.incomplete if each not in done.swept))
     if json:
         document = {
             "dirpath": config.dirpath,
@@ -218,10 +169,7 @@ def _show(config: TieredCheckpointConfig, plan: _Plan, done: _Done, *, json: boo
                 {"name": each.checkpoint.name, "removed": each.is_gone, "error": str(each.refusal)}
                 for each in done.refused
             ],
-            "incomplete_saves": left.incomplete,
-            "unnamed_objects": left.objects,
-            "unnamed_size_bytes": left.size,
-            "unfinished_uploads": left.uploads,
+            "swept": done.swept,
         }
         write_json("prune", document)
         return
@@ -246,8 +194,8 @@ def _show(config: TieredCheckpointConfig, plan: _Plan, done: _Done, *, json: boo
         say(f"{len(going)} would go, {size}" + ("; delete with --yes" if going else ""))
     else:
         say(f"removed {len(gone)}, {size}")
-    for line in _leftover_lines(left):
-        say(line)
+    if done.swept:
+        say(f"incomplete saves removed: {len(done.swept)}")
     for line in _refused_lines(done):
         say(line, err=True)
 
@@ -264,20 +212,6 @@ def _refused_lines(done: _Done) -> list[str]:
     if left := [each.refusal for each in done.refused if each.is_gone]:
         what = f"files of {len(left)} removed checkpoint{'s' if len(left) > 1 else ''} are left"
         lines.append(f"error: {what}; a later sweep tries again: {left[0]}")
-    return lines
-
-
-def _leftover_lines(left: Leftovers) -> list[str]:
-    lines = []
-    if left.incomplete:
-        lines.append(f"incomplete saves: {len(left.incomplete)}; a run removes them, and so does --yes")
-    if left.uploads:
-        lines.append(f"unfinished uploads: {left.uploads}; the next run aborts those older than a day")
-    if left.objects:
-        lines.append(
-            f"objects that no checkpoint owns: {left.objects}, {size_text(left.size)}; they are left alone, as they may"
-            " be another program's"
-        )
     return lines
 
 

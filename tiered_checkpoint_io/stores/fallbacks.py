@@ -8,7 +8,7 @@ A store may have these methods beyond those of :class:`Store`:
 - ``delete_all(keys)``: as ``delete``, by few requests.
 - those of :class:`ConditionalStore`; see :func:`conditional`.
 - ``try_multipart(key)``: asks for the rights that large objects need beyond those of small ones.
-- ``stale_uploads(older_than_s)``, ``abort_stale_uploads()``: counts, and ends, uploads that nothing continues any more.
+- ``abort_stale_uploads()``: ends uploads that nothing continues any more.
 """
 
 from __future__ import annotations

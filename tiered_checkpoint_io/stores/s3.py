@@ -294,11 +294,7 @@ class S3Store:
         a day by default, is by the server's clock.
         """
         age = self._clock.timing.abandoned_s if older_than_s is None else older_than_s
-        return self._uploads.stale(age, aborts=True) if self._client.prefix else 0
-
-    def stale_uploads(self, older_than_s: float) -> int:
-        """How many uploads below this prefix began so long ago; 0 where the root is a whole bucket."""
-        return self._uploads.stale(older_than_s, aborts=False) if self._client.prefix else 0
+        return self._uploads.abort_stale(age) if self._client.prefix else 0
 
     def close(self) -> None:
         self._uploads.close()

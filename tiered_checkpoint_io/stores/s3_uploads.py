@@ -7,6 +7,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from tiered_checkpoint_io.clock import Clock
@@ -23,7 +25,6 @@ from tiered_checkpoint_io.stores.s3_parts import (
     Upload,
     mark_of,
 )
-from tiered_checkpoint_io.stores.s3_stale import stale_uploads
 
 #: Bytes of one part that the server copies. It answers once it has, and within the time that a request may take.
 COPY_PART = 256 << 20
@@ -108,15 +109,20 @@ class MultipartUploads:
         answer = self._client.ask("create_multipart_upload", key, self._write_options)
         self._abort(key, answer["UploadId"])
 
-    def stale(self, older_than_s: float, *, aborts: bool) -> int:
-        """The number of uploads below the prefix that are older than this; ``aborts`` them, or counts alone."""
-        count = 0
-        for key, upload_id in stale_uploads(self._client, older_than_s):
-            # What is no key of ours is not ours to abort.
-            with contextlib.suppress(ConfigError):
-                if aborts:
-                    self._abort(key, upload_id)
-                count += 1
+    def abort_stale(self, older_than_s: float) -> int:
+        """Aborts the uploads below the prefix that began longer ago than this, by the server's clock; their number."""
+        count, prefix = 0, self._client.prefix
+        # That there is nothing is how rclone says that there are none.
+        with contextlib.suppress(StoreNotFoundError):
+            for page in self._client.pages("list_multipart_uploads", None, {"Prefix": prefix}):
+                date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
+                now = parsedate_to_datetime(date) if date else datetime.now(timezone.utc)
+                for upload in page.get("Uploads", ()):
+                    # What is no key of ours is not ours to abort.
+                    with contextlib.suppress(ConfigError):
+                        if (now - upload["Initiated"]).total_seconds() > older_than_s:
+                            self._abort(upload["Key"].removeprefix(prefix), upload["UploadId"])
+                            count += 1
         return count
 
     def _send(
