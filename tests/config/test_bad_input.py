@@ -8,8 +8,7 @@ import torch
 from support.bad_input import KEPT, Kept, state
 from support.clocks import hurried
 from support.failing import failing
-from support.fault_proxy import FaultProxy
-from support.refusing import in_region
+from support.fault_proxy import FaultProxy, in_region
 from support.supporting import build
 from support.training import Model, Runs
 
@@ -73,7 +72,7 @@ def test_wrong_credentials(kept_on_s3, monkeypatch, key, code):
 
 def test_a_wrong_region(kept_on_s3, s3_server):
     """No server here judges regions: a proxy before it gives the answer that S3's documentation gives."""
-    with FaultProxy(s3_server.endpoint_url, in_region("eu-central-1", told=False)) as proxy:
+    with FaultProxy(s3_server.endpoint_url, in_region("eu-central-1")) as proxy:
         io = kept_on_s3.io(endpoint_url=proxy.endpoint_url, region="us-west-2")
         refused(io, "config", "AuthorizationHeaderMalformed.*in another region.*set region and endpoint_url")
         proxy.plan = lambda *_: None

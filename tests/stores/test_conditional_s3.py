@@ -1,39 +1,31 @@
 """Conditional writes on S3: on moto, which keeps them, and against servers that refuse them, or whose answer is lost."""
 
 import os
-import secrets
 
 import pytest
 from store_contract import MemoryJournal, StoreContract
 from support import clocks
 from support.failing import failing
-from support.fault_proxy import FaultProxy, lose_answer, refuse, where
-from support.refusing import BUCKET, ServerWithRights
+from support.fault_proxy import lose_answer, refuse, when, where
 
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 
 
-@pytest.fixture(scope="module")
-def moto():
-    with ServerWithRights() as server:
-        yield server
+@pytest.fixture
+def s3_server(moto, use_server):
+    return use_server(moto)
 
 
 @pytest.fixture
-def proxy(moto):
-    with FaultProxy(moto.endpoint_url) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def store(moto, proxy, monkeypatch):
-    for name, value in moto.writer.items():
-        monkeypatch.setenv(name, value)
+def store(bucket, proxy):
     quick = clocks.quick(retry_first_wait_s=0.01, retry_max_wait_s=0.05)
-    url = f"s3://{BUCKET}/{secrets.token_hex(6)}"
-    store = S3Store(url, part_size=8 * MIB, endpoint_url=proxy.endpoint_url, clock=quick)
+    store = S3Store(f"s3://{bucket}/run", part_size=8 * MIB, endpoint_url=proxy.endpoint_url, clock=quick)
     yield store
     store.close()
+
+
+def is_conditional(exchange):
+    return bool({name.lower() for name in exchange.headers} & {"if-match", "if-none-match"})
 
 
 class TestConditions:
@@ -59,15 +51,8 @@ def test_a_lost_answer_is_no_change_by_others(store, proxy, expected):
 
 @pytest.mark.parametrize("refusal", [(501, "NotImplemented"), (400, "InvalidArgument")])
 def test_a_server_that_refuses_conditions_is_written_to_without(store, proxy, refusal):
-    def without_conditions(exchange):
-        if {name.lower() for name in exchange.headers} & {"if-match", "if-none-match"}:
-            refuse(*refusal)(exchange)
-        else:
-            status, headers, body = exchange.forward()
-            exchange.answer(status, body, headers)
-
     store.put("x", b"1")
-    proxy.plan = where(without_conditions)
+    proxy.plan = where(when(is_conditional, refuse(*refusal)))
     before = store.metrics.snapshot()["requests.put"]
     store.put_if("x", b"2", "another")
     store.put_if("x", b"3", None)
@@ -81,15 +66,8 @@ def test_a_server_that_refuses_conditions_is_written_to_without(store, proxy, re
 def test_a_server_that_refuses_what_is_as_expected_is_written_to_without(store, proxy):
     """As one that compares tags in another spelling: each write would fail for ever."""
 
-    def always_changed(exchange):
-        if {name.lower() for name in exchange.headers} & {"if-match", "if-none-match"}:
-            refuse(412, "PreconditionFailed")(exchange)
-        else:
-            status, headers, body = exchange.forward()
-            exchange.answer(status, body, headers)
-
     store.put("x", b"1")
-    proxy.plan = where(always_changed)
+    proxy.plan = where(when(is_conditional, refuse(412, "PreconditionFailed")))
     with failing("changed"):
         store.put_if("x", b"2", "another")
     assert store.get("x") == b"1"
@@ -103,15 +81,11 @@ def test_while_another_write_is_under_way_the_condition_stays(store, proxy, hold
     tag = store.put_if("x", b"1", None)
     conditions = []
 
-    def conflict(exchange):
+    def is_under_way(exchange):
         conditions.append(exchange.headers.get("If-Match"))
-        if len(conditions) <= 3:
-            refuse(409, "ConditionalRequestConflict")(exchange)
-        else:
-            status, headers, body = exchange.forward()
-            exchange.answer(status, body, headers)
+        return len(conditions) <= 3
 
-    proxy.plan = where(conflict, operation="put", key="x")
+    proxy.plan = where(when(is_under_way, refuse(409, "ConditionalRequestConflict")), operation="put", key="x")
     if holds:
         store.put_if("x", b"2", tag)
     else:

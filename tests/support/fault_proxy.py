@@ -27,6 +27,21 @@ def refuse(status, code, **fields):
 SLOW_DOWN = refuse(503, "SlowDown")
 
 
+def when(is_so, fault):
+    """``fault`` for those requests of which that is so."""
+    return lambda exchange: fault(exchange) if is_so(exchange) else exchange.pass_on()
+
+
+def in_region(region):
+    """S3's documented answer to a signature for another region than the bucket's; not all servers tell which."""
+    wrong = refuse(400, "AuthorizationHeaderMalformed")
+
+    def is_elsewhere(exchange):
+        return exchange.headers["Authorization"].partition("Credential=")[2].split("/")[2] != region
+
+    return lambda *_: when(is_elsewhere, wrong)
+
+
 def on(operation, fault, numbers=(1,)):
     return lambda name, number: fault if name == operation and number in numbers else None
 
@@ -65,11 +80,7 @@ def odd_etag(exchange):
 def object_lock(exchange):
     """What S3 says where a bucket has Object Lock: it takes no body without a checksum, nor one with a wrong one."""
     digest = base64.b64encode(hashlib.md5(exchange.body).digest()).decode()
-    if exchange.headers.get("Content-MD5") != digest:
-        refuse(400, "InvalidRequest")(exchange)
-        return
-    status, headers, body = exchange.forward()
-    exchange.answer(status, body, headers)
+    when(lambda it: it.headers.get("Content-MD5") != digest, refuse(400, "InvalidRequest"))(exchange)
 
 
 def directory_bucket(exchange):
@@ -83,27 +94,18 @@ def directory_bucket(exchange):
     elif "start-after" in query or (prefix and not prefix.endswith("/")):
         refuse(400, "InvalidArgument")(exchange)
     else:
-        status, headers, body = exchange.forward()
-        exchange.answer(status, body, headers)
+        exchange.pass_on()
 
 
 def locked(client, bucket, *ends):
     """A plan: the server refuses to delete objects whose keys end so, as by a policy; ``plan.asked`` counts how often."""
     asked = Counter()
 
-    def plan(operation, *_):
-        return {"delete": one, "post": many}.get(operation)
-
     def held(key):
         asked.update(end for end in ends if key.endswith(end))
         return key.endswith(ends)
 
-    def one(exchange):
-        if held(unquote(urlsplit(exchange.path).path)):
-            refuse(403, "AccessDenied")(exchange)
-        else:
-            status, headers, body = exchange.forward()
-            exchange.answer(status, body, headers)
+    one = when(lambda exchange: held(unquote(urlsplit(exchange.path).path)), refuse(403, "AccessDenied"))
 
     def many(exchange):
         errors = ""
@@ -113,6 +115,9 @@ def locked(client, bucket, *ends):
             else:
                 client.delete_object(Bucket=bucket, Key=unescape(key))
         exchange.answer(200, f"<DeleteResult>{errors}</DeleteResult>".encode())
+
+    def plan(operation, *_):
+        return {"delete": one, "post": many}.get(operation)
 
     plan.asked = asked
     return plan
@@ -161,8 +166,7 @@ def late(seconds):
 
     def act(exchange):
         exchange.owner.closing.wait(seconds)
-        status, headers, body = exchange.forward()
-        exchange.answer(status, body, headers)
+        exchange.pass_on()
 
     return act
 
@@ -288,11 +292,7 @@ class Exchange(BaseHTTPRequestHandler):
     def handle_any(self):
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         fault = self.owner.fault_for(operation_of(self.command, self.path), self.path)
-        if fault is not None:
-            fault(self)
-        else:
-            status, headers, body = self.forward()
-            self.answer(status, body, headers)
+        (fault or Exchange.pass_on)(self)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any
 
@@ -307,6 +307,11 @@ class Exchange(BaseHTTPRequestHandler):
             upstream.endheaders(self.body or None)
             answer = upstream.getresponse()
             return answer.status, answer.getheaders(), answer.read()
+
+    def pass_on(self):
+        """Has the server answer."""
+        status, headers, body = self.forward()
+        self.answer(status, body, headers)
 
     def answer(self, status, body, headers=(), send=None):
         self.send_response_only(status)

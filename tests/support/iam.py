@@ -20,6 +20,11 @@ _SETTINGS = {
 _KMS = "x-amz-server-side-encryption"
 
 
+def policy(rights):
+    """A policy that allows these actions on every bucket and key, and no others."""
+    return {"Statement": [{"Effect": "Allow", "Action": sorted(rights), "Resource": "arn:aws:s3:::*"}]}
+
+
 class Asked(NamedTuple):
     action: str
     resource: str
