@@ -120,7 +120,7 @@ def test_a_checkpoint_that_is_saved_again_under_its_name_is_not_deleted(runs, op
     callback = newest(filename="one", enable_version_counter=False, **options)
     trainer, _ = runs.fit(callback, ckpt_path=None)
     trainer.io.teardown()
-    assert callback._withheld == {}
+    assert callback._withheld == []
     assert runs.durable() == ["last.ckpt", "one.ckpt"][-1 if "save_last" in options else 0 :]
     assert runs.io().load_checkpoint("one.ckpt")["global_step"] == 20
 

@@ -225,16 +225,11 @@ class TieredModelCheckpoint(DurableEnd):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         # EndOfTraining has saved by now.
-        self._take_back(trainer)
         if trainer.is_global_zero:
             # The IO's teardown shows what cannot be finished, and the next start takes it up.
             with contextlib.suppress(DrainError):
                 self._engine.session.wait()
         self._look_after(trainer)
-        if trainer.world_size == 1:
-            # Other ranks are not made to wait for uploads.
-            self._take_back(trainer)
-            self._remove_withheld(trainer)
         self._reporter.stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -260,13 +255,12 @@ class TieredModelCheckpoint(DurableEnd):
             if value is not None:
                 options["metric"] = (self.monitor, float(value))
             report = self._save(trainer, filepath, options, weights_only=self.save_weights_only)
-            self._note_saved(filepath, report)
+            if trainer.is_global_zero:
+                self._note_saved(filepath, report, among_best=not self._naming_last)
             if not self.save_weights_only:
                 self._resumable = self._resumable.after(step, report)
             if not self._naming_last:
                 self._durable_save = (progress_of(trainer), filepath)
-                if trainer.is_global_zero and not (self._landed or self._landed_as):
-                    self._note_lost(filepath)
             if self._landed:
                 self._reporter.expect(name, filepath, pending=self._engine.session.is_pending(name))
             self._remove_withheld(trainer)
@@ -378,7 +372,6 @@ class TieredModelCheckpoint(DurableEnd):
             outcomes, progress = session.poll(), session.progress()
             log_drain(trainer, outcomes)
             for each in self._siblings(trainer):
-                each._heed(outcomes)
                 each._reporter.publish(trainer, outcomes, progress, is_shown=each._shows, is_pending=session.is_pending)
         # After the work: however long it takes, it is not done at every batch.
         self._polled = session.clock.monotonic()

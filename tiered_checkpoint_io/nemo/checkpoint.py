@@ -116,7 +116,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             # One "last" of earlier runs stays until the next is good; the others go with it.
             names = on_rank_0(trainer, self._last_checkpoints)
             self.last_model_path = names[-1] if names else ""
-            self._withheld = {**dict.fromkeys(names[:-1]), **self._withheld}
+            self._withheld = [*dict.fromkeys([*names[:-1], *self._withheld])]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -237,15 +237,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     def _is_restored(self, path: str) -> bool:
         restored = self._engine.restored
         return restored is not None and path == without_rank(restored.url)
-
-    def _is_there(self, path: str) -> bool:
-        if self._shards == 1:
-            return super()._is_there(path)
-        names = self._engine.session.known.all(self._engine.config.support.durable_timeout_s)
-        return path in {self._path_of(name) for name in names}
-
-    def _path_of(self, name: str) -> str:
-        return without_rank(super()._path_of(name))
 
     def _due(self, trainer: Trainer) -> list[str]:
         if self._shards == 1:
