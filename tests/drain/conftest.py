@@ -1,9 +1,9 @@
-"""A node, its durable tier, and what a trainer has of the drain."""
+"""Nodes, their durable tier, and what a trainer has of the drain."""
 
-import logging
+import os
 
 import pytest
-from support.draining import Node
+from support.draining import LOG, Node
 
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -20,12 +20,20 @@ def node(memory_dir, store):
 
 
 @pytest.fixture
+def nodes(memory_dir, store):
+    """Two nodes: the first holds the coordinator, rank 0."""
+    for number in range(2):
+        os.mkdir(f"{memory_dir}/node{number}")
+    return [Node(f"{memory_dir}/node{number}", store.url, wait_timeout_s=1) for number in range(2)]
+
+
+@pytest.fixture
 def handle_of():
     """Makes trainers' sides of the drain, and closes them."""
     handles = []
 
     def make(node, **changes):
-        handles.append(DrainHandle(node.tier, node.config, logging.getLogger("test"), **changes))
+        handles.append(DrainHandle(node.tier, node.config, LOG, **changes))
         return handles[-1]
 
     yield make

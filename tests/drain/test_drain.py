@@ -1,81 +1,29 @@
 """The drain, in this process."""
 
-import logging
 import os
 import threading
 import time
 
 import pytest
-from support.draining import Node, names, objects, readable
-from support.faulty import Injected
+from support.draining import drain, names, objects, readable, working
+from support.faulty import FaultyStore, Injected, refusing
+from support.story import op_id
+from support.waiting import until
 
 from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine.drain import log, queue, status
-from tiered_checkpoint_io.engine.drain.client import DrainHandle
+from tiered_checkpoint_io.engine.drain import status
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
-from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
+from tiered_checkpoint_io.engine.drain.operations import Outcome
+from tiered_checkpoint_io.engine.drain.status import NewOutcomes
+from tiered_checkpoint_io.engine.drain.unfinished import Begun
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.errors import StoreError
-from tiered_checkpoint_io.memory.space import MemoryFullError
-from tiered_checkpoint_io.stores.directory import DirectoryStore
-
-LOG = logging.getLogger("test")
 
 
-@pytest.fixture
-def store(tmp_path):
-    return DirectoryStore(str(tmp_path / "durable"))
-
-
-@pytest.fixture
-def node(memory_dir, store):
-    return Node(memory_dir, store.url)
-
-
-@pytest.fixture
-def handle_of():
-    handles = []
-
-    def make(node, **changes):
-        handle = DrainHandle(node.tier, node.config, LOG, **changes)
-        handles.append(handle)
-        return handle
-
-    yield make
-    for handle in handles:
-        handle.close(timeout_s=30)
-
-
-def until(condition, what, timeout_s=30.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
-        time.sleep(0.005)
-
-
-class Broken:
-    """A store that refuses the uploads for which ``refuse`` gives an error."""
-
-    def __init__(self, store, refuse):
-        self._store = store
-        self._refuse = refuse
-        self.attempts = []
-
-    def upload(self, key, data, **options):
-        self.attempts.append(key)
-        if (error := self._refuse(key)) is not None:
-            raise error
-        self._store.upload(key, data, **options)
-
-    def upload_if(self, key, data, expected, *, look=None, **options):
-        self.upload(key, data, **options)
-
-    def __getattr__(self, name):
-        return getattr(self._store, name)
-
-
-def drain(node, store=None, **options):
-    opened = (lambda config, dirpath: store) if store is not None else None
-    return Drain(node.root, logger=LOG, **({"open_store": opened} if opened else {}), **options)
+def of(operation, name="", times=None):
+    """Tells these operations, on this name, as often as there are times."""
+    left = iter(range(times)) if times else iter(int, 1)
+    return lambda what, key: what == operation and name in key and next(left, None) is not None
 
 
 # ------------------------------------------------------------------------------------- its work
@@ -102,24 +50,6 @@ def test_a_queue_is_carried_out_in_order_and_every_part_is_marked(node, store):
     assert not is_locked(node.root / LOCK_FILE)
 
 
-def test_an_alias_that_comes_with_its_target_while_the_drain_looks_waits_for_it(node, store, monkeypatch):
-    """Found by the kill sweep: the drain has listed the saves, and not yet the requests."""
-    worker, ops = drain(node), []
-    look = worker._tier.parts
-
-    def looking():
-        found = look()
-        if not ops:
-            ops.extend([node.save("a.ckpt", b"A"), node.alias("last.ckpt", "a.ckpt")])
-        return found
-
-    monkeypatch.setattr(worker._tier, "parts", looking)
-    worker.run(once=True)
-    assert worker.run(once=True)
-    assert node.states() == dict.fromkeys(ops, "committed")
-    assert names(store) == ["a.ckpt", "last.ckpt"]
-
-
 def test_a_corrupt_part_is_set_aside_and_what_it_was_to_replace_stays(node, store):
     node.save("old.ckpt", b"old")
     bad = node.save("new.ckpt", b"new")
@@ -142,10 +72,10 @@ def test_a_corrupt_part_is_set_aside_and_what_it_was_to_replace_stays(node, stor
     assert names(store) == objects(store) == ["newer.ckpt"]
 
 
-def test_a_save_that_no_store_takes_is_superseded_by_the_next_one(node, store):
-    broken = Broken(store, lambda key: StoreError("no", reason="access") if key == "a.ckpt" else None)
+@pytest.mark.parametrize("error", [StoreError("no", reason="access"), ZeroDivisionError("a bug")], ids=["no", "bug"])
+def test_a_save_that_no_store_takes_is_superseded_by_the_next_one(node, store, error):
     first, old, second = node.save("a.ckpt", b"A"), node.delete("none.ckpt"), node.save("b.ckpt", b"B")
-    drain(node, broken).run(once=True)
+    drain(node, refusing(store, of("upload", "a.ckpt"), error)).run(once=True)
     assert node.states() == {first: "skipped", old: "committed", second: "committed"}
     assert names(store) == ["b.ckpt"]
     assert not [stored for stored in node.tier.parts() if stored.pending]
@@ -153,42 +83,44 @@ def test_a_save_that_no_store_takes_is_superseded_by_the_next_one(node, store):
 
 
 def test_a_failing_save_is_told_at_once_and_tried_again_when_something_new_comes(node, store):
-    mended = threading.Event()
-    broken = Broken(store, lambda key: None if mended.is_set() else StoreError("no rights", reason="access"))
     first = node.save("a.ckpt", b"A")
-    stop = threading.Event()
-    thread = threading.Thread(target=drain(node, broken, stop=stop, stay=True).run)
-    thread.start()
-    try:
+    with working(node, refusing(store, of("upload", times=1))):
         until(lambda: node.states() == {first: "failed"}, "the failure is told")
-        assert "no rights" in node.queue.outcome(first).error
-        mended.set()
+        assert "no [" in node.queue.outcome(first).error
         last = node.alias("last.ckpt", "a.ckpt")
         until(lambda: node.states() == {first: "committed", last: "committed"}, "both are done")
         assert node.queue.outcome(first).attempts == 2
-    finally:
-        stop.set()
-        thread.join()
 
 
-def test_what_may_pass_is_retried_by_itself(node, store):
-    failures = iter([Injected("1"), Injected("2"), Injected("3")])
-    broken = Broken(store, lambda key: next(failures, None))
-    first = node.save("a.ckpt", b"A")
-    assert drain(node, broken, clock=Clock(Timing(redo_first_s=0.01))).run()
-    assert node.queue.outcome(first).attempts == 4
+def test_what_may_pass_is_retried_by_itself_and_said_until_it_is_done(node, store):
+    faulty = refusing(store, of("upload", times=3), Injected("away"))
+    first, worker = node.save("a.ckpt", b"A"), drain(node, faulty, clock=Clock(Timing(redo_first_s=0.01)))
+    worker.run(once=True)
+    assert "away" in node.queue.progress().last_error
+    assert worker.run()
+    assert (node.queue.outcome(first).attempts, node.queue.progress().last_error) == (4, "")
     assert readable(store, "a.ckpt") == b"A"
 
 
-def test_an_error_that_nobody_thought_of_is_one_operations_error(node, store):
-    broken = Broken(store, lambda key: ZeroDivisionError("bug") if key == "a.ckpt" else None)
-    first, second = node.save("a.ckpt", b"A"), node.save("b.ckpt", b"B")
-    drain(node, broken).run(once=True)
-    assert node.states() == {first: "skipped", second: "committed"}
+def test_a_failure_for_another_reason_is_news(node):
+    news, told = NewOutcomes(node.queue), []
+    for kind in ("unavailable", "access", "access"):
+        node.queue.finish(Outcome(op_id(1), "save", "1.ckpt", 1, "failed", "why", kind), final=False)
+        told.append([each.error_type for each in news.take()[0]])
+    assert told == [["unavailable"], ["access"], []]
+
+
+def test_what_has_failed_a_thousand_times_is_tried_again():
+    """A right that is missing for a day ended the drain."""
+    begun, clock = Begun(), Clock()
+    for error in (StoreError("no", reason="access"), StoreError("away", reason="unavailable")):
+        for _ in range(1100):
+            begun.failed(error, clock)
+        assert 0 < begun.due - clock.monotonic() <= 60
 
 
 def test_a_cancelled_save_is_given_up_and_holds_deletes_back(node, store):
-    broken = Broken(store, lambda key: StoreError("no", reason="access") if key == "b.ckpt" else None)
+    broken = refusing(store, of("upload", "b.ckpt"))
     node.save("a.ckpt", b"A")
     lost, held = node.save("b.ckpt", b"B"), node.delete("a.ckpt")
     drain(node, broken).run(once=True)
@@ -200,80 +132,11 @@ def test_a_cancelled_save_is_given_up_and_holds_deletes_back(node, store):
     assert [request.op_id for request in node.queue.requests()] == [held]
 
 
-def test_a_delete_waits_for_a_later_save_however_many_have_failed_meanwhile(node, store, monkeypatch):
-    """Outcomes are kept of the newest saves alone, but for the first failure since what was good."""
-    monkeypatch.setattr(queue, "_KEEP", 8)
-    node.save("good.ckpt", b"A")
-    drain(node).run(once=True)
-    broken, before = Broken(store, lambda key: StoreError("no", reason="access")), "good.ckpt"
-    for number in range(12):
-        lost, _ = node.save(f"{number}.ckpt", b"B"), node.delete(before)
-        before = f"{number}.ckpt"
-        node.cancel(lost)
-        drain(node, broken).run(once=True)
-        assert names(store) == ["good.ckpt"], f"after {number + 1} that failed"
-    assert len(node.queue.outcomes()) <= 10
-    node.save("new.ckpt", b"C")
-    drain(node).run(once=True)
-    assert names(store) == objects(store) == ["new.ckpt"]
-    assert not node.queue.requests()
-
-
-def test_what_failed_is_forgotten_once_it_is_replaced(node, store, monkeypatch):
-    monkeypatch.setattr(queue, "_KEEP", 4)
-    node.cancel(node.save("lost.ckpt", b"A"))
-    for number in range(8):
-        node.save(f"{number}.ckpt", b"B")
-        drain(node).run(once=True)
-    assert {outcome.state for outcome in node.queue.outcomes()} == {"committed"}
-    assert len(node.queue.outcomes()) <= 5
-
-
-@pytest.mark.parametrize("spare", [8, 1 << 30], ids=["", "without-a-reserve"])
-def test_a_log_that_is_full_of_requests_empties_again(spare, node, store, monkeypatch):
-    """An outcome is larger than its request: where it found no room, the same request was carried out for ever."""
-    monkeypatch.setattr(log, "_HALF", 1 << 14)
-    monkeypatch.setattr(log, "_SPARE", spare)
-    monkeypatch.setattr(queue, "_LEAST", 4)
-    with pytest.raises(MemoryFullError, match="too much is queued"):
-        for number in range(1000):
-            node.delete(f"{number}.ckpt")
-    assert number > 40
-    saved, stop = node.save("a.ckpt", b"A"), threading.Event()
-    thread = threading.Thread(target=drain(node, stop=stop, stay=True).run)
-    thread.start()
-    try:
-        until(lambda: not node.queue.requests(), "all is done")
-        until(lambda: node.queue.outcome(saved), "the save too")
-    finally:
-        stop.set()
-        thread.join()
-    assert names(store) == ["a.ckpt"]
-    assert {outcome.state for outcome in node.queue.outcomes()} == {"committed"}
-
-
-def test_a_death_between_commit_and_mark_still_tells_the_outcome(node, store, monkeypatch):
-    first = node.save("a.ckpt", b"A")
-    worker = drain(node)
-
-    def die(stored):
-        raise SystemExit
-
-    monkeypatch.setattr(worker._tier, "mark_drained", die)
-    with pytest.raises(SystemExit):
-        worker.run(once=True)
-    assert node.states() == {first: "committed"}
-    drain(node).run(once=True)
-    assert node.states() == {first: "committed"}
-    assert not [stored for stored in node.tier.parts() if stored.pending]
-
-
-def test_the_log_of_its_process_does_not_grow_for_ever(node, store):
+def test_the_log_of_its_process_does_not_grow_for_ever(node):
     """Whoever has opened it appends to it as before."""
     path = node.root / status.LOG
     with path.open("ab", buffering=0) as log:
-        for number in range(40_000):
-            log.write(b"line %d of what is logged\n" % number)
+        log.write(b"".join(b"line %d of what is logged\n" % number for number in range(40_000)))
         before = path.stat().st_size
         node.save("a.ckpt", b"A")
         drain(node).run(once=True)
@@ -284,26 +147,118 @@ def test_the_log_of_its_process_does_not_grow_for_ever(node, store):
     assert lines[0].startswith("line ")
 
 
+# ------------------------------------------------------------------------------- what is refused
+def test_a_delete_goes_with_the_save_that_replaces_and_stays_where_that_is_given_up(node, store):
+    """A later save of something else makes up for nothing, and the one that is needed is tried until it is there."""
+    node.save("best-1", b"1")
+    for fate in ("committed", "skipped"):
+        best = node.save("best-2", b"2")
+        old, other = node.request("delete", "best-1", best), node.save("other", b"o")
+        drain(node, refusing(store, of("upload", "best-2"))).run(once=True)
+        assert (node.states()[best], node.states()[other]) == ("failed", "committed")
+        assert readable(store, "best-1") == b"1"
+        if fate == "skipped":
+            node.cancel(best)
+        drain(node).run(once=True)
+        assert (node.states()[best], node.states()[old]) == (fate, fate)
+        assert names(store) == sorted(["best-2" if fate == "committed" else "best-1", "other"])
+        node.save("best-1", b"1")
+        node.delete("best-2")
+        drain(node).run(once=True)
+    assert "did not reach the durable tier" in node.queue.outcome(old).error
+
+
+def test_a_save_goes_before_a_delete_that_was_refused(node, store):
+    """Where each save adds one, to try them all takes longer, some day, than until the first one's turn comes again."""
+    node.save("0.ckpt", b"A")
+    node.delete("0.ckpt")
+    locked = refusing(store, of("delete"))
+    with working(node, locked, clock=Clock(Timing(redo_permanent_s=0.0))):
+        until(lambda: locked.operations, "it was refused")
+        saved = node.save("1.ckpt", b"B")
+        until(lambda: node.states().get(saved) == "committed", "the save", timeout_s=10)
+
+
+def test_deletes_that_are_refused_are_tried_one_at_a_time_until_one_is_not(node, store):
+    for number in range(20):
+        node.save(f"{number}.ckpt", b"A")
+        node.delete(f"{number}.ckpt")
+    may_delete = threading.Event()
+    locked = refusing(store, lambda what, key: what == "delete" and not may_delete.is_set())
+
+    def save(name):
+        saved = node.save(name, b"B")
+        until(lambda: node.states().get(saved) == "committed", "the save")
+
+    with working(node, locked):
+        until(lambda: locked.operations >= 20, "each was tried once")
+        for number in range(3):
+            asked = locked.operations
+            save(f"new-{number}.ckpt")
+            until(lambda: locked.operations > asked, "one of them is tried again")
+        assert locked.operations <= 20 + 2 * 3
+        may_delete.set()
+        save("last.ckpt")
+        until(lambda: not node.queue.requests(), "all are done")
+    assert names(store) == ["last.ckpt", "new-0.ckpt", "new-1.ckpt", "new-2.ckpt"]
+
+
+def test_an_alias_that_failed_once_is_set_though_the_queue_is_never_empty(node, store):
+    """Where the line is slower than the saves, what waited for an empty queue was never done."""
+    seen = []
+
+    class Slow(FaultyStore):
+        def upload_if(self, *arguments, **options):
+            save()
+            return super().upload_if(*arguments, **options)
+
+    def save():
+        if len(seen) < 20:
+            seen.append(readable(store, "last.ckpt"))
+            node.save(f"{len(seen)}.ckpt", b"A")
+            node.alias("last.ckpt", f"{len(seen)}.ckpt")
+
+    save()
+    clock = Clock(Timing(redo_first_s=0.0, redo_max_s=0.0))
+    drain(node, Slow(store, fail_at=1, only=of("put", "last.ckpt", times=1)), clock=clock).run(once=True)
+    assert seen[-1] == b"A"
+    assert not node.queue.requests()
+
+
+def test_an_alias_that_was_refused_once_does_not_wait_behind_deletes_that_are_refused(node, store):
+    """``last`` stayed behind for as many saves as there were such deletes: one of all of them was tried at each."""
+    set_last = refusing(store, of("put", "last.ckpt", times=1))
+    for number in range(10):
+        node.save(f"{number}.ckpt", b"A")
+        node.delete(f"{number}.ckpt")
+    node.save("a.ckpt", b"B")
+    node.alias("last.ckpt", "a.ckpt")
+    with working(node, refusing(set_last, of("delete"))):
+        until(lambda: set_last.operations, "it was refused")
+        saved = node.save("b.ckpt", b"C")
+        alias = node.alias("last.ckpt", "b.ckpt")
+        until(lambda: node.states().get(saved) == "committed", "the save")
+        until(lambda: node.states().get(alias) == "committed", "the alias", timeout_s=10)
+    assert readable(store, "last.ckpt") == b"C"
+
+
 # ----------------------------------------------------------------------------------- its leaving
-def test_it_stays_while_a_trainer_lives_and_leaves_with_the_last(node, store):
+def test_it_stays_while_a_trainer_lives_and_leaves_with_the_last(node):
     trainer = try_lock(node.root / TRAINERS_FILE, shared=True)
-    thread = threading.Thread(target=drain(node).run)
-    thread.start()
-    first = node.save("a.ckpt", b"A")
-    until(lambda: node.queue.outcome(first), "the save is durable")
-    assert thread.is_alive()
-    release(trainer)
-    thread.join(10)
-    assert not thread.is_alive()
+    with working(node, stay=False) as thread:
+        first = node.save("a.ckpt", b"A")
+        until(lambda: node.queue.outcome(first), "the save is durable")
+        assert thread.is_alive()
+        release(trainer)
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_with_no_trainer_and_no_store_it_gives_up_and_leaves_all_to_the_next(node, store, caplog):
     node.save("a.ckpt", b"A")
-    started = time.monotonic()
-    assert drain(
-        node, Broken(store, lambda key: Injected("unreachable")), clock=Clock(Timing(drain_give_up_s=0.5))
-    ).run()
-    assert 0.5 < time.monotonic() - started < 20
+    started, clock = time.monotonic(), Clock(Timing(drain_give_up_s=0.2))
+    assert drain(node, refusing(store, of("upload"), Injected("unreachable")), clock=clock).run()
+    assert 0.2 < time.monotonic() - started < 20
     assert "unreachable" in caplog.text
     drain(node).run()
     assert readable(store, "a.ckpt") == b"A"
@@ -312,7 +267,7 @@ def test_with_no_trainer_and_no_store_it_gives_up_and_leaves_all_to_the_next(nod
 def test_with_no_trainer_and_a_store_that_refuses_it_leaves_at_once(node, store, caplog):
     """Its credentials are those of the trainer that started it; the next one may bring better ones."""
     first, second = node.save("a.ckpt", b"A"), node.alias("last.ckpt", "a.ckpt")
-    assert drain(node, Broken(store, lambda key: StoreError("no rights", reason="access"))).run()
+    assert drain(node, refusing(store, of("upload"), StoreError("no rights", reason="access"))).run()
     assert "no rights" in caplog.text
     assert drain(node).run()
     assert node.states() == {first: "committed", second: "committed"}

@@ -6,15 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 from support.committing import save
-from support.draining import Node, names
+from support.draining import LOG, Node, names
 from support.faulty import FaultyStore
 from support.story import op_id
 
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-
-from .test_drain_sharded import LOG
 
 BEFORE = 6
 

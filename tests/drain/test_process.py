@@ -150,18 +150,6 @@ def test_told_to_stop_it_leaves_the_rest_resumable(node, store):
     assert readable(store, "b.ckpt") == b"B"
 
 
-def test_as_a_thread_it_does_the_same(memory_dir, store, handle_of):
-    node = Node(memory_dir, store.url, drain="thread")
-    handle = handle_of(node)
-    handle.start()
-    assert handle.wait(node.save("a.ckpt", b"A"), 30).state == "committed"
-    assert handle.progress().pid == os.getpid()
-    last = node.alias("last.ckpt", "a.ckpt")
-    handle.close(timeout_s=30)
-    assert node.queue.outcome(last).state == "committed"
-    assert not is_locked(node.root / LOCK_FILE)
-
-
 def test_backpressure_is_bounded(memory_dir, tmp_path, handle_of, caplog):
     """With no drain at work, saves queue up to the bound, and training goes on behind it; it waits for that once."""
     node = Node(memory_dir, str(tmp_path / "durable"), pending_timeout_s=1)

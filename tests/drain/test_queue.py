@@ -1,10 +1,12 @@
 """The order of the work, against a model, and what trainer and drain tell each other by the log."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.draining import drain, names
 from support.story import op_id
 
 from tiered_checkpoint_io.engine.drain import queue as queue_module
@@ -20,6 +22,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
     unreplaced,
 )
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
+from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.place import Server
@@ -178,6 +181,37 @@ def test_whatever_fails_no_delete_passes_a_save_that_is_neither_committed_nor_re
 
 
 # ---------------------------------------------------------------------------------------- the log
+def test_an_alias_that_comes_with_its_target_while_the_drain_looks_waits_for_it(node):
+    """Found by the kill sweep: the drain has listed the saves, and not yet the requests."""
+    ops = []
+
+    def listing():
+        found = node.tier.parts()
+        if not ops:
+            ops.extend([node.save("a.ckpt", b"A"), node.alias("last.ckpt", "a.ckpt")])
+        return found
+
+    assert node.queue.look(SimpleNamespace(parts=listing)) == []
+    assert [each.op_id for each in node.queue.look(node.tier)] == ops
+
+
+def test_a_log_that_is_full_of_requests_empties_again(node, store):
+    """An outcome is larger than its request: where it found no room, the same request was carried out for ever."""
+    long = "/".join(["x" * 200] * 15)
+    for number in range(3):
+        node.queue.journal(op_id(900 + number)).write({"upload": "x" * 240_000})
+    for action in ("delete", "cancel"):
+        with pytest.raises(MemoryFullError, match="too much is queued"):
+            for number in range(1000):
+                node.request(action, f"{long}/{number}.ckpt", op_id(1))
+        assert number > 20
+    drain(node).run(once=True)
+    assert not node.queue.requests()
+    saved = node.save("a.ckpt", b"A")
+    drain(node).run(once=True)
+    assert (names(store), node.states()[saved]) == (["a.ckpt"], "committed")
+
+
 def test_requests_come_back_in_order_and_leave_with_their_outcome(queue):
     second, first = delete(2, "a/b=1.ckpt"), alias(1, "last.ckpt", "ä.ckpt")
     queue.submit(second)
@@ -204,6 +238,29 @@ def test_only_the_newest_outcomes_are_kept_and_those_of_one_save_together(queue,
     assert len(kept) % 9 == 0
     assert {each.state for each in kept} == {"committed"}
     assert other.outcome(part(69, 1).op_id).action == "part"
+
+
+@pytest.mark.parametrize("series", ["", "final{}"], ids=["one series", "ever new ones"])
+def test_what_a_delete_waits_for_is_known_however_much_was_done_since(queue, series):
+    """Outcomes are kept of the newest saves alone, but for the first failure since what was good."""
+
+    def end(numbers, state):
+        for number in numbers:
+            queue.finish(replace(ended(number, state), series=series.format(number)))
+
+    of_a_save, later = delete(1000, "old", target=op_id(1)), delete(1001, "old")
+    queue.submit(of_a_save)
+    end([1, 2], "committed")
+    end(range(3, 620), "skipped")
+    assert 500 < len(queue.outcomes()) < 512 + 64 + 4
+    assert queue.outcome(op_id(1)).state == "committed"
+    if not series:
+        assert queue.outcome(op_id(2)) is None
+        assert queue.outcome(op_id(3)).state == "skipped"
+        assert held_back([of_a_save, later], unreplaced(queue.outcomes())) == [later]
+        end([620, 621], "committed")
+        assert not held_back([later], unreplaced(queue.outcomes()))
+        assert queue.outcome(op_id(3)) is None, "it is replaced"
 
 
 def test_a_reader_sees_what_the_drain_last_said_and_waits_wake_for_operations_alone(queue, tmp_path):

@@ -70,18 +70,16 @@ def done(call, *args, **options):
 
 
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("worker", [pytest.param("process", marks=pytest.mark.matrix), "thread"])
 @spilling
 @space
-def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_durable_save(spill, worker, tight, tmp_path, monkeypatch):
+def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_durable_save(spill, tight, tmp_path, monkeypatch):
     folder, fill, tenant = tight
     options = {"dirpath": str(tmp_path / "durable"), "memory_dir": str(folder), "on_save_error": "raise"}
     kept = Kept(tmp_path / "durable", folder)
     watch = Watch(folder, monkeypatch, fill)
     newest, ways = 1, set()
-    # A process takes its time to start; its own pieces of space are not counted here anyway.
-    for number in points(watch, every=3 if worker == "process" else 2):
-        io = kept.io(drain=worker, wait_timeout_s=60, memory_keep_last=3, spill_dir=spill)
+    for number in points(watch, every=2):
+        io = kept.io(memory_keep_last=3, spill_dir=spill)
         io.load_checkpoint("tiered:latest")
         steps = {10 * number: f"{number}.ckpt", 10 * number + 1: f"{number}-b.ckpt"}
         with watch.from_the(number):
@@ -106,40 +104,17 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_durable_save(spill, worker, 
     kept.close()
 
 
-def in_a_tier_that_is_there(folder, tmp_path, worker, spill):
-    """Options of a writer. Where not even folders can be made there is no tier to open, which is an error of its own."""
-    options = {
-        "dirpath": str(tmp_path / "durable"),
-        "memory_dir": str(folder),
-        "on_save_error": "raise",
-        "drain": worker,
-        "save_to_s3": True,
-        "wait_timeout_s": 60,
-        "spill_dir": spill,
-    }
-    MemoryTier.open(str(folder), ids.namespace_of(options["dirpath"]))
-    return options
-
-
 @pytest.mark.timeout(170)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("worker", ["thread", pytest.param("process", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize(
-    ("kind", "behind"),
-    [
-        ("sharded", True),
-        ("local", False),
-        pytest.param("sharded", False, marks=pytest.mark.matrix),
-        pytest.param("local", True, marks=pytest.mark.matrix),
-    ],
-)
+@pytest.mark.parametrize(("kind", "behind"), [("sharded", True), ("local", False)])
 @spilling
 @space
-def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_save_by_dcp(
-    spill, kind, behind, worker, tight, tmp_path, monkeypatch
-):
+def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_save_by_dcp(spill, kind, behind, tight, tmp_path, monkeypatch):
     folder, fill, tenant = tight
-    options = in_a_tier_that_is_there(folder, tmp_path, worker, spill)
+    where = {"dirpath": str(tmp_path / "durable"), "memory_dir": str(folder), "spill_dir": spill}
+    options = {**where, "on_save_error": "raise", "drain": "thread", "save_to_s3": True, "wait_timeout_s": 60}
+    # Where not even folders can be made there is no tier to open, which is an error of its own.
+    MemoryTier.open(str(folder), ids.namespace_of(where["dirpath"]))
     watch, saved = Watch(folder, monkeypatch, fill), []
 
     def save(live, number, writer):
@@ -151,7 +126,7 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_save_by_dcp(
         live.zero_()
         dcp.maybe_finalize_async_calls(blocking=True)
 
-    for number in points(watch, every=4 if worker == "process" else 1):
+    for number in points(watch):
         live, content = (torch.arange(100_000.0) + number for _ in range(2))
         writer = build(TieredStorageWriter, **options, wait=kind == "sharded" or not behind)
         with watch.from_the(number):
@@ -243,10 +218,9 @@ def test_what_a_callback_asks_out_of_descriptors_stops_no_training(kept):
     made.close()
 
 
-@pytest.mark.parametrize("drain", ["thread", pytest.param("process", marks=pytest.mark.matrix)])
-def test_where_no_thread_can_be_started_training_goes_on(drain, kept, caplog):
+def test_where_no_thread_can_be_started_training_goes_on(kept, caplog):
     """What is in memory is not told to have failed, and what a durable save claims is claimed by a later one."""
-    io = kept.io(on_save_error="warn", drain=drain, memory_keep_last=100, pending_timeout_s=1)
+    io = kept.io(on_save_error="warn", memory_keep_last=100, pending_timeout_s=1)
     session = io.checkpointer.session
     with no_more_threads():
         # Large enough to be hashed by several threads.
@@ -256,7 +230,7 @@ def test_where_no_thread_can_be_started_training_goes_on(drain, kept, caplog):
         io.checkpointer.session.poll()
     assert "could not check whether another run uses this dirpath: [Errno 11] can't start new thread" in caplog.text
     assert (session.counts["failed"], session.claims.owner) == (0, None)
-    assert ("the drain can't be started, so nothing is uploaded" in caplog.text) == (drain == "thread")
+    assert "the drain can't be started, so nothing is uploaded" in caplog.text
     io.save_checkpoint(state(4), "4.ckpt")
     assert (session.counts["saved"], session.claims.newest is not None) == (3, True)
     assert session.claims.owner is not None

@@ -3,7 +3,6 @@
 import shutil
 
 import pytest
-import torch
 from support.bad_input import Kept, state
 from support.supporting import build
 from support.tenants import Tenant, mounted_tmpfs
@@ -17,16 +16,14 @@ from tiered_checkpoint_io.memory import tier as memory
 from tiered_checkpoint_io.memory.node import memory_left, memory_limit
 
 MIB = 1 << 20
-#: What containers have for /dev/shm, where nobody says otherwise.
-DOCKERS_DEFAULT = 64 * MIB
 MEMORY_ONLY = {"tiers": ["memory"]}
 SKIPPED = r"steps of memory alone are skipped: .*(give it more space|give memory_dir more space)"
 
 
 @pytest.fixture
 def small(tmp_path):
-    """A real tmpfs of 64 MiB."""
-    with mounted_tmpfs(tmp_path / "shm", DOCKERS_DEFAULT) as folder:
+    """A real tmpfs of 8 MiB."""
+    with mounted_tmpfs(tmp_path / "shm", 8 * MIB) as folder:
         yield folder
 
 
@@ -39,31 +36,8 @@ def kept_in_small(small, tmp_path):
     kept.still_loads()
 
 
-def large(step, mib=100):
+def large(step, mib=10):
     return state(step, size=mib * MIB // 4)
-
-
-def same(loaded, step):
-    return torch.equal(loaded["w"], large(step)["w"])
-
-
-def test_a_tmpfs_of_64_mib(kept_in_small, warned):
-    # What is spilled counts as well.
-    io = kept_in_small.io(memory_keep_last=5)
-    with warned("memory tier can't hold.* goes through .*/tiered-") as caught:
-        io.save_checkpoint(large(2), "2.ckpt")
-        io.save_checkpoint(large(3), "3.ckpt")
-    assert len(caught) == 1, "said once"
-    with warned(SKIPPED):
-        io.save_checkpoint(large(4), "4.ckpt", storage_options=MEMORY_ONLY)
-    assert torch.equal(io.load_checkpoint("2.ckpt")["w"], large(2)["w"])
-    io.teardown()
-    io = kept_in_small.io(memory_keep_last=5)
-    assert same(io.load_checkpoint("tiered:latest"), 3)
-    assert io.checkpointer.restored.tier == "memory"
-    # What fits still goes through memory.
-    io.save_checkpoint(state(5), "5.ckpt", storage_options=MEMORY_ONLY)
-    assert io.load_checkpoint("tiered:latest")["global_step"] == 5
 
 
 def test_what_is_said_once_is_said_again_after_a_save_that_had_room(kept_in_small, caplog):
@@ -73,7 +47,7 @@ def test_what_is_said_once_is_said_again_after_a_save_that_had_room(kept_in_smal
     def caught():
         return [each for each in caplog.messages if "the memory tier can't hold" in each]
 
-    for step, mib in enumerate([70, 70, 1, 70, 70], start=2):
+    for step, mib in enumerate([10, 10, 1, 10, 10], start=2):
         io.save_checkpoint(large(step, mib=mib), f"{step}.ckpt", storage_options=MEMORY_ONLY)
         said.append(len(caught()))
     assert (said, session.counts["skipped"]) == ([1, 1, 1, 2, 2], 4)
@@ -81,7 +55,7 @@ def test_what_is_said_once_is_said_again_after_a_save_that_had_room(kept_in_smal
 
 
 def test_a_spill_that_is_full_as_well_is_told_apart_from_memory(kept_in_small, tmp_path, warned):
-    with mounted_tmpfs(tmp_path / "disk", 20 * MIB) as disk:
+    with mounted_tmpfs(tmp_path / "disk", 4 * MIB) as disk:
         io = kept_in_small.io(spill_dir=str(disk))
         both = (
             "skipped: .* the node's free memory allow [0-9]+; and neither in the spill: .* the disk allows [0-9]+"
@@ -147,21 +121,12 @@ def test_other_processes_take_the_memory_of_the_node_or_job(kept, tmp_path, monk
 def test_an_export_to_a_full_file_system_is_an_error(small):
     """What is put together in a mapped file has to have its space before it is written to."""
     Tenant(small).fills(leave=MIB)
-    with pytest.raises(SaveError, match="No space left"), new_files([(small / "target", 8 * MIB)]):
+    with pytest.raises(SaveError, match="No space left"), new_files([(small / "target", 2 * MIB)]):
         pass
     assert not (small / "target").exists()
 
 
-@pytest.mark.parametrize(
-    ("drain", "how"),
-    [
-        ("thread", "removed"),
-        ("thread", "files alone"),
-        ("thread", "moved"),
-        ("process", "removed"),
-        pytest.param("process", "moved", marks=pytest.mark.matrix),
-    ],
-)
+@pytest.mark.parametrize(("drain", "how"), [("thread", "files alone"), ("thread", "moved"), ("process", "removed")])
 def test_training_goes_on_where_memory_is_removed_beside_it(drain, how, memory_dir, tmp_path, caplog):
     """By ``rm``, by what clears /dev/shm when a user logs out, or old files of folders.
 

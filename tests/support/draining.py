@@ -1,5 +1,8 @@
 """A memory tier with parts of raw bytes in it, and a durable tier to drain them to."""
 
+import contextlib
+import logging
+import threading
 from dataclasses import replace
 
 from support.sharded import make_part
@@ -17,6 +20,27 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
 from tiered_checkpoint_io.stores import place_of
+
+LOG = logging.getLogger("test")
+
+
+def drain(node, store=None, **options):
+    """A drain of a node, to be run here; of this store in place of the node's own."""
+    opened = {} if store is None else {"open_store": lambda config, dirpath: store}
+    return Drain(node.root, logger=LOG, **opened, **options)
+
+
+@contextlib.contextmanager
+def working(node, store=None, *, stay=True, **options):
+    """A drain at work beside the block; without ``stay`` it may end before."""
+    stop = threading.Event()
+    thread = threading.Thread(target=drain(node, store, stop=stop, stay=stay, **options).run)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        stop.set()
+        thread.join()
 
 
 def part_of(name, data, number, dirpath):

@@ -18,11 +18,11 @@ class FaultyStore:
 
     Operations are counted in the order in which they begin; ``only`` tells by operation and key which ones count. An
     operation fails ``before`` the real store is asked, ``after`` it has done its work, as if just the answer is lost, or
-    ``during`` an upload, once a part of the bytes is written, and ``before`` all else.
+    ``during`` an upload, once a part of the bytes is written, and ``before`` all else. ``error`` is what is raised.
     """
 
-    def __init__(self, store, *, fail_at=0, only=lambda operation, key: True, when="before", once=False):
-        self.url, self.metrics = store.url, store.metrics
+    def __init__(self, store, *, fail_at=0, only=lambda operation, key: True, when="before", once=False, error=None):
+        self.url, self.metrics, self._error = store.url, store.metrics, error
         self._store, self._fail_at, self._only, self._when, self._once = store, fail_at, only, when, once
         self._lock = threading.Lock()
         self.operations = 0
@@ -74,7 +74,12 @@ class FaultyStore:
             return self.operations == self._fail_at or (not self._once and 0 < self._fail_at < self.operations)
 
     def _fail(self, operation, key):
-        raise Injected(f"injected at operation {self.operations}", operation=operation, key=key)
+        raise self._error or Injected(f"injected at operation {self.operations}", operation=operation, key=key)
+
+
+def refusing(store, only, error=None):
+    """A store that refuses each operation that ``only`` tells, whenever it is asked."""
+    return FaultyStore(store, fail_at=1, only=only, error=error or StoreError("no", reason="access"))
 
 
 def _counted(method, operation, of=lambda store: store):
