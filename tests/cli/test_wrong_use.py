@@ -57,11 +57,11 @@ USES = {
     "prune": Use("{url} --keep-latest 1 --yes", removes=("c1", "c2", "c3")),
     "watch": Use("{url} --idle-timeout 0 --exec true --after= --memory-dir {memory}"),
 }
-#: Each right costs a run of its own; the other commands are further cases.
-QUICK = ("get", "flush")
+#: Those that write beside a reading.
+WRITE = ("get", "get to memory", "flush", "prune", "watch")
 
 
-def cases(names, quick=QUICK):
+def cases(names, quick=("get",)):
     further = pytest.mark.matrix
     return [pytest.param(name, marks=() if name in quick else further) for name in names]
 
@@ -168,42 +168,33 @@ def test_each_right_that_is_missing(command, scene):
     status, _, err = scene.run(*scene.line())
     assert (status, err) == (0, "")
     scene.nothing_is_half_done(done=True)
+    scene.begin(command)
     for missing in sorted(judge.used):
-        scene.begin(command)
         scene.proxy.plan = Judge(policy(RIGHTS - {missing})).plan
         said = scene.run(*scene.line())
         if said[0] == 0:
             # It does without: all that is not as it should be is said.
             assert all(line.startswith("warning: ") for line in said[2].splitlines()), said
             scene.nothing_is_half_done(done=True)
-            continue
-        is_one_line(said, missing)
-        scene.nothing_is_half_done(done=False)
-        assert scene.run(*scene.line())[0] == 0
-        scene.nothing_is_half_done(done=True)
-
-
-@pytest.mark.parametrize("command", cases([name for name, use in USES.items() if use.unknown], quick=("flush",)))
-def test_a_name_that_is_not_there(command, scene):
-    scene.begin(command)
-    is_one_line(scene.run(*scene.line(scene.use.unknown)), "no")
-    scene.nothing_is_half_done(done=False)
+            scene.begin(command)
+        else:
+            is_one_line(said, missing)
+            scene.nothing_is_half_done(done=False)
+    assert scene.run(*scene.line())[0] == 0
+    scene.nothing_is_half_done(done=True)
 
 
 @pytest.mark.parametrize("command", cases(USES, quick=("get a file",)))
-def test_a_bucket_that_is_not_there(command, scene):
+def test_what_is_not_there_and_a_pipe_that_is_closed(command, scene):
+    """As behind ``| head -1``: no line more, and what the command does is done."""
     scene.begin(command)
+    if scene.use.unknown:
+        is_one_line(scene.run(*scene.line(scene.use.unknown)), "no")
     scene.proxy.plan = where(refuse(404, "NoSuchBucket"))
     is_one_line(
         scene.run(*scene.line()), f"bucket '{scene.bucket}' does not exist there; check dirpath and endpoint_url"
     )
     scene.nothing_is_half_done(done=False)
-
-
-@pytest.mark.parametrize("command", cases(USES, quick=("get a file",)))
-def test_a_pipe_that_is_closed(command, scene):
-    """As behind ``| head -1``: no line more, and what the command does is done."""
-    scene.begin(command)
     reader, writer = os.pipe()
     os.close(reader)
     with scene.monkeypatch.context() as patched, open(writer, "w", buffering=1) as closed:
@@ -213,7 +204,7 @@ def test_a_pipe_that_is_closed(command, scene):
     scene.nothing_is_half_done(done=True)
 
 
-@pytest.mark.parametrize("command", cases(USES, quick=("get to memory",)))
+@pytest.mark.parametrize("command", cases(WRITE, quick=("get to memory",)))
 def test_ctrl_c_in_the_middle(command, scene):
     """While the server is slow to answer, in the middle of what the command asks it."""
     scene.begin(command)
