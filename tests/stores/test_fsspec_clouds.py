@@ -1,4 +1,4 @@
-"""Outages, refusals and empty buckets of Google's and Azure's storage, as gcsfs and adlfs report them.
+"""Outages, refusals, renewed credentials and empty buckets of Google's and Azure's storage, as gcsfs and adlfs report them.
 
 Neither has a server that runs here, so the file systems are ours, and raise what those libraries raise.
 """
@@ -81,9 +81,23 @@ class Cloud(MemoryFileSystem):
     """An object store of which some calls fail."""
 
     protocol = "gs"
-    store, pseudo_dirs = {}, [""]
-    #: What a call of that name does in place of its work.
-    instead = {}
+    #: The key that a file has, the one that the server takes, and how often the file was read.
+    key, taken, looks = "old", "old", 0
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        type(self).looks += 1
+        self.mine = self.key
+
+    def _open(self, *args, **kwargs):
+        if self.mine != self.taken:
+            raise PermissionError("refused")
+        return super()._open(*args, **kwargs)
+
+    def cat_file(self, *args, **kwargs):
+        if self.mine != self.taken:
+            raise PermissionError("refused")
+        return super().cat_file(*args, **kwargs)
 
     @classmethod
     def _strip_protocol(cls, path):
@@ -140,3 +154,23 @@ def test_a_bucket_that_is_not_there_is_no_empty_one(cloud):
     cloud.instead |= dict.fromkeys(("find", "info", "ls"), _raising(FileNotFoundError("bucket")))
     with failing("config", match="bucket 'bucket' does not exist"):
         list(store.list(""))
+
+
+def test_what_is_refused_is_asked_for_once_more_with_the_credentials_of_now(cloud):
+    store = RemoteStore("gs://bucket/run", clock=quick(credentials_again_s=0.0, retry_deadline_s=0.5))
+    store.put("a", b"A")
+    cloud.taken = "new"
+    with failing("access"):
+        store.get("a")
+    cloud.key = "new"
+    store.put("b", b"B")
+    assert (store.get("a"), store.get("b")) == (b"A", b"B")
+
+
+def test_credentials_that_stay_refused_are_not_looked_for_at_each_request(cloud):
+    store = RemoteStore("gs://bucket/run", clock=quick(credentials_again_s=3600.0, retry_deadline_s=0.5))
+    cloud.taken = "new"
+    for _ in range(3):
+        with failing("access"):
+            store.get("a")
+    assert cloud.looks == 1

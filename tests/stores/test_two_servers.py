@@ -1,46 +1,19 @@
 """Two S3 servers, one dirpath and one namespace: what was saved for one server never reaches the other."""
 
-import ast
-import json
+import io
 import os
-import textwrap
 
 import boto3
 import pytest
+import torch
 from rclone_server import RcloneServer
-from support.launch import scripts
+from support.draining import Node
+from support.supporting import build
 
-from tiered_checkpoint_io.engine.drain.locks import release, try_lock
-from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
-from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.place import Place, Server, endpoint_text
 from tiered_checkpoint_io.stores import place_of
-
-NAMESPACE = "two-servers"
-DEADLINE_S = 90
-SCRIPT = """
-import json, os, sys
-import torch
-from support.supporting import build
-from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-
-options, steps = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-job = Checkpointer(build(TieredCheckpointConfig.from_any, **options))
-for number, (what, *names) in enumerate(steps):
-    if what in ("save", "queue"):
-        state = {"global_step": number, "who": options["dirpath"], "w": torch.full((100,), float(number))}
-        job.save(state, *names, wait=what == "save")
-    elif what == "alias":
-        job.alias(*names)
-    elif what == "load":
-        found = job.load("tiered:latest")
-        print("LOADED", None if isinstance(found, NoCheckpoint) else found["global_step"])
-    elif what == "die":
-        os._exit(0)
-job.close()
-"""
 
 
 @pytest.fixture
@@ -54,52 +27,6 @@ def servers(s3_server, s3_bucket, tmp_path):
         yield s3_server, second
 
 
-class Job:
-    """Starts processes of jobs that share all but the server."""
-
-    def __init__(self, url, memory_dir, tmp_path):
-        self.url, self.memory_dir = url, memory_dir
-        self.script = tmp_path / "job.py"
-        self.script.write_text(textwrap.dedent(SCRIPT))
-        self.root = MemoryTier.open(memory_dir, NAMESPACE).root
-
-    def on(self, server, *steps, by="configuration"):
-        options = {"dirpath": self.url, "namespace": NAMESPACE, "memory_dir": self.memory_dir, "wait_timeout_s": 60}
-        env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_ENDPOINT")}
-        if by == "configuration":
-            options["endpoint_url"] = server.endpoint_url
-        elif by == "profile":
-            path = self.script.with_name("aws-config")
-            path.write_text(f"[profile there]\nendpoint_url = {server.endpoint_url}\n")
-            env |= {"AWS_CONFIG_FILE": str(path)}
-            options["profile"] = "there"
-            keys = self.script.with_name("aws-keys")
-            keys.write_text(
-                f"[there]\naws_access_key_id = {server.access_key}\naws_secret_access_key = {server.secret_key}\n"
-            )
-            env |= {"AWS_SHARED_CREDENTIALS_FILE": str(keys)}
-        else:
-            env[by] = server.endpoint_url
-        arguments = [json.dumps(options), json.dumps(steps)]
-        (done,) = scripts(self.script.parent, self.script, (arguments, env), deadline_s=DEADLINE_S)
-        assert done.returncode == 0, done.stderr
-        self.said = done.stderr
-        return [ast.literal_eval(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("LOADED")]
-
-    def leaves_queued(self, server, *steps, by="configuration"):
-        """As :meth:`on`, where the job dies before its drain has begun."""
-        lock = try_lock(self.root / LOCK_FILE)
-        try:
-            return self.on(server, *steps, ["die"], by=by)
-        finally:
-            release(lock)
-
-
-@pytest.fixture
-def job(s3_bucket, memory_dir, tmp_path):
-    return Job(f"s3://{s3_bucket}/run", memory_dir, tmp_path)
-
-
 def names_on(server, bucket):
     listed = server.client.list_objects_v2(Bucket=bucket).get("Contents", ())
     return {entry["Key"].removeprefix("run/") for entry in listed if "/.tiered/" not in entry["Key"]}
@@ -110,30 +37,37 @@ def manifests_on(server, bucket):
     return {entry["Key"].rpartition("/")[2] for entry in listed}
 
 
-@pytest.mark.parametrize(
-    "by",
-    [
-        "configuration",
-        pytest.param("AWS_ENDPOINT_URL_S3", marks=pytest.mark.matrix),
-        pytest.param("AWS_ENDPOINT_URL", marks=pytest.mark.matrix),
-        pytest.param("profile", marks=pytest.mark.matrix),
-    ],
-)
-def test_a_queued_save_goes_to_the_server_of_its_job_alone(servers, job, s3_bucket, by):
+def test_a_queued_save_goes_to_the_server_of_its_job_alone(servers, s3_bucket, memory_dir, caplog):
     first, second = servers
-    job.leaves_queued(first, ["queue", "x.ckpt"], ["alias", "last.ckpt", "x.ckpt"], by=by)
+    dirpath, saved = f"s3://{s3_bucket}/run", io.BytesIO()
+
+    def job(server):
+        options = {"dirpath": dirpath, "namespace": "two-servers", "endpoint_url": server.endpoint_url}
+        options |= {"memory_dir": memory_dir, "drain": "thread", "wait_timeout_s": 60}
+        return Checkpointer(build(TieredCheckpointConfig.from_any, **options))
+
+    # A job that died before its drain had begun.
+    torch.save({"global_step": 7, "w": torch.ones(100)}, saved)
+    node = Node(memory_dir, dirpath, namespace="two-servers", endpoint_url=first.endpoint_url)
+    node.save("x.ckpt", saved.getvalue())
+    node.alias("last.ckpt", "x.ckpt")
     # The newer job neither takes the other's checkpoint nor has anything of it on its server.
-    assert job.on(second, ["load"], ["save", "y.ckpt"], ["load"], by=by) == [None, 1]
-    assert f"memory holds checkpoints of {job.url} at {first.endpoint_url}: they are another job's" in job.said
+    newer = job(second)
+    assert isinstance(newer.load("tiered:latest"), NoCheckpoint)
+    newer.save({"global_step": 1, "w": torch.zeros(100)}, "y.ckpt", wait=True)
+    assert newer.load("tiered:latest")["global_step"] == 1
+    newer.close()
+    assert f"memory holds checkpoints of {dirpath} at {first.endpoint_url}: they are another job's" in caplog.text
     assert names_on(first, s3_bucket) == {"x.ckpt"}
     assert manifests_on(first, s3_bucket) == {"x.ckpt.json", "last.ckpt.json"}
     assert names_on(second, s3_bucket) == {"y.ckpt"}
     assert manifests_on(second, s3_bucket) == {"y.ckpt.json"}
     # The first job's own restart takes its own.
-    assert job.on(first, ["load"], by=by) == [0]
+    restarted = job(first)
+    assert restarted.load("tiered:latest")["global_step"] == 7
+    restarted.close()
 
 
-@pytest.mark.matrix
 def test_which_server_is_told_as_boto3_finds_it(monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
