@@ -92,7 +92,7 @@ class OptionalContract:
         if getattr(store, "copy", None) is None:
             pytest.skip("this store can't copy")
 
-    @pytest.mark.parametrize("size", [0, 1000, 20 << 20])
+    @pytest.mark.parametrize("size", [0, 1000, 17 << 20])
     def test_a_copy_is_an_object_of_its_own_and_sends_nothing(self, store: Store, size: int) -> None:
         self._skip_without_copy(store)
         data = os.urandom(size)
@@ -238,7 +238,7 @@ class StoreContract(OptionalContract):
     """Inherit, and give a fixture ``store`` that yields an empty store."""
 
     #: Bytes of an upload that the store sends in several parts.
-    large = 20 << 20
+    large = 17 << 20
 
     @pytest.fixture
     def store(self) -> Iterator[Store]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from support import committing
+from support.clocks import hurried
 from support.documented import verified
 from support.draining import Node, part_of
 from support.sharded import full_part, make_part, views_of
@@ -117,15 +118,16 @@ def test_without_a_dirpath_it_is_this_nodes_memory_of_all_jobs(memory_dir, tmp_p
     assert isinstance(command("ls", "--memory-dir", f"{memory_dir}/none").exception, ConfigError)
 
 
-def test_where_the_durable_tier_is_silent_memory_is_listed(memory_dir, monkeypatch):
-    with silent_server(monkeypatch) as endpoint:
+def test_where_the_durable_tier_is_silent_memory_is_listed_after_a_count_down(memory_dir, monkeypatch):
+    with hurried(silence_line_s=1.0), silent_server(monkeypatch) as endpoint:
         node = Node(memory_dir, "s3://bucket/run", endpoint_url=endpoint)
         node.save("1.ckpt", b"A")
-        where = ("s3://bucket/run", "--memory-dir", memory_dir, "--timeout", "1")
+        where = ("s3://bucket/run", "--memory-dir", memory_dir, "--timeout", "2")
         done = command("ls", *where, "--endpoint-url", endpoint, "--json")
         assert done.exception.reason == "unavailable"
         document = json.loads(done.stdout)
-        assert "has not answered for 1 s" in document["durable_error"]
+        assert "has not answered for 2 s" in document["durable_error"]
+        assert "s3://bucket/run has not answered for 1 s; giving up in 1 s\n" in done.stderr
         assert [(row["name"], row["state"]) for row in document["checkpoints"]] == [("1.ckpt", "waiting")]
         # Of another server nothing is listed, but said.
         other = command("ls", *where, "--endpoint-url", "http://127.0.0.1:9")

@@ -97,34 +97,24 @@ def test_jobs_that_upload_nothing_are_kept_apart_as_well(job, tmp_path):
     assert second.do("keep b.ckpt") == "ok"
 
 
-@pytest.mark.parametrize("same", [True, pytest.param(False, marks=pytest.mark.matrix)])
-def test_tasks_of_slurm_that_train_each_for_itself_are_jobs(job, tmp_path, same):
-    task = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
-    first = job(str(tmp_path / "a"), env={**task, "SLURM_PROCID": "0"})
-    second = job(str(tmp_path / ("a" if same else "b")), env={**task, "SLURM_PROCID": "1"})
+#: What two jobs have in their environments: a shell's own word, or tasks of Slurm that train each for itself.
+TASK = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
+SHARED = [
+    [{"TIERED_CHECKPOINT_OWNER": "a/b"}, {"TIERED_CHECKPOINT_OWNER": "a/b"}],
+    [{**TASK, "SLURM_PROCID": "0"}, {**TASK, "SLURM_PROCID": "1"}],
+]
+
+
+@pytest.mark.parametrize("environments", SHARED, ids=["shell", "Slurm"])
+def test_jobs_are_two_whatever_they_share(job, tmp_path, environments):
+    first, second = (job(str(tmp_path), env=env) for env in environments)
     assert first.do("save a.ckpt") == "ok"
     assert second.do("save b.ckpt").startswith(ANOTHER_JOB)
 
 
-@pytest.mark.parametrize("word", ["mine", pytest.param("a/b", marks=pytest.mark.matrix)])
-def test_jobs_of_one_shell_are_two_whatever_it_exports(job, tmp_path, word):
-    first, second = (job(str(tmp_path), env={"TIERED_CHECKPOINT_OWNER": word}) for _ in range(2))
-    assert first.do("save a.ckpt") == "ok"
-    assert second.do("save b.ckpt").startswith(ANOTHER_JOB)
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(("RANK", "WORLD_SIZE"), id="torchrun"),
-        pytest.param(("LOCAL_RANK", "WORLD_SIZE"), id="lightning", marks=pytest.mark.matrix),
-        pytest.param(("SLURM_PROCID", "SLURM_NTASKS"), id="srun", marks=pytest.mark.matrix),
-    ],
-)
-def test_ranks_of_a_launch_are_one_before_they_know_each_other(script, names):
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    said = script(*({names[0]: str(rank), names[1]: "2", **meet} for rank in range(2)))
-    assert said == ["0 ok", "0 ok", "1 ok"]
+def test_ranks_of_a_launch_are_one_before_they_know_each_other(script):
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    assert script(*({"RANK": str(rank), **meet} for rank in range(2))) == ["0 ok", "0 ok", "1 ok"]
 
 
 def test_who_is_one_launch():

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.draining import Node
-from support.running import Run, runner
 from support.supporting import build
 from typer.testing import CliRunner
 
@@ -17,12 +16,6 @@ from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-
-
-@pytest.fixture(scope="module")
-def path():
-    with runner() as path:
-        yield path
 
 
 @pytest.fixture
@@ -44,19 +37,10 @@ def found(job):
     return None if isinstance(loaded, NoCheckpoint) else loaded["global_step"]
 
 
-def namespaces(memory_dir):
-    return sorted(each.name for each in Path(memory_dir).glob("tiered-*/*"))
-
-
-def test_jobs_that_named_none_share_none(path, memory_dir, tmp_path):
-    with contextlib.ExitStack() as stack:
-        made = [Run(path, str(tmp_path / name), memory_dir) for name in ("one", "two")]
-        for run in made:
-            stack.callback(run.close)
-        # Both are alive.
-        assert [run.do("save a.ckpt") for run in made] == ["ok", "ok"]
-        assert [run.do("close") for run in made] == ["ok", "ok"]
-    one, two = namespaces(memory_dir)
+def test_jobs_that_named_none_share_none(job, memory_dir, tmp_path):
+    for name in ("one", "two"):
+        job(tmp_path / name).save({"global_step": 1}, "a.ckpt", tiers={"memory"})
+    one, two = sorted(each.name for each in Path(memory_dir).glob("tiered-*/*"))
     assert one.startswith(f"{tmp_path.name}-one-"), "people know it by its name"
     assert "-two-" in two
 

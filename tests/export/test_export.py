@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from support.supporting import build
+from support.launch import scripts
+from support.supporting import build, supported
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
@@ -157,8 +158,10 @@ def test_shards_of_several_ranks_along_each_dimension(tmp_path, memory_dir):
         dcp.save({{"state_dict": state}}, checkpoint_id="step_1", storage_writer=writer)
         writer.close()
     """
-    ranks = [subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), str(rank)]) for rank in (0, 1)]
-    assert [each.wait(120) for each in ranks] == [0, 0]
+    (tmp_path / "save.py").write_text(textwrap.dedent(script))
+    with supported(drain="thread"):
+        ranks = scripts(tmp_path, tmp_path / "save.py", *(([str(rank)], dict(os.environ)) for rank in (0, 1)))
+    assert [each.returncode for each in ranks] == [0, 0], ranks
     whole = torch.arange(35.0 * 12).reshape(35, 12)
     got(f"{tmp_path}/run", "step_1", tmp_path / "ours.pt")
     assert same(torch.load(tmp_path / "ours.pt"), {"state_dict": {"0": whole, "1": whole}})

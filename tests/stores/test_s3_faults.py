@@ -32,7 +32,7 @@ PASSING = [SLOW_DOWN, refuse(500, "InternalError"), refuse(502, ""), refuse(400,
 
 def test_each_request_survives_a_fault_that_passes(open_store, proxy):
     store = open_store()
-    data = os.urandom(20 * MIB)
+    data = os.urandom(17 * MIB)
     buffer = bytearray(len(data))
     for fault in PASSING:
 
@@ -61,7 +61,7 @@ def test_each_request_survives_a_fault_that_passes(open_store, proxy):
 @pytest.mark.parametrize("page", [b"", b"<!DOCTYPE html><html><body><p>Sign in</p></body></html>"])
 def test_a_success_that_is_not_of_s3_is_asked_for_again(page, open_store, proxy):
     """Else a list would be an empty one, and an object one that is there."""
-    store, data = open_store(), os.urandom(20 * MIB)
+    store, data = open_store(), os.urandom(17 * MIB)
     proxy.plan = lambda operation, number: answered_by_another(page) if number == 1 and operation != "delete" else None
     store.put("small", b"12345")
     assert store.get("small") == b"12345"
@@ -128,7 +128,7 @@ def test_pages_without_a_marker_are_followed_by_what_was_last(open_store, proxy)
 
 
 def test_parts_listed_without_a_marker_are_taken_up(open_store, proxy):
-    journal, data = MemoryJournal(), os.urandom(40 * MIB)
+    journal, data = MemoryJournal(), os.urandom(33 * MIB)
     proxy.plan = on("complete", refuse(503, "SlowDown"), range(1, 99))
     with failing("unavailable"):
         open_store(deadline_s=0.3).upload("x", memoryview(data), journal=journal)
@@ -195,7 +195,7 @@ def test_a_server_that_stops_reading_for_a_while_is_waited_for(open_store, proxy
 
 def test_a_bucket_with_object_lock_gets_checksums(open_store, proxy):
     proxy.plan = lambda name, _: object_lock if name in ("put", "part") else None
-    store, data = open_store(write_concurrency=1), os.urandom(20 * MIB)
+    store, data = open_store(write_concurrency=1), os.urandom(17 * MIB)
     store.put("small", b"12345")
     store.put("small", b"123456")
     store.upload("large", memoryview(data), journal=MemoryJournal())
@@ -205,11 +205,11 @@ def test_a_bucket_with_object_lock_gets_checksums(open_store, proxy):
 
 
 def test_a_failure_keeps_no_reference_to_the_buffer(open_store, proxy):
-    buffer = bytearray(20 * MIB)
+    buffer = bytearray(17 * MIB)
     proxy.plan = lambda name, _: refuse(403, "AccessDenied") if name in ("part", "put", "get") else None
     store = open_store()
     errors = []
-    for size in (20 * MIB, MIB):
+    for size in (17 * MIB, MIB):
         with memoryview(buffer) as view, view[:size] as piece:
             for call in (lambda p=piece: store.upload("x", p), lambda p=piece: store.read_into("x", 0, p)):
                 with failing("access") as caught:

@@ -23,7 +23,7 @@ def uploads(s3_server, s3_url):
 
 
 def test_an_upload_that_others_aborted_after_its_last_part_is_made_again(open_store, proxy, uploads, s3_server, s3_url):
-    data = os.urandom(20 * MIB)
+    data = os.urandom(17 * MIB)
     # What Ceph answers: "this multipart completion is already in progress", to the end of days.
     proxy.plan = on("complete", refuse(500, "InternalError"), range(1, 4))
     seen = []
@@ -42,7 +42,7 @@ def test_an_upload_that_others_aborted_after_its_last_part_is_made_again(open_st
 
 
 def test_an_outage_leaves_the_upload_to_the_next_process(open_store, proxy, uploads):
-    data = os.urandom(40 * MIB)
+    data = os.urandom(33 * MIB)
     journal = MemoryJournal()
     proxy.plan = lambda name, number: SLOW_DOWN if name == "part" and number > 2 else None
     with failing("unavailable"):
@@ -83,7 +83,7 @@ DENIED = refuse(403, "AccessDenied")
 
 @pytest.mark.parametrize("denied", [{"list_parts"}, {"list_parts", "abort"}])
 def test_an_interrupted_upload_that_may_not_be_asked_after_is_made_again(denied, open_store, proxy, uploads, caplog):
-    data, journal = os.urandom(40 * MIB), MemoryJournal()
+    data, journal = os.urandom(33 * MIB), MemoryJournal()
     proxy.plan = lambda name, number: SLOW_DOWN if name == "part" and number > 2 else None
     with failing("unavailable"):
         open_store(deadline_s=0.1, write_concurrency=1).upload("x", memoryview(data), journal=journal)
@@ -102,7 +102,7 @@ def test_an_interrupted_upload_that_may_not_be_asked_after_is_made_again(denied,
 
 
 def test_an_upload_whose_credentials_expire_goes_on_where_it_was_with_others(open_store, proxy, uploads):
-    data, journal = os.urandom(40 * MIB), MemoryJournal()
+    data, journal = os.urandom(33 * MIB), MemoryJournal()
     proxy.plan = lambda *_: refuse(400, "ExpiredToken") if proxy.counts["part"] > 2 else None
     with failing("credentials"):
         open_store(write_concurrency=1).upload("x", memoryview(data), journal=journal)
@@ -117,7 +117,7 @@ def test_an_upload_whose_credentials_expire_goes_on_where_it_was_with_others(ope
 
 @pytest.mark.parametrize(("status", "code"), [(400, "BadDigest"), (400, "IncompleteBody"), (524, "")])
 def test_a_part_that_was_damaged_on_its_way_is_sent_again(status, code, open_store, proxy):
-    data = os.urandom(20 * MIB)
+    data = os.urandom(17 * MIB)
     proxy.plan = on("part", refuse(status, code), numbers=[2])
     store = open_store(write_concurrency=1)
     store.upload("x", memoryview(data), journal=MemoryJournal())
@@ -142,16 +142,16 @@ def starting(monkeypatch):
 
 def test_one_thread_sends_all_parts_where_the_system_allows_no_more(starting, open_store):
     starting.add(1)
-    data, store = os.urandom(40 * MIB), open_store()
+    data, store = os.urandom(33 * MIB), open_store()
     store.upload("x", memoryview(data), journal=MemoryJournal())
     assert store.get("x") == data
 
 
 def test_without_any_thread_an_upload_is_left_to_the_next_try(starting, open_store, proxy, uploads):
     starting.update(range(2, 9))
-    data, journal, store = os.urandom(40 * MIB), MemoryJournal(), open_store()
+    data, journal, store = os.urandom(33 * MIB), MemoryJournal(), open_store()
     with failing("unavailable", match="no thread can be started"):
-        store.upload("x", memoryview(bytes(40 * MIB)), journal=journal)
+        store.upload("x", memoryview(bytes(33 * MIB)), journal=journal)
     assert len(uploads()) == 1
     store.upload("x", memoryview(data), journal=journal)
     assert (proxy.counts["create"], proxy.counts["part"]) == (1, 5), "nothing of the first try was sent"
@@ -163,7 +163,7 @@ def test_a_refused_part_ends_the_upload_and_leaves_nothing(open_store, proxy, up
     proxy.plan = on("part", refuse(403, "AccessDenied"), numbers=[2])
     store = open_store(write_concurrency=1)
     with failing("access"):
-        store.upload("x", memoryview(bytes(40 * MIB)), journal=journal)
+        store.upload("x", memoryview(bytes(33 * MIB)), journal=journal)
     assert proxy.counts["part"] == 2
     assert uploads() == []
     assert journal.read() is None
@@ -176,9 +176,9 @@ def test_parts_of_other_sizes_are_not_trusted(open_store, uploads, s3_server, s3
         Bucket=bucket, Key=f"{prefix}/x", UploadId=upload_id, PartNumber=1, Body=b"1" * (5 * MIB)
     )
     journal = MemoryJournal()
-    begun = {"url": s3_url, "key": "x", "upload_id": upload_id, "size": 20 * MIB, "part_size": 8 * MIB}
+    begun = {"url": s3_url, "key": "x", "upload_id": upload_id, "size": 17 * MIB, "part_size": 8 * MIB}
     journal.write({**begun, "mark": "m", "origin": ""})
-    data = os.urandom(20 * MIB)
+    data = os.urandom(17 * MIB)
     store = open_store()
     store.upload("x", memoryview(data), journal=journal)
     assert store.get("x") == data

@@ -119,40 +119,39 @@ def test_where_memory_is_damaged_the_answer_is_waited_for(io_of, proxy, book, me
 
 
 def test_a_save_that_waits_stays_in_memory_and_is_uploaded_later(io_of, proxy, book):
-    gate, io = Gate(proxy), io_of(pending_timeout_s=1, max_pending=3)
+    gate, io = Gate(proxy), io_of(pending_timeout_s=1)
     made = io.checkpointer
-    for step in (1, 2):
-        io.save_checkpoint(state(step), f"{step}.ckpt")
-        assert made.session.is_pending(f"{step}.ckpt")
-        assert book.having(f"{step}.ckpt stays in node memory, queued for upload: nothing has reached S3 for 1 s")
-        assert book.having(f"saved {step}.ckpt to memory")
+    io.save_checkpoint(state(1), "1.ckpt")
+    assert made.session.is_pending("1.ckpt")
+    assert book.having("1.ckpt stays in node memory, queued for upload: nothing has reached S3 for 1 s")
+    assert book.having("saved 1.ckpt to memory")
     assert made.session.progress().counters.get("failed", 0) == 0
-    assert io.load_checkpoint("tiered:latest")["global_step"] == 2
+    assert io.load_checkpoint("tiered:latest")["global_step"] == 1
     strict = io_of(pending_timeout_s=1, on_save_error="raise", namespace="strict")
     with pytest.raises(SaveError, match="is in memory, but not on the durable tier: nothing has reached S3 for 1 s"):
         strict.save_checkpoint(state(3), "3.ckpt")
     gate.open()
     made.session.wait()
-    assert {each.name: each.state for each in made.session.poll()} == {"1.ckpt": "committed", "2.ckpt": "committed"}
+    assert {each.name: each.state for each in made.session.poll()} == {"1.ckpt": "committed"}
     io.teardown()
-    assert book.having("2.ckpt is durable")
+    assert book.having("1.ckpt is durable")
     elsewhere = io_of(namespace="another-node")
-    assert elsewhere.load_checkpoint("tiered:latest")["global_step"] in (2, 3)
+    assert elsewhere.load_checkpoint("tiered:latest")["global_step"] in (1, 3)
     assert elsewhere.checkpointer.restored.tier == "durable"
 
 
 def test_each_answer_begins_a_new_silence():
     """A long listing of a server that answers is no silence; counted from the last answer, silence ends it."""
-    told, clock = [], quick(silence_line_s=0.2)
+    told, clock = [], quick(silence_line_s=0.1)
 
     def ask():
         retry = Retry(Metrics(), clock)
         for _ in range(5):
-            retry(lambda: time.sleep(0.5))
+            retry(lambda: time.sleep(0.3))
         return "listed"
 
-    assert answer_within(2.0, ask, clock=clock, count_down=lambda *figures: told.append(figures)) == "listed"
-    assert told, "half a second of silence is said"
+    assert answer_within(1.2, ask, clock=clock, count_down=lambda *figures: told.append(figures)) == "listed"
+    assert told, "a part of a second of silence is said"
     never = threading.Event()
     with failing("unavailable", match="S3 has not answered for 1 s"):
         answer_within(1.0, never.wait, what="S3", clock=clock)

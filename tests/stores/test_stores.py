@@ -85,18 +85,18 @@ class TestS3Store(StoreContract):
         store.close()
 
     def test_an_upload_is_one_create_its_parts_and_one_complete(self, store):
-        store.upload("x", memoryview(bytes(40 * MIB)))
+        store.upload("x", memoryview(bytes(33 * MIB)))
         counts = store.metrics.snapshot()
         requests = {name: count for name, count in counts.items() if name.startswith("requests.")}
         assert requests == {"requests.create": 1, "requests.part": 5, "requests.complete": 1}
 
     def test_holds_as_many_parts_of_its_content_as_it_sends_at_once(self, store):
-        content = ContentOnDemand(os.urandom(64 * MIB))
+        content = ContentOnDemand(os.urandom(40 * MIB))
         store.upload("x", content)
         assert content.peak <= 4 * 8 * MIB
 
     def test_a_second_process_sends_only_what_is_missing(self, store, s3_url, s3_server):
-        data = os.urandom(40 * MIB)
+        data = os.urandom(33 * MIB)
         journal = MemoryJournal()
         sent = []
 
