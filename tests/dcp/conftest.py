@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.launch import launch
+from support.supporting import supported
 
 from tiered_checkpoint_io.engine.drain.events import read_events
 
@@ -18,6 +19,13 @@ def failures(memory_dir):
     (root,) = {path.parent for path in Path(memory_dir).glob("tiered-*/*/events.jsonl")}
     failed = [each for each in read_events(root) if each["event"] == "failed"]
     return sorted((each["name"], each["action"], " ".join(each["error"].split()[:3])) for each in failed)
+
+
+@pytest.fixture(autouse=True)
+def drain_in_a_thread():
+    """A process for each drain takes longer to start than all else; tests/drain and tests/crash have it."""
+    with supported(drain="thread"):
+        yield
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import functools
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -114,56 +113,32 @@ def refused(*_, **__):
 
 
 def save_local(
-    job,
-    number,
-    step=None,
-    content=None,
-    only=None,
-    fail=None,
-    shard=None,
-    large=0,
-    sync=False,
-    lock=None,
-    name=None,
-    breaks=None,
-    **more,
+    job, number, step=None, content=None, only=None, shard=None, large=0, sync=False, name=None, fails=None, **more
 ):
-    """Saves a local checkpoint; the tensors change at once behind it. A rank may fail in the middle.
+    """Saves a local checkpoint; the tensors change at once behind it.
 
-    What the rank ``lock`` has of the state can't be pickled; ``breaks`` is a rank, and what fails there at the start.
+    ``fails`` is a rank, and which call of its memory fails.
     """
     step, shard = step or number, dist.get_rank() if shard is None else shard
     name = name or f"step_{step}"
     if only is not None and dist.get_rank() not in only:
         return None
     state = state_of(shard, content or number, large=large)
-    state |= {"lock": threading.Lock()} if lock == dist.get_rank() else {}
     kept = [state["model"]["weight"].to_local(), state["model"]["local"], *([state["ballast"]] if large else [])]
-    began = time.monotonic()
-    session = worker.writer(job).session
-    tier, undo = session.open().tier, contextlib.ExitStack()
-    if breaks and breaks[0] == dist.get_rank():
-        where = {"parts": tier, "surface": session}[breaks[1]]
-        undo.callback(delattr, where, breaks[1])
-        setattr(where, breaks[1], refused)
-    if fail == dist.get_rank():
-
-        def refuse(*_, **__):
-            raise OSError("this rank's memory is gone")
-
-        tier.commit = refuse
+    how = {"checkpoint_id": name, "kind": "local", **job["options"], **more}
+    tier, call = worker.writer(job).session.open().tier, fails[1] if fails and fails[0] == dist.get_rank() else ""
+    if call:
+        setattr(tier, call, refused)
     calls = []
     try:
         with counted(calls):
             if sync:
-                report = build(dcp.save, state, checkpoint_id=name, kind="local", **{**job["options"], **more})
-                tiers, failed = sorted(report.tiers) if report else [], session.counts["failed"]
-                return {"calls": calls, "tiers": tiers, "seconds": time.monotonic() - began, "failed": failed}
-            future = build(dcp.async_save, state, checkpoint_id=name, kind="local", **{**job["options"], **more})
+                report = build(dcp.save, state, **how)
+                return {"calls": calls, "tiers": sorted(report.tiers) if report else []}
+            future = build(dcp.async_save, state, **how)
     finally:
-        undo.close()
-        if fail == dist.get_rank():
-            del tier.commit
+        if call:
+            delattr(tier, call)
     for tensor in kept:
         tensor.zero_()
     ended = dcp.maybe_finalize_async_calls(blocking=True)
@@ -171,7 +146,6 @@ def save_local(
         "calls": calls,
         "saved": future.result() is not None,
         "tiers": sorted(future.result().tiers) if future.result() else [],
-        "seconds": time.monotonic() - began,
         "ended": [save.name for save in ended],
     }
 

@@ -1,9 +1,4 @@
-"""What breaks or costs too much in other storage for torch.distributed.checkpoint, and must not here.
-
-Those that concern a single function are beside the tests of that function: step 0, a newest step without
-metadata, an absent step and partial loads, truncations at the boundary of an item (``test_load_alone.py``);
-a local checkpoint of two ranks that one loads (``test_local.py``); requests when resharding (``test_load.py``).
-"""
+"""What breaks or costs too much in other storage for torch.distributed.checkpoint, and must not here."""
 
 import contextlib
 import os
@@ -19,26 +14,10 @@ from support.losing import lose_memory
 
 from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
 from tiered_checkpoint_io import dcp as ours
-from tiered_checkpoint_io.errors import CheckpointNotFoundError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 MIB = 1 << 20
-
-
-@pytest.mark.matrix
-def test_a_newer_step_that_lost_a_shard_in_memory_does_not_hide_an_older_durable_one(ranks, memory_dir):
-    ranks(2, ["save", 10, {"save_to_s3": True, "wait": True}], ["save", 20])
-    lost = max(Path(memory_dir).glob("tiered-*/*/saves/*")) / "rank-00001"
-    lose_memory(lost)
-    for answer in ranks(2, ["load", 10]):
-        assert answer[0].get("got", answer[0])["name"] == "step_10"
-        assert answer[0]["got"]["matches"]
-
-
-def test_without_a_durable_tier_a_memory_miss_says_that_there_is_none(memory_dir):
-    with pytest.raises(CheckpointNotFoundError):
-        ours.load({"a": torch.zeros(3)}, memory_dir=memory_dir)
 
 
 def test_writers_and_readers_ask_s3_for_little_however_many_there_are(s3_url, s3_server, memory_dir):

@@ -25,9 +25,9 @@ def ended(memory_dir):
                 os.kill(pid, signal.SIGKILL)
 
 
-def queued_after_saves(ranks, s3_url, without, endpoint_url, patience_s=3):
+def queued_after_saves(ranks, s3_url, without, endpoint_url, patience_s=1):
     """Of each rank, the durable saves that its node's memory has after seven; one rank is told of another server."""
-    options = {"pending_timeout_s": patience_s, "wait_timeout_s": BOUND_S}
+    options = {"drain": "process", "pending_timeout_s": patience_s, "wait_timeout_s": BOUND_S}
     options["of_rank"] = {without: {"endpoint_url": endpoint_url}}
     saves = [["save", step, {"wait": False}] for step in range(1, 8)]
     for answer in ranks(2, *saves, nodes="ab", dirpath=s3_url, save_to_s3=True, **options):

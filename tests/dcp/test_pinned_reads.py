@@ -54,16 +54,15 @@ class Late(pinned_reads.DeviceCopies):
         return wait
 
 
-@pytest.fixture(params=["late", pytest.param("at once", marks=pytest.mark.matrix), GPU])
+@pytest.fixture(params=["late", GPU])
 def device(request, monkeypatch):
-    """Where tensors are. Those of the CPU count as on a device that copies late, or at once as from ordinary memory."""
+    """Where tensors are; those of the CPU count as on a device that copies late."""
     monkeypatch.setattr(hashing, "MIN_CHUNK_SIZE", CHUNK)
     monkeypatch.setattr(Late, "under_way", 0)
     if request.param == "cuda":
         return "cuda"
     monkeypatch.setattr(pinned_reads, "is_on_device", lambda tensor: tensor.dtype != ON_HOST)
-    if request.param == "late":
-        monkeypatch.setattr(pinned_reads, "DeviceCopies", Late)
+    monkeypatch.setattr(pinned_reads, "DeviceCopies", Late)
     return "cpu"
 
 

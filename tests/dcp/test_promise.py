@@ -24,7 +24,7 @@ KINDS = ["sharded", "local", "DCP's own"]
 
 @pytest.fixture
 def options(tmp_path, memory_dir):
-    with supported(drain="thread", pending_timeout_s=60, max_pending=8):
+    with supported(pending_timeout_s=60, max_pending=8):
         made = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir}
         yield made
         close_shared(settings_of(None, made))

@@ -72,7 +72,7 @@ def test_a_full_checkpoint_has_all_numbers_of_sharded_tensors_or_fails_on_all_ra
 @pytest.mark.parametrize("kind", ["sharded", "local"])
 @pytest.mark.parametrize("memory", [True, False], ids=["memory", "durable tier alone"])
 def test_a_restart_passes_by_the_full_checkpoint_that_ended_the_training(kind, memory, memory_dir, tmp_path):
-    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread"}
+    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir}
     build(dcp.save, {"t": torch.full((3,), 1.0)}, checkpoint_id="step_1", kind=kind, **options)
     # An export is on no schedule.
     report = build(
@@ -100,7 +100,6 @@ def test_a_failed_upload_is_shown_once(kind, shown_by, memory_dir, tmp_path):
     options = {
         "dirpath": str(tmp_path / "durable"),
         "memory_dir": memory_dir,
-        "drain": "thread",
         "on_save_error": "raise",
         "kind": kind,
     }

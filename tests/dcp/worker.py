@@ -143,8 +143,8 @@ def load_ours(job, seed, checkpoint_id=None, **more):
     return told(reader, state, seed)
 
 
-def reshard(job, forget=False):
-    """Saves by 1 to 4 ranks and loads by 1 to 4 ranks; which pairs gave what was saved."""
+def reshard(job):
+    """Saves by 1 to 4 ranks and loads by 1 to 4 ranks, from the durable tier; which pairs gave what was saved."""
     from tiered_checkpoint_io import TieredStorageReader
 
     world = dist.get_world_size()
@@ -158,14 +158,13 @@ def reshard(job, forget=False):
                 state, checkpoint_id=f"step_{saved_by}", storage_writer=writer(job), process_group=groups[saved_by]
             )
         dist.barrier()
-        if forget:
-            if rank == 0:
-                mine = writer(job)
-                mine.wait(60)
-                tier = mine.session.open().tier
-                for stored in tier.parts():
-                    tier.remove(stored)
-            dist.barrier()
+        if rank == 0:
+            mine = writer(job)
+            mine.wait(60)
+            tier = mine.session.open().tier
+            for stored in tier.parts():
+                tier.remove(stored)
+        dist.barrier()
         for loaded_by in range(1, world + 1):
             if rank < loaded_by:
                 state = blank(mesh=meshes[loaded_by])
@@ -279,44 +278,33 @@ def save_and_die(job, seed, rank):
     dcp.save(sharded(seed), checkpoint_id=f"step_{seed}", storage_writer=mine)
 
 
-def save_different(job, seed):
-    mine = writer(job)
+def save_different(job, seed, **more):
+    mine = writer(job, **more)
     dcp.save(sharded(seed), checkpoint_id=f"step_{seed + dist.get_rank()}", storage_writer=mine)
 
 
-def die(job, rank):
-    if dist.get_rank() == rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def save_behind(job, seed, fails=None, dies=None, **more):
-    """Our ``async_save``; a rank may fail or be killed while it seals behind that."""
+def save_behind(job, seed, fails=None, **more):
+    """Our ``async_save``; a rank may fail while it seals behind that."""
     from tiered_checkpoint_io import dcp as ours
 
     rows = more.pop("rows", ROWS)
     mine, state = writer(job, **more), sharded(seed, rows)
-    rank = dist.get_rank()
-    commit = mine._shared.session.open().tier.commit
+    tier = mine._shared.session.open().tier
 
-    def sealed(*args, **kwargs):
-        # Training has gone on since, and another save may not have begun.
-        if rank == fails:
-            raise OSError("this rank's memory is gone")
-        if rank == dies:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return commit(*args, **kwargs)
+    def fail(*_, **__):
+        raise OSError("this rank's memory is gone")
 
-    mine._shared.session.open().tier.commit = sealed
+    if fails == dist.get_rank():
+        tier.commit = fail
     try:
         future = ours.async_save(state, checkpoint_id=f"step_{seed}", storage_writer=mine)
         with torch.no_grad():
             for value in state["model"].values():
                 (value.to_local() if isinstance(value, DTensor) else value).zero_()
-        ended = None if dies is not None else repr(future.exception(60))
+        ended = repr(future.exception(60))
     finally:
-        del mine._shared.session.open().tier.commit
-    if dies is None:
-        dist.barrier()
+        vars(tier).pop("commit", None)
+    dist.barrier()
     return {"ended": ended, "parts": described(mine)}
 
 
