@@ -1,9 +1,7 @@
 """One rank: joins the others over gloo, restores, and writes down what it got.
 
 The job, a JSON object on the command line: ``dirpath``, ``memory_dir``, ``endpoint_url``,
-``selector`` (kind, name), ``answer`` (where to write), and what is to go wrong: ``late`` (this rank
-never comes to the load), ``die`` (it kills itself in the middle), ``thread`` (it loads off the
-main thread). ``through`` "io" restores by the public interface.
+``answer`` (where to write), and whether it is ``late``: this rank never comes to the load.
 """
 
 import contextlib
@@ -11,9 +9,7 @@ import hashlib
 import json
 import logging
 import os
-import signal
 import sys
-import threading
 import time
 
 import torch.distributed as dist
@@ -47,11 +43,9 @@ def restore(job):
     answer = {"node": node_of(tier.root)}
     group = TorchGroup(node_of(tier.root), clock, timeout_s=60.0)
     try:
-        if job.get("die"):
-            os.kill(os.getpid(), signal.SIGKILL)
         log = logging.getLogger("worker")
         tiers = Tiers(config, tier, lambda: store, config.dirpath, log, serve=lambda: served(tier))
-        restored = restoring.restore(tiers, Selector(*job.get("selector", ["latest"])), group)
+        restored = restoring.restore(tiers, Selector("latest"), group)
     finally:
         group.close()
         answer["metrics"] = store.metrics.snapshot()
@@ -68,28 +62,6 @@ def restore(job):
     return answer
 
 
-def through_io(job):
-    from tiered_checkpoint_io import TieredCheckpointIO
-
-    io = build(
-        TieredCheckpointIO,
-        dirpath=job["dirpath"],
-        memory_dir=job["memory_dir"],
-        endpoint_url=job.get("endpoint_url"),
-        wait_timeout_s=60,
-        namespace="default",
-    )
-    state = io.load_checkpoint("tiered:latest")
-    answer = {
-        "step": state["global_step"],
-        "total": float(state["w"].double().sum()),
-        "tier": io.checkpointer.restored.tier,
-        "metrics": io.checkpointer.session.asked,
-    }
-    io.teardown()
-    return answer
-
-
 def main():
     job = json.loads(sys.argv[1])
     dist.init_process_group("gloo")
@@ -102,22 +74,11 @@ def main():
         answer = {"late": True}
     else:
         began = time.monotonic()
-        work = through_io if job.get("through") == "io" else restore
-        box = {}
-
-        def run():
-            try:
-                box["answer"] = work(job)
-            except Exception as error:
-                box["answer"] = {"error": type(error).__name__, "message": str(error)}
-
-        if job.get("thread"):
-            thread = threading.Thread(target=run)
-            thread.start()
-            thread.join()
-        else:
-            run()
-        answer = {**box["answer"], "seconds": time.monotonic() - began}
+        try:
+            answer = restore(job)
+        except Exception as error:
+            answer = {"error": type(error).__name__, "message": str(error)}
+        answer["seconds"] = time.monotonic() - began
         dist.distributed_c10d._get_default_store().set("others-are-done", "1")
     with open(job["answer"] + ".new", "w") as file:
         json.dump(answer, file)

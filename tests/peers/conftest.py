@@ -18,7 +18,7 @@ def ranks(tmp_path, memory_dir):
     A node is a memory folder and a machine of its own, unless the machines are told (a letter a rank, too).
     """
 
-    def run(nodes, *steps, dead=(), places=None, machines=None, interface=None, **options):
+    def run(nodes, *steps, dead=(), places=None, machines=None, **options):
         options = {"dirpath": str(tmp_path / "durable"), "save_to_s3": False, "wait_timeout_s": 60, **options}
         jobs = []
         for rank, node in enumerate(nodes):
@@ -26,8 +26,6 @@ def ranks(tmp_path, memory_dir):
             jobs.append({"options": {**options, "memory_dir": f"{memory_dir}/{node}"}, "steps": steps})
             if machines is not None:
                 jobs[-1]["machine"] = machines[rank]
-            if interface is not None:
-                jobs[-1]["interface"] = interface
             if places is not None:
                 jobs[-1]["netns"] = places[node]
         answers = launch(tmp_path, jobs, deadline_s=DEADLINE_S, worker=WORKER)

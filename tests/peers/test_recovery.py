@@ -46,19 +46,6 @@ def test_a_job_goes_on_from_peers(ranks, lose, s3_url, record_property, nodes, f
 
 
 @pytest.mark.matrix
-def test_what_is_on_the_durable_tier_as_well_comes_from_peers_all_the_same(ranks, lose, s3_url):
-    options = {"replication_factor": 2, "dirpath": s3_url, "save_to_s3": True}
-    ranks(
-        "aabb", ["save", 1, {"rows": 60_000}], ["save_full", 2, ["memory", "durable"]], ["wait"], ["close"], **options
-    )
-    lose("a")
-    shards, full = ranks("aabb", ["load", 1, {"checkpoint_id": "step_1", "rows": 60_000}], ["load_full", 2], **options)
-    assert all(answer.get("matches") for answer in (*shards, *full)), (shards, full)
-    # The manifests, and nothing else.
-    assert sum(answer["asked"].get("bytes.down", 0) for answer in full) < 50_000
-
-
-@pytest.mark.matrix
 def test_other_numbers_of_ranks_and_nodes_use_what_memory_covers(ranks, lose):
     ranks("aabbcc", ["save", 1], ["save", 2], ["close"], replication_factor=2)
     lose("b")
@@ -66,17 +53,14 @@ def test_other_numbers_of_ranks_and_nodes_use_what_memory_covers(ranks, lose):
     assert all(answer.get("matches") for answer in answers), answers
 
 
-@pytest.mark.parametrize(("before", "then", "after"), [("aabb", "bbcc", "ccdd"), ("abc", "bc", "bd")])
-def test_nodes_may_be_lost_one_after_the_other_where_ranks_come_to_other_nodes(ranks, lose, before, then, after):
-    ranks(before, ["save", 1], ["save", 2], ["close"], replication_factor=2)
+def test_nodes_may_be_lost_one_after_the_other_where_ranks_come_to_other_nodes(ranks, lose):
+    ranks("abc", ["save", 1], ["save", 2], ["close"], replication_factor=2)
     lose("a")
-    (loaded, _, _, _) = ranks(then, ["load", 2], ["meet_all"], ["settle"], ["close"], replication_factor=2)
+    (loaded, _, _, _) = ranks("bc", ["load", 2], ["meet_all"], ["settle"], ["close"], replication_factor=2)
     assert all(answer.get("matches") for answer in loaded), loaded
-    lose(*set(then) - set(after))
-    (answers,) = ranks(after, ["load", 2], replication_factor=2)
-    assert [(answer["matches"], answer["name"], gets(answer)) for answer in answers] == [(True, "step_2", {})] * len(
-        after
-    )
+    lose("c")
+    (answers,) = ranks("bd", ["load", 2], replication_factor=2)
+    assert [(answer["matches"], answer["name"], gets(answer)) for answer in answers] == [(True, "step_2", {})] * 2
 
 
 @pytest.mark.matrix
@@ -86,17 +70,6 @@ def test_more_lost_nodes_than_copies_lead_to_the_durable_tier_never_to_half_a_st
     lose("a", "b")
     (answers,) = ranks("aabbcc", ["load", 1], **options)
     assert [(answer["matches"], answer["name"]) for answer in answers] == [(True, "step_1")] * 6
-
-
-@pytest.mark.matrix
-def test_a_damaged_part_is_quarantined_and_the_peers_copy_is_taken(ranks, memory_dir):
-    ranks("ab", ["save", 1], ["save", 2], ["close"], replication_factor=2)
-    (path,) = Path(memory_dir, "a").glob("tiered-*/*/saves/*/rank-00000/__0_0-*.distcp".replace("saves/*", "saves/*2"))
-    flip(path, at=path.stat().st_size // 2)
-    (answers,) = ranks("ab", ["load", 2], replication_factor=2)
-    for answer in answers:
-        assert (answer["matches"], answer["name"], gets(answer)) == (True, "step_2", {})
-    assert list(Path(memory_dir, "a").glob("tiered-*/*/quarantine/*rank-00000.*/reason.txt"))
 
 
 @pytest.mark.matrix
@@ -121,15 +94,6 @@ def test_when_no_copy_is_intact_all_go_back_a_step_together(ranks, memory_dir):
         flip(path, at=path.stat().st_size // 2)
     (answers,) = ranks("ab", ["load", 1], replication_factor=2)
     assert [(answer["matches"], answer["name"]) for answer in answers] == [(True, "step_1")] * 2
-
-
-@pytest.mark.matrix
-def test_a_full_checkpoint_of_one_node_is_sent_to_all_others(ranks, s3_url):
-    ranks("aabbcc", ["save_full", 1], ["close"], dirpath=s3_url)
-    (answers,) = ranks("aabbcc", ["load_full", 1], dirpath=s3_url)
-    assert all(answer.get("matches") for answer in answers), answers
-    assert [answer["tier"] for answer in answers] == ["memory"] * 2 + ["peer"] * 4
-    assert all(gets(answer) == {} for answer in answers)
 
 
 @pytest.mark.matrix

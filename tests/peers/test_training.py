@@ -61,6 +61,7 @@ def test_a_killed_training_goes_on_from_the_memory_of_peers(fit, s3_server, memo
         assert [answer["from"][1] for answer in answers] == ["peer"] * 2 + ["memory"] * 2
 
 
+@pytest.mark.matrix
 def test_what_rank_0_resumes_from_other_nodes_is_uploaded_at_the_end(fit, s3_url):
     fit("fsdp2", factor=1, steps=4)
     store = open_store(TieredCheckpointConfig(dirpath=f"{s3_url}/run"))

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -89,20 +88,9 @@ def save(job, seed, **more):
     return settle(job)
 
 
-def save_async(job, seed, **more):
-    build(ours.async_save, base.sharded(seed), checkpoint_id=f"step_{seed}", **{**base_options(job), **more})
-    return settle(job)
-
-
 def save_by_thread_of_dcp(job, seed):
     base.dcp.async_save(base.sharded(seed), checkpoint_id=f"step_{seed}", storage_writer=base.writer(job)).result()
     return settle(job)
-
-
-def save_and_go(job, seed):
-    """Without waiting for any copy."""
-    build(ours.save, base.sharded(seed), checkpoint_id=f"step_{seed}", **base_options(job))
-    return held(job)
 
 
 def save_local(job, seed, stages=()):
@@ -175,12 +163,12 @@ def load(job, seed, rows=base.ROWS, **more):
     return {**base.told(reader, state, seed, rows), "tiers": held(job)}
 
 
-def stop(job, rank, seconds):
-    """One rank stands still for a while; its fellows go on."""
+def stop(job, rank, until):
+    """One rank stands still for some seconds, or until there is a mark; its fellows go on."""
     if dist.get_rank() == rank:
         pid = os.getpid()
         if os.fork() == 0:
-            time.sleep(seconds)
+            await_mark(job, rank, until) if isinstance(until, str) else time.sleep(until)
             os.kill(pid, signal.SIGCONT)
             os._exit(0)
         os.kill(pid, signal.SIGSTOP)
@@ -256,8 +244,6 @@ def marks(job, name):
 
 def meet_and_tell(job):
     """What the set-up logs of the network, or its error."""
-    if "interface" in job:
-        os.environ["GLOO_SOCKET_IFNAME"] = job["interface"]
     told = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
@@ -319,27 +305,8 @@ def hurry(job, **seconds):
     hurry_clock(**seconds)
 
 
-def spoil(job, seed, rank):
-    """What others read of a rank's memory has changed on the way."""
-    if dist.get_rank() != rank:
-        read_pieces = PeerStore.read_pieces
-
-        def bad(self, key, offset, pieces, filled):
-            def spoiled(number):
-                pieces[number][0] ^= 1
-                filled(number)
-
-            read_pieces(self, key, offset, pieces, spoiled)
-
-        PeerStore.read_pieces = bad
-
-
-def load_failing(job, kind, seed, rank, where, at=1, dies=False, spoils=False, also=(), lasts=False):
-    """A load after rank 0's node has lost its memory, in which a call of one rank fails, once; how it went.
-
-    It dies there, or gives other bytes, where told; and where told, other ranks fail as it does, or all further calls
-    for the same object.
-    """
+def load_failing(job, kind, seed, rank, where, dies=False):
+    """A load after rank 0's node has lost its memory, in which a call of one rank fails once, or kills it; how it went."""
     tier = session_of(job).open().tier
     if dist.get_rank() == 0:
         for stored in tier.parts():
@@ -353,18 +320,14 @@ def load_failing(job, kind, seed, rank, where, at=1, dies=False, spoils=False, a
     real, calls = getattr(holder, name), []
 
     def fail(*args, **kwargs):
-        calls.append(args[:1])
-        if len(calls) == at or (lasts and len(calls) > at and args[0] is calls[at - 1][0]):
+        calls.append(where)
+        if len(calls) == 1:
             if dies:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if spoils:
-                data = bytearray(real(*args, **kwargs))
-                data[len(data) // 2] ^= 1
-                return memoryview(data)
             raise OSError(errno.EIO, "the disk is broken")
         return real(*args, **kwargs)
 
-    if dist.get_rank() in (rank, *also):
+    if dist.get_rank() == rank:
         setattr(holder, name, fail)
     began = time.monotonic()
     try:
@@ -373,7 +336,7 @@ def load_failing(job, kind, seed, rank, where, at=1, dies=False, spoils=False, a
         answer = {"error": type(error).__name__, "message": str(error), "matches": False}
     finally:
         setattr(holder, name, real)
-    return {**answer, "seconds": time.monotonic() - began, "failed": len(calls) >= at}
+    return {**answer, "seconds": time.monotonic() - began, "failed": bool(calls)}
 
 
 def close(job):
@@ -384,10 +347,6 @@ def close(job):
     else:
         session_of(job).close()
     return time.monotonic() - began
-
-
-def threads(job):
-    return sorted(each.name for each in threading.enumerate() if each.name.startswith("tiered"))
 
 
 for each in [name for name in globals() if not name.startswith("_")]:
