@@ -3,35 +3,32 @@
 With gloo, torch itself reads addresses of dead ranks in such a store. So the ranks here have no connection to each other.
 """
 
-import json
-import subprocess
-import sys
+import itertools
+import multiprocessing
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-
-from tiered_checkpoint_io.engine.ranks.local_run import Run
-from tiered_checkpoint_io.model import ids
-
-RANK = """
-import json, sys
-import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
 from tiered_checkpoint_io.engine.ranks.local_run import Run
 from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.model import ids
 
-port, rank, run_id = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
-run = Run(dist.TCPStore("127.0.0.1", port, is_master=False))
-print(flush=True)
-for step, _ in enumerate(sys.stdin):
-    try:
-        said = [run.begin_load("x"), run.save_id("job", "step_#", step, 0, lambda: run_id)]
-    except ConfigError as error:
-        said = str(error)
-    print(json.dumps(said), flush=True)
-"""
+FORK = multiprocessing.get_context("fork")
+
+
+def rank_of_job(port, rank, pipe):
+    """A process that answers what it would load and save each time that it is asked."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
+    run, run_id = Run(dist.TCPStore("127.0.0.1", port, is_master=False)), ids.new_run_id()
+    pipe.send("started")
+    for step in itertools.count():
+        pipe.recv()
+        try:
+            pipe.send([run.begin_load("x"), run.save_id("job", "step_#", step, 0, lambda: run_id)])
+        except ConfigError as error:
+            pipe.send(str(error))
 
 
 class Ranks:
@@ -39,31 +36,30 @@ class Ranks:
         self.store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
         )
-        self.started = []
+        self.processes = []
 
     def start(self, *ranks):
         begun = []
         for rank in ranks:
-            line = [sys.executable, "-c", RANK, str(self.store.port), str(rank), ids.new_run_id()]
-            begun.append(subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        self.started += begun
-        for each in begun:
-            each.stdout.readline()
+            here, there = FORK.Pipe()
+            self.processes.append(FORK.Process(target=rank_of_job, args=(self.store.port, rank, there), daemon=True))
+            self.processes[-1].start()
+            begun.append(here)
+        assert [here.recv() for here in begun] == ["started"] * len(ranks)
         return begun
 
     @staticmethod
     def ask(ranks):
         """What each says of a load and a save, where all begin at once."""
-        for each in ranks:
-            each.stdin.write("\n")
-            each.stdin.flush()
-        return [json.loads(each.stdout.readline()) for each in ranks]
+        for here in ranks:
+            here.send(None)
+        return [here.recv() for here in ranks]
 
     def end(self):
-        for each in self.started:
+        for each in self.processes:
             each.kill()
-            each.communicate()
-        self.started.clear()
+            each.join()
+        self.processes.clear()
 
 
 @pytest.fixture

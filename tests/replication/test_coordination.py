@@ -1,6 +1,7 @@
 """What ranks say to each other; with real processes in tests/distributed."""
 
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.coordination import (
     GivenGroup,
     Group,
+    TorchGroup,
     agree,
     current_group,
     machine,
@@ -85,6 +87,11 @@ def test_a_rank_whose_device_has_no_room_for_what_it_sends_is_lost_to_the_others
         assert exchanged == [1]
     finally:
         dist.destroy_process_group()
+
+
+def test_a_load_off_the_main_thread_is_refused():
+    with ThreadPoolExecutor() as threads, pytest.raises(ConfigError, match="from a thread .* call it on the main"):
+        threads.submit(TorchGroup, "n", SYSTEM, timeout_s=5.0).result()
 
 
 def test_alone_an_error_is_raised_as_it_is(tmp_path):
