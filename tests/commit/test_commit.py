@@ -5,7 +5,6 @@ One list of stories, over checkpoints of one part and of several, listed in the 
 
 import contextlib
 import itertools
-from dataclasses import replace
 
 import pytest
 from support.committing import (
@@ -21,11 +20,10 @@ from support.committing import (
 from support.failing import failing
 from support.faulty import FaultyStore, Injected
 from support.restoring import of_a_newer_release
-from support.sharded import FlatStore, make_part, named, objects, readable, views_of
+from support.sharded import FlatStore, named, objects, readable
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.durable import commit, copies, sweep
-from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
 from tiered_checkpoint_io.model import ids
@@ -228,20 +226,7 @@ def test_of_runs_whose_clocks_disagree_who_comes_last_has_the_name_but_for_what_
     store = FlatStore(str(tmp_path))
     save(store, "a", 2, kind=kind)
     old_run = "20200101T000000.000000-00000000"
-    payload, _, alone = kind.partition(", ")
-    ranks = 2 if payload in ("sharded", "local") and not alone else 1
-    made = [full_part("a", 1)] if payload == "full" else []
-    made = made or [
-        make_part("a", 1, rank, world_size=ranks, kind=payload, suffix="-x") for rank in reversed(range(ranks))
-    ]
-    for clock, fate in ((Clock(Timing(left_over_s=60)), "replaced"), (Clock(Timing(left_over_s=float("inf"))), "sent")):
-        arrivals = None
-        for recent, files in made:
-            part = replace(recent, content=replace(recent.content, save_id=ids.save_id(old_run, 1)))
-            if ranks > 1:
-                assert commit.put_part(store, part, views_of(files), clock=clock) == fate
-        if ranks > 1:
-            arrivals = Arrivals(part)
-            arrivals.look(store)
-        assert commit.commit(store, part, views_of(files), arrivals and arrivals.rows, clock=clock) == fate
+    saved = {"kind": kind, "save_id": ids.save_id(old_run, 1)}
+    for left_over_s, fate in ((60, "replaced"), (float("inf"), "sent")):
+        assert save(store, "a", 1, clock=Clock(Timing(left_over_s=left_over_s)), **saved) == fate
         assert readable(store, "a") == (2 if fate == "replaced" else 1)

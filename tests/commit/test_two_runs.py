@@ -5,16 +5,15 @@ The store is a directory, whose conditional writes are real; what another run do
 
 import contextlib
 import itertools
-from dataclasses import replace
 
 import pytest
+from support import committing
 from support.draining import Node, names
 from support.faulty import FaultyStore
-from support.sharded import FlatStore, Journals, full_part, make_part, named, objects, readable, views_of
+from support.sharded import FlatStore, Journals, named, objects, readable
 
 from tiered_checkpoint_io.engine.drain.worker import Drain
-from tiered_checkpoint_io.engine.durable import commit, copies, sweep
-from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
+from tiered_checkpoint_io.engine.durable import copies, sweep
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -38,28 +37,9 @@ class Meeting(FaultyStore):
         return False
 
 
-def save(store, name, number, run, *, kind="full", created=4e9, journals=None):
+def save(store, name, number, run, **options):
     """A save by the drain of a run; ``created`` far in the past is of one that waited for long."""
-    journals = journals or Journals()
-    payload, _, alone = kind.partition(", ")
-    ranks = 1 if payload == "full" or alone else 2
-    fate = ""
-    for rank in reversed(range(ranks)):
-        if payload == "full":
-            part, files = full_part(name, number)
-        else:
-            part, files = make_part(name, number, rank, world_size=ranks, kind=payload, suffix=f"-{run[-1]}-{number}")
-        part = replace(part, content=replace(part.content, save_id=ids.save_id(run, number), created=created))
-        journal, rows = journals.of(name, number, rank), None
-        if ranks > 1:
-            fate = commit.put_part(store, part, views_of(files), journal=journal)
-            if fate == "replaced" or not part.commits:
-                continue
-            arrivals = Arrivals(part)
-            arrivals.look(store)
-            rows = arrivals.rows
-        fate = commit.commit(store, part, views_of(files), rows, journal=journal)
-    return fate
+    return committing.save(store, name, number, save_id=ids.save_id(run, number), **{"created": 4e9, **options})
 
 
 def delete(store, name, run):

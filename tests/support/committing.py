@@ -8,6 +8,7 @@ from dataclasses import replace
 from support.faulty import FaultyStore, Injected
 from support.sharded import FlatStore, Journals, full_part, make_part, named, objects, readable, views_of
 
+from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.durable import commit, copies, sweep
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
@@ -20,24 +21,24 @@ RUN = "20260101T000000.000000-00000000"
 KINDS = ["full", "full, indexed", "sharded", "sharded, one rank", "local"]
 
 
-def save(store, name, number, journals=None, *, kind="full", world_size=2):
-    """All ranks' drains, one after the other, that of the coordinator last, and last of all what is left of others."""
+def save(store, name, number, journals=None, *, kind="full", world_size=2, clock=SYSTEM, **facts):
+    """All ranks' drains, one after the other, that of the coordinator last; ``facts`` are of the content."""
     journals = journals or Journals()
     if kind.startswith("full"):
         part, files = full_part(name, number)
-        return commit.commit(store, part, views_of(files), journal=journals.of(name, number))
+        part = replace(part, content=replace(part.content, **facts))
+        return commit.commit(store, part, views_of(files), journal=journals.of(name, number), clock=clock)
     payload, _, alone = kind.partition(", ")
     ranks = 1 if alone else world_size
     for rank in reversed(range(ranks)):
         part, files = make_part(name, number, rank, world_size=ranks, kind=payload, suffix=f"-{number:08d}")
-        journal = journals.of(name, number, rank)
-        fate = commit.put_part(store, part, views_of(files), journal=journal) if ranks > 1 else "sent"
+        part, journal = replace(part, content=replace(part.content, **facts)), journals.of(name, number, rank)
+        fate = commit.put_part(store, part, views_of(files), journal=journal, clock=clock) if ranks > 1 else "sent"
         if part.commits and fate != "replaced":
             arrivals = Arrivals(part)
             if fate == "sent" and ranks > 1:
                 arrivals.look(store)
-                assert not arrivals.missing
-            fate = commit.commit(store, part, views_of(files), arrivals.rows, journal=journal)
+            fate = commit.commit(store, part, views_of(files), arrivals.rows, journal=journal, clock=clock)
         elif fate == "committed":
             # Its drain ends here: the part is marked.
             journal.clear()
