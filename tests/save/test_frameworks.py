@@ -18,10 +18,11 @@ THREADS, SAVES, BOUND_S = 4, 5, 60.0
 
 
 @pytest.fixture
-def io(tmp_path, memory_dir):
+def io(request, tmp_path, memory_dir):
     io = build(
         TieredCheckpointIO,
         str(tmp_path / "durable"),
+        drain=getattr(request, "param", "thread"),
         memory_dir=memory_dir,
         wait_timeout_s=60,
         memory_keep_last=THREADS * SAVES,
@@ -79,6 +80,7 @@ def test_a_save_within_a_save_is_one_clear_error(io):
     assert io.load_checkpoint("tiered:latest")["n"] == 7
 
 
+@pytest.mark.parametrize("io", ["process"], indirect=True)
 def test_a_forked_process_begins_anew_and_leaves_alone_what_is_its_parents(io, memory_dir):
     """As a worker of a DataLoader, or a rank of ``ddp_fork`` whose parent has used the IO."""
     for step in (1, 2, 3):

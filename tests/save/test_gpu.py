@@ -41,31 +41,16 @@ def same(loaded, state):
         assert all(torch.equal(mine, theirs.cpu()) for mine, theirs in values), key
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-def test_cuda_tensors_go_straight_into_the_buffer(pinned):
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.99, 1])
+def test_cuda_tensors_go_straight_into_the_buffer_wherever_what_is_pinned_ends(share):
     state = cuda_state()
     image = plan(state)
     assert image.planned
     buffer = mmap.mmap(-1, image.size)
     pins = HostPins()
     with memoryview(buffer) as view:
-        hashes = image.fill(view, pin=pins.pin if pinned else None)
-        pins.unpin(view)
-    data = bytes(buffer)
-    buffer.close()
-    assert hashes == tuple(hash_bytes(data[start : start + size]) for start, size in chunk_ranges(len(data), 16 << 20))
-    same(torch.load(io.BytesIO(data), map_location="cpu"), state)
-
-
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
-def test_what_is_pinned_may_end_anywhere(share):
-    state = cuda_state()
-    image = plan(state)
-    buffer = mmap.mmap(-1, image.size)
-    pins = HostPins()
-    with memoryview(buffer) as view:
-        hashes = image.fill(view, pin=lambda whole: pins.pin(whole[: int(len(whole) * share)]))
-        assert pins._pinned
+        hashes = image.fill(view, pin=(lambda whole: pins.pin(whole[: int(len(whole) * share)])) if share else None)
+        assert bool(pins._pinned) == bool(share)
         pins.unpin(view)
     data = bytes(buffer)
     buffer.close()
@@ -119,28 +104,15 @@ def test_what_is_still_being_computed_is_waited_for():
     assert torch.equal(torch.load(io.BytesIO(buffer), map_location="cpu")["w"], expected)
 
 
-def test_later_kernels_change_nothing(memory_dir):
+@pytest.mark.parametrize("sizes", [[64] * 5, [64, 8, 64, 8, 64]], ids=["same", "smaller meanwhile"])
+def test_later_kernels_change_nothing_and_a_slot_gets_all_bytes(memory_dir, sizes):
     pins = HostPins()
     tier = MemoryTier.open(memory_dir, "test", unmap=pins.unpin)
     capturer = Capturer(tier, pins)
-    weight = torch.zeros(64 << 20, device="cuda")
-    for step in range(1, 6):
-        weight.fill_(step)
-        stored = save_full(tier, capturer, {"w": weight}, f"{step}.ckpt", ids.save_id(RUN, step), step, keep_last=1)
-        weight.fill_(-1)
-        loaded = torch.load(stored.file(f"{step}.ckpt"), map_location="cpu", weights_only=True)
-        assert (loaded["w"] == step).all()
-    capturer.close()
-    tier.close()
-
-
-def test_a_slot_that_held_a_smaller_state_meanwhile_gets_all_bytes_of_a_larger_one(memory_dir):
-    pins = HostPins()
-    tier = MemoryTier.open(memory_dir, "test", unmap=pins.unpin)
-    capturer = Capturer(tier, pins)
-    for step, size in enumerate((64, 8, 64, 8, 64), 1):
+    for step, size in enumerate(sizes, 1):
         weight = torch.full((size << 18,), float(step), device="cuda")
         stored = save_full(tier, capturer, {"w": weight}, f"{step}.ckpt", ids.save_id(RUN, step), step, keep_last=1)
+        weight.fill_(-1)
         loaded = torch.load(stored.file(f"{step}.ckpt"), map_location="cpu", weights_only=True)
         assert (loaded["w"] == step).all()
     capturer.close()

@@ -4,24 +4,15 @@ import gc
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from support.launch import scripts
+from support.losing import lose_memory
 from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
-from tiered_checkpoint_io.errors import (
-    ConfigError,
-)
-
-
-@pytest.fixture(params=["directory", "s3"])
-def dirpath(request, tmp_path):
-    if request.param == "s3":
-        return request.getfixturevalue("s3_url")
-    return str(tmp_path / "durable")
+from tiered_checkpoint_io.errors import ConfigError
 
 
 @pytest.fixture
@@ -41,38 +32,6 @@ def make(memory_dir):
 
 def state(step):
     return {"w": torch.arange(1000.0) + step, "global_step": step, "epoch": 0}
-
-
-def wipe(memory_dir):
-    for folder in Path(memory_dir).rglob("rank-*"):
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
-
-
-def test_the_newest_is_found_in_memory_then_on_the_durable_tier(dirpath, make, memory_dir):
-    io = make(dirpath)
-    assert not io.load_checkpoint("tiered:latest")
-    io.save_checkpoint(state(5), f"{io.config.dirpath}/epoch=0-step=5.ckpt")
-    io.save_checkpoint(state(6), f"{io.config.dirpath}/m/epoch=0-step=6.ckpt", storage_options={"tiers": ["memory"]})
-    io.teardown()
-
-    fresh = make(dirpath)
-    assert fresh.load_checkpoint("tiered:latest")["global_step"] == 6
-    assert fresh.checkpointer.restored.tier == "memory"
-    assert torch.equal(fresh.load_checkpoint("epoch=0-step=5.ckpt")["w"], state(5)["w"])
-    fresh.teardown()
-
-    wipe(memory_dir)
-    other = make(dirpath)
-    loaded = other.load_checkpoint("tiered:latest")
-    assert loaded["global_step"] == 5
-    assert torch.equal(loaded["w"], state(5)["w"])
-    assert other.checkpointer.restored.tier == "durable"
-    other.teardown()
-    again = make(dirpath)
-    again.load_checkpoint("tiered:latest")
-    assert again.checkpointer.restored.tier == "memory"
 
 
 def test_a_checkpoint_of_others_loads_with_a_notice(tmp_path, make, caplog):
@@ -99,7 +58,8 @@ def test_the_drain_outlives_a_killed_trainer(s3_url, make, memory_dir, tmp_path)
     io = make(s3_url)
     io.checkpointer.session.open()
     io.checkpointer.session.wait(30)
-    wipe(memory_dir)
+    lose_memory(memory_dir)
+    os.mkdir(memory_dir)
     assert torch.equal(io.load_checkpoint("tiered:latest")["w"], torch.arange(3_000_000.0))
 
 
@@ -123,34 +83,6 @@ def test_a_drain_that_dies_amid_its_work_does_not_wait_for_the_next_durable_save
         time.sleep(0.05)
     assert torch.load(tmp_path / "b.ckpt")["global_step"] == 2
     assert engine.session.progress().drain.pid != pid
-
-
-@pytest.mark.parametrize(
-    ("closes", "loads"),
-    [
-        pytest.param(True, True, marks=pytest.mark.matrix),
-        pytest.param(False, True, marks=pytest.mark.matrix),
-        (True, False),
-    ],
-)
-def test_what_an_io_saves_after_another_run_has_saved_is_newer(closes, loads, make, tmp_path, memory_dir):
-    """A notebook trains, a job on another node goes on from there, and the notebook trains again."""
-    dirpath, elsewhere = str(tmp_path / "durable"), str(Path(memory_dir, "elsewhere"))
-    os.mkdir(elsewhere)
-    notebook = make(dirpath)
-    notebook.save_checkpoint(state(1), "step=1.ckpt")
-    if closes:
-        notebook.teardown()
-    job = TieredCheckpointIO(dirpath=dirpath, memory_dir=elsewhere, on_save_error="raise")
-    job.load_checkpoint("tiered:latest")
-    job.save_checkpoint(state(2), "step=2.ckpt")
-    job.teardown()
-    if loads:
-        assert notebook.load_checkpoint("tiered:latest")["global_step"] == 2
-    notebook.save_checkpoint(state(3), "step=3.ckpt")
-    notebook.teardown()
-    for io in (make(dirpath), make(dirpath, namespace="another-node")):
-        assert io.load_checkpoint("tiered:latest")["global_step"] == 3
 
 
 def test_loading_from_elsewhere_again_and_again_opens_one_connection(make, s3_url):
@@ -199,3 +131,12 @@ def test_a_step_or_epoch_that_no_manifest_holds_leaves_a_checkpoint_all_the_same
     io.save_checkpoint({**state(1), **changes}, name)
     for other in (io, make(str(tmp_path / "durable"), namespace="another-node")):
         assert torch.equal(other.load_checkpoint("tiered:latest")["w"], state(1)["w"])
+
+
+@pytest.mark.parametrize("ending", ["", "/"])
+def test_dirpath_itself_is_no_name_of_a_checkpoint(tmp_path, make, ending):
+    io = make(str(tmp_path / "run"))
+    with pytest.raises(ConfigError):
+        io.save_checkpoint(state(1), f"{tmp_path}/run{ending}")
+    io.teardown()
+    assert not list(tmp_path.glob("run/[!.]*"))
