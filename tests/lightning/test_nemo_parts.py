@@ -25,7 +25,8 @@ class NeMoParts(Runs):
 
     def train(self, max_steps, *, rules=None, stop_at=0, callback=None, connector=NeMoCheckpointConnector, **io):
         callback = callback or self.callback()
-        made = build(NeMoCheckpointIO, self.dirpath, memory_dir=self.memory_dir, wait_timeout_s=60, **io)
+        options = {"memory_dir": self.memory_dir, "wait_timeout_s": 60, "drain": "thread", **io}
+        made = build(NeMoCheckpointIO, self.dirpath, **options)
         trainer = self.trainer([callback], io=made, asynchronous=False, max_steps=max_steps)
         if rules is not None:
             connector.of(trainer).resume_by(rules)

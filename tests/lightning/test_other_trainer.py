@@ -89,16 +89,16 @@ def test_a_trainer_with_our_io_gets_the_guard():
     assert [type(each) for each in trainer.callbacks].count(StrategyGuard) == 1
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_a_trainer_without_ours_imports_none_of_our_code_and_no_line_is_logged(package, tmp_path):
-    code = f"""
+def test_trainers_without_ours_import_none_of_our_code_and_no_line_is_logged(tmp_path):
+    code = """
 import sys
-from {package} import Trainer
-Trainer(accelerator="cpu", logger=False)
+import lightning.pytorch, pytorch_lightning
+for package in (lightning.pytorch, pytorch_lightning):
+    package.Trainer(accelerator="cpu", logger=False)
 print(*sorted(name for name in sys.modules if name.startswith("tiered_checkpoint_io")))
 """
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "tiered_checkpoint_io tiered_checkpoint_io.entry_points"
-    assert "GPU available" in done.stdout + done.stderr, "what Lightning says is seen here"
+    assert (done.stdout + done.stderr).count("GPU available") == 2, "what Lightning says is seen here"
     assert "entry point" not in done.stdout + done.stderr

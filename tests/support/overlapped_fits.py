@@ -347,12 +347,17 @@ class Fits:
 
     def __init__(self, runs, patch, caplog):
         self.runs, self.patch, self.caplog = runs, patch, caplog
-        self.counts, self.defects, self.waits = collections.Counter(), [], []
+        self.counts, self.defects, self.waiting = collections.Counter(), [], []
         wait = BackgroundTask.wait
 
         def waiting(task):
-            self.waits += [task] if task.is_busy else []
-            wait(task)
+            busy = [task] if task.is_busy else []
+            self.waiting += busy
+            try:
+                wait(task)
+            finally:
+                for each in busy:
+                    self.waiting.remove(each)
 
         patch.setattr(BackgroundTask, "wait", waiting)
 
@@ -411,9 +416,8 @@ class Fits:
 
     def put_off(self, overlapped):
         """Waits until something waits for the capture."""
-        self.waits.clear()
         for _ in range(LATE_S * 1000):
-            if self.waits or overlapped.wanted.wait(0.001):
+            if self.waiting or overlapped.wanted.wait(0.001):
                 return
 
     def compare(self, trainer, name, state, said, *, may_fail):
