@@ -1,7 +1,17 @@
-"""Fixtures for trainings: one job on a directory, on S3, or on each."""
+"""Fixtures for trainings: one job on a directory, on S3, or on each; in this process, or on ranks of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from support.launch import launch, said
 from support.training import Runs
+
+WORKER = Path(__file__).with_name("worker.py")
+LAUNCH_S = 100
 
 
 @pytest.fixture
@@ -13,3 +23,48 @@ def runs(tmp_path, memory_dir):
 def runs_on_each(request, tmp_path, memory_dir):
     dirpath = request.getfixturevalue("s3_url") if request.param == "s3" else str(tmp_path / "durable")
     return Runs(dirpath, memory_dir, tmp_path)
+
+
+@pytest.fixture
+def fits(tmp_path, memory_dir, monkeypatch):
+    """Trains on so many ranks, once or one after the other, as ``worker.py`` is told; what each rank says of each fit."""
+    monkeypatch.chdir(tmp_path)
+
+    def fits(*jobs, ranks=2, fails=False, **common):
+        common = {"strategy": "fsdp2", "ranks": ranks, "dirpath": str(tmp_path / "durable"), **common}
+        told = {"fits": [{"memory_dir": memory_dir, **common, **job} for job in jobs]}
+        answers = launch(tmp_path, [told] * ranks, worker=WORKER, deadline_s=LAUNCH_S)
+        for rank, answer in enumerate(answers):
+            assert answer is not None, said(tmp_path, rank)
+            assert ("error" in answer[-1]) == fails, said(tmp_path, rank)
+            for each in answer:
+                # JSON knows no numbers as keys.
+                each["losses"] = {int(step): loss for step, loss in each.get("losses", {}).items()}
+        return list(zip(*answers, strict=True))
+
+    return fits
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """A training that nobody stops, elsewhere."""
+    return {"steps": 8, "dirpath": str(tmp_path / "whole")}
+
+
+@pytest.fixture
+def launched(tmp_path, memory_dir):
+    """Trains once as ``worker.py`` is told, on ranks that Lightning starts; the process that started them."""
+
+    def launched(**told):
+        told = {"ranks": 2, "dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "launched": True, **told}
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        return subprocess.run(
+            [sys.executable, str(WORKER), json.dumps({"fits": [told]})],
+            capture_output=True,
+            text=True,
+            timeout=LAUNCH_S,
+            check=False,
+            env={**environment, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        )
+
+    return launched

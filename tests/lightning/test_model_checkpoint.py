@@ -104,29 +104,6 @@ def test_dirpaths_and_steps_that_are_not_allowed(runs, tmp_path):
         TieredModelCheckpoint(dirpath="s3://")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"tier": ["memory"]},
-        {"tiers": []},
-        {"tiers": ["disk"]},
-        {"tiers": 5},
-        {"tiers": [["memory"]]},
-        {"metric": "loss"},
-        {"metric": ("loss", "low")},
-        {"metric": (1, 2.0)},
-        "memory",
-        ["memory"],
-    ],
-)
-def test_storage_options_that_are_not_understood(runs, options):
-    io = runs.io()
-    with pytest.raises(ConfigError, match=r"storage_options.*allowed: \{'tiers'"):
-        io.save_checkpoint({"global_step": 1}, "a.ckpt", storage_options=options)
-    assert not io.load_checkpoint("tiered:latest")
-    io.teardown()
-
-
 def test_an_io_is_pickled_without_its_engine_and_may_be_used_again_after_teardown(runs):
     io = runs.io()
     io.save_checkpoint({"global_step": 1}, "a.ckpt", storage_options={"tiers": "memory"})
@@ -139,19 +116,20 @@ def test_an_io_is_pickled_without_its_engine_and_may_be_used_again_after_teardow
 
 
 def test_tiers_are_a_function_of_the_step():
-    assert [sorted(tiers_for_step(step, 2, 3)) for step in range(7)] == [
-        [],
-        [],
-        ["memory"],
-        ["durable", "memory"],
-        ["memory"],
-        [],
-        ["durable", "memory"],
+    both = {"memory", "durable"}
+    assert [tiers_for_step(step, 2, 3) for step in range(7)] == [
+        set(),
+        set(),
+        {"memory"},
+        both,
+        {"memory"},
+        set(),
+        both,
     ]
     assert not any(tiers_for_step(step, None, None) for step in range(7))
     assert not tiers_for_step(9, 10, 20, since=3)
     assert tiers_for_step(21, 10, None, since=19) == {"memory"}
-    assert tiers_for_step(23, 10, 20, since=17) == {"memory", "durable"}
+    assert tiers_for_step(23, 10, 20, since=17) == both
 
 
 def test_best_k_models_are_written_as_yaml(runs):

@@ -1,17 +1,13 @@
 """Jobs that are told to end, rank by rank: each ends within its grace time, and the next goes on where it stopped."""
 
 import functools
-import json
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from support.counting_proxy import CountingProxy
 from support.fault_proxy import FaultProxy, late, stall, where
-from support.launch import free_port, launch, said
+from support.launch import free_port, said
 from support.tenants import mounted_tmpfs
 from support.training import Model, Runs, Stop, durable, wipe
 
@@ -21,98 +17,73 @@ from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.staging.capture import Capturer
 from tiered_checkpoint_io.errors import ConfigError, SaveError
 
-WORKER = Path(__file__).with_name("preemption_worker.py")
 GRACE_S = 20.0
 further = functools.partial(pytest.param, marks=pytest.mark.matrix)
 
 
 @pytest.fixture
-def job(tmp_path, memory_dir):
-    """Runs a training on so many ranks until it ends or is told to."""
+def job(fits):
+    """Trains with a last checkpoint, on so many ranks, until the end or until it is told to end; what each rank says."""
 
-    def run(ranks=2, signals=(), **told):
-        told = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "strategy": "ddp", **told}
-        answers = launch(tmp_path, [{**told, "signals": signals}] * ranks, deadline_s=100, worker=WORKER)
-        assert None not in answers, said(tmp_path, answers.index(None))
-        return answers
+    def job(*jobs, **told):
+        config = {"memory_every_n_train_steps": 4, "s3_every_n_train_steps": None, "on_save_error": "warn"}
+        callback = {"save_top_k": 0, "save_last": None, "monitor": None, "mode": "min"}
+        common = {"strategy": "ddp", "steps": 10, "validation": 3, "signals": [], "callback": callback, **told}
+        return fits(*(jobs or [{}]), **{**common, "config": {**config, **told.get("config", {})}})
 
-    return run
-
-
-@pytest.fixture(scope="module")
-def known():
-    """Weights at the end of undisturbed trainings, by what those were told."""
-    return {}
+    return job
 
 
-@pytest.fixture
-def undisturbed(tmp_path, known):
-    """The weights at the end of a training that nobody disturbs."""
+def is_preempted(answer, within=GRACE_S):
+    return answer["ended"] == "preempted" and (not answer["after"] or answer["after"] < within)
 
-    def run(job, **told):
-        key = json.dumps(told, sort_keys=True)
-        if key not in known:
-            elsewhere = {"dirpath": str(tmp_path / "undisturbed"), "block": {"namespace": "undisturbed"}}
-            known[key] = [answer["weight"] for answer in job(**elsewhere, **told)]
-        return known[key]
 
-    return run
+def goes_on(job, tmp_path, step, **told):
+    """The next start is as one that nobody has disturbed."""
+    again, whole = job({}, {"dirpath": str(tmp_path / "undisturbed"), "wipe": True}, **told)
+    assert [answer["from"] for answer in again] == [["preempted.ckpt", step, "memory"]] * len(again)
+    for answer, other in zip(again, whole, strict=True):
+        assert [*answer["losses"]] == [*range(step, 10)]
+        assert answer["losses"] == {at: other["losses"][at] for at in answer["losses"]}, "bit for bit"
 
 
 @pytest.mark.parametrize(
     ("told", "signals"),
     [
-        further({}, [[0, "train", 5]]),
-        further({}, [[1, "train", 5]]),
-        further({}, [[0, "train", 5], [1, "train", 5]]),
         further({}, [[0, "train", 5], [1, "train", 6], [0, "train", 6]]),
         ({"signal": "SIGUSR1"}, [[1, "train", 5]]),
-        further({"async": False}, [[1, "train", 5]]),
+        further({"config": {"enable_async_checkpointing": False}}, [[0, "train", 5]]),
         further({"accumulate": 3}, [[1, "train", 5]]),
         further({"strategy": "fsdp2"}, [[1, "train", 5]]),
         further({"strategy": "auto", "ranks": 1}, [[0, "train", 5]]),
     ],
-    ids=["rank 0", "rank 1", "both", "again", "SIGUSR1", "synchronous", "accumulating", "fsdp2", "one process"],
+    ids=["again", "SIGUSR1", "synchronous", "accumulating", "fsdp2", "one process"],
 )
-def test_all_ranks_stop_together_and_the_next_start_goes_on_from_there(job, undisturbed, tmp_path, told, signals):
-    answers = job(signals=signals, **told)
-    first = answers[0]
-    assert first["step"] in (6, 7), "the step that was under way, and at most one more"
-    for answer in answers:
-        assert answer["ended"] == "preempted"
-        assert answer["step"] == first["step"]
-        assert answer["after"] is None or answer["after"] < GRACE_S
-    assert first["code"] - 128 in (15, 10)
+def test_all_ranks_stop_together_and_the_next_start_goes_on_from_there(job, tmp_path, told, signals):
+    (answers,) = job(**told, signals=signals)
+    step = answers[0]["step"]
+    assert step in (6, 7), "the step that was under way, and at most one more"
+    assert all(is_preempted(answer) and answer["step"] == step for answer in answers)
+    assert answers[0]["code"] - 128 in (15, 10)
     assert durable(str(tmp_path / "durable")) == ["preempted.ckpt"]
-    # What changes nothing about the weights.
-    told = {key: value for key, value in told.items() if key not in ("signal", "async")}
-    again = job(**told)
-    assert [answer["from"][:2] for answer in again] == [["preempted.ckpt", first["step"]]] * len(again)
-    assert again[0]["from"][2] == "memory"
-    assert [answer["weight"] for answer in again] == undisturbed(job, **told)
+    goes_on(job, tmp_path, step, **told)
 
 
 @pytest.mark.matrix
-def test_a_long_validation_is_not_waited_for(job, undisturbed):
-    told = {"validation": 200, "slow_validation": True}
-    for answer in job(signals=[[1, "validation", 2]], **told):
-        assert answer["ended"] == "preempted"
-        assert answer["step"] == 6
-        assert answer["after"] is None or answer["after"] < GRACE_S
-    again = job()
-    assert [answer["from"][:2] for answer in again] == [["preempted.ckpt", 6]] * 2
-    assert [answer["weight"] for answer in again] == undisturbed(job)
+def test_a_long_validation_is_not_waited_for(job, tmp_path):
+    (answers,) = job(signals=[[1, "validation", 2]], validation=200, slow_validation=True)
+    assert all(is_preempted(answer) and answer["step"] == 6 for answer in answers)
+    goes_on(job, tmp_path, 6)
 
 
 @pytest.mark.matrix
 def test_a_signal_before_the_first_batch_or_at_the_end_hangs_nobody(job):
-    for answer in job(signals=[[0, "start", 0]]):
-        assert answer["ended"] == "preempted"
-        assert answer["step"] <= 2
-    answers = job(signals=[[1, "end", 0]], steps=8, on_exception=True)
+    (answers,) = job(signals=[[0, "start", 0]])
+    assert all(answer["ended"] == "preempted" and answer["step"] <= 2 for answer in answers)
+    ((first, other),) = job(signals=[[1, "end", 0]], steps=8, on_exception=True)
     # That rank's script ends; the other one may have got no signal, and its launcher ends it.
-    assert [(answer["ended"], answer["step"]) for answer in answers] == [("fit", 8), ("preempted", 8)]
-    assert answers[1]["after"] < GRACE_S
+    assert (first["ended"], first["step"], other["step"]) == ("fit", 8, 8)
+    assert is_preempted(other)
 
 
 @pytest.mark.matrix
@@ -120,19 +91,18 @@ def test_without_s3_the_checkpoint_is_in_memory_within_the_grace_time_and_reache
     job, tmp_path, memory_dir, s3_url, s3_server
 ):
     port = free_port()
-    told = {"dirpath": s3_url, "block": {"endpoint_url": f"http://127.0.0.1:{port}"}}
-    answers = job(signals=[[0, "train", 5]], grace=8.0, ckpt_path=None, **told)
+    told = {"dirpath": s3_url, "config": {"endpoint_url": f"http://127.0.0.1:{port}", "drain": "process"}}
+    (answers,) = job(signals=[[0, "train", 5]], grace=8.0, ckpt_path=None, **told)
     step = answers[0]["step"]
-    for answer in answers:
-        assert answer["ended"] == "preempted"
-        assert answer["after"] is None or answer["after"] < 8.0
+    assert all(is_preempted(answer, within=8.0) for answer in answers)
     assert "It stays in node memory, and the drain, a process of its own, uploads it; where" in said(tmp_path, 0)
     with CountingProxy(s3_server.endpoint_url, port):
-        again = job(steps=step + 1, **told)
-        assert again[0]["from"] == ["preempted.ckpt", step, "memory"]
+        ((again, _),) = job(steps=step + 1, **told)
+        assert again["from"] == ["preempted.ckpt", step, "memory"]
         assert durable(s3_url) == ["preempted.ckpt"]
         wipe(memory_dir)
-        assert job(steps=step + 1, **told)[1]["from"] == ["preempted.ckpt", step, "durable"]
+        ((_, again),) = job(steps=step + 1, **told)
+        assert again["from"] == ["preempted.ckpt", step, "durable"]
 
 
 @pytest.mark.parametrize(
@@ -157,26 +127,25 @@ def test_what_makes_no_sense_is_refused(options, error, says):
 def test_a_last_save_that_fails_on_the_rank_that_writes_holds_up_no_other(job, tmp_path):
     """Too little memory, failures that are raised, and too little time for the durable tier."""
     with mounted_tmpfs(tmp_path / "tight", 1 << 20) as folder:
-        block = {"on_save_error": "raise", "memory_every_n_train_steps": 100, "memory_dir": str(folder)}
-        for answer in job(signals=[[0, "train", 5]], grace=2.5, block=block):
-            assert (answer["ended"], answer["code"], answer["step"]) == ("preempted", 143, 6)
-            assert answer["after"] is None or answer["after"] < 2.5
-    said = (tmp_path / "log-0.txt").read_text()
-    assert "there is no last checkpoint" in said
-    assert "the last checkpoint is" not in said
+        config = {"on_save_error": "raise", "memory_every_n_train_steps": 100, "memory_dir": str(folder)}
+        (answers,) = job(signals=[[0, "train", 5]], grace=2.5, config=config)
+        for answer in answers:
+            assert is_preempted(answer, within=2.5)
+            assert (answer["code"], answer["step"]) == (143, 6)
+    assert "there is no last checkpoint" in said(tmp_path, 0)
+    assert "the last checkpoint is" not in said(tmp_path, 0)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(120)
-def test_a_rank_that_has_nothing_to_upload_does_not_leave_before_the_one_that_has(s3_url, s3_server, memory_dir):
+def test_a_rank_that_has_nothing_to_upload_does_not_leave_before_the_one_that_has(s3_url, s3_server, launched):
     """Lightning's launcher, as others do, kills all ranks within 5 s of the end of one."""
     slow = where(late(9), operation="put", key="preempted.ckpt", calls=[1])
     with FaultProxy(s3_server.endpoint_url, slow) as proxy:
-        told = {"dirpath": s3_url, "memory_dir": memory_dir, "endpoint_url": proxy.endpoint_url}
-        worker = str(WORKER.with_name("launched_worker.py"))
-        command = [sys.executable, worker, json.dumps({**told, "wait_timeout_s": 60})]
-        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+        config = {"endpoint_url": proxy.endpoint_url, "drain": "process"}
+        callback = {"save_top_k": 0, "save_last": None, "monitor": None, "mode": "min"}
+        told = {"strategy": "ddp", "steps": 20, "signals": [[0, "train", 4]], "grace": 30}
+        done = launched(dirpath=s3_url, config=config, callback=callback, **told)
         assert done.returncode == 143, done.stderr
     assert "the last checkpoint is on the durable tier" in done.stderr
     assert durable(s3_url) == ["preempted.ckpt"]

@@ -4,26 +4,24 @@ import pytest
 from support.restoring import flip
 from support.training import wipe
 
-from .test_sharded import LAUNCH_TIMEOUT_S, fit  # noqa: F401
+from .test_sharded import those_of
 
-pytestmark = pytest.mark.timeout(4 * LAUNCH_TIMEOUT_S)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("joins", [6, 99])
-def test_a_run_goes_on_where_some_parameters_had_no_gradients_yet(fit, joins, tmp_path, memory_dir):  # noqa: F811
-    more = {"joins": joins, "ckpt_path": "step=4.ckpt"}
-    whole, _ = fit(8, **{**more, "dirpath": tmp_path / "whole", "ckpt_path": "tiered:latest"})
-    fit(4, **{**more, "ckpt_path": "tiered:latest"})
-    first, _ = fit(8, **more)
+def test_a_run_goes_on_where_some_parameters_had_no_gradients_yet(fits, joins, whole, tmp_path, memory_dir):
+    stages = {"steps": 4, "wipe": True}, {"steps": 8, "ckpt_path": "step=4.ckpt"}
+    (whole, _), _, (first, _) = fits(whole, *stages, joins=joins)
     assert first["from"][:2] == ["step=4.ckpt", 4]
-    assert first["losses"] == {index: whole["losses"][index] for index in range(4, 8)}, "bit for bit"
+    assert first["losses"] == those_of(whole, first), "bit for bit"
     # The same where newer ones turn out to be damaged while they are read.
     wipe(memory_dir)
     for shard in (tmp_path / "durable").glob("*/*.distcp"):
         if shard.parent.name != "step=4.ckpt":
             flip(shard, at=shard.stat().st_size // 2)
-    again, _ = fit(8, **{**more, "ckpt_path": "tiered:latest"})
+    ((again, _),) = fits({"steps": 8}, joins=joins)
     assert (again["from"][:2], again["losses"]) == (first["from"][:2], first["losses"])
 
 
@@ -40,11 +38,10 @@ def test_a_run_goes_on_where_some_parameters_had_no_gradients_yet(fit, joins, tm
         ({"strategy": "fsdp1", "full": True}, {"strategy": "ddp"}, "AdamW"),
     ],
 )
-def test_groups_of_parameters_go_on_whatever_is_in_them(fit, before, after, optimizer, tmp_path):  # noqa: F811
+def test_groups_of_parameters_go_on_whatever_is_in_them(fits, before, after, optimizer, whole):
     """One is empty; their order, and that within each, is not the model's; layers are wrapped; SGD has no state."""
     more = {"optimizer": optimizer, "wrapped": "ddp" not in (before["strategy"], after["strategy"])}
-    whole, _ = fit(8, **after, **more, dirpath=tmp_path / "whole")
-    fit(4, **before, **more)
-    first, _ = fit(8, **after, **more)
-    assert first["from"][:2] == ["step=4.ckpt", 4]
-    assert first["losses"] == pytest.approx({index: whole["losses"][index] for index in range(4, 8)}, rel=1e-5)
+    stages = {"steps": 4, "wipe": True, **before}, {"steps": 8, **after}
+    (whole, _), _, (first, _) = fits({**whole, **after}, *stages, **more)
+    assert first["from"][1] == 4
+    assert first["losses"] == pytest.approx(those_of(whole, first), rel=1e-5)

@@ -1,0 +1,334 @@
+"""One rank of trainings by Lightning, one after the other; is told of each by a JSON object.
+
+``signals``: lists of a rank, a moment (``train``, ``validation``, ``start``, ``end``) and a step.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.strategies import fsdp
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from support.supporting import build
+from support.training import wipe
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tiered_checkpoint_io import TieredCheckpointIO
+from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
+from tiered_checkpoint_io.callbacks.preemption import Preempted
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+from tiered_checkpoint_io.engine.save.overlap import Overlap, Overlapped
+from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.stores.directory import DirectoryStore
+from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy
+
+job = json.loads(sys.argv[1])
+told = job["fits"][0]
+noted = {}
+
+
+def tell(trainer, moment, step=0):
+    for rank, when, at in told.get("signals", ()):
+        if (rank, when, at) == (trainer.global_rank, moment, step):
+            noted.setdefault("at", time.monotonic())
+            os.kill(os.getpid(), getattr(signal, told.get("signal", "SIGTERM")))
+
+
+class Toy(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.head = nn.Linear(16, 16) if "joins" in told else None
+        self.seen = {}
+
+    def configure_model(self):
+        for part in filter(None, (self.net, self.head)):
+            if told.get("wrapped"):
+                part[0] = checkpoint_wrapper(part[0])
+            if told.get("compiled"):
+                part[0] = torch.compile(part[0], backend="eager")
+            if told.get("grid") == "tensor parallel":
+                plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+                parallelize_module(part, self.device_mesh["tensor_parallel"], plan)
+            if told["strategy"] == "fsdp2":
+                fully_shard(part, mesh=self.grid())
+
+    def grid(self):
+        if told.get("grid") == "the module's":
+            return init_device_mesh("cpu", (1, told["ranks"]), mesh_dim_names=("replicas", "shards"))
+        return self.device_mesh["data_parallel"]
+
+    def training_step(self, *_):
+        tell(self.trainer, "train", self.global_step)
+        # Not synchronised between the ranks; on one of them always the same.
+        self.log("own", float((self.global_rank != told.get("same_on", 0)) * self.global_step))
+        # By the step, because not all releases of Lightning go on with the same number of the batch.
+        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(self.global_step))
+        output = self.net(inputs)
+        if self.head is not None and self.global_step >= told["joins"]:
+            # Until then, it has no gradients, and its optimizer no state of it.
+            output = output + self.head(inputs)
+        loss = (output - inputs).pow(2).mean()
+        self.seen[self.global_step] = loss.item()
+        return loss
+
+    def validation_step(self, _, index):
+        tell(self.trainer, "validation", index)
+        # A long validation: nobody may wait for its end.
+        if told.get("slow_validation") and noted:
+            time.sleep(0.3)
+
+    def configure_optimizers(self):
+        if "optimizer" in told:
+            # By layers, each from the last to the first; and a group of what this model does not have.
+            layers = (self.net[2].parameters(), [], self.net[0].parameters())
+            groups = [{"params": list(each)[::-1], "lr": 1e-2 / (i + 1)} for i, each in enumerate(layers)]
+            return getattr(torch.optim, told["optimizer"])(groups)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(100, 1))
+
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(told.get("validation", 0), 1))
+
+
+class Moments(Callback):
+    def on_fit_start(self, trainer, _):
+        tell(trainer, "start")
+
+    def on_train_end(self, trainer, _):
+        tell(trainer, "end")
+
+
+class Average(Callback):
+    # A moving average of the weights, sharded as they are.
+    def on_fit_start(self, trainer, module):
+        if not hasattr(self, "mean"):
+            self.mean = {name: value.detach().clone() for name, value in module.named_parameters()}
+
+    def on_train_batch_end(self, trainer, module, *_):
+        for name, value in module.named_parameters():
+            self.mean[name].mul_(0.9).add_(value.detach(), alpha=0.1)
+
+    def state_dict(self):
+        return {"mean": self.mean, "kind": "average"}
+
+    def load_state_dict(self, state):
+        self.mean = {name: value.clone() for name, value in state["mean"].items()}
+
+
+class First(Callback):
+    # Saves before the first step.
+    def on_train_start(self, trainer, _):
+        trainer.save_checkpoint(f"{told['dirpath']}/first.ckpt")
+
+
+class Odd(Callback):
+    # Its state can't be saved at one step: a lock, which rank 0 alone saves; or a sharded tensor of a mesh without names.
+    step = 0
+
+    def on_train_batch_start(self, trainer, *_):
+        self.step = trainer.global_step + 1
+
+    def state_dict(self):
+        if self.step == told.get("unpicklable"):
+            return {"lock": threading.Lock()}
+        if self.step == told.get("undescribed"):
+            mesh = init_device_mesh("cpu", (told["ranks"],))
+            return {"mean": distribute_tensor(torch.zeros(4), mesh, [Shard(0)])}
+        return {}
+
+
+class Ended(Callback):
+    # Uploads that are held wait for it.
+    def __init__(self):
+        self.ended = threading.Event()
+
+    def on_train_end(self, *_):
+        self.ended.set()
+
+
+def patches(ended):
+    """What stands in place of our own: counts, is late, or fails on one rank."""
+    seal, begin, upload = PartSave.seal, Overlap.begin_state, DirectoryStore._upload
+
+    def held(store, key, *args, **options):
+        assert "step" not in key or ended.wait(30)
+        return upload(store, key, *args, **options)
+
+    def late(overlapped):
+        # Captures that overlap training begin only once training waits for them.
+        noted["overlapped"] = noted.get("overlapped", 0) + 1
+        overlapped.wanted.wait(10)
+
+    def unsealed(part, *args, **options):
+        if (part.facts.name, part.rank) == (told.get("unsealed"), 1):
+            raise OSError("no such device")
+        seal(part, *args, **options)
+
+    def refusing(overlap, state):
+        return None if told.get("refuses") == dist.get_rank() else begin(overlap, state)
+
+    yield patch.object(DirectoryStore, "_upload", held if told.get("held") else upload)
+    yield patch.object(Overlapped, "let_caller_return", late)
+    yield patch.object(PartSave, "seal", unsealed)
+    yield patch.object(Overlap, "begin_state", refusing)
+    # The toy's state is too small for it.
+    yield patch.object(Checkpointer, "prepare", lambda _, size: noted.setdefault("prepared", []).append(size))
+    yield patch.object(TieredModelCheckpoint, "CHECKPOINT_NAME_LAST", told.get("name_last", "last"))
+    if told["strategy"] == "fsdp1":
+        yield patch.object(fsdp, "_get_full_state_dict_context", full_on_cpu)
+
+
+class FSDP2(TieredModelParallelStrategy):
+    # Notes whether the call of each save that overlaps training has told of it.
+    def save_checkpoint(self, *args, **options):
+        engine = self._tiered_io.checkpointer
+        before = engine.session.last_save
+        super().save_checkpoint(*args, **options)
+        made = engine.session.last_save
+        if made is not None and made.overlapped:
+            noted.setdefault("told", []).append(made is not before and made.size > 0)
+
+
+class FSDP1(TieredFSDPStrategy):
+    # Lightning's own takes GPUs alone.
+    def _setup_model(self, model):
+        flat = told.get("flat", False)
+        policy = ModuleWrapPolicy({nn.Linear}) if told.get("wrapped") or flat else None
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=not flat
+        )
+
+
+def full_on_cpu(module, world_size, rank0_only=True):
+    # What torch offloads from the CPU to the CPU is no copy, and is overwritten.
+    configs = [config(False, rank0_only) for config in (FullStateDictConfig, FullOptimStateDictConfig)]
+    return FullyShardedDataParallel.state_dict_type(module, StateDictType.FULL_STATE_DICT, *configs)
+
+
+def strategy():
+    if told["strategy"] == "fsdp2":
+        across = told["ranks"] if told.get("grid") == "tensor parallel" else 1
+        return FSDP2(told["ranks"] // across, across, save_distributed_checkpoint=not told.get("full"))
+    if told["strategy"] == "fsdp1":
+        return FSDP1(state_dict_type="full" if told.get("full") else "sharded")
+    return told["strategy"]
+
+
+def fit():
+    """Trains as told; gives what became of it."""
+    seed_everything(1, verbose=False)
+    block = {
+        "dirpath": told["dirpath"],
+        "memory_dir": told["memory_dir"],
+        "wait_timeout_s": 60,
+        "drain": "thread",
+        "on_save_error": "raise",
+        "memory_every_n_train_steps": 2,
+        "s3_every_n_train_steps": 4,
+        **told.get("config", {}),
+    }
+    io = build(TieredCheckpointIO.from_config, block)
+    named = {"filename": "{step}", "save_last": True, "save_top_k": 2, "monitor": "step", "mode": "max"}
+    callbacks = [build(TieredModelCheckpoint.from_config, block, **{**named, **told.get("callback", {})})]
+    callbacks += [made() for name, made in (("average", Average), ("first", First)) if told.get(name)]
+    callbacks += [Odd()] if "unpicklable" in told or "undescribed" in told else []
+    if "signals" in told:
+        grace = {"grace_seconds": told.get("grace", 20.0), "signals": ("SIGTERM", "SIGUSR1"), "requeue": False}
+        callbacks += [PreemptionCheckpoint(**grace), Moments()]
+    # Saves on all ranks together, where all of them fail.
+    callbacks += [OnExceptionCheckpoint(told["dirpath"])] if told.get("on_exception") else []
+    accumulate, ended = told.get("accumulate", 1), Ended()
+    callbacks += [ended] if told.get("held") else []
+    validation = {"val_check_interval": 6 * accumulate, "check_val_every_n_epoch": None}
+    trainer = Trainer(
+        plugins=[io],
+        strategy=strategy(),
+        callbacks=callbacks,
+        max_steps=told["steps"],
+        accelerator="cpu",
+        devices=told["ranks"],
+        logger=False,
+        num_sanity_val_steps=0,
+        accumulate_grad_batches=accumulate,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **(validation if told.get("validation") else {"limit_val_batches": 0}),
+    )
+    model, answer = Toy(), {"ended": "fit"}
+    with contextlib.ExitStack() as stack:
+        for each in patches(ended.ended):
+            stack.enter_context(each)
+        try:
+            trainer.fit(model, ckpt_path=told.get("ckpt_path", "tiered:latest"))
+        except Preempted as end:
+            if told.get("launched"):
+                raise
+            answer = {"ended": "preempted", "code": end.code, "after": "at" in noted and time.monotonic() - noted["at"]}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+    restored = io.checkpointer.restored
+    answer |= {
+        "from": restored and (restored.name, restored.step, restored.tier),
+        "step": trainer.global_step,
+        "losses": model.seen,
+        "asked": io.checkpointer.session.asked,
+        "durable": sorted(path.name[:-5] for path in Path(told["dirpath"]).glob(".tiered/manifests/*.json")),
+        **{key: noted.get(key) for key in ("overlapped", "told", "prepared")},
+    }
+    if told.get("average"):
+        mean = callbacks[1].mean
+        answer["mean"] = {name: value.full_tensor().sum().item() for name, value in mean.items()}
+    return answer
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    answers = []
+    for told in job["fits"]:
+        noted.clear()
+        if told.get("wipe") and not dist.is_initialized():
+            wipe(told["memory_dir"])
+        elif told.get("wipe"):
+            dist.barrier()
+            if dist.get_rank() == 0:
+                wipe(told["memory_dir"])
+            dist.barrier()
+        answers.append(fit())
+        if "error" in answers[-1]:
+            break
+    if "launched" in told:
+        sys.exit()
+    Path(job["answer"] + ".new").write_text(json.dumps(answers))
+    os.rename(job["answer"] + ".new", job["answer"])
+    if "error" in answers[-1]:
+        os._exit(1)
+    if answers[-1]["ended"] == "preempted":
+        # Nobody listens any more: it does what it did before.
+        signal.raise_signal(signal.SIGTERM)
+        os.unlink(job["answer"])
