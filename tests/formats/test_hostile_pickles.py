@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from omegaconf import OmegaConf
 from support import hostile
+from support.supporting import build
 
 import tiered_checkpoint_io
 from tiered_checkpoint_io import dcp as ours
@@ -72,6 +73,43 @@ def test_what_is_only_named_is_never_called():
     assert before == hostile.RAN
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        (eval, ("1 + 1",)),
+        (getattr, (collections.OrderedDict, "fromkeys")),
+        (np.ndarray, ((1,), "O", b"12345678")),
+        (np.dtype, ("O",), (3, "|", None, None, None, 8, 8, 0)),
+        (np.dtype, ("f8",), (3, "|", None, None, None, 800, 1, 0)),
+        (collections.defaultdict, (), (None, {"__missing__": print})),
+        (torch.Tensor.new_zeros, (torch.ones(1), 3)),
+    ],
+    ids=["eval", "getattr", "memory as objects", "objects as memory", "greater elements", "print", "method"],
+)
+def test_forgeries_are_refused_also_by_who_allows_such_names(call):
+    assert "could not" not in refusal(file_of(Forged(*call)))
+    assert "torch.load refused it" in refusal(file_of(Forged(*call)), "builtins.eval", "builtins.getattr")
+
+
+@pytest.mark.parametrize(
+    ("pickled", "said"),
+    [
+        (b"cbuiltins\neval\nX\x01\x00\x00\x001\x85R.", "intact: Unsupported global: builtins.eval is not allowed"),
+        (b"cargparse\nNamespace\nN}X\x05\x00\x00\x00aliasK\x05s\x86b.", "changes argparse.Namespace"),
+        (b"cargparse\nNamespace\n)\x81)R.", "calls a result of argparse.Namespace"),
+        (b"cnumpy\nndarray\n)R.", "calls numpy.ndarray"),
+        (b"]cargparse\nNamespace\nK\x01a.", "changes argparse.Namespace"),
+        (b"\x82\x01.", "operation that torch.save does not write"),
+        (b"(iargparse\nNamespace\n.", "operation that torch.save does not write"),
+    ],
+    ids=["call", "a class's state", "calling a value", "memory", "appending to a class", "extension", "instance"],
+)
+def test_operations_are_refused_on_what_is_no_value_and_the_whole_reason_is_given(pickled, said):
+    assert said in refusal(hostile.zip_with(b"\x80\x02" + pickled, {"byteorder": b"little", "data/0": bytes(16)}))
+    assert not hasattr(argparse.Namespace, "alias")
+    assert Trust.reason(pickle.UnpicklingError("first\nsecond")) == "first second"
+
+
 @pytest.mark.parametrize("name", ["pathlib\nPosixPath", "torch.serialization\n_get_layout", "pathlib\nWindowsPath"])
 def test_the_state_of_a_class_is_never_set(name):
     pickled = f"\x80\x02c{name}\nN}}X\x04\0\0\0_strX\x05\0\0\0/evils\x86b.".encode("latin-1")
@@ -118,10 +156,11 @@ def test_no_interpolation_is_resolved_by_a_load(resolved, tmp_path, memory_dir):
     refusal(file_of(Forged(torch._utils._rebuild_tensor_v2, (config, 0, (1,), (1,), False, pairs()))))
     unit = (4, "<", None, None, None, -1, -1, 0, several)
     refusal(file_of(Forged(np.dtype, ("M8",), unit)))
-    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "on_save_error": "raise"}
-    ours.save({"held": argparse.Namespace(config=config)}, checkpoint_id="step_1", planner=Dropping(), **options)
+    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread"}
+    held = {"held": argparse.Namespace(config=config)}
+    build(ours.save, held, checkpoint_id="step_1", planner=Dropping(), on_save_error="raise", **options)
     state = {"held": None}
-    ours.load(state, **options)
+    build(ours.load, state, **options).close()
     assert resolved == []
     assert state["held"].config.a == 1
 

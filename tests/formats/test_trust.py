@@ -1,13 +1,15 @@
 """Checkpoints that hold more than tensors and plain data: refused, unless they are allowed by name or altogether."""
 
+import contextlib
 import os
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.supporting import build
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tiered_checkpoint_io import TieredCheckpointIO
+from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageReader, TieredStorageWriter
 from tiered_checkpoint_io import dcp as ours
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, TieredCheckpointError
 
@@ -41,26 +43,28 @@ class Saved:
 
     def __init__(self, kind, folder, memory_dir):
         self.kind = kind
-        self.options = {"dirpath": str(folder), "memory_dir": memory_dir, "on_save_error": "raise"}
+        self.options = {"dirpath": str(folder), "memory_dir": memory_dir, "on_save_error": "raise", "drain": "thread"}
 
     def save(self, held):
         state = {"w": torch.arange(4.0), "held": held}
         if self.kind == "full":
-            io = TieredCheckpointIO(**self.options)
+            io = build(TieredCheckpointIO, **self.options)
             io.save_checkpoint(state, "step=1.ckpt")
             io.teardown()
-        else:
-            ours.save(state, checkpoint_id="step_1", kind=self.kind, **self.options)
+            return
+        with contextlib.closing(build(TieredStorageWriter, **self.options)) as writer:
+            ours.save(state, checkpoint_id="step_1", kind=self.kind, storage_writer=writer)
 
     def load(self, **trust):
         if self.kind == "full":
-            io = TieredCheckpointIO(**self.options, **trust)
+            io = build(TieredCheckpointIO, **self.options, **trust)
             try:
                 return io.load_checkpoint("step=1.ckpt")["held"]
             finally:
                 io.teardown()
         state = {"w": torch.zeros(4), "held": None}
-        ours.load(state, kind=self.kind, **self.options, **trust)
+        with contextlib.closing(build(TieredStorageReader, **self.options, **trust)) as reader:
+            ours.load(state, kind=self.kind, storage_reader=reader)
         return state["held"]
 
 
@@ -72,6 +76,8 @@ def saved(request, tmp_path, memory_dir):
 def refusal(saved, **trust):
     with pytest.raises((RestoreError, CheckpointException)) as caught:
         saved.load(**trust)
+    failures = getattr(caught.value, "failures", {0: (caught.value, None)})
+    assert all(isinstance(failure, TieredCheckpointError) for failure, _ in failures.values())
     return str(caught.value)
 
 
@@ -86,6 +92,9 @@ def test_an_object_is_refused_until_it_is_allowed_by_its_name(saved, monkeypatch
         patch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
         assert saved.load().warmup == 100
     assert NAME in refusal(saved, safe_globals=["collections.Counter"]), "another name does not do"
+    for name in ("no.such.Thing", f"{Schedule.__module__}.Missing", f"{NAME}.Missing"):
+        with pytest.raises((ConfigError, CheckpointException), match="can't be imported"):
+            saved.load(safe_globals=[name])
 
 
 @pytest.mark.parametrize(
@@ -123,13 +132,6 @@ def test_what_would_run_code_runs_none(saved, tmp_path, monkeypatch):
     assert witness.exists(), "who trusts it wholly gets what they asked for"
 
 
-def test_a_name_of_nothing_is_told(saved):
-    saved.save(Schedule(1))
-    for name in ("no.such.Thing", f"{Schedule.__module__}.Missing", f"{NAME}.Missing"):
-        with pytest.raises((ConfigError, CheckpointException), match="can't be imported"):
-            saved.load(safe_globals=[name])
-
-
 def test_a_planner_of_the_users_own_reads_its_bytes_itself(tmp_path, memory_dir):
     class Planner(dcp.DefaultLoadPlanner):
         def load_bytes(self, read_item, value):
@@ -138,14 +140,5 @@ def test_a_planner_of_the_users_own_reads_its_bytes_itself(tmp_path, memory_dir)
     held = {}
     saved = Saved("sharded", tmp_path / "durable", memory_dir)
     saved.save(Schedule(7))
-    ours.load({"w": torch.zeros(4), "held": None}, planner=Planner(), **saved.options)
+    build(ours.load, {"w": torch.zeros(4), "held": None}, planner=Planner(), **saved.options).close()
     assert held["held"].warmup == 7
-
-
-def test_errors_are_ours(saved):
-    saved.save(Schedule(1))
-    try:
-        saved.load()
-    except BaseException as error:
-        failures = getattr(error, "failures", {0: (error, None)})
-        assert all(isinstance(failure, TieredCheckpointError) for failure, _ in failures.values())

@@ -1,4 +1,4 @@
-"""What checkpoints hold beside tensors: what loads as it is, what loads by the line that a refusal gives, and forgeries."""
+"""What checkpoints hold beside tensors: what loads as it is, and what loads by the line that a refusal gives."""
 
 import argparse
 import collections
@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io import dcp as ours
@@ -180,92 +181,31 @@ def test_a_refusal_names_all_at_once_and_keeps_the_names_that_are_allowed_alread
     assert len(read(file, *line)) == len(OF_THE_USER)
 
 
-class Forged:
-    """Pickled as a call."""
-
-    def __init__(self, *call):
-        self.call = call
-
-    def __reduce__(self):
-        return self.call
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        (eval, ("1 + 1",)),
-        (getattr, (collections.OrderedDict, "fromkeys")),
-        (np.ndarray, ((1,), "O", b"12345678")),
-        (np.dtype, ("O",), (3, "|", None, None, None, 8, 8, 0)),
-        (np.dtype, ("f8",), (3, "|", None, None, None, 800, 1, 0)),
-        (collections.defaultdict, (), (None, {"__missing__": print})),
-        (torch.Tensor.new_zeros, (torch.ones(1), 3)),
-    ],
-    ids=["eval", "getattr", "memory as objects", "objects as memory", "greater elements", "print", "method"],
-)
-def test_forgeries_are_refused(call):
-    assert "could not" not in refusal(file_of(Forged(*call)))
-    blocked = refusal(file_of(Forged(*call)), "builtins.eval", "builtins.getattr")
-    assert "torch.load refused it" in blocked
-
-
-def zip_with(pickled):
-    """A file of torch.save with another pickle."""
-    file = io.BytesIO()
-    writer = torch._C.PyTorchFileWriter(file)
-    for name, data in {"data.pkl": pickled, "byteorder": b"little", "data/0": bytes(16)}.items():
-        writer.write_record(name, data, len(data))
-    writer.write_end_of_file()
-    file.seek(0)
-    return file
-
-
-@pytest.mark.parametrize(
-    ("pickled", "said"),
-    [
-        (b"cargparse\nNamespace\nN}X\x05\x00\x00\x00aliasK\x05s\x86b.", "changes argparse.Namespace"),
-        (b"cargparse\nNamespace\n)\x81)R.", "calls a result of argparse.Namespace"),
-        (b"cnumpy\nndarray\n)R.", "calls numpy.ndarray"),
-        (b"]cargparse\nNamespace\nK\x01a.", "changes argparse.Namespace"),
-        (b"\x82\x01.", "operation that torch.save does not write"),
-        (b"(iargparse\nNamespace\n.", "operation that torch.save does not write"),
-    ],
-    ids=["a class's state", "calling a value", "memory", "appending to a class", "extension", "instance"],
-)
-def test_operations_are_refused_on_what_is_no_value(pickled, said):
-    assert said in refusal(zip_with(b"\x80\x02" + pickled))
-    assert not hasattr(argparse.Namespace, "alias")
-
-
-def test_the_whole_reason_is_given():
-    assert "intact: Unsupported global: builtins.eval is not allowed" in refusal(file_of(Forged(eval, ("1",))))
-    assert Trust.reason(pickle.UnpicklingError("first\nsecond")) == "first second"
-
-
 @pytest.mark.parametrize("kind", ["full", "sharded", "local"])
 def test_the_first_save_names_what_could_not_be_loaded_and_the_line_to_paste(kind, tmp_path, memory_dir, caplog):
     logger = logging.getLogger(f"trust.{kind}")
-    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "on_save_error": "raise"}
+    where = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread"}
+    options = {**where, "on_save_error": "raise"}
     state = {"w": torch.ones(3), "held": {"a": Outer.Inner(), "b": Settings(), "c": Mode.READ}, **PLAIN}
 
     def save(step, **trust):
         if kind == "full":
             io.save_checkpoint(state, f"step={step}.ckpt")
         else:
-            ours.save(state, checkpoint_id=f"step_{step}", kind=kind, logger=logger, **options, **trust)
+            build(ours.save, state, checkpoint_id=f"step_{step}", kind=kind, logger=logger, **options, **trust)
 
     def load(**trust):
         if kind == "full":
-            io = TieredCheckpointIO(**options, **trust)
+            io = build(TieredCheckpointIO, **options, **trust)
             found = io.load_checkpoint("tiered:latest")
             io.teardown()
             return found["held"]
         wanted = {"w": torch.zeros(3), "held": {"a": None, "b": None, "c": None}}
-        ours.load(wanted, kind=kind, **options, **trust)
+        build(ours.load, wanted, kind=kind, **options, **trust).close()
         return wanted["held"]
 
     if kind == "full":
-        io = TieredCheckpointIO(logger=logger, **options)
+        io = build(TieredCheckpointIO, logger=logger, **options)
     with caplog.at_level(logging.WARNING, logger.name):
         save(1)
         save(2)
