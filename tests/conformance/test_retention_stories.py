@@ -11,7 +11,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
 
 from .kinds import lose_memory
-from .test_stories import LATEST, can, dirpath, kind, on_s3, start  # noqa: F401 - fixtures
+from .test_stories import LATEST, can, dirpath, kind, on_a_directory, start  # noqa: F401 - fixtures
 
 KEEP = {"retention": [{"latest": 2}, {"every_steps": 3}]}
 
@@ -28,7 +28,6 @@ def there(store):
     return lambda: names(store)
 
 
-@on_s3
 def test_the_durable_tier_keeps_what_policies_say_behind_each_save(start, store, there, memory_dir):
     start().save(1)
     held = hold(store, "step_1.ckpt", read_manifest(store, "step_1.ckpt").settled.save_id)
@@ -50,7 +49,7 @@ def test_the_durable_tier_keeps_what_policies_say_behind_each_save(start, store,
 
 
 @pytest.mark.matrix
-@on_s3
+@on_a_directory
 def test_what_a_run_left_queued_is_taken_up_with_its_retention(start, there):
     start(**KEEP).save(1)
     job = start(**KEEP, on_save_error="warn", wait_timeout_s=1)

@@ -38,10 +38,8 @@ def small(tmp_path):
         yield str(folder)
 
 
-@pytest.mark.parametrize("spill", ["auto", "named"])
-def test_a_durable_save_that_memory_has_no_room_for(small, start, memory_dir, tmp_path, spill):
-    (tmp_path / "named").mkdir()
-    options = {"memory_dir": small, "spill_dir": str(tmp_path / "named") if spill == "named" else spill}
+def test_a_durable_save_that_memory_has_no_room_for(small, start, memory_dir):
+    options = {"memory_dir": small, "spill_dir": "auto"}
     job = start(**options)
     job.save(1, wait=False, size=LARGE)
     save = job.last_save()
@@ -55,8 +53,8 @@ def test_a_durable_save_that_memory_has_no_room_for(small, start, memory_dir, tm
     assert [job.load(which, LARGE) for which in (LATEST, "step_1.ckpt")] == [2, 1]
 
 
-@pytest.mark.parametrize("rule", ["raise", "warn"])
-def test_a_durable_save_that_neither_memory_nor_a_spill_has_room_for_fails(tmp_path, start, memory_dir, rule):
+def test_a_durable_save_that_neither_memory_nor_a_spill_has_room_for_fails(tmp_path, start, memory_dir, kind):
+    rule = "warn" if kind == "sharded" else "raise"
     with mounted_tmpfs(tmp_path / "memory", 8 << 20) as folder:
         job = start(memory_dir=str(folder), spill_dir=None, on_save_error=rule)
         job.save(1)
@@ -154,6 +152,7 @@ def test_while_s3_is_away_an_empty_memory_is_no_start_from_scratch(start, proxy,
 
 # --------------------------------------------------------------------------------------- what is said
 @on_a_directory
+@pytest.mark.parametrize("kind", ["full"], indirect=True)
 def test_a_queued_upload_that_has_ended_is_told_where_the_job_logs(start, dirpath):
     job = start(drain="process")
     job.save(1, wait=False)

@@ -36,7 +36,7 @@ LOG = logging.getLogger("machine")
 LOG.setLevel(logging.CRITICAL)
 
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-settings.register_profile("ci", max_examples=30, stateful_step_count=25, derandomize=True, database=None, **COMMON)
+settings.register_profile("ci", max_examples=15, stateful_step_count=25, derandomize=True, database=None, **COMMON)
 settings.register_profile("soak", max_examples=600, stateful_step_count=80, database=None, print_blob=True, **COMMON)
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 from support.draining import drain, names
-from support.faulty import refusing
+from support.faulty import Injected, refusing
+from support.sharded import readable
 from support.story import op_id
 
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
@@ -10,12 +11,37 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
 
+from .test_drain_sharded import left, pending
+
 RUN = ids.run_id_of(op_id(1))
 
 
-def stage(node, which, number):
-    """A stage's save, of one rank."""
-    return node.part(f"stage{which}/step_{number}", number, 0, series=f"stage{which}/step_#", world_size=1)
+def stage(node, which, number, rank=0, world_size=1):
+    """A rank's part of a stage's save."""
+    name, series = f"stage{which}/step_{number}", f"stage{which}/step_#"
+    return node.part(name, number, rank, series=series, world_size=world_size)
+
+
+@pytest.mark.parametrize("why", ["it has failed", "a part has not come"])
+def test_a_save_is_not_given_up_where_another_group_has_got_through(nodes, store, why):
+    """Of one process that coordinates both; groups on nodes of their own are simulated in tests/sim."""
+    here, other = nodes
+    missing = stage(here, 0, 1, 0, 2)
+    stage(here, 1, 2, 0, 2)
+    stage(other, 1, 2, 1, 2)
+    if why == "it has failed":
+        stage(other, 0, 1, 1, 2)
+    assert drain(other).run(once=True)
+    away = refusing(store, lambda what, key: key.startswith("stage0") and why == "it has failed", Injected("away"))
+    assert drain(here, away).run(once=True)
+    assert names(store) == ["stage1/step_2"]
+    assert pending(here) == [missing]
+    if why != "it has failed":
+        stage(other, 0, 1, 1, 2)
+        assert drain(other).run(once=True)
+    assert drain(here).run(once=True)
+    assert [readable(store, f"stage{which}/step_{which + 1}") for which in (0, 1)] == [1, 2]
+    assert (left(store), pending(here)) == ([], [])
 
 
 def test_a_delete_waits_for_a_further_save_of_the_group_that_has_lost_one(node, store):

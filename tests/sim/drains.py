@@ -7,7 +7,6 @@ whole, must never go back in the history that the dictionary has for it, and in 
 import contextlib
 import logging
 import os
-import tempfile
 
 from sim.world import Fates, MemoryStore, Peek, PlainStore, Serial, World
 from support.draining import Node
@@ -184,11 +183,3 @@ def life(seed, fates=Fates(), *, folder):
         if not world.violation and not fates.failed and seen != views[-1]:
             world.violation = f"in the end {seen}, not {views[-1]}"
     return world
-
-
-def lives(seeds, fates=Fates()):
-    """The worlds of many seeds."""
-    for seed in seeds:
-        # On tmpfs, as the memory of nodes.
-        with tempfile.TemporaryDirectory(prefix="tiered-sim-", dir="/dev/shm") as folder:
-            yield seed, life(seed, fates, folder=folder)

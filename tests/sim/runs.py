@@ -12,7 +12,6 @@ preempted, or with its machine. The drains of the machines outlive it. What is j
 import contextlib
 import logging
 import os
-import tempfile
 from dataclasses import dataclass, field
 
 import torch
@@ -372,11 +371,3 @@ def life(seed, kind=FATAL, *, folder):
     """One simulated life; its world, closed, with the violation that was found if any."""
     os.makedirs(folder, exist_ok=True)
     return Life(seed, *kind, folder).play()
-
-
-def lives(seeds, kind=FATAL):
-    """The worlds of many seeds."""
-    for seed in seeds:
-        # On tmpfs, as the memory of nodes.
-        with tempfile.TemporaryDirectory(prefix="tiered-sim-", dir="/dev/shm") as folder:
-            yield seed, life(seed, kind, folder=folder)

@@ -3,42 +3,41 @@
 import os
 
 import pytest
-from sim import drains, two_groups, two_runs
+from sim import drains, peers, runs, two_groups, two_runs
 from sim.defects import DEFECTS, ROOT
 from sim.run import CALM, ROUGH
 
-
-@pytest.mark.parametrize("fates", [pytest.param(CALM, marks=pytest.mark.matrix), ROUGH], ids=["calm", "rough"])
-def test_no_life_loses_or_mixes_anything(fates):
-    steps, found = 0, []
-    for seed, world in drains.lives(range(15), fates):
-        steps += world.steps
-        found += [f"seed {seed}: {world.violation}"] if world.violation else []
-    assert found == []
-    assert steps > 500
-
-
-@pytest.mark.parametrize("fates", [pytest.param(CALM, marks=pytest.mark.matrix), ROUGH], ids=["calm", "rough"])
-def test_two_runs_on_the_same_names_are_as_one_after_the_other(fates, memory_dir):
-    found = []
-    for seed in range(10):
-        os.mkdir(f"{memory_dir}/{seed}", 0o700)
-        world = two_runs.life(seed, fates, folder=f"{memory_dir}/{seed}")
-        found += [f"seed {seed}: {world.violation}"] if world.violation else []
-    assert found == []
+#: Lives, their kind, how many seeds, and what has to happen in some of them.
+SAMPLES = {
+    "drains": (drains, ROUGH, 10, ["is killed", "fails behind"]),
+    "two runs": (two_runs, ROUGH, 8, ["is killed", "fails behind"]),
+    "two groups": (two_groups, CALM, 2, ["is slow"]),
+    "runs": (runs, runs.FATAL, 12, ["is killed", "is lost"]),
+    "peers": (peers, peers.ROUGH, 12, ["is lost", "is stopped", "no network", "no room for replicas", "True 0"]),
+}
 
 
-def test_no_group_removes_parts_of_a_live_save_of_another(memory_dir):
-    found = []
-    for seed in range(5):
-        os.mkdir(f"{memory_dir}/{seed}", 0o700)
-        world = two_groups.life(seed, folder=f"{memory_dir}/{seed}")
-        found += [f"seed {seed}: {world.violation}"] if world.violation else []
-    assert found == []
+def lived(lives, seed, kind, folder):
+    os.mkdir(f"{folder}/{seed}", 0o700)
+    return lives.life(seed, kind, folder=f"{folder}/{seed}")
 
 
-def test_a_seed_gives_the_same_life_again():
-    (_, first), (_, again), (_, other) = (next(drains.lives([seed], ROUGH)) for seed in (7, 7, 8))
+@pytest.mark.parametrize("which", SAMPLES)
+def test_no_life_loses_mixes_or_passes_over_anything(which, memory_dir):
+    lives, kind, count, happenings = SAMPLES[which]
+    worlds = [lived(lives, seed, kind, memory_dir) for seed in range(count)]
+    assert [f"seed {seed}: {world.violation}" for seed, world in enumerate(worlds) if world.violation] == []
+    assert sum(world.steps for world in worlds) > 300
+    history = "".join(line for world in worlds for line in world.history)
+    assert [what for what in happenings if what not in history] == []
+
+
+@pytest.mark.parametrize("which", ["drains", "runs", "peers"])
+def test_a_seed_gives_the_same_life_again(which, memory_dir):
+    lives, kind, *_ = SAMPLES[which]
+    first, other = lived(lives, 7, kind, memory_dir), lived(lives, 8, kind, memory_dir)
+    os.mkdir(f"{memory_dir}/again", 0o700)
+    again = lived(lives, 7, kind, f"{memory_dir}/again")
     assert first.history == again.history
     assert first.digest == again.digest != other.digest
 
