@@ -11,13 +11,11 @@ from dataclasses import replace
 
 import pytest
 from support import committing
-from support.documented import document_of
+from support.documented import command, document_of
 from support.draining import Node, part_of
 from support.restoring import of_a_newer_release
 from support.sharded import full_part, make_part
-from typer.testing import CliRunner
 
-from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.drain.locks import is_lost, release, try_lock
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
@@ -42,12 +40,7 @@ def spilled(memory_dir, tmp_path):
 
 def clean(node, *options):
     line = ["clean", "--memory-dir", str(node.root.parent.parent), "--namespace", node.root.name, *options]
-    return CliRunner().invoke(app, line)
-
-
-@pytest.fixture
-def node(memory_dir, tmp_path):
-    return Node(memory_dir, str(tmp_path / "run"))
+    return command(*line)
 
 
 def memory_only(node):
@@ -255,7 +248,7 @@ def test_it_keeps_what_a_restart_needs_beside_the_newest(memory_dir, tmp_path):
     node.part("local", 3, 0, kind="local", world_size=1)
     node.drain()
     assert "newest checkpoint step=90-EMA.ckpt (step 90) is not on the durable tier" in clean(node).stderr
-    assert CliRunner().invoke(app, ["flush", *node.where]).exit_code == 0
+    assert command("flush", *node.where).exit_code == 0
     # A newer one of another payload is no substitute.
     part, files = make_part("memory", 4, 0, kind="local", world_size=1, dirpath=node.dirpath)
     node.tier.commit(replace(part, durable=False), files)
@@ -263,5 +256,5 @@ def test_it_keeps_what_a_restart_needs_beside_the_newest(memory_dir, tmp_path):
     node.save("step=91.ckpt", b"A", step=91)
     node.drain()
     assert "newest checkpoint memory (step 4) is not on the durable tier" in clean(node).stderr
-    assert CliRunner().invoke(app, ["flush", *node.where]).exit_code == 0
+    assert command("flush", *node.where).exit_code == 0
     assert clean(node).exit_code == 0

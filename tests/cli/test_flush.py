@@ -7,14 +7,12 @@ from dataclasses import replace
 
 import pytest
 from support import committing
-from support.documented import document_of
+from support.documented import command, document_of
 from support.draining import Node
 from support.sharded import make_part
 from support.supporting import build
-from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO
-from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.drain.locks import is_locked
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
@@ -23,10 +21,6 @@ from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, Dr
 from tiered_checkpoint_io.inventory.node import to_flush
 from tiered_checkpoint_io.model.ids import LEASE_PREFIX, manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-
-
-def command(*arguments):
-    return CliRunner().invoke(app, arguments)
 
 
 def flushed(node, *arguments):
@@ -43,9 +37,8 @@ def in_memory_alone(node, name, number, rank=0):
     (stored.folder / "part.json").write_bytes(replace(stored.part, durable=False).to_json())
 
 
-def test_the_newest_step_in_memory_becomes_durable_with_the_trainer_dead(memory_dir, tmp_path):
+def test_the_newest_step_in_memory_becomes_durable_with_the_trainer_dead(node):
     """Also where no drain ever ran over this memory."""
-    node = Node(memory_dir, str(tmp_path / "run"))
     node.save("old.ckpt", b"O", durable=False)
     node.save("new.ckpt", b"N" * 100, durable=False)
     node.save("weights.ckpt", b"W", durable=False, resumable=False)
@@ -65,8 +58,7 @@ def test_the_newest_step_in_memory_becomes_durable_with_the_trainer_dead(memory_
     assert command("verify", node.dirpath, "--tier", "durable").exit_code == 0
 
 
-def test_what_can_not_be_uploaded_stays_queued_and_is_said(memory_dir, tmp_path):
-    node = Node(memory_dir, str(tmp_path / "run"))
+def test_what_can_not_be_uploaded_stays_queued_and_is_said(node, tmp_path):
     missing = command("flush", *node.where)
     assert isinstance(missing.exception, CheckpointNotFoundError)
     node.save("a.ckpt", b"A", durable=False)
@@ -83,8 +75,7 @@ def test_what_can_not_be_uploaded_stays_queued_and_is_said(memory_dir, tmp_path)
 
 
 @pytest.mark.parametrize("everything", [[], ["--all"]])
-def test_where_the_newest_is_damaged_the_one_before_is_uploaded_and_the_status_is_1(everything, memory_dir, tmp_path):
-    node = Node(memory_dir, str(tmp_path / "run"))
+def test_where_the_newest_is_damaged_the_one_before_is_uploaded_and_the_status_is_1(everything, node):
     for name in ("oldest.ckpt", "old.ckpt", "newest.ckpt"):
         node.save(name, b"A" * 100, durable=False)
     (held,) = node.root.glob("saves/*/*/newest.ckpt")
@@ -115,9 +106,8 @@ def test_a_save_of_two_nodes_is_committed_once_both_are_flushed(memory_dir, tmp_
     assert "the bucket was emptied" in command("flush", *second.where).stdout
 
 
-def test_a_part_is_durable_only_once_the_other_nodes_have_sent_theirs(memory_dir, tmp_path):
+def test_a_part_is_durable_only_once_the_other_nodes_have_sent_theirs(node):
     """The coordinator's drain is overwriting the name, and has sent all but the file that makes it the new one."""
-    node = Node(memory_dir, str(tmp_path / "run"))
     store = DirectoryStore(node.dirpath)
     committing.save(store, "s", 1, kind="sharded")
     committing.begin_overwrite(store, "s", 2, kind="sharded")
@@ -130,8 +120,7 @@ def test_a_part_is_durable_only_once_the_other_nodes_have_sent_theirs(memory_dir
 
 
 @pytest.mark.matrix
-def test_the_coordinator_waits_for_the_other_nodes_only_so_long(memory_dir, tmp_path):
-    node = Node(memory_dir, str(tmp_path / "run"))
+def test_the_coordinator_waits_for_the_other_nodes_only_so_long(node):
     in_memory_alone(node, "s", 1)
     done, states = flushed(node, "--timeout", "2")
     assert states == {"s": "queued"}
@@ -142,9 +131,8 @@ def test_the_coordinator_waits_for_the_other_nodes_only_so_long(memory_dir, tmp_
     assert any(ended)
 
 
-def test_what_is_not_on_the_durable_tier_any_more_is_uploaded_again(memory_dir, tmp_path):
+def test_what_is_not_on_the_durable_tier_any_more_is_uploaded_again(node):
     """The bucket was emptied or made anew since, and this node's memory is the last that has it."""
-    node = Node(memory_dir, str(tmp_path / "run"))
     node.save("a.ckpt", b"A")
     assert flushed(node)[1] == {"a.ckpt": "durable"}
     shutil.rmtree(node.dirpath)
@@ -162,15 +150,13 @@ def test_what_is_not_on_the_durable_tier_any_more_is_uploaded_again(memory_dir, 
     assert read_manifest(store, "a.ckpt") == other
 
 
-def test_a_sidecar_takes_no_checkpoint(memory_dir, tmp_path):
-    node = Node(memory_dir, str(tmp_path / "run"))
+def test_a_sidecar_takes_no_checkpoint(node):
     for wrong in (("a.ckpt",), ("--all",), ("--json",), ("--ended",)):
         assert command("flush", "--stay", *wrong, *node.where).exit_code == 2
 
 
-def test_what_was_deleted_since_is_not_durable(memory_dir, tmp_path):
+def test_what_was_deleted_since_is_not_durable(node):
     """As by save_top_k, while memory keeps it."""
-    node = Node(memory_dir, str(tmp_path / "run"))
     node.save("old.ckpt", b"O")
     node.save("new.ckpt", b"N")
     node.delete("old.ckpt")
@@ -203,9 +189,8 @@ def test_which_saves_are_flushed(memory_dir):
     assert [save.name for save in to_flush(node.tier.parts(), name="step_2")] == ["step_2"]
 
 
-def test_with_a_save_goes_all_of_its_step(memory_dir, tmp_path):
+def test_with_a_save_goes_all_of_its_step(node):
     """NeMo's averages are saved before the weights, and a restart takes no weights without them."""
-    node = Node(memory_dir, str(tmp_path / "run"))
     for step in (80, 90):
         for name in (f"step={step}-EMA.ckpt", f"step={step}.ckpt", f"mp_rank_01/step={step}.ckpt"):
             # Of averages alone training can't resume, where they are saved without the optimizers.
@@ -236,8 +221,7 @@ def test_with_process_groups_goes_what_each_saved_of_the_step(memory_dir):
     assert [save.name for save in to_flush(node.tier.parts())] == ["local", "tp1/step_5", "tp0/step_5"]
 
 
-def test_while_a_run_of_another_job_is_there_nothing_is_written(memory_dir, tmp_path):
-    node = Node(memory_dir, str(tmp_path / "run"))
+def test_while_a_run_of_another_job_is_there_nothing_is_written(node, memory_dir):
     node.save("step=1.ckpt", b"A", durable=False)
     io = build(TieredCheckpointIO, dirpath=node.dirpath, memory_dir=memory_dir, namespace="live", drain="thread")
     io.save_checkpoint({"global_step": 2}, f"{node.dirpath}/step=2.ckpt")
@@ -272,9 +256,8 @@ def test_a_jobs_epilog_leaves_the_jobs_alone_that_still_run(memory_dir, tmp_path
     assert epilog("live") == ["durable"]
 
 
-def test_what_a_trainer_saves_meanwhile_is_not_waited_for(memory_dir, tmp_path, monkeypatch):
+def test_what_a_trainer_saves_meanwhile_is_not_waited_for(node, monkeypatch):
     """Where it saves faster than the drain uploads, something is queued at all times."""
-    node = Node(memory_dir, str(tmp_path / "run"))
     node.save("new.ckpt", b"N", durable=False)
     doable, saved = Queue.doable, []
 
@@ -290,9 +273,8 @@ def test_what_a_trainer_saves_meanwhile_is_not_waited_for(memory_dir, tmp_path, 
     assert set(flushed(node, "--all")[1].values()) == {"durable"}
 
 
-def test_what_is_queued_is_uploaded_too_and_a_failure_of_it_is_an_error(memory_dir, tmp_path):
+def test_what_is_queued_is_uploaded_too_and_a_failure_of_it_is_an_error(node):
     """Also if there is no checkpoint that training can resume from."""
-    node = Node(memory_dir, str(tmp_path / "run"))
     node.save("weights.ckpt", b"W", resumable=False)
     node.save("damaged.ckpt", b"D" * 100, resumable=False)
     (held,) = node.root.glob("saves/*/*/damaged.ckpt")
@@ -308,8 +290,7 @@ def test_what_is_queued_is_uploaded_too_and_a_failure_of_it_is_an_error(memory_d
 
 
 @pytest.mark.matrix
-def test_an_upload_that_was_given_up_is_asked_for_again(memory_dir, tmp_path):
-    node = Node(memory_dir, str(tmp_path / "run"))
+def test_an_upload_that_was_given_up_is_asked_for_again(node):
     node.cancel(node.save("a.ckpt", b"A"))
     node.drain()
     assert node.states()[node.tier.parts()[0].op_id] == "skipped"

@@ -6,23 +6,17 @@ import os
 import pytest
 import torch
 from support import committing
-from support.documented import document_of
+from support.documented import command, document_of
 from support.draining import Node
 from support.sharded import readable
 from support.supporting import build
-from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO, export
-from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, SaveError
 from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-
-
-def command(*arguments):
-    return CliRunner().invoke(app, arguments)
 
 
 @pytest.fixture

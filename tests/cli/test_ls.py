@@ -7,15 +7,13 @@ from dataclasses import replace
 import pytest
 from support import committing
 from support.clocks import hurried
-from support.documented import verified
+from support.documented import command, verified
 from support.draining import Node, part_of
 from support.sharded import full_part, make_part, views_of
 from support.silent import silent_server
 from support.story import op_id
-from typer.testing import CliRunner
 
 from tiered_checkpoint_io import find_latest, list_checkpoints
-from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
@@ -24,15 +22,6 @@ from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.model.ids import index_key, manifest_key
 from tiered_checkpoint_io.model.manifest import Metric
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-
-
-@pytest.fixture
-def node(memory_dir, tmp_path):
-    return Node(memory_dir, str(tmp_path / "durable"))
-
-
-def command(*arguments):
-    return CliRunner().invoke(app, arguments)
 
 
 def listed(node, memory_dir, *, status=0):

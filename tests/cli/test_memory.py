@@ -4,86 +4,28 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from support.documented import check, document_of, verified
-from support.draining import Node, names, where_of
+from support import processes
+from support.documented import check, command, document_of, verified
+from support.draining import Node, where_of
 from support.sharded import make_part
+from support.waiting import until
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.engine.drain.locks import release, try_lock
-from tiered_checkpoint_io.engine.drain.worker import TRAINERS_FILE
-from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model.manifest import Metric
-from tiered_checkpoint_io.stores.directory import DirectoryStore
-
-
-@pytest.fixture
-def node(memory_dir, tmp_path):
-    return Node(memory_dir, str(tmp_path / "durable"))
-
-
-def command(*arguments):
-    return CliRunner().invoke(app, arguments)
-
-
-def test_drain_look_verify_and_clean_up(node, memory_dir, tmp_path):
-    where = ("--memory-dir", memory_dir)
-    node.save("epoch=0-step=1.ckpt", b"A" * 100_000)
-    node.alias("last.ckpt", "epoch=0-step=1.ckpt")
-    assert "waits for the durable tier" in command("status", *where).stdout
-    told = command("clean", *where)
-    assert (
-        told.exit_code,
-        "1 operation not yet durable" in told.stderr or "2 operations not yet durable" in told.stderr,
-    ) == (1, True)
-    node.drain()
-    shown = command("status", *where).stdout
-    assert "committed" in shown
-    assert "waits for" not in shown
-    whole = command("verify", node.dirpath)
-    assert (whole.exit_code, whole.stdout.count("intact")) == (0, 2)
-    path = tmp_path / "durable" / "epoch=0-step=1.ckpt"
-    for damaged in (b"A" * 99_999 + b"B", b"A" * 99_999, b"A" * 100_001):
-        path.write_bytes(damaged)
-        found = command("verify", node.dirpath, "epoch=0-step=1.ckpt")
-        assert (found.exit_code, found.stdout.count("DAMAGED")) == (1, 1)
-    # As a callback's best_model_path has it.
-    assert command("verify", node.dirpath, f"{node.dirpath}/last.ckpt").stdout.startswith(
-        verified() + "DAMAGED\tdurable\tlast.ckpt\t"
-    )
-
-    for held in (TRAINERS_FILE, JOB_FILE):
-        trainer = try_lock(node.root / held, shared=True)
-        assert "a trainer or drain uses it" in command("clean", *where).stderr
-        refused = command("clean", *where, "--yes")
-        assert isinstance(refused.exception, ConfigError)
-        assert "a trainer or drain uses it" in str(refused.exception)
-        release(trainer)
-    shown = command("clean", *where)
-    assert (shown.exit_code, "would go; delete with --yes" in shown.stdout, len(node.tier.parts())) == (0, True, 1)
-    assert command("clean", *where, "--yes").exit_code == 0
-    assert os.listdir(memory_dir) == []
-    assert names(DirectoryStore(node.dirpath)) == ["epoch=0-step=1.ckpt", "last.ckpt"]
 
 
 def test_a_second_drain_stands_by_and_takes_over_from_one_that_dies(node):
     """Two sidecars over one tmpfs."""
 
     def start():
-        ours = [sys.executable, "-m", "tiered_checkpoint_io", "flush", "--stay", *node.where]
-        return subprocess.Popen(ours, stderr=subprocess.PIPE, text=True)
-
-    def wait_for(said, process):
-        assert any(said in line for line in process.stderr), "it ended without a word of it"
+        return processes.start("flush", "--stay", *node.where)
 
     first = start()
     second = None
@@ -91,7 +33,7 @@ def test_a_second_drain_stands_by_and_takes_over_from_one_that_dies(node):
         op = node.save("a.ckpt", b"A")
         until(lambda: node.states() == {op: "committed"})
         second = start()
-        wait_for("standing by", second)
+        assert any("standing by" in line for line in second.stderr), "it ended without a word of it"
         # Time to look again, and to say it again.
         time.sleep(1.5)
         first.send_signal(signal.SIGKILL)
@@ -104,15 +46,7 @@ def test_a_second_drain_stands_by_and_takes_over_from_one_that_dies(node):
     finally:
         for process in filter(None, (first, second)):
             process.kill()
-            process.wait()
-            process.stderr.close()
-
-
-def until(is_it, deadline_s=30):
-    end = time.monotonic() + deadline_s
-    while not is_it():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+            process.communicate()
 
 
 def test_status_tells_what_is_safe_with_peers_and_what_is_kept_for_them(node, memory_dir):
@@ -196,8 +130,7 @@ def test_status_of_no_namespace_is_none_and_of_no_folder_an_error(memory_dir, tm
 
 
 @pytest.fixture
-def drained(memory_dir, tmp_path):
-    node = Node(memory_dir, str(tmp_path / "run"))
+def drained(node):
     node.save("a.ckpt", b"A")
     node.drain()
     return node
@@ -245,11 +178,11 @@ def test_a_checkpoint_is_flushed_by_its_url_and_as_the_latest(drained):
     )
 
 
-def told(command, *arguments, status=0):
+def told(name, *arguments, status=0):
     """The one document that a command prints."""
-    done = CliRunner().invoke(app, [command, *arguments, "--json"])
+    done = command(name, *arguments, "--json")
     assert done.exit_code == status, (done.stderr, done.exception)
-    return document_of(command, done)
+    return document_of(name, done)
 
 
 def test_commands_answer_programs(node, memory_dir, tmp_path):
@@ -284,7 +217,7 @@ def test_commands_answer_programs(node, memory_dir, tmp_path):
     assert told("clean", *where)["checkpoints"] == []
     assert told("status", *where) == {"version": 1, "command": "status", "namespaces": []}
     # What is damaged has a row, too.
-    (tmp_path / "durable/.tiered/manifests/1.ckpt.json").write_text("{")
+    (tmp_path / "run/.tiered/manifests/1.ckpt.json").write_text("{")
     assert [each["state"] for each in told("ls", node.dirpath, *where, status=1)["checkpoints"]] == [
         "durable",
         "corrupt",
@@ -298,7 +231,7 @@ def test_a_damaged_replica_is_told_apart(node, memory_dir):
     (kept.folder / "part.json").write_text("{")
     (namespace,) = told("status", "--memory-dir", memory_dir)["namespaces"]
     assert [(each["tier"], each["folder"]) for each in namespace["damaged"]] == [("replicas", str(kept.folder))]
-    shown = CliRunner().invoke(app, ["status", "--memory-dir", memory_dir]).stdout
+    shown = command("status", "--memory-dir", memory_dir).stdout
     assert f"{kept.folder}\t" in shown.partition("Copies kept for other nodes:")[2]
 
 
@@ -307,7 +240,7 @@ def test_each_line_of_a_watch_is_a_document(node, memory_dir):
     node.save("1.ckpt", b"A")
     node.drain()
     options = ("--exec", "echo not on stdout; exit 3", "--after", "", "--idle-timeout", "0", "--json")
-    done = CliRunner().invoke(app, ["watch", node.dirpath, *where, *options])
+    done = command("watch", node.dirpath, *where, *options)
     listed, ran = [check("watch", json.loads(line)) for line in done.stdout.splitlines()]
     assert (listed["event"], listed["checkpoint"]["name"]) == ("listed", "1.ckpt")
     assert (ran["event"], ran["exit_status"], done.exit_code) == ("ran", 3, 1)
@@ -315,6 +248,6 @@ def test_each_line_of_a_watch_is_a_document(node, memory_dir):
 
 def test_every_command_with_a_document_is_in_the_documentation():
     text = (Path(__file__).parents[2] / "docs/command-line.md").read_text()
-    for name, command in get_command(app).commands.items():
+    for name, known in get_command(app).commands.items():
         row = re.search(rf"^\| `.*\b{name}`.* \| `", text, re.MULTILINE)
-        assert any("--json" in each.opts for each in command.params) == bool(row), name
+        assert any("--json" in each.opts for each in known.params) == bool(row), name

@@ -7,7 +7,6 @@ import time
 
 import pytest
 from support import committing
-from support.draining import Node
 from support.failing import failing
 from support.story import op_id
 
@@ -22,11 +21,6 @@ from tiered_checkpoint_io.inventory.api import NewCheckpoints
 from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-
-
-@pytest.fixture
-def node(memory_dir, tmp_path):
-    return Node(memory_dir, str(tmp_path / "durable"))
 
 
 def test_each_durable_checkpoint_is_new_once_also_across_a_restart(node):
@@ -85,7 +79,7 @@ def test_what_is_handed_out_stays_until_the_next_one_is_asked_for(node):
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_a_checkpoint_is_durable_only_once_it_has_taken_the_place_of_the_one_before(tmp_path, kind):
     """An evaluator must not read the old bytes for the new step."""
-    store = DirectoryStore(str(tmp_path / "durable"))
+    store = DirectoryStore(str(tmp_path / "run"))
     committing.save(store, "a", 1, kind=kind)
     committing.alias(store, "last", "a")
     committing.begin_overwrite(store, "a", 2, kind=kind)

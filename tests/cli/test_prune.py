@@ -1,7 +1,5 @@
 """The command line over what is kept: prune, on a real S3 server."""
 
-import errno
-import itertools
 import json
 import os
 import signal
@@ -11,20 +9,18 @@ from dataclasses import replace
 
 import pytest
 from support.committing import RUN, alias, rate, save, swept
+from support.documented import command
 from support.draining import names
 from support.draining import objects as files
 from support.fault_proxy import FaultProxy, locked, refuse
-from support.faulty import FaultyStore, Injected
 from support.sharded import named
 from support.sharded import objects as all_objects
 from support.supporting import build
-from typer.testing import CliRunner
+from support.tenants import Tenant, mounted_tmpfs
 
 from tiered_checkpoint_io import TieredCheckpointIO
-from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.durable import retention
 from tiered_checkpoint_io.engine.durable.holds import hold, release
-from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.engine.leasing.leases import Lease
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.formats.parallel import in_parallel
@@ -32,10 +28,6 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-
-
-def command(*arguments):
-    return CliRunner().invoke(app, arguments)
 
 
 @pytest.fixture
@@ -151,54 +143,27 @@ def test_what_the_server_refuses_stays_and_keeps_nothing_else(s3, s3_server, mon
     assert all_objects(s3) == named(s3) and files(s3) == ["c6"]
 
 
-def _full(monkeypatch):
-    """A disk on which nothing can be made until something was deleted."""
-    opened, made, removed, is_full = os.open, os.mkdir, os.unlink, True
-
-    def refuse_if_full(path):
-        if is_full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    def open_(path, flags, *arguments, **options):
-        if flags & os.O_CREAT and not os.path.exists(path):
-            refuse_if_full(path)
-        return opened(path, flags, *arguments, **options)
-
-    def mkdir(path, *arguments, **options):
-        if not os.path.exists(path):
-            refuse_if_full(path)
-        return made(path, *arguments, **options)
-
-    def unlink(path, *arguments, **options):
-        nonlocal is_full
-        removed(path, *arguments, **options)
-        is_full = False
-
-    monkeypatch.setattr(os, "open", open_)
-    monkeypatch.setattr(os, "mkdir", mkdir)
-    monkeypatch.setattr(os, "unlink", unlink)
-
-
 @pytest.mark.parametrize("other", ["none", "dead", "another machine's", "not understood"])
-def test_a_full_disk_is_cleared_up_unless_another_run_may_write_there(other, tmp_path, monkeypatch):
-    store = DirectoryStore(str(tmp_path / "run"))
-    for number in range(1, 4):
-        save(store, f"c{number}", number)
-    lease = replace(Lease.of_this_process("other", "token"), held=True)
-    # No process began when this one says.
-    lease = replace(lease, born=1) if other == "dead" else replace(lease, boot_id="elsewhere")
-    if other != "none":
-        store.put(ids.lease_key("ns", "token"), b"?" if other == "not understood" else lease.to_json())
-    _full(monkeypatch)
-    done = command("prune", store.url, "--keep-latest", "1", "--yes", "--json")
-    if other in ("none", "dead"):
-        assert done.exit_code == 0, done.exception
-        assert json.loads(done.stdout)["removed"] == ["c1", "c2"]
-        assert names(store) == files(store) == ["c3"]
-    else:
-        assert isinstance(done.exception, ConfigError)
-        assert "may use this dirpath, and there is no room to ask it" in str(done.exception)
-        assert names(store) == ["c1", "c2", "c3"]
+def test_a_full_disk_is_cleared_up_unless_another_run_may_write_there(other, tmp_path):
+    with mounted_tmpfs(tmp_path / "disk", 1 << 20) as disk:
+        store = DirectoryStore(str(disk / "run"))
+        for number in range(1, 4):
+            save(store, f"c{number}", number)
+        lease = replace(Lease.of_this_process("other", "token"), held=True)
+        # No process began when this one says.
+        lease = replace(lease, born=1) if other == "dead" else replace(lease, boot_id="elsewhere")
+        if other != "none":
+            store.put(ids.lease_key("ns", "token"), b"?" if other == "not understood" else lease.to_json())
+        Tenant(disk).fills()
+        done = command("prune", store.url, "--keep-latest", "1", "--yes", "--json")
+        if other in ("none", "dead"):
+            assert done.exit_code == 0, done.exception
+            assert json.loads(done.stdout)["removed"] == ["c1", "c2"]
+            assert names(store) == files(store) == ["c3"]
+        else:
+            assert isinstance(done.exception, ConfigError)
+            assert "may use this dirpath, and there is no room to ask it" in str(done.exception)
+            assert names(store) == ["c1", "c2", "c3"]
 
 
 @pytest.mark.parametrize("other", [False, True])
@@ -221,27 +186,6 @@ def test_a_used_up_quota_is_cleared_up_unless_another_run_may_write_there(other,
     else:
         assert done.exit_code == 0, done.exception
         assert names(s3) == files(s3) == ["c6"]
-
-
-@pytest.mark.parametrize("kind", ["full", pytest.param("sharded", marks=pytest.mark.matrix)])
-def test_what_a_prune_was_cut_off_amid_goes_with_the_next(kind, tmp_path):
-    """Stopped before each of its requests, among them every delete."""
-    for fail_at in itertools.count(1):
-        store = DirectoryStore(str(tmp_path / str(fail_at)))
-        for number in (1, 2):
-            save(store, f"c{number}", number, kind=kind)
-        going = [each for each in Survey().look(store) if each.name == "c1"]
-        try:
-            retention.remove_all(FaultyStore(store, fail_at=fail_at), going, threading.Event())
-        except Injected:
-            done = command("prune", store.url, "--keep-latest", "1", "--yes")
-            assert done.exit_code == 0, done.exception
-            assert names(store) == ["c2"]
-            swept(store)
-            assert all_objects(store) == named(store)
-        else:
-            break
-    assert fail_at > 6
 
 
 @pytest.mark.parametrize(

@@ -6,32 +6,18 @@ import pty
 import re
 
 import pytest
-from support.documented import document_of
-from support.draining import Node, part_of
+from support.documented import command, document_of
+from support.draining import part_of
 from support.processes import end, start
-from typer.testing import CliRunner
+from support.restoring import flip
 
-from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
-def command(*arguments):
-    return CliRunner().invoke(app, arguments)
-
-
-def flip(path, at=0):
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
-
-
 @pytest.fixture
-def node(memory_dir, tmp_path):
+def node(node):
     """One checkpoint on both tiers, one of two ranks on both, one in memory alone, and a replica."""
-    node = Node(memory_dir, str(tmp_path / "run"))
     node.save("a.ckpt", b"A" * 100)
     for rank in (0, 1):
         node.part("b", 2, rank)
@@ -65,7 +51,7 @@ def test_damage_is_named_by_file_tier_and_rank(node, tmp_path):
     (copy,) = node.root.glob("replicas/*/rank-00000/d.ckpt")
     shard = tmp_path / "run" / "b" / "__1_1.distcp"
     for path in (held, copy, shard):
-        flip(path)
+        flip(path, 0)
     status, rows = verified(node)
     damaged = {row["file"]: (row["tier"], row["rank"], row["copy"]) for row in rows if row["state"] == "damaged"}
     assert status == 1
@@ -79,6 +65,16 @@ def test_damage_is_named_by_file_tier_and_rank(node, tmp_path):
     assert line == f"DAMAGED\tmemory\tc.ckpt\t0\town\t{held}: bytes 0-100 of 'c.ckpt' differ from their hash"
     # Damage is left where it is: a restart quarantines it, and looks for the next copy.
     assert held.exists()
+
+
+def test_one_checkpoint_by_its_url_whose_file_is_too_long_or_short(node, tmp_path):
+    node.alias("last.ckpt", "a.ckpt")
+    node.drain()
+    for damaged in (b"A" * 99, b"A" * 101):
+        (tmp_path / "run" / "a.ckpt").write_bytes(damaged)
+        # As a callback's best_model_path has it.
+        found = command("verify", node.dirpath, f"{node.dirpath}/last.ckpt", "--tier", "durable")
+        assert (found.exit_code, found.stdout.count("DAMAGED\tdurable\tlast.ckpt\t")) == (1, 1)
 
 
 def test_one_tier_and_one_checkpoint(node):

@@ -3,29 +3,20 @@
 import os
 import pty
 import signal
-import subprocess
 import sys
-import time
 
-import pytest
-from support.draining import Node
-from typer.testing import CliRunner
+from support import processes
+from support.documented import command
+from support.processes import PATIENCE_S
+from support.waiting import until
 
-from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.model.manifest import Metric
 
-PATIENCE_S = 120
 
-
-@pytest.fixture
-def node(memory_dir, tmp_path):
-    return Node(memory_dir, str(tmp_path / "durable"))
-
-
-def watch(node, memory_dir, command, after="", **options):
+def watch(node, memory_dir, run, after="", **options):
     more = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    line = ["watch", node.dirpath, "--memory-dir", memory_dir, "--exec", command, "--after", after, *more]
-    return CliRunner().invoke(app, [*line, "--idle-timeout", "0"])
+    line = ["watch", node.dirpath, "--memory-dir", memory_dir, "--exec", run, "--after", after, *more]
+    return command(*line, "--idle-timeout", "0")
 
 
 def test_a_command_runs_once_for_each_in_order_and_a_failure_is_told_at_the_end(node, memory_dir, tmp_path, capfd):
@@ -45,7 +36,7 @@ def test_a_command_runs_once_for_each_in_order_and_a_failure_is_told_at_the_end(
     # Begun again behind the last one, there is nothing new.
     assert (watch(node, memory_dir, "false", after=save).exit_code, capfd.readouterr().out) == (0, "")
     for wrong in (["--after", save], ["--exec", "true", "--after", "step 5"]):
-        assert CliRunner().invoke(app, ["watch", node.dirpath, *wrong]).exit_code == 2
+        assert command("watch", node.dirpath, *wrong).exit_code == 2
 
 
 def test_what_a_command_reads_is_held_meanwhile(node, memory_dir, tmp_path, capfd):
@@ -60,7 +51,7 @@ def test_what_a_command_reads_is_held_meanwhile(node, memory_dir, tmp_path, capf
     assert done.exit_code == 0
     assert "in use" in (tmp_path / "said").read_text()
     assert sorted(os.listdir(node.dirpath)) == [".tiered", "a.ckpt", "b.ckpt"]
-    assert not [each for each in (tmp_path / "durable/.tiered/holds").rglob("*") if each.is_file()]
+    assert not [each for each in (tmp_path / "run/.tiered/holds").rglob("*") if each.is_file()]
 
 
 def test_a_command_is_not_run_for_what_was_overwritten_before_its_turn(node, memory_dir, tmp_path, capfd):
@@ -81,22 +72,7 @@ def test_a_command_is_not_run_for_what_was_overwritten_before_its_turn(node, mem
 
 
 def start(node, memory_dir, *arguments, **options):
-    line = [sys.executable, "-m", "tiered_checkpoint_io", "watch", node.dirpath, "--memory-dir", memory_dir]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-    line += ["--every", "0.1", *arguments]
-    return subprocess.Popen(line, preexec_fn=at_a_terminal, **options)  # noqa: PLW1509 - one call
-
-
-def at_a_terminal():
-    """Ctrl-C reaches the process; where a shell runs the tests in the background, it is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def until(is_it):
-    end = time.monotonic() + PATIENCE_S
-    while not is_it():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    return processes.start("watch", node.dirpath, "--memory-dir", memory_dir, "--every", "0.1", *arguments, **options)
 
 
 def test_sigterm_ends_it_with_the_command_and_all_that_that_started(node, memory_dir, tmp_path):
@@ -123,7 +99,7 @@ def test_sigterm_ends_it_with_the_command_and_all_that_that_started(node, memory
 def test_on_a_terminal_it_is_a_table_until_ctrl_c(node, memory_dir):
     node.save("[/b]1.ckpt", b"A")
     main, terminal = pty.openpty()
-    process = start(node, memory_dir, stdout=terminal, env={**os.environ, "COLUMNS": "120", "TERM": "xterm"})
+    process = start(node, memory_dir, stdout=terminal, env={"COLUMNS": "120", "TERM": "xterm"})
     os.close(terminal)
     try:
         shown = ""

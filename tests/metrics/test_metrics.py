@@ -8,24 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.documented import command
 from support.supporting import build
 from support.tenants import mounted_tmpfs
 from support.training import Model
-from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO, dcp
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.metrics import CATALOG, PREFIX, Sample, prometheus_text
 
 MIB = 1 << 20
-
-
-def command(*arguments):
-    return CliRunner().invoke(app, arguments)
 
 
 def values(memory_dir):

@@ -1,6 +1,15 @@
-"""What a command prints: with ``--json``, and in a pipe."""
+"""Runs commands, and reads what they print: with ``--json``, and in a pipe."""
 
 import json
+
+from typer.testing import CliRunner
+
+from tiered_checkpoint_io.cli import app
+
+
+def command(*arguments):
+    """Runs a command in this process."""
+    return CliRunner().invoke(app, [*map(str, arguments)])
 
 
 def document_of(command, done):
