@@ -47,15 +47,23 @@ def run(*command, cwd="/", timeout_s=TIMEOUT_S, **options):
 
 
 def build(scratch, out):
-    """Wheel and sdist of what is committed; the wheel is made of the sdist."""
+    """Wheel and sdist of what is committed; the wheel is made of the sdist, and holds the package alone.
+
+    Of a checkout without symbolic links: a file system may have none, and neither has GitHub's zip archive.
+    """
     clone = scratch / "clone"
-    run("git", "clone", "--quiet", "--no-hardlinks", ROOT, clone)
+    run("git", "clone", "--quiet", "--no-hardlinks", "-c", "core.symlinks=false", ROOT, clone)
+    tracked = set(run("git", "-C", clone, "ls-files", "tiered_checkpoint_io").split())
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, clone)
     shutil.rmtree(clone)
     made = sorted(out.iterdir())
     run(sys.executable, "-m", "twine", "check", "--strict", *made)
     (wheel,) = [each for each in made if each.suffix == ".whl"]
-    assert "tiered_checkpoint_io/py.typed" in zipfile.ZipFile(wheel).namelist()
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+        (entry_points,) = (name for name in held if name.endswith("entry_points.txt"))
+        assert archive.read(entry_points).count(b"callbacks_factory]") == 2
+    assert {name for name in held if ".dist-info/" not in name} == tracked, held ^ tracked
     return wheel
 
 
