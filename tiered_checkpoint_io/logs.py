@@ -107,9 +107,14 @@ def size_text(size: int) -> str:
     return f"{size / (1 << 20):.2f} MiB" if size >= 1 << 20 else f"{size / (1 << 10):.2f} KiB"
 
 
+def of_step(step: int) -> str:
+    """``Step 5: ``; empty for a step below 0, which is unknown."""
+    return f"Step {step}: " if step >= 0 else ""
+
+
 def rate(size: int, seconds: float) -> str:
     """``1.50 GiB in 0.75 s (2.00 GiB/s)``."""
-    return f"{size_text(size)} in {seconds:.3f} s ({size / GIB / max(seconds, 1e-9):.2f} GiB/s)"
+    return f"{size_text(size)} in {seconds:.3f} s ({size_text(int(size / max(seconds, 1e-9)))}/s)"
 
 
 class _DefaultLevel(int):

@@ -124,8 +124,9 @@ def test_bad_names_and_options_are_refused_and_nothing_is_saved(kept, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="a.ckpt.*tiered-ckpt ls"):
         io.load_checkpoint("a.ckpt")
     choices = "allowed: tiered:latest, tiered:last, tiered://best.*, a name, a path or a URL"
-    with pytest.raises(CheckpointNotFoundError, match=f"'tiered:best'.*{choices}"):
-        io.load_checkpoint("tiered:best")
+    for wrong in ("tiered:best", "latest"):
+        with pytest.raises(CheckpointNotFoundError, match=f"'{wrong}'.*{choices}"):
+            io.load_checkpoint(wrong)
     with pytest.raises(ConfigError, match=f"^'tiered://latest' stands for no checkpoint — {choices}$"):
         io.load_checkpoint("tiered://latest")
     with pytest.raises(ConfigError, match="'tiered://latest' is not the name of a checkpoint — give a name, or"):

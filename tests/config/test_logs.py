@@ -55,7 +55,7 @@ def test_a_life_in_lines(job, tmp_path):
     assert {(each["namespace"], each["rank"], each["level"]) for each in said} == {("gpt-1", "0", "INFO")}
     assert {each["logger"] for each in said} == {"tiered_checkpoint_io"}
     texts = [(each["file"], each["step"], each["text"]) for each in said]
-    amount = r"20\.00 MiB in \d+\.\d+ s \(\d+\.\d+ GiB/s\)"
+    amount = r"20\.00 MiB in \d+\.\d+ s \(\d+\.\d+ [KMG]iB/s\)"
     for file, step, text in (
         ("checkpointer.py", None, "no checkpoint to resume from at .*/d"),
         ("part.py", "7", f"saved a.ckpt to memory and .*/d: {amount}"),

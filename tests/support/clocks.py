@@ -80,7 +80,7 @@ class VirtualClock(Clock):
         """Moves the time, waking who is due on the way; returns once these threads wait again, or have ended."""
         end = self.now + seconds
         self._await_idle(threads)
-        while self._due and (due := min(due for due, _ in list(self._due.values()))) <= end:
+        while (due := min((due for due, _ in list(self._due.values())), default=float("inf"))) <= end:
             self.__dict__["now"] = max(self.now, due)
             for until, event in list(self._due.values()):
                 if until <= self.now and isinstance(event, threading.Event):

@@ -37,7 +37,7 @@ from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.shard_image import Item, Placed, TensorRow, plan_shard
-from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.logs import Logger, of_step
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.numbers import seconds
@@ -420,7 +420,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             assert save.located is not None
             name, step = save.located.name, save.located.step
             self.session.count_failure(name, step, error)
-            self.session.log.error("Step %d: %s %s failed: %s", step, what, name, error)
+            self.session.log.error("%s%s %s failed: %s", of_step(step), what, name, error)
             raise
 
     @property

@@ -49,6 +49,7 @@ from tiered_checkpoint_io.errors import (
     SaveError,
     TieredCheckpointError,
 )
+from tiered_checkpoint_io.logs import of_step
 from tiered_checkpoint_io.model import ids
 
 if TYPE_CHECKING:
@@ -399,7 +400,7 @@ class TieredSharding(_Base):
                 if isinstance(first, ChangedError):
                     writer.saver.stop_overlapping()
             if self.is_global_zero:
-                session.log.error("Step %d: %s", located.step, text)
+                session.log.error("%s%s", of_step(located.step), text)
             has_raised = writer.overlapped is not None and writer.overlapped.is_late
             if session.config.on_save_error == "raise" and not has_raised:
                 path = ids.join_url(located.dirpath, located.name)

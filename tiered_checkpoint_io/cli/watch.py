@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Annotated, Literal
@@ -16,9 +16,9 @@ from typing import Annotated, Literal
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask, raising
-from tiered_checkpoint_io.cli.listing import columns_of, looker_of, state_text
+from tiered_checkpoint_io.cli.listing import looker_of, state_text
 from tiered_checkpoint_io.cli.options import Dirpath, Memory, Output, Server
-from tiered_checkpoint_io.cli.output import Columns, cells_of, is_terminal, rich_table, row_writer, say, write_json
+from tiered_checkpoint_io.cli.output import Columns, row_writer, say, write_json
 from tiered_checkpoint_io.inventory.api import NewCheckpoints, held
 from tiered_checkpoint_io.inventory.rows import CheckpointInfo, RepeatedLook, iso
 from tiered_checkpoint_io.logs import size_text
@@ -39,7 +39,7 @@ class _Terminated(BaseException):
 class Watch(Output, Server, Memory):
     """Watches both tiers until SIGTERM or Ctrl-C; runs a command for each durable checkpoint by --exec.
 
-    Shows a table on a terminal, else a line for each change.
+    Shows a line for each change.
 
     With --exec CMD a shell runs CMD once for each checkpoint that becomes durable, in the order of the saves, one at a
     time. "$1" is its URL; TIERED_CKPT_URL, _NAME, _DIRPATH, _SAVE_ID, _STEP, _EPOCH, _KIND, _SIZE_BYTES, _CREATED,
@@ -72,10 +72,10 @@ class Watch(Output, Server, Memory):
         runs = _CommandLine(self.command, as_json=self.as_json) if self.command is not None else None
         news, looker = NewCheckpoints(self.after), looker_of(config, self)
         look = RepeatedLook(lambda: ask(config, looker.look, quiet=look.has_answered), lambda line: say(line, err=True))
-        is_table = runs is None and not self.as_json and is_terminal()
         # Raised while this waits, which is in the main thread only.
         ended = contextlib.suppress(_Terminated)
-        with ended, raising(_Terminated), _table(config.dirpath) if is_table else _lines(self.as_json) as update:
+        update = _lines(self.as_json)
+        with ended, raising(_Terminated):
             last = time.monotonic()
             while True:
                 found = look.checkpoints()
@@ -197,22 +197,8 @@ class Ran(Change):
     duration_s: float
 
 
-@contextlib.contextmanager
-def _table(title: str) -> Iterator[_Update]:
-    """Draws a table on a terminal again at each look."""
-    from rich.live import Live
-
-    def update(found: Sequence[CheckpointInfo]) -> None:
-        columns = columns_of(found)
-        live.update(rich_table(title, [cells_of(each, columns) for each in found], columns), refresh=True)
-
-    with Live(auto_refresh=False) as live:
-        yield update
-
-
-@contextlib.contextmanager
-def _lines(as_json: bool) -> Iterator[_Update]:
-    """Prints a line, or a JSON document, for each change."""
+def _lines(as_json: bool) -> _Update:
+    """Returns what prints a line, or a JSON document, for each change since the last look."""
     before: dict[tuple[str, str], CheckpointInfo] | None = None
     write = row_writer(_COLUMNS)
 
@@ -239,7 +225,7 @@ def _lines(as_json: bool) -> Iterator[_Update]:
         else:
             write(change)
 
-    yield update
+    return update
 
 
 _COLUMNS: Columns = {

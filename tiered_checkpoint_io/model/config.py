@@ -223,7 +223,7 @@ class TieredCheckpointConfig:
                 near = difflib.get_close_matches(str(key), known, n=1)
                 raise ConfigError(
                     f"unknown key {key!r} (value {shown(value, name=str(key))}) in s3_checkpointing",
-                    hint=(f"did you mean {near[0]!r}? " if near else "") + f"known keys: {', '.join(known)}",
+                    hint=f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}",
                 )
         # OmegaConf's mark of a value that has to be given, as dirpath in our own YAML.
         absent = [key for key, value in raw.items() if value == "???"]

@@ -38,7 +38,7 @@ from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
     TieredCheckpointError,
 )
-from tiered_checkpoint_io.logs import Logger, rate
+from tiered_checkpoint_io.logs import Logger, of_step, rate
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -126,8 +126,8 @@ class Executor:
             # After the outcome: a drain that dies in between finds it committed, and reports it again.
             self._mark_drained(stored)
             what = "is durable" if part.commits else f"has its part of rank {part.rank} on the durable tier"
-            took = rate(size or part.content.size, seconds)
-            self.log.info("Step %d: %s %s: %s", part.content.step, part.name, what, took)
+            what += f": {rate(size or part.content.size, seconds)}"
+            self.log.info("%s%s %s", of_step(part.content.step), part.name, what)
         if not any(each.failures for each in self.begun.values()):
             self.report.now.last_error = ""
         if stored is None or stored.part.commits:

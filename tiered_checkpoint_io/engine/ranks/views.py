@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 def address_of(view: bytearray | memoryview) -> int:
     """Where the bytes of a view lie, read-only ones as well."""
-    address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
-    return address
+    return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
 
 
 def at(view: bytearray | memoryview, offset: int, length: int) -> ctypes.Array[ctypes.c_char]:

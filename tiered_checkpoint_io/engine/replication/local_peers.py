@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.ranks.store_client import PeerError
 from tiered_checkpoint_io.engine.replication.replicator import Member
 from tiered_checkpoint_io.engine.staging.arriving import SlotDestination, describe, read_part
 from tiered_checkpoint_io.engine.staging.loaded import slot_for
-from tiered_checkpoint_io.logs import rate
+from tiered_checkpoint_io.logs import of_step, rate
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.stores.peer import Endpoint, PeerStore
 
@@ -136,7 +136,7 @@ class LocalPeers:
             stored = read_part(part, [store], SlotDestination(tier, part, acquire=partial(slot_for, tier, part)))
         speed = rate(part.content.size, self._clock.monotonic() - started)
         self._member.log.info(
-            "Step %d: shard %d of %s is back from %s: %s", part.content.step, shard, part.name, store.url, speed
+            "%sshard %d of %s is back from %s: %s", of_step(part.content.step), shard, part.name, store.url, speed
         )
         return stored
 

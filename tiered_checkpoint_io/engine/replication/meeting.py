@@ -27,7 +27,7 @@ from tiered_checkpoint_io.engine.replication.network import Interface, interface
 from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks, sender_of
 from tiered_checkpoint_io.engine.replication.replicator import Member, Replicator
 from tiered_checkpoint_io.errors import ConfigError
-from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.logs import Logger, of_step
 from tiered_checkpoint_io.memory.node import memory_of
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -261,8 +261,8 @@ class Peering:
             return
         self._counts["unreplicated"] += 1
         logger.warning(
-            "Step %d: %s was not replicated, only this node has it: meet_peers() was not called on the main threads",
-            stored.part.content.step,
+            "%s%s was not replicated, only this node has it: meet_peers() was not called on the main threads",
+            of_step(stored.part.content.step),
             stored.part.name,
         )
 

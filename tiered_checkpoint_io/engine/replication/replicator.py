@@ -21,7 +21,7 @@ from tiered_checkpoint_io.engine.replication.fates import Fates, FormKey, form_k
 from tiered_checkpoint_io.engine.staging.arriving import SlotDestination, describe, read_part
 from tiered_checkpoint_io.engine.staging.retention import form_of, outdated_replicas
 from tiered_checkpoint_io.errors import TieredCheckpointError
-from tiered_checkpoint_io.logs import Logger, rate
+from tiered_checkpoint_io.logs import Logger, of_step, rate
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.space import MemoryFullError
@@ -227,7 +227,7 @@ class Offers:
         self.counts["replicated"] += 1
         amount = rate(part.content.size, self._clock.monotonic() - started)
         self._log.info(
-            "Step %d: replicated %s to %d peer(s): %s", part.content.step, part.name, len(self._targets), amount
+            "%sreplicated %s to %d peer(s): %s", of_step(part.content.step), part.name, len(self._targets), amount
         )
         return counts and self._await_others(part)
 
@@ -298,8 +298,8 @@ class Offers:
         self.counts["unreplicated"] += 1
         part = stored.part
         self._log.warning(
-            "Step %d: rank %d's part of %s was not replicated, only this node has it: %s",
-            part.content.step,
+            "%srank %d's part of %s was not replicated, only this node has it: %s",
+            of_step(part.content.step),
             part.rank,
             part.name,
             why,

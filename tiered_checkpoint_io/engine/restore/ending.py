@@ -79,7 +79,7 @@ def why_nothing(
             " remove what is damaged",
         )
     hint = "see `tiered-ckpt ls` for those that exist"
-    if by_name and selector.name.startswith(f"{ids.SENTINELS}:"):
+    if by_name and (selector.name in ("latest", "last") or selector.name.startswith(f"{ids.SENTINELS}:")):
         hint = f"allowed: {ids.LOADABLE}"
     if accepts == "local":
         hint += "; local ones that several nodes hold in memory alone are loaded by name"

@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.staging.arriving import (
     read_part,
 )
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError
-from tiered_checkpoint_io.logs import rate
+from tiered_checkpoint_io.logs import of_step, rate
 from tiered_checkpoint_io.model.manifest import FileEntry, Part
 from tiered_checkpoint_io.stores.peer import Endpoint, PeerStore
 
@@ -104,7 +104,7 @@ class Peers:
             raise CorruptCheckpointError(why, operation="restore", tier="peer", key=self._candidate.name)
         kept = read_part(part, self.holders(rank), place(part), note=self._note)
         speed, step = rate(part.content.size, self._tiers.clock.monotonic() - started), part.content.step
-        self._tiers.log.info("Step %d: received part %d of %s from other nodes: %s", step, rank, part.name, speed)
+        self._tiers.log.info("%sreceived part %d of %s from other nodes: %s", of_step(step), rank, part.name, speed)
         return kept
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.arriving import SlotDestination
 from tiered_checkpoint_io.engine.staging.loaded import retain_loaded, slot_for
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryTierError
-from tiered_checkpoint_io.logs import rate, size_text
+from tiered_checkpoint_io.logs import of_step, rate, size_text
 from tiered_checkpoint_io.memory.parts import StoredPart, opened
 from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.model import ids
@@ -257,8 +257,8 @@ class NodeFetcher:
         if restored.content is not None:
             is_spilled = restored.tier == "memory" and self.tiers.memory.is_spilled(restored.path)
             self.tiers.log.info(
-                "Step %d: resuming from %s%s (%s, %s) after %.2f s",
-                restored.step,
+                "%sresuming from %s%s (%s, %s) after %.2f s",
+                of_step(restored.step),
                 "" if self._rank is None else f"shard {self._rank} of ",
                 restored.name,
                 "spill" if is_spilled else restored.tier,

@@ -22,6 +22,7 @@ from tiered_checkpoint_io.engine.restore.peers import restore_owners
 from tiered_checkpoint_io.engine.restore.search import Attempt, Search
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
 from tiered_checkpoint_io.errors import CorruptCheckpointError
+from tiered_checkpoint_io.logs import of_step
 from tiered_checkpoint_io.model.manifest import METADATA
 
 
@@ -91,7 +92,7 @@ def _open(tiers: Tiers, selector: Selector, group: Group, rejected: Mapping[str,
     if opened is None:
         raise search.nothing
     if group.rank == 0:
-        tiers.log.info("Step %d: resuming from %s", opened.step, opened.name)
+        tiers.log.info("%sresuming from %s", of_step(opened.step), opened.name)
         if opened.content is not None:
             tiers.say_whose(opened.content)
     return opened

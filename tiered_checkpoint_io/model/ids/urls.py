@@ -31,7 +31,7 @@ _ACCESS_POINT = r"arn:aws[a-z-]*:s3:[a-z0-9-]*:\d{12}:accesspoint[:/][A-Za-z0-9.
 _BUCKET = re.compile(rf"(?:[A-Za-z0-9][A-Za-z0-9._-]{{1,254}}|{_ACCESS_POINT})\Z")
 _BUCKET_AND_KEY = re.compile(rf"(?P<bucket>{_ACCESS_POINT}(?=/|\Z)|[^/]*)/?(?P<key>.*)\Z", re.DOTALL)
 #: What was meant to begin with ``s3://``.
-_MISSPELT_S3 = re.compile(r"s3(?://+|:/?(?!/))(?P<rest>.*)\Z", re.DOTALL | re.IGNORECASE)
+_MISSPELT_S3 = re.compile(r"s3(?:[an]:)?(?://+|:/?(?!/))(?P<rest>.*)\Z", re.DOTALL | re.IGNORECASE)
 #: What was meant to begin with another scheme, and would be a folder of the working directory; no drive's letter.
 _MISSPELT = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<rest>[^/].*)\Z", re.DOTALL)
 #: The schemes of folders on this machine.
