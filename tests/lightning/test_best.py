@@ -1,15 +1,15 @@
-"""The best checkpoints on the durable tier, where one of them does not get there."""
+"""The best checkpoints on the durable tier: where one does not get there, and where policies decide what stays."""
 
 import random
 import time
 
 import pytest
 import torch
-from support.training import Model, durable
+from support.training import Model, Runs, durable
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
-from tiered_checkpoint_io.errors import StoreError
+from tiered_checkpoint_io.errors import ConfigError, StoreError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
@@ -86,3 +86,40 @@ def test_what_others_save_does_not_take_the_place_of_the_best(runs, refusals, fa
     io = runs.io(max_pending=max_pending)
     runs.fit(newest, kept, io=io, ckpt_path=None, max_steps=17, model=model)
     assert runs.durable() == [f"best-step={step}.ckpt", "epoch=0-step=15.ckpt"]
+
+
+# -------------------------------------------------------------------- policies of the durable tier
+POLICIES = [{"latest": 2}, {"every_steps": 10}, {"best": 1, "metric": "score", "mode": "max"}]
+
+
+def best_of_policies(**more):
+    named = {"monitor": "score", "mode": "max", "s3_every_n_train_steps": 2, "filename": "{step}"}
+    return TieredModelCheckpoint(**{**named, **more})
+
+
+def test_policies_decide_in_place_of_save_top_k(s3_url, memory_dir, tmp_path):
+    """What the callback saves is thinned by the policies alone; last.ckpt moves on, and the best stays where it says."""
+    runs = Runs(s3_url, memory_dir, tmp_path)
+    io = runs.io(retention=POLICIES)
+    callback = best_of_policies(save_top_k=-1, save_last=True)
+    trainer, _ = runs.fit(callback, io=io)
+    # The score is 9 at steps 8 and 18, of which the earlier is the best.
+    assert runs.durable() == ["last.ckpt", "step=10.ckpt", "step=18.ckpt", "step=20.ckpt", "step=8.ckpt"]
+    assert callback.best_model_path.endswith("/step=8.ckpt")
+    assert trainer.io.load_checkpoint(callback.best_model_path)["global_step"] == 8
+    trainer.io.teardown()
+
+
+@pytest.mark.parametrize(
+    ("callback", "policies", "said"),
+    [
+        ({"save_top_k": 3}, POLICIES, "add {best: 3, metric: score, mode: max} to retention"),
+        ({"mode": "min"}, POLICIES, "add {best: 1, metric: score, mode: min} to retention"),
+        ({"save_top_k": -1}, [{"latest": 2}], "add {best: 1, metric: score, mode: max} to retention"),
+    ],
+)
+def test_a_callback_whose_best_would_be_removed_is_refused(runs, callback, policies, said):
+    with pytest.raises(ConfigError, match="which no policy of retention keeps") as refused:
+        runs.fit(best_of_policies(**callback), io=runs.io(retention=policies))
+    assert said in str(refused.value)
+    assert runs.durable() == []

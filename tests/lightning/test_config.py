@@ -44,7 +44,7 @@ def test_yaml_alone_trains(group, asynchronous, memory_every, s3_every, runs):
     with initialize_config_module("tiered_checkpoint_io.configs", version_base=None):
         overrides = [f"+s3_checkpointing={group}", f"s3_checkpointing.dirpath={runs.dirpath}"]
         block = compose(overrides=[*overrides, f"s3_checkpointing.memory_dir={runs.memory_dir}"]).s3_checkpointing
-    io = TieredCheckpointIO.from_config(block)
+    io = build(TieredCheckpointIO.from_config, block, drain="thread")
     assert isinstance(io, AsyncCheckpointIO) == asynchronous
     callback = TieredModelCheckpoint.from_config(block)
     assert callback.memory_every_n_train_steps == memory_every

@@ -12,7 +12,7 @@ WORKER = Path(__file__).with_name("fabric_worker.py")
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.matrix)])
 def test_the_example_is_killed_and_resumes_bit_identically(tmp_path, memory_dir, ranks):
     def train(folder, **job):
-        options = {"memory_dir": f"{memory_dir}/{folder}", "wait_timeout_s": 60, "on_save_error": "raise"}
+        options = {"memory_dir": f"{memory_dir}/{folder}", "drain": "thread", "on_save_error": "raise"}
         Path(options["memory_dir"]).mkdir(exist_ok=True)
         job |= {"devices": ranks, "dirpath": str(tmp_path / folder), "steps": 22, "options": options}
         job |= {"memory_every": 3, "durable_every": 9}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from support.clocks import quick
-from support.training import LogBook, Model, Stop
+from support.training import LogBook, Model
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, SaveError
@@ -23,7 +23,6 @@ def every(**more):
 
 def test_stopped_resumed_from_memory_then_from_the_durable_tier_is_as_never_stopped(runs_on_each):
     runs = runs_on_each
-    runs.drain = "process"
     _, whole = runs.fit(every(), ckpt_path=None)
     runs.wipe()
     before = runs.durable()
@@ -81,26 +80,6 @@ def test_a_data_loader_s_state_that_a_resume_leaves_out_is_said_once(runs, caplo
     assert restored or when == "at its end"
     assert len(said) == (0 if restored else 1), said
     assert restored or "does not restore the state of 1 data loader that the checkpoint holds" in said[0]
-
-
-@pytest.mark.parametrize("options", [{}, pytest.param({"monitor": "step", "mode": "max"}, marks=pytest.mark.matrix)])
-def test_what_a_save_was_to_replace_goes_where_the_run_was_killed_before_that(options, runs, monkeypatch):
-    """As while a save waits for its upload, which the next start finishes."""
-
-    def newest():
-        return TieredModelCheckpoint(s3_every_n_train_steps=5, save_top_k=1, **options)
-
-    def killed(*_):
-        raise Stop
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TieredModelCheckpoint, "_remove_checkpoint", killed)
-        trainer, _ = runs.fit(newest(), asynchronous=False)
-    assert trainer.global_step == 10
-    assert runs.durable() == ["epoch=0-step=10.ckpt", "epoch=0-step=5.ckpt"]
-    runs.fit(newest(), max_steps=15)
-    # What the run resumed from stays.
-    assert runs.durable() == ["epoch=0-step=10.ckpt", "epoch=0-step=15.ckpt"]
 
 
 def test_last_and_latest_without_any_start_from_scratch_but_are_no_test(runs):

@@ -39,35 +39,16 @@ class NoStorage(torch.Tensor):
         raise ValueError("it has no storage")
 
 
-class LazyModel(Model):
-    """A layer that no batch has used yet; its parameters have no shape."""
+class Uncommon(Model):
+    """Has layers that no batch has used yet, a buffer whose storage can't be had, and a tensor on the meta device."""
 
     def __init__(self):
         super().__init__()
-        self.later = torch.nn.LazyLinear(7)
-
-
-class LazyBuffersModel(LazyModel):
-    """A layer with buffers that no batch has used yet."""
-
-    def __init__(self):
-        super().__init__()
-        self.later = torch.nn.LazyBatchNorm1d()
-
-
-class MetaModel(Model):
-    """A callback's or a module's own tensor on the meta device."""
+        self.later, self.normed = torch.nn.LazyLinear(7), torch.nn.LazyBatchNorm1d()
+        self.register_buffer("wrapped", NoStorage(torch.arange(6.0)))
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["nowhere"] = torch.ones(3, device="meta")
-
-
-class NoStorageModel(Model):
-    """A buffer whose storage can't be had."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("wrapped", NoStorage(torch.arange(6.0)))
 
 
 def shown(value):
@@ -86,18 +67,17 @@ def shown(value):
 
 
 @pytest.mark.parametrize("staging", ["eager", "overlapped"])
-@pytest.mark.parametrize("kind", [LazyModel, LazyBuffersModel, MetaModel, NoStorageModel])
-def test_every_save_is_stocks(runs, tmp_path, kind, staging):
+def test_every_save_is_stocks(runs, tmp_path, staging):
     callback = ModelCheckpoint(tmp_path / "stock", **EVERY)
     stock = Trainer(callbacks=[callback], max_steps=20, logger=False, accelerator="cpu", enable_progress_bar=False)
-    stock.fit(kind())
+    stock.fit(Uncommon())
     wanted = {file.name: torch.load(file, weights_only=False) for file in (tmp_path / "stock").iterdir()}
     assert len(wanted) == 4
 
     options = {"staging": staging, "on_save_error": "raise", "safe_globals": [*ALLOWED, f"{__name__}.NoStorage"]}
     trainer, _ = runs.fit(
         TieredModelCheckpoint(memory_every_n_train_steps=1, s3_every_n_train_steps=5, save_top_k=-1, filename="{step}"),
-        model=kind(),
+        model=Uncommon(),
         io=runs.io(**options),
     )
     counts = trainer.io.checkpointer.session.counts
@@ -108,7 +88,7 @@ def test_every_save_is_stocks(runs, tmp_path, kind, staging):
         for part in ("state_dict", "optimizer_states", "global_step", "nowhere"):
             assert shown(got.get(part)) == shown(state.get(part)), (name, part)
 
-    resumed, model = runs.fit(model=kind(), io=runs.io(**options), max_steps=25)
+    resumed, model = runs.fit(model=Uncommon(), io=runs.io(**options), max_steps=25)
     assert resumed.global_step == 25
     assert resumed.io.checkpointer.restored.step == 20
     assert shown(model.state_dict()).keys() == shown(wanted["step=20.ckpt"]["state_dict"]).keys()
