@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from support.clocks import quick
+from support.launch import scripts
 from support.training import LogBook, Model
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
@@ -182,3 +184,68 @@ def test_what_fails_behind_training_is_told_while_it_goes_on(on_save_error, runs
         with contextlib.suppress(SaveError):
             fit()
         assert counted == [1]
+
+
+def test_an_upload_that_fails_is_logged_once_with_what_to_do(runs, caplog):
+    caplog.set_level("INFO", "tiered_checkpoint_io")
+    (runs.root / "durable" / "step=20.ckpt" / "in the way").mkdir(parents=True)
+    runs.drain = "process"
+    runs.fit(every(s3_every_n_train_steps=10, filename="{step}"), io=runs.io(namespace="gpt-1"), ckpt_path=None)
+    said = [record.getMessage() for record in caplog.records]
+    command = f"tiered-ckpt flush --namespace gpt-1 --memory-dir {runs.memory_dir}"
+    failure, left = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert failure.startswith("Step 20: step=20.ckpt did not reach the durable tier: put failed: Is a directory")
+    assert failure.endswith(f"it stays in node memory and is tried again; by hand: {command}")
+    again = f"it stays in node memory; retry with: {command}"
+    assert left == f"1 queued checkpoint was not uploaded (step=20.ckpt) — {again}", "why is said once"
+    newest, pending, resume = said[-3:]
+    assert newest == f"newest checkpoints: step=20.ckpt in node memory; step=10.ckpt on {runs.dirpath}"
+    assert pending.startswith(
+        f"1 checkpoint is not on {runs.dirpath} yet (step=20.ckpt): uploaded by a drain that runs, "
+    )
+    assert pending.endswith(f"or by: {command}")
+    assert resume == 'to resume: trainer.fit(..., ckpt_path="tiered:latest")'
+
+
+INTERRUPTED = """
+import logging, os, signal, sys, threading
+from pathlib import Path
+from lightning.pytorch.callbacks import Callback
+from support.training import Runs
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.stores.directory import DirectoryStore
+
+def interrupt(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+
+class Again(logging.Handler):
+    def emit(self, record):
+        print(record.getMessage(), flush=True)
+        if "waiting for the upload of the checkpoint, 60 s at most; Ctrl-C ends the wait" in record.getMessage():
+            threading.Timer(0.5, interrupt).start()
+
+class Once(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 6:
+            interrupt()
+
+# As at a terminal: a process in the background of a shell has it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+logging.getLogger("tiered_checkpoint_io").addHandler(Again())
+DirectoryStore.upload = DirectoryStore.upload_if = lambda *_, **__: threading.Event().wait()
+dirpath, memory_dir, root = sys.argv[1:]
+runs = Runs(dirpath, memory_dir, Path(root))
+runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=5), Once(), io=runs.io(preflight="off"), ckpt_path=None)
+"""
+
+
+@pytest.mark.matrix
+def test_a_second_ctrl_c_ends_the_wait_for_an_upload(runs, tmp_path):
+    """Lightning ignores it from the first one on, and a large upload takes minutes."""
+    script, began = tmp_path / "interrupted.py", time.monotonic()
+    script.write_text(INTERRUPTED)
+    (ended,) = scripts(tmp_path, script, ([runs.dirpath, runs.memory_dir, str(runs.root)], os.environ.copy()))
+    assert time.monotonic() - began < 50
+    left = ended.stdout.splitlines()[-1]
+    assert left.startswith("1 queued checkpoint was not uploaded (epoch=0-step=5.ckpt): "), ended.stderr
+    assert "it stays in node memory; retry with: tiered-ckpt flush --namespace" in left
