@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
-from support.restoring import flip
+from support.counting_proxy import CountingProxy
+from support.restoring import OLD, World, flip, into_memory, save_id
 
 #: Nodes of two ranks each, and how many copies there are.
 CASES = [("aabbcc", 2), ("aabbccdd", 2), ("aabbcc", 3), ("aabbccdd", 3)]
@@ -43,6 +44,37 @@ def test_a_job_goes_on_from_peers(ranks, lose, s3_url, record_property, nodes, f
         if node in lost:
             assert answer["tier"] == "peer"
     record_property("durable_gets", sum(each["asked"].get("requests.get", 0) for each in (*shards, *full)))
+
+
+def test_a_full_checkpoint_is_read_from_s3_once_a_node_after_one_list(ranks, lose, s3_url, s3_server):
+    ranks("aabb", ["save_full", 1, ["memory", "durable"], {"name": "new.ckpt"}], ["close"], dirpath=s3_url)
+    lose("a", "b")
+    with CountingProxy(s3_server.endpoint_url) as proxy:
+        (answers,) = ranks("aabb", ["load_full", 1], dirpath=s3_url, endpoint_url=proxy.endpoint_url)
+    assert [(answer.get("matches"), answer.get("tier")) for answer in answers] == [(True, "durable")] * 4, answers
+    assert proxy.count("GET", "list-type=2") == 1
+    assert (proxy.count("GET", "/manifests/"), proxy.count("GET", "/run/new.ckpt")) == (1, 2)
+    (answers,) = ranks("aabb", ["load_full", 1], dirpath=s3_url)
+    assert [(answer["matches"], answer["tier"]) for answer in answers] == [(True, "memory")] * 4
+
+
+def test_a_rank_that_never_comes_to_a_load_is_named_within_the_bound(ranks):
+    _, (alone, _) = ranks("ab", ["hurry", {"rendezvous_s": 1.0}], ["load_full", 1, {"absent": 1}])
+    assert alone["error"] == "ConfigError"
+    assert "every rank has to make it" in alone["message"]
+    assert alone["seconds"] < 60
+
+
+def test_nodes_that_only_load_keep_the_last_checkpoints(memory_dir, tmp_path):
+    """Of full checkpoints, of which rank 0's node saves each, and the other node gets one at each restart."""
+    world = World(memory_dir, str(tmp_path / "durable"))
+    for number in (1, 2, 3):
+        into_memory(world.tier("a"), world.store.url, f"{number}.ckpt", OLD, number)
+        answers = world.restore_all("abb")
+        assert answers == [(save_id(number), tier, OLD) for tier in ("memory", "peer", "peer")]
+    # What only its own node has saved stays there.
+    assert [stored.save_id for stored in world.tier("a").parts()] == [save_id(number) for number in (1, 2, 3)]
+    assert [stored.save_id for stored in world.tier("b").parts()] == [save_id(number) for number in (2, 3)]
 
 
 @pytest.mark.matrix

@@ -140,7 +140,9 @@ def save_full(job, seed, tiers=("memory",), name=None):
     return settle(job)
 
 
-def load_full(job, seed, path="tiered:latest"):
+def load_full(job, seed, path="tiered:latest", absent=None):
+    if dist.get_rank() == absent:
+        return None
     io = IO[0] if IO else Checkpointer(build(TieredCheckpointConfig, **base.reading(job)))
     state = io.load(path)
     restored = io.restored

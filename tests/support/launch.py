@@ -13,7 +13,6 @@ import threading
 import time
 from pathlib import Path
 
-WORKER = Path(__file__).parent.parent / "distributed" / "worker.py"
 DEADLINE_S = 150.0
 _READY_S = 120.0
 
@@ -123,14 +122,14 @@ def zygote_pids():
     return {each.pid for each in _zygotes.values()}
 
 
-def launch(folder, jobs, *, deadline_s=DEADLINE_S, worker=WORKER, preload=()):
-    """Runs ``worker.py``, or another, once per job.
+def launch(folder, jobs, *, worker, deadline_s=DEADLINE_S, preload=()):
+    """Runs a script once per job.
 
     Args:
         folder: Where the workers' answers and logs lie.
-        jobs: What each rank is to do, by rank; see ``worker.py``.
-        deadline_s: When all must be done, seconds.
+        jobs: What each rank is to do, by rank.
         worker: The script that each rank runs.
+        deadline_s: When all must be done, seconds.
         preload: Modules that all ranks need, and that take long to import.
 
     Returns:

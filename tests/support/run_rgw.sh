@@ -168,5 +168,5 @@ else
     # Of the further cases, those that ask the server for more; faults are those of a proxy before it.
     "$python" -m pytest -n 2 --durations 15 -m "s3 and not matrix" tests
     "$python" -m pytest -n 2 --durations 15 -m "s3 and matrix" tests/stores/test_stores.py \
-        tests/stores/test_nemo_s3_utils.py tests/conformance tests/crash tests/distributed tests/dcp
+        tests/stores/test_nemo_s3_utils.py tests/conformance tests/crash tests/dcp
 fi
