@@ -1,12 +1,13 @@
-"""A training under torchrun that saves local checkpoints: each attempt resumes from the latest one.
+"""A rank under torchrun that saves local checkpoints: each attempt resumes from the latest one.
 
-Each rank writes what it has done to a file of its node, a line of JSON each.
+Writes what it has done to a file of its own, a line of JSON each. Rank 1 dies in the first attempt.
 """
 
 import json
 import os
+import signal
 import sys
-import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,34 +18,33 @@ from support.supporting import build
 from tiered_checkpoint_io import dcp
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
 
-LAST = 5
 
-
-def main(node, durable, log, pause_at):
-    def say(**facts):
-        with open(log, "a") as file:
-            file.write(json.dumps({"rank": dist.get_rank(), **facts}) + "\n")
-
+def main(folder, memory_dir, dies_at, last):
     dist.init_process_group("gloo")
-    options = {"dirpath": durable, "memory_dir": node, "drain": "thread", "namespace": "elastic", "wait_timeout_s": 30}
-    options["on_save_error"] = "raise"
+    log = Path(folder, f"rank-{dist.get_rank()}.jsonl")
+    is_first = not log.exists()
+
+    def say(**facts):
+        with log.open("a") as file:
+            file.write(json.dumps(facts) + "\n")
+
+    options = {"dirpath": f"{folder}/durable", "memory_dir": memory_dir, "drain": "thread", "wait_timeout_s": 30}
     state, step = {"x": torch.zeros(4)}, 0
     try:
-        reader = build(dcp.load, state, kind="local", **options)
-        step = reader.opened.step
+        step = build(dcp.load, state, kind="local", **options).opened.step
     except CheckpointNotFoundError:
         pass
-    say(loaded=step, x=state["x"][0].item(), restarts=os.environ["TORCHELASTIC_RESTART_COUNT"])
-    while step < LAST:
+    say(loaded=step, x=state["x"][0].item())
+    while step < last:
         step += 1
         dist.all_reduce(torch.ones(1))
         state["x"] += 1
-        report = build(dcp.save, state, checkpoint_id=f"step_{step}", kind="local", **options)
+        report = build(dcp.save, state, checkpoint_id=f"step_{step}", kind="local", on_save_error="raise", **options)
         say(saved=step, save_id=report.save_id)
-        while step == pause_at and os.path.exists(f"{log}.pause"):
-            time.sleep(0.05)
+        if (step, dist.get_rank(), is_first) == (dies_at, 1, True):
+            os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], pause_at=int(sys.argv[4]))
+    main(*sys.argv[1:3], *map(int, sys.argv[3:]))

@@ -22,28 +22,24 @@ GIVEN = (False, True)
 USED = ("new", "again")
 SAVES = ("save", "thread", "process", "save_state_dict")
 LOADS = ("load", "load_state_dict")
-#: Of a job of several ranks: the default group, one of all ranks that is given, and one of the last rank alone.
-GROUPS = ("default", "given", "last")
 
 
-def save_cases(groups):
-    """Each with its group, entry point, what the writer is told, whether an id is given, and the writer's use."""
-    found = itertools.product(groups, SAVES, TOLD, GIVEN, USED)
-    # torch's save_state_dict takes no checkpoint_id; its process for saves has the group of the first one for ever.
+def save_cases():
+    """Each with its entry point, what the writer is told, whether an id is given, and the writer's use."""
+    found = itertools.product(SAVES, TOLD, GIVEN, USED)
+    # torch's save_state_dict takes no checkpoint_id.
+    return [case for case in found if not (case[0] == "save_state_dict" and case[2])]
+
+
+def load_cases():
     return [
-        case for case in found if not (case[1] == "save_state_dict" and case[3]) and case[:2] != ("last", "process")
+        case for case in itertools.product(LOADS, TOLD, GIVEN, USED) if not (case[0] == "load_state_dict" and case[2])
     ]
 
 
-def load_cases(groups):
-    found = itertools.product(groups, LOADS, TOLD, GIVEN, USED)
-    return [case for case in found if not (case[1] == "load_state_dict" and case[3])]
-
-
-def state(seed, group):
-    """A state of a group, and the values that it holds."""
+def state(seed):
     weight = torch.arange(12.0).reshape(4, 3) + 100 * seed
-    if dist.is_initialized() and group != "last":
+    if dist.is_initialized():
         weight = distribute_tensor(weight, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
     return {"model": {"weight": weight, "bias": torch.full((3,), float(seed))}, "step": seed}
 
@@ -52,19 +48,6 @@ def values(state):
     weight = state["model"]["weight"]
     weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
     return [weight.tolist(), state["model"]["bias"].tolist(), state["step"]]
-
-
-_groups = {}
-
-
-def how(group):
-    """The arguments by which torch is told of a group."""
-    if group == "default":
-        return {}
-    if group not in _groups:
-        ranks = list(range(dist.get_world_size()))
-        _groups[group] = dist.new_group(ranks if group == "given" else ranks[-1:])
-    return {"process_group": _groups[group]}
 
 
 def save(entry, saved, writer, arguments):
@@ -129,7 +112,7 @@ class Stock:
 
 def saved_by(tiers, case):
     """What two saves of a case leave, each loaded by its name; or what is refused."""
-    group, entry, told, given, used = case
+    entry, told, given, used = case
     outcomes, writer = [], None
     for number in (1, 2):
         # A step in the writer takes precedence over a name: what it says of the first save holds for the second.
@@ -139,31 +122,31 @@ def saved_by(tiers, case):
                 # Torch's own can't be told nothing, and takes a checkpoint_id in place of its path.
                 told_stock = "path" if given and told == "nothing" and isinstance(tiers, Stock) else told
                 writer = tiers.writer(told_stock, number)
-            arguments = {**how(group), **({"checkpoint_id": tiers.given(name)} if given else {})}
-            save(entry, state(number, group), writer, arguments)
+            arguments = {"checkpoint_id": tiers.given(name)} if given else {}
+            save(entry, state(number), writer, arguments)
     for number in (1, 2):
         with refusing(outcomes):
-            loaded = state(0, group)
-            build(dcp.load, loaded, storage_reader=tiers.reader("path", number), **how(group))
+            loaded = state(0)
+            build(dcp.load, loaded, storage_reader=tiers.reader("path", number))
             outcomes.append(values(loaded))
     return outcomes
 
 
 def loaded_by(tiers, case):
     """What two loads of a case give, after two saves."""
-    group, entry, told, given, used = case
+    entry, told, given, used = case
     for number in (1, 2):
-        save("save", state(number, group), tiers.writer("path", number), how(group))
+        save("save", state(number), tiers.writer("path", number), {})
     outcomes, reader = [], None
     # The first load of one that is used again gives an id; the second does so where the case says so.
     for number, has_id in ((1, True), (2, given)) if used == "again" else ((1, given), (2, given)):
         with refusing(outcomes):
-            loaded = state(0, group)
+            loaded = state(0)
             if reader is None or used == "new":
                 reader = tiers.reader(told, number)
             name = 1 if told == "step" and used == "again" else number
             by_load = entry if not has_id else "load"
-            arguments = {**how(group), **({"checkpoint_id": tiers.given(name)} if has_id else {})}
+            arguments = {"checkpoint_id": tiers.given(name)} if has_id else {}
             load(by_load, loaded, reader, arguments)
             outcomes.append(values(loaded))
     return outcomes
@@ -181,14 +164,11 @@ def entry_points(job, kind, cases):
     """Runs cases of saves or loads; gives each, with what ours and what torch's own did."""
     found = []
     for number, case in enumerate(cases):
-        group = case[0]
-        how(group)
         outcomes = []
         for made in (Ours, Stock):
             tiers = made(job, f"{kind}-{number}")
             try:
-                takes_part = group != "last" or dist.get_rank() == dist.get_world_size() - 1
-                outcomes.append((saved_by if kind == "save" else loaded_by)(tiers, case) if takes_part else [])
+                outcomes.append((saved_by if kind == "save" else loaded_by)(tiers, case))
             finally:
                 tiers.close()
         found.append([case, *outcomes])

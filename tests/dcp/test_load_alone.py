@@ -8,7 +8,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.losing import lose_memory
 from support.restoring import flip
-from support.supporting import build
 
 from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
 from tiered_checkpoint_io import dcp as ours
@@ -58,17 +57,15 @@ def test_the_latest_is_taken_by_its_sentinel_and_another_one_is_told_what_there_
             ours.load(blank(), checkpoint_id=wrong, kind=kind, **config)
 
 
-@pytest.mark.parametrize("kind", ["sharded", pytest.param("local", marks=pytest.mark.matrix)])
-def test_what_lies_in_folders_side_by_side_is_never_mixed_up(config, kind):
+def test_what_lies_in_folders_side_by_side_is_never_mixed_up(config):
     """Averaged weights beside a training, and process groups that save into one dirpath."""
-    config |= {"kind": kind}
 
     def save(number, name, **more):
-        build(ours.save, state(number), checkpoint_id=name, **config, **more)
+        ours.save(state(number), checkpoint_id=name, **config, **more)
 
     def load(**more):
         loaded = blank()
-        reader = build(ours.load, loaded, **{**config, **more})
+        reader = ours.load(loaded, **{**config, **more})
         return next(number for number in range(100) if is_step(loaded, number)), reader
 
     for step in (1, 2):
@@ -93,7 +90,7 @@ def test_what_lies_in_folders_side_by_side_is_never_mixed_up(config, kind):
     for step in range(3, 40):
         save(50, f"ema/step_{step}", wait=False)
     # A restart passes by the newest beside the one that is meant.
-    build(ours.save, state(60), checkpoint_id="export_step_60.pt", **{**config, "kind": "full"})
+    ours.save(state(60), checkpoint_id="export_step_60.pt", kind="full", **config)
     load()[1].close()
     assert load(namespace="another-node")[0] == 31
 

@@ -29,7 +29,6 @@ from worker_states import (  # noqa: F401
     fsdp_job,
     grown_state,
     matches,
-    of_shards_alone,
     save_nested,
     sharded,
     totals,
@@ -67,13 +66,6 @@ def save(job, seed, **more):
     finally:
         if broken == dist.get_rank():
             del mine._shared.session.open().tier.commit
-    dist.barrier()
-    return described(mine)
-
-
-def save_shards(job, seed):
-    mine = writer(job)
-    dcp.save(of_shards_alone(seed), checkpoint_id=f"step_{seed}", storage_writer=mine)
     dist.barrier()
     return described(mine)
 

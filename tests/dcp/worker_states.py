@@ -49,12 +49,6 @@ def matches(state, seed, rows=ROWS):
     return state["step"] == seed and state["text"] == {"name": f"run {seed}"}
 
 
-def of_shards_alone(seed):
-    """A state of which no rank's file has anything that another rank needs."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {"weight": distribute_tensor(torch.arange(40_000.0) + seed, mesh, [Shard(0)])}
-
-
 def blank(seed=0, rows=ROWS, mesh=None):
     state = sharded(seed, rows, mesh)
     for value in state["model"].values():
