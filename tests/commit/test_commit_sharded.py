@@ -1,12 +1,15 @@
 """Parts of a checkpoint on the durable tier: what is refused, what is not sent twice, and what is cleared up."""
 
+import functools
+
 import pytest
 from store_contract import MemoryJournal
-from support.committing import swept
+from support import committing
+from support.committing import alias, delete, swept
 from support.faulty import FaultyStore, Injected
-from support.sharded import FlatStore, entry_of, make_part, named, objects, readable, views_of
+from support.sharded import FlatStore, entry_of, full_part, make_part, named, objects, readable, views_of
 
-from tiered_checkpoint_io.engine.durable import commit, copies, sweep
+from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
@@ -18,22 +21,7 @@ from tiered_checkpoint_io.stores.directory import DirectoryStore
 RUN = "20260101T000000.000000-00000000"
 LATER = "20260102T000000.000000-00000000"
 
-
-def arrived(store, part):
-    arrivals = Arrivals(part)
-    arrivals.look(store)
-    return arrivals
-
-
-def save(store, name, number, **options):
-    """All ranks' drains, one after the other, that of the coordinator last."""
-    for rank in reversed(range(options.get("world_size", 2))):
-        part, files = make_part(name, number, rank, **options)
-        journal = MemoryJournal()
-        if part.content.parts > 1:
-            commit.put_part(store, part, views_of(files), journal=journal)
-        if part.commits:
-            commit.commit(store, part, views_of(files), arrived(store, part).rows, journal=journal)
+save = functools.partial(committing.save, kind="sharded", suffix="")
 
 
 def part_only(store, name, number, rank, **options):
@@ -41,12 +29,10 @@ def part_only(store, name, number, rank, **options):
     assert commit.put_part(store, part, views_of(files)) == "sent"
 
 
-def alias(store, name, target):
-    copies.put_alias(store, name, target)
-
-
-def delete(store, name):
-    sweep.delete(store, name)
+def arrived(store, part):
+    arrivals = Arrivals(part)
+    arrivals.look(store)
+    return arrivals
 
 
 def test_a_directory_says_that_it_cannot_hold_a_file_and_a_folder_of_one_name(tmp_path):
@@ -68,14 +54,22 @@ def test_the_files_of_the_old_content_are_never_written_to(tmp_path):
     assert readable(store, "last") == 1
 
 
-def test_corrupt_bytes_reach_nothing(tmp_path):
+def test_corrupt_bytes_reach_nothing_and_replace_nothing(tmp_path):
     store = DirectoryStore(str(tmp_path))
+    part, files = full_part("full", 1)
+    assert commit.commit(store, part, views_of(files)) == "sent"
+    part, files = full_part("full", 2)
+    with pytest.raises(CorruptCheckpointError):
+        commit.commit(store, part, {"full": memoryview(files["full"][:-1] + b"!")})
+    assert readable(store, "full") == 1
+    assert not read_manifest(store, "full").previous
+    before = objects(store)
     part, data = make_part("a", 1, 0)
     for basename in data:
         bad = {**data, basename: data[basename][:-1] + bytes([data[basename][-1] ^ 1])}
         with pytest.raises(CorruptCheckpointError):
             commit.put_part(store, part, views_of(bad), journal=MemoryJournal())
-    assert objects(store) == []
+    assert objects(store) == before
 
 
 def test_metadata_that_spoils_while_it_waits_replaces_nothing(tmp_path):

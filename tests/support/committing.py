@@ -21,7 +21,7 @@ RUN = "20260101T000000.000000-00000000"
 KINDS = ["full", "full, indexed", "sharded", "sharded, one rank", "local"]
 
 
-def save(store, name, number, journals=None, *, kind="full", world_size=2, clock=SYSTEM, **facts):
+def save(store, name, number, journals=None, *, kind="full", world_size=2, suffix=None, clock=SYSTEM, **facts):
     """All ranks' drains, one after the other, that of the coordinator last; ``facts`` are of the content."""
     journals = journals or Journals()
     if kind.startswith("full"):
@@ -30,8 +30,9 @@ def save(store, name, number, journals=None, *, kind="full", world_size=2, clock
         return commit.commit(store, part, views_of(files), journal=journals.of(name, number), clock=clock)
     payload, _, alone = kind.partition(", ")
     ranks = 1 if alone else world_size
+    suffix = f"-{number:08d}" if suffix is None else suffix
     for rank in reversed(range(ranks)):
-        part, files = make_part(name, number, rank, world_size=ranks, kind=payload, suffix=f"-{number:08d}")
+        part, files = make_part(name, number, rank, world_size=ranks, kind=payload, suffix=suffix)
         part, journal = replace(part, content=replace(part.content, **facts)), journals.of(name, number, rank)
         fate = commit.put_part(store, part, views_of(files), journal=journal, clock=clock) if ranks > 1 else "sent"
         if part.commits and fate != "replaced":
