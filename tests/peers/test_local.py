@@ -37,19 +37,6 @@ def test_a_node_that_comes_back_with_an_old_memory_does_not_take_all_back(ranks)
 
 
 @pytest.mark.matrix
-def test_two_ranks_of_a_node_get_theirs_and_what_was_to_be_uploaded_is(ranks, lose, tmp_path):
-    options = {"replication_factor": 2, "save_to_s3": True}
-    # Nothing gets to the durable tier while its folder is a file.
-    (tmp_path / "durable").write_text("")
-    ranks("aabb", ["save_local", 1], **options)
-    lose("a")
-    (tmp_path / "durable").unlink()
-    loaded, _, _ = ranks("aabb", ["load_local"], ["wait"], ["close"], **options)
-    assert [answer.get("value") for answer in loaded] == [[100.0], [101.0], [102.0], [103.0]], loaded
-    assert len(list((tmp_path / "durable" / "step_1").glob("*.pt"))) == 4
-
-
-@pytest.mark.matrix
 def test_where_no_rank_has_anything_and_a_peer_does_not_load_ranks_say_so_soon(ranks, lose):
     loaded, *_ = ranks("ab", ["load_local"], *SAVES, replication_factor=2)
     lose("a")

@@ -1,6 +1,5 @@
-"""Nodes in networks of their own: joined by a cable that is cut while copies travel, or by two networks."""
+"""Nodes in networks of their own, joined by a cable that is cut while copies travel."""
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -10,39 +9,15 @@ import pytest
 #: What a save may take while the network is away: it has nothing to do with that.
 AT_ONCE_S = 3.0
 _FLOATS = 20_000_000
+CABLE = "cable0"
 
 
 @pytest.fixture
 def places():
     """Two network namespaces, one a node, and a pair of devices between them."""
-    with namespaces(["10.213.0"]) as (names, (devices,)):
-        yield {node: {"name": names[node], "device": devices[node], "master": "10.213.0.1"} for node in "ab"}
-
-
-@pytest.fixture
-def two_networks():
-    """The same with two networks: the hosts' names are of the first, and the store of torch.distributed in the other."""
-    with namespaces(["10.213.0", "10.214.0"]) as (names, (first, second)):
-        hosts = {"a": "10.213.0.1", "b": "10.213.0.2"}
-        yield {
-            node: {
-                "name": names[node],
-                "device": second[node],
-                "other": first[node],
-                "master": "10.214.0.1",
-                "hostname": hosts[node],
-            }
-            for node in "ab"
-        }
-
-
-@contextlib.contextmanager
-def namespaces(networks):
-    """The names of two network namespaces, and for each network the device of each of them."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root, and the command ip (iproute2)")
     names = {node: f"tiered-{os.getpid()}-{node}" for node in "ab"}
-    cables = [dict.fromkeys("ab", f"cable{number}") for number, _ in enumerate(networks)]
     made = []
 
     def ip(*arguments):
@@ -54,14 +29,12 @@ def namespaces(networks):
         for name in names.values():
             ip("netns", "add", name)
             made.append(name)
-        for network, devices in zip(networks, cables, strict=True):
-            pair = "type", "veth", "peer", devices["b"], "netns", names["b"]
-            ip("link", "add", devices["a"], "netns", names["a"], *pair)
-            for number, node in enumerate("ab", start=1):
-                ip("-n", names[node], "addr", "add", f"{network}.{number}/24", "dev", devices[node])
-                for device in ("lo", devices[node]):
-                    ip("-n", names[node], "link", "set", device, "up")
-        yield names, cables
+        ip("link", "add", CABLE, "netns", names["a"], "type", "veth", "peer", CABLE, "netns", names["b"])
+        for number, node in enumerate("ab", start=1):
+            ip("-n", names[node], "addr", "add", f"10.213.0.{number}/24", "dev", CABLE)
+            for device in ("lo", CABLE):
+                ip("-n", names[node], "link", "set", device, "up")
+        yield {node: {"name": names[node], "device": CABLE, "master": "10.213.0.1"} for node in "ab"}
     finally:
         for name in made:
             subprocess.run(["ip", "netns", "del", name], check=False)
@@ -111,24 +84,3 @@ def test_a_cable_that_is_cut_costs_copies_and_nothing_else(ranks, places):
     assert [step for step, *_ in settled[1]["own"]][:2] == [3, 20]
     assert [step for step, *_ in settled[1]["copies"]] == [1, mended[0]]
     assert [step for step, *_ in settled[0]["copies"]] == [mended[1]]
-
-
-def test_replicas_travel_over_the_route_to_the_others(ranks, two_networks):
-    """Not over the network of the hosts' names, which gloo takes."""
-    of_names, of_store = (two_networks["a"][each] for each in ("other", "device"))
-    told, before, _, waited, settled, after = ranks(
-        "ab",
-        ["meet_and_tell"],
-        ["sent_bytes"],
-        ["save_alone", 1, 0, _FLOATS // 10],
-        ["wait_for_copies", 0, 60],
-        ["settle"],
-        ["sent_bytes"],
-        places=two_networks,
-        replication_factor=2,
-    )
-    assert [each for each in told[0] if f"replicas travel over {of_store} (10.214.0.1)" in each] == told[0] != []
-    assert waited[0]["counts"]["replicated"] == 1 and settled[1]["copies"] == [[1, 0, True]]
-    sent = {name: after[0][name] - before[0][name] for name in (of_names, of_store)}
-    other = sent.pop(of_store)
-    assert other > _FLOATS // 10 * 4 > 10 * max(sent.values()), (other, sent)

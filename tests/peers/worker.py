@@ -244,31 +244,6 @@ def marks(job, name):
     return Path(job["answer"]).with_name(f"mark-{name}")
 
 
-def meet_and_tell(job):
-    """What the set-up logs of the network, or its error."""
-    told = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logger = logging.getLogger("tiered_checkpoint_io")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        io_of(job)
-    except Exception as error:
-        return {"error": type(error).__name__, "message": str(error)}
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    return [each for each in told if "replicas travel" in each]
-
-
-def sent_bytes(job):
-    """What each interface of this process' network has sent so far."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
-    return {name.strip(): int(rest.split()[8]) for name, _, rest in (line.partition(":") for line in lines)}
-
-
 def wait_for_copies(job, rank, seconds):
     """How long it took until nothing was on its way from a rank."""
     if dist.get_rank() != rank:

@@ -60,20 +60,6 @@ def ranks(memory_dir, origin):
         thread.join(10)
 
 
-def test_a_save_is_kept_until_both_know_that_it_is_replicated(ranks):
-    parts = [each.save(1).part for each in ranks]
-    for each, part in zip(ranks, parts, strict=True):
-        assert each.fates.begin(part)
-        each.fates.count(part)
-    assert ranks[0].fates.is_decided(parts[0])
-    assert (ranks[0].marked(), ranks[1].marked()) == ([1], [])
-    assert parts[1].save_id in ranks[1].fates.awaited()
-    ranks[1].fates.look()
-    assert ranks[1].marked() == [1]
-    # It stays also for what was listed before it was marked, until a newer one is replicated.
-    assert ranks[0].fates.awaited() == ranks[1].fates.awaited() == {parts[0].save_id}
-
-
 def test_a_metric_in_its_name_keeps_no_save_for_ever(ranks):
     """Each would be the only one of its name: a job's memory would fill up."""
     for number in (1, 2, 3):

@@ -4,7 +4,6 @@ import ctypes
 import os
 
 _CLONE_NEWNET = 0x40000000
-_CLONE_NEWUTS = 0x04000000
 
 
 def enter_network(place):
@@ -15,9 +14,3 @@ def enter_network(place):
         raise OSError(ctypes.get_errno(), "setns")
     os.close(descriptor)
     os.environ.update(GLOO_SOCKET_IFNAME=place["device"], MASTER_ADDR=place["master"])
-    if "hostname" in place:
-        # What torch's own groups listen on, where no interface is named.
-        del os.environ["GLOO_SOCKET_IFNAME"]
-        name = place["hostname"].encode()
-        if libc.unshare(_CLONE_NEWUTS) or libc.sethostname(name, len(name)):
-            raise OSError(ctypes.get_errno(), "unshare, sethostname")
