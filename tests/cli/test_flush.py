@@ -88,24 +88,6 @@ def test_where_the_newest_is_damaged_the_one_before_is_uploaded_and_the_status_i
     assert flushed(node)[0].exit_code == 0
 
 
-@pytest.mark.matrix
-def test_a_save_of_two_nodes_is_committed_once_both_are_flushed(memory_dir, tmp_path):
-    first, second = (Node(memory_dir, str(tmp_path / "run"), namespace=name) for name in ("one", "two"))
-    for rank, node in enumerate((first, second)):
-        in_memory_alone(node, "s", 1, rank)
-    done, states = flushed(second)
-    assert (done.exit_code, states) == (0, {"s": "uploaded"})
-    line = command("flush", *second.where).stdout
-    assert "the parts of ranks 0 are not on this node: run tiered-ckpt flush on theirs" in line
-    assert flushed(first)[1] == {"s": "durable"}
-    assert flushed(second)[1] == {"s": "durable"}
-    # What the node whose part is committed can upload again, the other one says.
-    shutil.rmtree(second.dirpath)
-    done, states = flushed(second)
-    assert (done.exit_code, states) == (1, {"s": "not_durable"})
-    assert "the bucket was emptied" in command("flush", *second.where).stdout
-
-
 def test_a_part_is_durable_only_once_the_other_nodes_have_sent_theirs(node):
     """The coordinator's drain is overwriting the name, and has sent all but the file that makes it the new one."""
     store = DirectoryStore(node.dirpath)

@@ -13,7 +13,6 @@ from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO, export
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, SaveError
-from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -188,19 +187,3 @@ def test_an_empty_path_is_not_the_working_directory(arguments, tmp_path, monkeyp
     done = command(*(values.get(each, each) for each in arguments.split()))
     assert (done.exit_code, "it is empty" in done.stderr) == (2, True), done.output
     assert not os.listdir(tmp_path)
-
-
-def test_the_room_that_an_overwrite_would_take_does_not_matter(memory_dir, tmp_path, monkeypatch):
-    store, refused, acquire = DirectoryStore(str(tmp_path / "run")), [], MemoryTier.acquire
-    committing.save(store, "a", 1)
-    committing.begin_overwrite(store, "a", 2)
-
-    def full(tier, size):
-        if not refused:
-            refused.append(size)
-            raise MemoryFullError("no room", operation="stage", tier="memory")
-        return acquire(tier, size)
-
-    monkeypatch.setattr(MemoryTier, "acquire", full)
-    done = command("get", store.url, "a", "--memory-dir", memory_dir, "--json")
-    assert (done.exit_code, json.loads(done.stdout)["step"], len(refused)) == (0, 1, 1), done.exception

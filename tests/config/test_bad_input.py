@@ -1,6 +1,5 @@
 """What a user gives that can't work: one clear error that says what to do, in time, and nothing is lost."""
 
-import secrets
 import time
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from support.bad_input import KEPT, Kept, state
 from support.clocks import hurried
 from support.failing import failing
-from support.fault_proxy import FaultProxy, in_region
 from support.supporting import build
 from support.training import Model, Runs
 
@@ -64,30 +62,6 @@ def test_no_credentials_and_wrong_ones(kept_on_s3, monkeypatch, secret, said):
             env.setenv(KEYS[1], secret)
         refused(kept_on_s3.io(), "credentials", said, resumes=True)
     kept_on_s3.mended(2)
-
-
-def test_a_wrong_region(kept_on_s3, s3_server):
-    """No server here judges regions: a proxy before it gives the answer that S3's documentation gives."""
-    with FaultProxy(s3_server.endpoint_url, in_region("eu-central-1")) as proxy:
-        io = kept_on_s3.io(endpoint_url=proxy.endpoint_url, region="us-west-2")
-        refused(io, "config", "AuthorizationHeaderMalformed.*in another region.*set region and endpoint_url")
-        proxy.plan = lambda *_: None
-        with kept_on_s3.through(proxy):
-            kept_on_s3.mended(2)
-
-
-def test_a_missing_bucket(kept_on_s3, s3_server):
-    bucket = f"test-{secrets.token_hex(6)}"
-    other = {"dirpath": f"s3://{bucket}/run", "namespace": "other"}
-    refused(kept_on_s3.io(**other), "config", f"NoSuchBucket.*bucket '{bucket}' does not exist")
-    s3_server.make_bucket(bucket)
-    try:
-        io = kept_on_s3.io(**other)
-        assert io.load_checkpoint("tiered:latest")["global_step"] == 2
-        io.checkpointer.session.wait()
-        io.teardown()
-    finally:
-        s3_server.remove_bucket(bucket)
 
 
 # ---------------------------------------------------------------------------------- names and options

@@ -86,8 +86,18 @@ def script(tmp_path, memory_dir):
 ANOTHER_JOB = "ConfigError: another live job keeps its checkpoints in this node's memory under the same namespace"
 
 
-def test_jobs_that_upload_nothing_are_kept_apart_as_well(job, tmp_path):
-    first, second = job(str(tmp_path)), job(str(tmp_path))
+TASK = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
+#: What two jobs have in their environments: nothing, a shell's own word, or tasks of Slurm that train each for itself.
+SHARED = [
+    [{}, {}],
+    [{"TIERED_CHECKPOINT_OWNER": "a/b"}, {"TIERED_CHECKPOINT_OWNER": "a/b"}],
+    [{**TASK, "SLURM_PROCID": "0"}, {**TASK, "SLURM_PROCID": "1"}],
+]
+
+
+@pytest.mark.parametrize("environments", SHARED, ids=["nothing", "shell", "Slurm"])
+def test_jobs_are_two_whatever_they_share_though_they_upload_nothing(job, tmp_path, environments):
+    first, second = (job(str(tmp_path), env=env) for env in environments)
     assert first.do("keep a.ckpt") == "ok"
     refused = second.do("keep b.ckpt")
     assert refused.startswith(f"{ANOTHER_JOB}: that of {tmp_path}, process {first.pid}")
@@ -95,21 +105,6 @@ def test_jobs_that_upload_nothing_are_kept_apart_as_well(job, tmp_path):
     # A restart of the same job takes over at once.
     first.kill()
     assert second.do("keep b.ckpt") == "ok"
-
-
-#: What two jobs have in their environments: a shell's own word, or tasks of Slurm that train each for itself.
-TASK = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
-SHARED = [
-    [{"TIERED_CHECKPOINT_OWNER": "a/b"}, {"TIERED_CHECKPOINT_OWNER": "a/b"}],
-    [{**TASK, "SLURM_PROCID": "0"}, {**TASK, "SLURM_PROCID": "1"}],
-]
-
-
-@pytest.mark.parametrize("environments", SHARED, ids=["shell", "Slurm"])
-def test_jobs_are_two_whatever_they_share(job, tmp_path, environments):
-    first, second = (job(str(tmp_path), env=env) for env in environments)
-    assert first.do("save a.ckpt") == "ok"
-    assert second.do("save b.ckpt").startswith(ANOTHER_JOB)
 
 
 def test_ranks_of_a_launch_are_one_before_they_know_each_other(script):

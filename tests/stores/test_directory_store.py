@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from tiered_checkpoint_io.errors import ConfigError, StoreError, StoreNotFoundError
+from tiered_checkpoint_io.errors import ConfigError, StoreError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 KILLED = """
@@ -82,23 +82,6 @@ def test_a_copy_on_its_way_is_not_taken_for_a_dead_writers_file(way, tmp_path, m
     assert store.get("last.ckpt") == store.get("epoch=1.ckpt") == data
     assert os.path.samefile(tmp_path / "last.ckpt", tmp_path / "epoch=1.ckpt") == (way == "link")
     assert temporary(tmp_path) == []
-
-
-def test_only_a_source_that_is_missing_is_said_to_be(tmp_path, monkeypatch):
-    store = DirectoryStore(str(tmp_path))
-    with pytest.raises(StoreNotFoundError):
-        store.copy("x", "last.ckpt", 1, check=lambda: None)
-    store.put("x", b"1")
-    removed = os.link
-
-    def link(source, target, **options):
-        (tmp_path / "x").unlink()
-        removed(source, target, **options)
-
-    monkeypatch.setattr(os, "link", link)
-    # It was open by then, and is copied as it was.
-    store.copy("x", "last.ckpt", 1, check=lambda: None)
-    assert store.get("last.ckpt") == b"1"
 
 
 def test_writers_and_deleters_of_one_folder_do_not_disturb_each_other(tmp_path):

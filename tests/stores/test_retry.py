@@ -1,13 +1,10 @@
 """Retry decides by the error alone, is bounded, counts, and can be cut short."""
 
-import contextlib
 import errno
 import functools
-import gc
 import os
 import threading
 import time
-import weakref
 
 import pytest
 from support.clocks import VirtualClock, quick
@@ -94,30 +91,6 @@ def test_progress_tells_no_byte_twice():
         for count in attempt:
             progress.add(count)
     assert sum(seen) == 10
-
-
-def test_what_a_call_and_its_error_hold_is_free_at_once():
-    class Held:
-        pass
-
-    def ask(error):
-        held = Held()
-        seen = weakref.ref(held)
-
-        def call():
-            assert held
-            if error is not None:
-                raise error("x")
-
-        with contextlib.suppress(StoreError):
-            Retry(Metrics())(call)
-        return seen
-
-    gc.disable()
-    try:
-        assert [ask(error)() for error in (None, StoreNotFoundError)] == [None, None]
-    finally:
-        gc.enable()
 
 
 def test_an_upload_to_a_directory_that_was_interrupted_is_repeated_and_told_once(tmp_path, monkeypatch):

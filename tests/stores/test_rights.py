@@ -175,32 +175,21 @@ def test_the_rights_to_evaluate_are_to_read_and_no_more(job):
 
 
 @pytest.mark.matrix
-def test_a_bucket_of_another_account_lets_the_role_in_and_no_other(job):
-    owner = document("iam/cross-account-bucket-policy.json")
-    training = job(document("iam/train.json"), owner)
-    training.trains()
-    training.tidies()
-    allowed = [action for each in owner["Statement"] for action in each["Action"]]
-    assert sorted(allowed) == sorted(ACTIONS)
-    training.judge.principal = f"arn:aws:iam::{ACCOUNT}:role/another"
-    with pytest.raises(TieredCheckpointError, match="AccessDenied"):
-        training.restores(3)
-
-
-@pytest.mark.matrix
-def test_a_bucket_with_a_key(job):
+def test_a_bucket_of_another_account_with_a_key_lets_the_role_in_and_no_other(job):
     train, kms, key = (document(f"iam/{name}.json") for name in ("train", "kms", "kms-key-policy"))
-    encrypted = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": KEY_ARN}
+    owner = document("iam/cross-account-bucket-policy.json")
     # An identity has both of its files.
     identity = {**train, "Statement": [*train["Statement"], *kms["Statement"]]}
-    training = job(identity, key, s3_options=encrypted)
+    training = job(identity, owner, key, s3_options={"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": KEY_ARN})
     training.trains()
     training.tidies()
     assert training.judge.used == {*ACTIONS, "kms:Decrypt", "kms:GenerateDataKey"}
-    # The key's own policy lets nobody else in.
-    training.judge.principal = f"arn:aws:iam::{ACCOUNT}:role/another"
-    with pytest.raises(TieredCheckpointError, match="AccessDenied"):
-        training.trains()
+    assert sorted(action for each in owner["Statement"] for action in each["Action"]) == sorted(ACTIONS)
+    for keeper in (owner, key):
+        training.judge.documents = (identity, keeper)
+        training.judge.principal = f"arn:aws:iam::{ACCOUNT}:role/another"
+        with pytest.raises(TieredCheckpointError, match="AccessDenied"):
+            training.restores(3)
 
 
 @pytest.mark.matrix

@@ -41,11 +41,14 @@ def test_an_upload_that_others_aborted_after_its_last_part_is_made_again(open_st
     assert (proxy.counts["create"], proxy.counts["complete"]) == (2, 4)
 
 
-def test_an_outage_leaves_the_upload_to_the_next_process(open_store, proxy, uploads):
+@pytest.mark.parametrize(
+    ("fault", "reason"), [(SLOW_DOWN, "unavailable"), (refuse(400, "ExpiredToken"), "credentials")]
+)
+def test_an_outage_leaves_the_upload_to_the_next_process(fault, reason, open_store, proxy, uploads):
     data = os.urandom(33 * MIB)
     journal = MemoryJournal()
-    proxy.plan = lambda name, number: SLOW_DOWN if name == "part" and number > 2 else None
-    with failing("unavailable"):
+    proxy.plan = lambda *_: fault if proxy.counts["part"] > 2 else None
+    with failing(reason):
         open_store(deadline_s=0.3, write_concurrency=1).upload("x", memoryview(data), journal=journal)
     assert len(uploads()) == 1
     proxy.plan = lambda name, number: None
@@ -99,20 +102,6 @@ def test_an_interrupted_upload_that_may_not_be_asked_after_is_made_again(denied,
     assert "what has arrived of x is sent again: S3 list_parts failed (AccessDenied, HTTP 403)" in caplog.text
     assert "this needs s3:ListMultipartUploadParts" in caplog.text
     assert len(uploads()) == ("parts of an upload stay on the server" in caplog.text) == ("abort" in denied)
-
-
-def test_an_upload_whose_credentials_expire_goes_on_where_it_was_with_others(open_store, proxy, uploads):
-    data, journal = os.urandom(33 * MIB), MemoryJournal()
-    proxy.plan = lambda *_: refuse(400, "ExpiredToken") if proxy.counts["part"] > 2 else None
-    with failing("credentials"):
-        open_store(write_concurrency=1).upload("x", memoryview(data), journal=journal)
-    proxy.plan = lambda *_: None
-    again = open_store()
-    again.upload("x", memoryview(data), journal=journal)
-    assert again.metrics.snapshot()["requests.part"] == 3
-    assert again.get("x") == data
-    assert uploads() == []
-    assert journal.read() is None
 
 
 @pytest.mark.parametrize(("status", "code"), [(400, "BadDigest"), (400, "IncompleteBody"), (524, "")])

@@ -1,6 +1,5 @@
 """A checkpoint that stands in both tiers, and must load from each, whatever is done beside it."""
 
-import contextlib
 from pathlib import Path
 
 import torch
@@ -39,13 +38,6 @@ class Kept:
         assert torch.equal(other_node.load_checkpoint("tiered:latest")["w"], state(step)["w"])
         assert other_node.checkpointer.restored.tier == "durable"
         other_node.teardown()
-
-    @contextlib.contextmanager
-    def through(self, proxy):
-        """Has this job reach its server through a proxy: what was saved that way belongs to that endpoint."""
-        self.options["endpoint_url"] = proxy.endpoint_url
-        yield
-        del self.options["endpoint_url"]
 
     def io(self, **options):
         """An IO of this job, closed at the test's end where the test does not."""
