@@ -120,8 +120,8 @@ def main() -> None:
     if arguments.rank:
         rank_main(*arguments.rank, arguments.mebibytes // 4, arguments.rounds)
         return
-    sys.path.append(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "examples"))
-    from rclone_server import RcloneServer
+    sys.path.append(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
+    from support.rclone_server import RcloneServer
 
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(shm_folder())

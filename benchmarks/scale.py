@@ -215,8 +215,8 @@ def main() -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tiered-scale-"))
         urls = [f"{folder}/sharded", f"{folder}/full"]
         if not arguments.directory:
-            sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
-            from rclone_server import RcloneServer
+            sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+            from support.rclone_server import RcloneServer
 
             server = stack.enter_context(RcloneServer(folder))
             os.environ.update(server.env())

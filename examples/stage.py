@@ -113,7 +113,8 @@ class Stage:
 @contextlib.contextmanager
 def stage(s3: str | None) -> Iterator[Stage]:
     """A stage that is gone afterwards: a private memory tier, and a local S3 server unless ``s3`` is given."""
-    from rclone_server import RcloneServer
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+    from support.rclone_server import RcloneServer
 
     with contextlib.ExitStack() as stack:
         shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from rclone_server import RcloneServer, S3Server
 from support.clocks import LOOKS, hurry
 from support.fault_proxy import FaultProxy
 from support.launch import zygote_pids
+from support.rclone_server import RcloneServer, S3Server
 from support.warm import warm_up
 
 S3_FIXTURES = {"s3_server", "s3_bucket", "s3_url"}

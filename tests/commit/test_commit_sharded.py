@@ -3,11 +3,11 @@
 import functools
 
 import pytest
-from store_contract import MemoryJournal
 from support import committing
 from support.committing import alias, delete, swept
 from support.faulty import FaultyStore, Injected
 from support.sharded import FlatStore, entry_of, full_part, make_part, named, objects, readable, views_of
+from support.store_contract import MemoryJournal
 
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals

@@ -5,10 +5,10 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from store_contract import MemoryJournal, StopHere, stop_here
 from support.failing import failing
 from support.fault_proxy import FaultProxy, lose_answer, refuse
 from support.faulty import FaultyStore
+from support.store_contract import MemoryJournal, StopHere, stop_here
 
 from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.stores.base import CopyRefusedError, Metrics, ServerCopy

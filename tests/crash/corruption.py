@@ -25,13 +25,12 @@ import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(1, str(Path(__file__).parents[2] / "examples"))
 
 import boto3
 import torch
-from rclone_server import RcloneServer
 from rich.console import Console
 from rich.table import Table
+from support.rclone_server import RcloneServer
 from support.supporting import build
 
 from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter, dcp

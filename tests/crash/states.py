@@ -20,7 +20,6 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(1, str(Path(__file__).parents[2] / "examples"))
 
 from support.node_states import NODES, try_node
 from support.swept_states import STORIES, try_story

@@ -23,10 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(1, str(Path(__file__).parents[2] / "examples"))
 
-from rclone_server import RcloneServer
 from support.killing import Zygote
+from support.rclone_server import RcloneServer
 from support.sweeping import Place, Restore, Tally, Trainer, points_of
 from support.swept_drains import FullDrain, ShardedDrain
 from support.swept_peers import Replication, RestoreFromPeers, Training

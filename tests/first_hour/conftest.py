@@ -3,8 +3,8 @@
 import os
 
 import pytest
-from rclone_server import RcloneServer
 from support.first_hour import BUCKET, Story
+from support.rclone_server import RcloneServer
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,10 @@
 import os
 
 import pytest
-from store_contract import MemoryJournal, StoreContract
 from support import clocks
 from support.failing import failing
 from support.fault_proxy import lose_answer, refuse, when, where
+from support.store_contract import MemoryJournal, StoreContract
 
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 

@@ -4,10 +4,10 @@ import contextlib
 import os
 
 import pytest
-from rclone_server import S3Server
 from support.clocks import quick
 from support.failing import failing
 from support.fault_proxy import FaultProxy, directory_bucket, refuse
+from support.rclone_server import S3Server
 
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.s3 import S3Store

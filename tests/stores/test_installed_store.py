@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from store_contract import StoreContract
 from support.documented import verified
 from support.draining import Node
+from support.store_contract import StoreContract
 
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig

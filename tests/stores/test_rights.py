@@ -9,9 +9,9 @@ from string import Template
 
 import pytest
 import torch
-from store_contract import MemoryJournal
 from support.documented import verified
 from support.iam import Judge
+from support.store_contract import MemoryJournal
 from support.supporting import build
 from typer.testing import CliRunner
 

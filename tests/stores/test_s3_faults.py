@@ -5,7 +5,6 @@ import socket
 import time
 
 import pytest
-from store_contract import MemoryJournal
 from support.failing import failing
 from support.fault_proxy import (
     SLOW_DOWN,
@@ -20,6 +19,7 @@ from support.fault_proxy import (
     truncate,
     whole_object,
 )
+from support.store_contract import MemoryJournal
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.stores import s3_bodies

@@ -4,8 +4,8 @@ import os
 import socket
 
 import pytest
-from store_contract import MemoryJournal
 from support.fault_proxy import FaultProxy, lose_answer, odd_etag, operation_of
+from support.store_contract import MemoryJournal
 
 from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig

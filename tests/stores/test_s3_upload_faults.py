@@ -5,10 +5,10 @@ import os
 import threading
 
 import pytest
-from store_contract import MemoryJournal
 from support.draining import Node, names
 from support.failing import failing
 from support.fault_proxy import SLOW_DOWN, always, on, refuse
+from support.store_contract import MemoryJournal
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain.worker import Drain

@@ -6,8 +6,8 @@ import secrets
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from store_contract import ContentOnDemand, MemoryJournal, StoreContract
 from support.failing import failing
+from support.store_contract import ContentOnDemand, MemoryJournal, StoreContract
 from support.supporting import build
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError

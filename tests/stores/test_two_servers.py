@@ -6,8 +6,8 @@ import os
 import boto3
 import pytest
 import torch
-from rclone_server import RcloneServer
 from support.draining import Node
+from support.rclone_server import RcloneServer
 from support.supporting import build
 
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint

@@ -314,5 +314,5 @@ class Zygote:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(TESTS), str(TESTS.parent / "examples")]
+    sys.path.insert(0, str(TESTS))
     main()

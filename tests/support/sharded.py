@@ -3,7 +3,7 @@
 import functools
 import random
 
-from store_contract import MemoryJournal
+from support.store_contract import MemoryJournal
 from support.story import op_id
 
 from tiered_checkpoint_io.engine.durable.files import files_of

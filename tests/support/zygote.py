@@ -39,7 +39,7 @@ def become(job, files):
     os.chdir(job["cwd"])
     sys.argv = [job["worker"], *job["arguments"]]
     tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    sys.path[:0] = [os.path.dirname(job["worker"]), tests, os.path.join(os.path.dirname(tests), "examples")]
+    sys.path[:0] = [os.path.dirname(job["worker"]), tests]
     try:
         runpy.run_path(job["worker"], run_name="__main__")
         status = 0

@@ -4,7 +4,7 @@ Policy (commit order, retention, verification, which ranges to read) lives in th
 this protocol. A store moves bytes and tells the truth about errors. Keys are ``str``, relative to
 the store's root: ``Path`` mangles URLs.
 
-What every store promises (``examples/store_contract.py`` checks it):
+What every store promises (``tests/support/store_contract.py`` checks it):
 
 - ``put`` and ``upload`` are atomic: a reader sees the old object or the new one, whole, and a
   failed or killed write leaves the old one as it was.

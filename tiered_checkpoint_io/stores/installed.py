@@ -35,7 +35,7 @@ def installed_store(scheme: str, url: str, config: TieredCheckpointConfig) -> St
         raise ConfigError(
             f"{names} gave a {type(store).__name__} for {scheme}://, which is no Store",
             key=url,
-            hint="a Store passes StoreContract of examples/store_contract.py",
+            hint="a Store passes StoreContract of tests/support/store_contract.py",
         )
     return store
 

@@ -31,7 +31,7 @@ ODD_KEYS = [
 BAD_KEYS = ["", "/absolute", "a/../../b", "../a", "a//b", "a/", "./a", "a/.", "nul\0byte"]
 
 
-class StopHere(Exception):  # noqa: N818 - says what it is
+class StopHere(Exception):
     """What a caller's own code raises in the middle of an upload."""
 
 
