@@ -1,30 +1,25 @@
 """What a restore of a checkpoint of many parts asks of the durable tier, and what it does where a listing is damaged."""
 
-import logging
 import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.committing import save
 from support.faulty import FaultyStore, Injected
 from support.restoring import in_ranks, into_durable
-from support.sharded import bytes_of, make_part, views_of
+from support.sharded import bytes_of, make_part
 from support.story import op_id
-from support.supporting import build
 from typer.testing import CliRunner
 
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
-from tiered_checkpoint_io.engine.durable.commit import commit, put_part
 from tiered_checkpoint_io.engine.ranks.coordination import Group
-from tiered_checkpoint_io.engine.restore.catalog import Tiers, discover
+from tiered_checkpoint_io.engine.restore.catalog import discover
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import restore
 from tiered_checkpoint_io.engine.restore.shard_reading import open_shards
 from tiered_checkpoint_io.errors import RestoreError
-from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import METADATA
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
@@ -33,30 +28,12 @@ RANKS = 4
 STEPS = 3
 
 
-class World:
-    """A durable tier with three checkpoints of four ranks, and a node that has none of them in its memory."""
+def file_of(rank, number=STEPS, which=0):
+    return f"__{rank}_{which}-{number:08d}.distcp"
 
-    def __init__(self, memory_dir, durable):
-        self.store = DirectoryStore(durable)
-        self.tier = MemoryTier.open(memory_dir, "default")
-        self.config = build(TieredCheckpointConfig, dirpath=durable, memory_dir=memory_dir, wait_timeout_s=20)
 
-    def save(self, number, *, name=None, into=None, files_of_rank=3, **options):
-        store = into or self.store
-        for rank in reversed(range(RANKS)):
-            part, files = make_part(name or f"step_{number}", number, rank, world_size=RANKS, **options)
-            part = replace(part, content=replace(part.content, files=part.content.files[:files_of_rank]))
-            put_part(store, part, views_of(files))
-            if part.commits:
-                arrivals = Arrivals(part)
-                arrivals.look(store)
-                commit(store, part, views_of(files), arrivals.rows)
-
-    def tiers(self, store=None):
-        return Tiers(self.config, self.tier, lambda: store or self.store, self.store.url, logging.getLogger("test"))
-
-    def open(self, group=None, store=None):
-        return open_shards(self.tiers(store), LATEST, group or Group("n"))
+def opened(world, group=None, store=None):
+    return open_shards(world.tiers_of(store=store), LATEST, group or Group("n"))
 
 
 class Asked(FaultyStore):
@@ -75,16 +52,16 @@ class Asked(FaultyStore):
 
 
 @pytest.fixture
-def world(memory_dir, tmp_path):
-    world = World(memory_dir, str(tmp_path / "durable"))
+def world(world):
+    """A durable tier with three checkpoints of four ranks, and a node that has none of them in its memory."""
     for number in range(1, STEPS + 1):
-        world.save(number)
+        save(world.store, f"step_{number}", number, kind="sharded", world_size=RANKS)
     return world
 
 
 def test_to_choose_among_checkpoints_of_many_ranks_takes_one_list_and_their_manifests(world):
     asked = Asked(world.store)
-    known = discover(world.tiers(asked), LATEST, {})
+    known = discover(world.tiers_of(store=asked), LATEST, {})
     manifests = sorted(ids.manifest_key(f"step_{number}") for number in range(1, STEPS + 1))
     assert sorted(asked.keys) == sorted([ids.MANIFEST_PREFIX, *manifests])
     assert len(known.manifests) == STEPS
@@ -92,7 +69,7 @@ def test_to_choose_among_checkpoints_of_many_ranks_takes_one_list_and_their_mani
 
 def test_what_is_asked_for_by_its_name_is_looked_for_elsewhere_only_where_it_has_no_manifest_here(world):
     asked, above = Asked(world.store), Asked(DirectoryStore(str(Path(world.store.url).parent)))
-    tiers = replace(world.tiers(asked), store_at=lambda _: above)
+    tiers = replace(world.tiers_of(store=asked), store_at=lambda _: above)
     assert len(discover(tiers, Selector("name", "step_1"), {}, "sharded").manifests) == 1
     assert (asked.keys, above.keys) == ([ids.manifest_key("step_1")], [])
     known = discover(tiers, Selector("name", "a/b/step_7"), {}, "sharded")
@@ -106,12 +83,12 @@ def test_each_rank_reads_the_index_once_and_the_descriptions_of_what_it_loads(wo
     stores = [Asked(world.store) for _ in range(RANKS)]
 
     def load(group):
-        basename = f"__{group.rank}_0.distcp"
-        opened = world.open(group, stores[group.rank])
+        basename = file_of(group.rank)
+        found = opened(world, group, stores[group.rank])
         size = len(bytes_of(STEPS, group.rank, basename))
-        loaded = bytes(opened.files.ensure(basename, [(0, size)])[:size])
-        opened.files.ensure(f"__{group.rank}_1.distcp", [(0, 10)])
-        opened.close()
+        loaded = bytes(found.files.ensure(basename, [(0, size)])[:size])
+        found.files.ensure(file_of(group.rank, which=1), [(0, 10)])
+        found.close()
         return loaded == bytes_of(STEPS, group.rank, basename)
 
     assert in_ranks(["n"] * RANKS, load) == [True] * RANKS
@@ -122,15 +99,16 @@ def test_each_rank_reads_the_index_once_and_the_descriptions_of_what_it_loads(wo
 
 def test_bytes_that_lie_in_memory_cost_no_request_for_what_lists_them(world):
     for rank in range(RANKS):
-        part, files = make_part(f"step_{STEPS}", STEPS, rank, world_size=RANKS, dirpath=world.store.url)
-        slots = {basename: world.tier.acquire(len(data)) for basename, data in files.items()}
+        options = {"world_size": RANKS, "dirpath": world.store.url, "suffix": f"-{STEPS:08d}"}
+        part, files = make_part(f"step_{STEPS}", STEPS, rank, **options)
+        slots = {basename: world.tier().acquire(len(data)) for basename, data in files.items()}
         for basename, slot in slots.items():
             slot.view[: len(files[basename])] = files[basename]
-        world.tier.commit(part, slots)
+        world.tier().commit(part, slots)
     asked = Asked(world.store)
-    with_memory = world.open(store=asked)
+    with_memory = opened(world, store=asked)
     for rank in range(RANKS):
-        with_memory.files.ensure(f"__{rank}_0.distcp", [(0, 10)])
+        with_memory.files.ensure(file_of(rank), [(0, 10)])
     with_memory.close()
     assert asked.listings() == []
 
@@ -141,12 +119,12 @@ def test_a_damaged_listing_leads_to_the_step_before_as_damaged_bytes_do(world, w
     newest = op_id(STEPS)
     key = ids.index_key(newest) if which == "index" else ids.description_key(newest, 0)
     world.store.delete(key) if damage == "gone" else world.store.put(key, world.store.get(key)[:-5])
-    opened = world.open()
-    assert opened.step == STEPS - 1
-    assert opened.small[METADATA] == bytes_of(STEPS - 1, 0, METADATA)
-    (note,) = opened.rejected
+    found = opened(world)
+    assert found.step == STEPS - 1
+    assert found.small[METADATA] == bytes_of(STEPS - 1, 0, METADATA)
+    (note,) = found.rejected
     assert key in note
-    opened.close()
+    found.close()
 
 
 def test_a_full_one_behind_damaged_sharded_ones_is_loaded_by_a_caller_that_takes_both(world):
@@ -158,10 +136,10 @@ def test_a_full_one_behind_damaged_sharded_ones_is_loaded_by_a_caller_that_takes
     with pytest.raises(
         RestoreError, match="old.ckpt is a full checkpoint, not a sharded one; before it: .*step_3"
     ) as caught:
-        world.open()
+        opened(world)
     rejected = pickle.loads(pickle.dumps(caught.value)).rejected
     assert sorted(rejected) == [op_id(number) for number in range(1, STEPS + 1)]
-    with restore(world.tiers(), LATEST, Group("n"), rejected) as restored:
+    with restore(world.tiers_of(), LATEST, Group("n"), rejected) as restored:
         assert restored.path.read_bytes() == data
     assert "this object is missing" in str(restored.rejected)
 
@@ -170,16 +148,17 @@ def test_while_an_overwrite_is_under_way_the_content_whose_metadata_is_there_is_
     def is_switch(operation, key):
         return operation == "upload" and key.endswith(METADATA)
 
+    faulty = FaultyStore(world.store, fail_at=1, only=is_switch)
     with pytest.raises(Injected):
-        world.save(9, name=f"step_{STEPS}", into=FaultyStore(world.store, fail_at=1, only=is_switch), suffix="-9")
-    opened = world.open()
-    assert (opened.name, opened.step) == (f"step_{STEPS}", STEPS)
-    assert len(opened.rejected) == 1
-    opened.files.ensure("__3_0.distcp", [(0, 10)])
-    opened.close()
+        save(faulty, f"step_{STEPS}", 9, kind="sharded", world_size=RANKS)
+    found = opened(world)
+    assert (found.name, found.step) == (f"step_{STEPS}", STEPS)
+    assert len(found.rejected) == 1
+    found.files.ensure(file_of(3), [(0, 10)])
+    found.close()
     name, to = f"step_{STEPS}", tmp_path / "to"
     assert CliRunner().invoke(app, ["get", world.store.url, name, str(to)]).exit_code == 0
-    assert (to / name / "__3_0.distcp").read_bytes() == bytes_of(STEPS, 3, "__3_0.distcp")
+    assert (to / name / file_of(3)).read_bytes() == bytes_of(STEPS, 3, file_of(3))
     # What lists the files of the new content may be damaged, as nothing else needs it.
     world.store.delete(ids.index_key(op_id(9)))
     assert CliRunner().invoke(app, ["get", world.store.url, name, str(to), "--yes"]).exit_code == 0

@@ -8,9 +8,9 @@ import contextlib
 import logging
 import os
 
-from sim.world import Fates, MemoryStore, Peek, PlainStore, Serial, World
+from sim.world import Fates, MemoryStore, Peek, Serial, World
 from support.draining import Node
-from support.sharded import make_part, readable
+from support.sharded import readable
 from support.story import RUN, Model
 
 from tiered_checkpoint_io.engine.drain import worker
@@ -98,14 +98,7 @@ def trainer(world, node, rank, ranks, plan):
         for number, (kind, name, target) in enumerate(plan, start=1):
             process.sleep(world.rng.choice([0.0, 0.2, 3.0]))
             if kind == "save":
-                part, contents = make_part(
-                    name, number, rank, world_size=ranks, suffix=f"-{number}", dirpath="d", size=40
-                )
-                slots = {}
-                for basename, data in contents.items():
-                    slots[basename] = node.tier.acquire(len(data))
-                    slots[basename].view[: len(data)] = data
-                node.tier.commit(part, slots)
+                node.part(name, number, rank, world_size=ranks, suffix=f"-{number}", size=40)
                 world.note(f"{process.name} saves {number} as {name}")
             elif rank == 0 and (kind == "delete" or views[number] is not views[number - 1]):
                 node.queue.submit(Request(ids.save_id(RUN, number), kind, name, "d", target))
@@ -114,9 +107,8 @@ def trainer(world, node, rank, ranks, plan):
     return work
 
 
-def drain(world, node, store=None):
+def drain(world, node, store=MemoryStore):
     """A drain of a node, started anew where it was killed."""
-    store = store or (MemoryStore if world.has_conditions else PlainStore)
 
     def work(process):
         class Never:

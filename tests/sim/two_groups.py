@@ -11,7 +11,6 @@ import os
 from sim.drains import PATIENCE_S, drain, shown
 from sim.world import Fates, MemoryStore, Serial, World
 from support.draining import Node
-from support.sharded import make_part
 
 from tiered_checkpoint_io.clock import Timing
 
@@ -41,12 +40,7 @@ def trainer(world, nodes, group, count, pause_s):
             name = f"{GROUPS[group]}/step_{number}"
             for rank, node in enumerate(nodes):
                 options = {"suffix": f"-{number}", "size": 40, "series": GROUPS[group], "world_size": RANKS}
-                part, files = make_part(name, number, rank, **options)
-                slots = {}
-                for basename, data in files.items():
-                    slots[basename] = node.tier.acquire(len(data))
-                    slots[basename].view[: len(data)] = data
-                node.tier.commit(part, slots)
+                node.part(name, number, rank, **options)
             world.note(f"{process.name} saves {name}")
             world.saved[name] = number
 

@@ -2,7 +2,7 @@
 
 Behind every request each name must read as whole; what the second run has saved must not go by a delete, nor by a
 left-over save, of the first; and in the end all must be as if the operations had come one after the other, each run's
-in its own order. By ``conditional=False`` the server takes no notice of conditions: then it is not, see ``run.py``.
+in its own order.
 """
 
 import contextlib
@@ -122,11 +122,7 @@ def trainer(world, nodes, run, plan, *, left_over, is_full):
                     )
                     created = 1.0 if left_over and not run else world.now + 1e9
                     content = replace(part.content, save_id=ids.save_id(RUNS[run], number), created=created)
-                    slots = {}
-                    for basename, data in files.items():
-                        slots[basename] = node.tier.acquire(len(data))
-                        slots[basename].view[: len(data)] = data
-                    node.tier.commit(replace(part, content=content), slots)
+                    node.commit(replace(part, content=content), files)
             else:
                 nodes[0].queue.submit(Request(ids.save_id(RUNS[run], number), kind, name, "d", target))
             world.note(f"run {run + 1}: {kind} {number} {name} {target}")
@@ -134,10 +130,9 @@ def trainer(world, nodes, run, plan, *, left_over, is_full):
     return work
 
 
-def life(seed, fates=Fates(), *, folder, conditional=True, digests=True):
+def life(seed, fates=Fates(), *, folder):
     """One simulated life; its world, closed, with the violation that was found if any."""
     world = World(seed, fates)
-    world.has_conditions, world.has_digests = conditional, digests
     rng, drains = world.rng, {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(Serial())

@@ -44,14 +44,10 @@ class World:
         self.now = START
         self.steps = 0
         self.objects = {}
-        self.tags = {}
         self.processes = []
         self.history = []
         self.violation = ""
         self.is_over = False
-        #: Whether the store keeps conditions of writes, and whether its tags are digests, as S3's are: the same for the
-        #: same bytes. By KMS, and in a directory, each write has another.
-        self.has_conditions = self.has_digests = True
         self.check = lambda: None
         self._hub = getcurrent()
         self._digest = hashlib.sha256()
@@ -208,8 +204,8 @@ class ProcessClock(Clock):
         raise AssertionError(f"a process of the simulation has a thread: {thread}, {seconds}")
 
 
-class PlainStore:
-    """The world's objects, as one process reaches them."""
+class MemoryStore:
+    """The world's objects, as one process reaches them, by a server that keeps conditions of writes."""
 
     url = "s3://simulated/run"
     folders = None
@@ -273,16 +269,9 @@ class PlainStore:
     def close(self):
         """Nothing to free."""
 
-
-class MemoryStore(PlainStore):
-    """The same by a server that keeps conditions of writes."""
-
+    # ------------------------------------------------------------------------------- conditions
     def _tag(self, key):
-        if key not in self._objects:
-            return None
-        if self._world.has_digests:
-            return hashlib.md5(self._objects[key][0], usedforsecurity=False).hexdigest()
-        return self._world.tags.get(key, "plain")
+        return hashlib.md5(self._get(key), usedforsecurity=False).hexdigest() if key in self._objects else None
 
     def _check(self, what, key, expected):
         if self._tag(key) != expected:
@@ -312,7 +301,6 @@ class MemoryStore(PlainStore):
         def write():
             if self._tag(key) == expected:
                 self._objects[key] = (data, self._world.now)
-                self._world.tags[key] = str(self._world.steps)
             elif self._objects.get(key, (None, 0.0))[0] != data:
                 raise changed(what, key)
             return self._tag(key)

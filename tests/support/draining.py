@@ -77,25 +77,24 @@ class Node:
     def config_of(memory_dir, dirpath, **options):
         return build(TieredCheckpointConfig.from_any, dirpath=dirpath, memory_dir=memory_dir, **options)
 
+    def commit(self, part, files):
+        """Puts a part into memory, with the bytes of its files."""
+        slots = {basename: self.tier.acquire(len(data)) for basename, data in files.items()}
+        for basename, slot in slots.items():
+            slot.view[: len(files[basename])] = files[basename]
+        return self.tier.commit(part, slots).op_id
+
     def save(self, name, data, *, durable=True, **facts):
         self.number += 1
-        slot = self.tier.acquire(len(data))
-        slot.view[: len(data)] = data
         part = part_of(name, data, self.number, self.dirpath)
         part = replace(part, durable=durable, server=self.server, content=replace(part.content, **facts))
-        self.tier.commit(part, {name.rpartition("/")[2]: slot})
-        return op_id(self.number)
+        return self.commit(part, {name.rpartition("/")[2]: data})
 
     def part(self, name, number, rank, **options):
         """One rank's part of the save ``number``, as :func:`support.sharded.make_part` makes it."""
         part, files = make_part(name, number, rank, dirpath=self.dirpath, **options)
-        part = replace(part, server=self.server)
-        slots = {}
-        for basename, data in files.items():
-            slots[basename] = self.tier.acquire(len(data))
-            slots[basename].view[: len(data)] = data
         self.number = max(self.number, number)
-        return self.tier.commit(part, slots).op_id
+        return self.commit(replace(part, server=self.server), files)
 
     def request(self, action, name, target=""):
         self.number += 1

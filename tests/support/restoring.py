@@ -152,15 +152,18 @@ class World:
             self.tiers[node] = MemoryTier.open(str(folder), "default", **options)
         return self.tiers[node]
 
-    def restorer(self, node="n", store=None, dirpath=None):
+    def tiers_of(self, node="n", store=None, dirpath=None):
+        """What a restore on a node is handed."""
         config = build(
             TieredCheckpointConfig, dirpath=self.store.url, memory_dir=str(self.base / node), wait_timeout_s=20
         )
         tier, log = self.tier(node), logging.getLogger("test")
-        tiers = Tiers(
+        return Tiers(
             config, tier, lambda: store or self.store, dirpath or self.store.url, log, serve=lambda: served(tier)
         )
-        return functools.partial(restore, tiers)
+
+    def restorer(self, node="n", store=None, dirpath=None):
+        return functools.partial(restore, self.tiers_of(node, store, dirpath))
 
     def restore(self, selector=LATEST, node="n", store=None):
         """Alone; the restored one and its bytes."""
