@@ -160,6 +160,13 @@ def memory_dir():
 
 
 @pytest.fixture
+def durable_dir():
+    """A durable tier in a directory, on tmpfs: there it takes no time to have a write on the disk."""
+    with folder_on_tmpfs() as folder:
+        yield f"{folder}/durable"
+
+
+@pytest.fixture
 def kept(tmp_path, memory_dir):
     """A job with a checkpoint in a directory and in memory, which both hold it at the end as well."""
     # Here, for the process that only hands out tests to others would import torch and Lightning, too.

@@ -44,8 +44,8 @@ def kind(request):
 
 
 @pytest.fixture(params=["directory", pytest.param("s3", marks=pytest.mark.matrix)])
-def dirpath(request, tmp_path):
-    return request.getfixturevalue("s3_url") if request.param == "s3" else str(tmp_path / "durable")
+def dirpath(request):
+    return request.getfixturevalue("s3_url" if request.param == "s3" else "durable_dir")
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from tiered_checkpoint_io.errors import ConfigError
 
 
 @pytest.fixture
-def runs(tmp_path, memory_dir, monkeypatch):
+def runs(tmp_path, durable_dir, memory_dir, monkeypatch):
     # Where Lightning's default callback would write to.
     monkeypatch.chdir(tmp_path)
-    return Runs(str(tmp_path / "durable"), memory_dir, tmp_path)
+    return Runs(durable_dir, memory_dir, tmp_path)
 
 
 def test_the_io_alone_saves_each_epoch_and_resumes(runs):
@@ -60,26 +60,6 @@ def test_where_a_relative_name_goes_is_told_and_a_path_elsewhere_is_an_ordinary_
     assert f"saved {tmp_path}/elsewhere/y.ckpt as an ordinary file" in said
     resumed, _ = runs.fit(ckpt_path=str(tmp_path / "elsewhere" / "y.ckpt"), max_steps=3, enable_checkpointing=False)
     assert resumed.global_step == 3
-
-
-def test_a_weights_only_save_is_not_resumed_from_and_loads_by_its_name(runs):
-    callback = ModelCheckpoint(dirpath=runs.dirpath, filename="{step}", every_n_train_steps=5, save_top_k=-1)
-    _, model = runs.fit(callback, ckpt_path=None, max_steps=5)
-    export = runs.trainer([], io=runs.io(on_save_error="raise"), max_steps=5, enable_checkpointing=False)
-    export.fit(model)
-    export.save_checkpoint(f"{runs.dirpath}/weights.ckpt", weights_only=True)
-    export.io.teardown()
-
-    for lost in (False, True):
-        if lost:
-            runs.wipe()
-        io = runs.io()
-        state = io.load_checkpoint("weights.ckpt")
-        assert set(state["state_dict"]) == set(model.state_dict())
-        io.teardown()
-        resumed, _ = runs.fit(ModelCheckpoint(dirpath=runs.dirpath, every_n_train_steps=5), max_steps=7 + lost)
-        assert resumed.io.checkpointer.restored.name == "step=5.ckpt"
-        assert resumed.global_step == 7 + lost
 
 
 def test_the_tuners_scratch_is_not_resumed_from(runs):

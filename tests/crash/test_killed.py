@@ -23,8 +23,8 @@ def zygote():
     ],
     ids=lambda story: story.title,
 )
-def test_a_sample(story, zygote, memory_dir, tmp_path):
-    place = Place(zygote, f"{memory_dir}/m", tmp_path)
+def test_a_sample(story, zygote, memory_dir, durable_dir):
+    place = Place(zygote, f"{memory_dir}/m", durable_dir)
     found = [story.at(place, point) for point in points_of(story.rehearse(place), sample=2, seed=SEED)]
     assert any(found)
     assert [each for each in found if each is not None and each.why] == []

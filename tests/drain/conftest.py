@@ -10,8 +10,8 @@ from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
 @pytest.fixture
-def store(tmp_path):
-    return DirectoryStore(str(tmp_path / "durable"))
+def store(durable_dir):
+    return DirectoryStore(durable_dir)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,6 @@ from support.story import op_id
 
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 BEFORE = 6
 
@@ -41,12 +41,11 @@ class Asked(FaultyStore):
 
 
 @pytest.fixture
-def world(tmp_path, memory_dir):
+def world(store, memory_dir):
     """A durable tier with checkpoints, and two nodes with a drain each; the first has the coordinator."""
-    store = DirectoryStore(str(tmp_path / "durable"))
     for number in range(1, BEFORE + 1):
         save(store, f"c{number}", number, kind="sharded")
-    for path in (tmp_path / "durable" / ids.MANIFEST_PREFIX).iterdir():
+    for path in Path(store.url, ids.MANIFEST_PREFIX).iterdir():
         # What was written just now is read again for a while.
         os.utime(path, (1, 1))
     nodes, asked, drains = [], [], []

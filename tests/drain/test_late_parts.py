@@ -10,7 +10,6 @@ from tiered_checkpoint_io.engine.drain.unfinished import Unfinished
 from tiered_checkpoint_io.engine.durable.commit import put_part
 from tiered_checkpoint_io.errors import CorruptCheckpointError, DrainError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 PATIENCE_S = 1800.0
 
@@ -24,11 +23,6 @@ class Hours:
 
     def monotonic(self):
         return self.now
-
-
-@pytest.fixture
-def store(tmp_path):
-    return DirectoryStore(str(tmp_path / "durable"))
 
 
 def test_to_wait_is_no_failure_while_parts_come_and_one_failure_where_none_does(store):

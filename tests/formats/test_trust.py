@@ -69,8 +69,8 @@ class Saved:
 
 
 @pytest.fixture(params=["full", "sharded", "local"])
-def saved(request, tmp_path, memory_dir):
-    return Saved(request.param, tmp_path / "durable", memory_dir)
+def saved(request, durable_dir, memory_dir):
+    return Saved(request.param, durable_dir, memory_dir)
 
 
 def refusal(saved, **trust):

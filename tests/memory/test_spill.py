@@ -46,6 +46,11 @@ def session_of(io):
     return io.checkpointer.session
 
 
+def saves(io, *steps):
+    for step in steps:
+        io.save_checkpoint(state(step, size=LARGE), f"{step}.ckpt")
+
+
 # ------------------------------------------------------------------------------------------- where it is
 @pytest.mark.parametrize(
     ("kind", "is_local"), [("ext4", True), ("fuse.fuse-overlayfs", True), ("nfs4", False), ("lustre", False)]
@@ -71,8 +76,7 @@ def test_half_of_what_is_free_without_it_stays_free(tmp_path):
 def test_it_is_said_once_and_the_folder_is_private(options, started, tmp_path, warned):
     io = started(log_dir=str(tmp_path / "logs"))
     with warned(r"can't hold this checkpoint of 5.72 MiB .*/tiered-\d+/[\w-]+-.*may take") as said:
-        for step in (1, 2):
-            io.save_checkpoint(state(step, size=LARGE), f"{step}.ckpt")
+        saves(io, 1, 2)
     assert len(said) == 1
     root = session_of(io).open().tier.spill.root
     assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in (root, root.parent, root / "saves"))
@@ -122,8 +126,7 @@ def test_what_the_durable_tier_has_makes_room(options, started, tmp_path):
 
 def test_a_damaged_part_is_quarantined_where_it_lies_and_an_incomplete_one_goes(options, started, monkeypatch):
     io = started()
-    for step in (1, 2):
-        io.save_checkpoint(state(step, size=LARGE), f"{step}.ckpt")
+    saves(io, 1, 2)
     memory = session_of(io).open().tier
     (_, newest) = memory.parts()
     file = newest.file("2.ckpt")
@@ -139,19 +142,34 @@ def test_a_damaged_part_is_quarantined_where_it_lies_and_an_incomplete_one_goes(
     assert not half.exists()
 
 
+def test_nodes_with_one_disk_load_and_keep_only_their_own(options, started, tmp_path):
+    """Two runs in the same namespace, each with a /dev/shm of its own, as containers have it."""
+    with mounted_tmpfs(tmp_path / "other", 4 * MIB) as other:
+        places = {"namespace": "one", "spill_dir": str(tmp_path / "disk")}
+        (tmp_path / "disk").mkdir()
+        one = started(**places)
+        saves(one, 500, 501, 502)
+        two = started(**places, memory_dir=str(other), dirpath=str(tmp_path / "elsewhere"))
+        assert session_of(two).open().tier.parts() == []
+        saves(two, 1, 2, 3)
+        assert [io.load_checkpoint("tiered:latest")["global_step"] for io in (one, two)] == [502, 3]
+        assert len({session_of(io).open().tier.spill.root for io in (one, two)}) == 2
+        two.teardown()
+
+
 def test_what_clears_temporary_folders_may_take_it(options, started):
     io = started()
-    io.save_checkpoint(state(1, size=LARGE), "1.ckpt")
+    saves(io, 1)
     shutil.rmtree(session_of(io).open().tier.spill.root)
     assert io.load_checkpoint("tiered:latest")["global_step"] == 1
-    io.save_checkpoint(state(2, size=LARGE), "2.ckpt")
+    saves(io, 2)
     assert session_of(io).last_save.spilled
     assert io.load_checkpoint("tiered:latest")["global_step"] == 2
 
 
 def test_the_command_line_shows_it_and_cleans_it(options, started):
     io = started()
-    io.save_checkpoint(state(1, size=LARGE), "1.ckpt")
+    saves(io, 1)
     root = session_of(io).open().tier.spill.root
     where = ["--memory-dir", options["memory_dir"]]
     assert "durable (on disk)" in " ".join(CliRunner().invoke(app, ["status", *where]).output.split())

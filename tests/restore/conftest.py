@@ -5,5 +5,5 @@ from support.restoring import World
 
 
 @pytest.fixture
-def world(memory_dir, tmp_path):
-    return World(memory_dir, str(tmp_path / "durable"))
+def world(memory_dir, durable_dir):
+    return World(memory_dir, durable_dir)

@@ -229,9 +229,9 @@ def test_a_run_without_the_lease_removes_nothing(tmp_path):
 
 
 @pytest.fixture
-def node(memory_dir, tmp_path):
+def node(memory_dir, durable_dir):
     """A node whose run has ended, with two saves and the retention behind each still queued."""
-    node = Node(memory_dir, str(tmp_path / "run"), retention={"latest": 1})
+    node = Node(memory_dir, durable_dir, retention={"latest": 1})
     for number in (1, 2):
         save_id = node.save(f"c{number}", b"data", step=number)
         node.request("retain", "retention/mine", save_id)
@@ -263,9 +263,9 @@ def test_retention_removes_nothing_that_a_queued_copy_or_alias_needs(node):
     assert names(DirectoryStore(node.dirpath)) == ["best", "c2", "c4"]
 
 
-def test_a_save_does_not_wait_for_all_that_new_policies_remove(memory_dir, tmp_path):
+def test_a_save_does_not_wait_for_all_that_new_policies_remove(memory_dir, durable_dir):
     """A run of years gets its first policy: to remove the old ones takes longer than until the next save."""
-    node = Node(memory_dir, str(tmp_path / "run"), retention={"latest": 1})
+    node = Node(memory_dir, durable_dir, retention={"latest": 1})
     store, done = DirectoryStore(node.dirpath), []
     for number in range(1, 7):
         save(store, f"old{number}", number, kind="full")
