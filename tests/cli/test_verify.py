@@ -1,14 +1,8 @@
 """The command that verifies both tiers, and how it shows its progress."""
 
-import contextlib
-import os
-import pty
-import re
-
 import pytest
 from support.documented import command, document_of
 from support.draining import part_of
-from support.processes import end, start
 from support.restoring import flip
 
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
@@ -114,27 +108,6 @@ def test_what_can_not_be_read_of_one_checkpoint_does_not_end_it(node, tmp_path, 
     errors = {row["name"]: row["error"] for row in rows}
     assert "it is in an archive" in errors["b"] and where in errors["last.ckpt"]
     assert command("verify", node.dirpath, "c.ckpt", "--tier", "durable").exit_code == 0
-
-
-@pytest.mark.matrix
-def test_on_a_terminal_lines_stand_above_the_bar(node):
-    main, terminal = pty.openpty()
-    process = start("verify", node.dirpath, *node.where, stdout=terminal, stderr=terminal)
-    os.close(terminal)
-    printed = b""
-    # At the end of the process reading fails.
-    with contextlib.suppress(OSError):
-        while piece := os.read(main, 1 << 16):
-            printed += piece
-    os.close(main)
-    assert end(process)[0] == 0
-    screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed.decode()).replace("\r", "\n").splitlines()
-    assert [line for line in screen if "a.ckpt" in line] == [
-        "intact    memory    a.ckpt  rank 0  own",
-        "intact    durable   a.ckpt",
-    ]
-    # The cursor is there again.
-    assert printed.rfind(b"\x1b[?25h") > printed.rfind(b"\x1b[?25l") > 0
 
 
 def test_progress_in_lines_has_rate_and_time_left(node, monkeypatch):

@@ -3,45 +3,14 @@
 import contextlib
 import json
 import os
-import textwrap
 
 import pytest
-from support.launch import free_port, scripts
 from support.running import Run, runner
 
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.leasing.lease_keeper import owner_of_process
 from tiered_checkpoint_io.engine.ranks import world
 from tiered_checkpoint_io.model.launches import JOB_VARIABLES, are_one
-
-DEADLINE_S = 120
-#: Each says so, and waits to be told to end, so that all live at once.
-SCRIPT = """
-import json, os, sys
-import torch
-import torch.distributed as dist
-from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-
-options, number = json.loads(sys.argv[1]), sys.argv[2]
-job = Checkpointer(TieredCheckpointConfig.from_any(**options))
-
-def save(name, **more):
-    try:
-        job.save({"global_step": 1, "w": torch.ones(10)}, name, **more)
-    except Exception as error:
-        os.write(1, f"SAID {number} {type(error).__name__}: {error}\\n".encode())
-    else:
-        os.write(1, f"SAID {number} ok\\n".encode())
-
-save(f"before-{number}.ckpt")
-dist.init_process_group("gloo", rank=int(number), world_size=2)
-if number == "0":
-    save("after.ckpt")
-dist.barrier()
-dist.destroy_process_group()
-job.close()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -61,26 +30,6 @@ def job(memory_dir, path):
             return made
 
         yield start
-
-
-@pytest.fixture
-def script(tmp_path, memory_dir):
-    """Starts processes of a script, and gives what they said."""
-    file = tmp_path / "launch.py"
-    file.write_text(textwrap.dedent(SCRIPT))
-    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "namespace": "one"}
-    unwanted = ("TIERED_CHECKPOINT_OWNER", "TIERED_CHECKPOINT_OWNER_JOB", *JOB_VARIABLES)
-    clean = {name: value for name, value in os.environ.items() if name not in unwanted}
-    clean |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-
-    def start(*environments):
-        of_each = [([json.dumps(options), str(n)], clean | more) for n, more in enumerate(environments)]
-        made = scripts(tmp_path, file, *of_each, deadline_s=DEADLINE_S)
-        assert all(each.returncode == 0 for each in made), made
-        lines = [line for each in made for line in each.stdout.splitlines() if line.startswith("SAID")]
-        return sorted(line.removeprefix("SAID ") for line in lines)
-
-    return start
 
 
 ANOTHER_JOB = "ConfigError: another live job keeps its checkpoints in this node's memory under the same namespace"
@@ -107,9 +56,10 @@ def test_jobs_are_two_whatever_they_share_though_they_upload_nothing(job, tmp_pa
     assert second.do("keep b.ckpt") == "ok"
 
 
-def test_ranks_of_a_launch_are_one_before_they_know_each_other(script):
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    assert script(*({"RANK": str(rank), **meet} for rank in range(2))) == ["0 ok", "0 ok", "1 ok"]
+def test_ranks_of_a_launch_are_one_before_they_know_each_other(job, tmp_path):
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+    ranks = [job(str(tmp_path), env={"RANK": str(rank), **meet}) for rank in range(2)]
+    assert [each.do(f"save {number}.ckpt") for number, each in enumerate(ranks)] == ["ok", "ok"]
 
 
 def test_who_is_one_launch():

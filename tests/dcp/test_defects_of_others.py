@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.counting_proxy import CountingProxy
+from support.fault_proxy import FaultProxy
 from support.losing import lose_memory
 
 from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def test_writers_and_readers_ask_s3_for_little_however_many_there_are(s3_url, s3_server, memory_dir):
-    with CountingProxy(s3_server.endpoint_url) as proxy:
+    with FaultProxy(s3_server.endpoint_url) as proxy:
         config = {"dirpath": s3_url, "memory_dir": memory_dir, "endpoint_url": proxy.endpoint_url}
         saves = 5
         for step in range(saves):

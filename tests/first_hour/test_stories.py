@@ -8,7 +8,7 @@ import re
 import socket
 from pathlib import Path
 
-from support.counting_proxy import CountingProxy
+from support.fault_proxy import FaultProxy
 from support.first_hour import FOLDER
 from support.launch import free_port
 from support.supporting import supported
@@ -46,7 +46,7 @@ def test_ctrl_c_and_the_only_copy(story):
 def test_a_server_that_is_silent(story, monkeypatch):
     port, server = free_port(), os.environ["AWS_ENDPOINT_URL_S3"]
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{port}")
-    with CountingProxy(server, port):
+    with FaultProxy(server, port=port):
         story.python("train.py", "max_steps=30", "save_on_train_end=false")
         story.drained()
     limits = supported(durable_timeout_s=1, pending_timeout_s=1, wait_timeout_s=5)

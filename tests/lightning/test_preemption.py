@@ -5,7 +5,6 @@ import os
 import signal
 
 import pytest
-from support.counting_proxy import CountingProxy
 from support.fault_proxy import FaultProxy, late, stall, where
 from support.launch import free_port, said
 from support.tenants import mounted_tmpfs
@@ -96,7 +95,7 @@ def test_without_s3_the_checkpoint_is_in_memory_within_the_grace_time_and_reache
     step = answers[0]["step"]
     assert all(is_preempted(answer, within=8.0) for answer in answers)
     assert "It stays in node memory, and the drain, a process of its own, uploads it; where" in said(tmp_path, 0)
-    with CountingProxy(s3_server.endpoint_url, port):
+    with FaultProxy(s3_server.endpoint_url, port=port):
         ((again, _),) = job(steps=step + 1, **told)
         assert again["from"] == ["preempted.ckpt", step, "memory"]
         assert durable(s3_url) == ["preempted.ckpt"]

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.counting_proxy import CountingProxy
+from support.fault_proxy import FaultProxy
 from support.launch import launch, said
 from support.nemo_training import NeMoRuns
 
@@ -75,7 +75,7 @@ def test_ranks_above_0_ask_s3_for_nothing_when_they_resume(ranks, count, way, s3
     ranks.launch(1, 5, way=way)
     ranks.wipe()
     with contextlib.ExitStack() as stack:
-        proxies = [stack.enter_context(CountingProxy(s3_server.endpoint_url)) for _ in range(count)]
+        proxies = [stack.enter_context(FaultProxy(s3_server.endpoint_url)) for _ in range(count)]
         answers = ranks.launch(count, 6, way=way, endpoints=[proxy.endpoint_url for proxy in proxies])
         assert [answer and answer.get("from") for answer in answers] == [
             ["gpt--val_loss=6.00-step=5.ckpt", 5, "durable"]

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.counting_proxy import CountingProxy
+from support.fault_proxy import FaultProxy
 from support.restoring import OLD, World, flip, into_memory, save_id
 
 #: Nodes of two ranks each, and how many copies there are.
@@ -49,7 +49,7 @@ def test_a_job_goes_on_from_peers(ranks, lose, s3_url, record_property, nodes, f
 def test_a_full_checkpoint_is_read_from_s3_once_a_node_after_one_list(ranks, lose, s3_url, s3_server):
     ranks("aabb", ["save_full", 1, ["memory", "durable"], {"name": "new.ckpt"}], ["close"], dirpath=s3_url)
     lose("a", "b")
-    with CountingProxy(s3_server.endpoint_url) as proxy:
+    with FaultProxy(s3_server.endpoint_url) as proxy:
         (answers,) = ranks("aabb", ["load_full", 1], dirpath=s3_url, endpoint_url=proxy.endpoint_url)
     assert [(answer.get("matches"), answer.get("tier")) for answer in answers] == [(True, "durable")] * 4, answers
     assert proxy.count("GET", "list-type=2") == 1

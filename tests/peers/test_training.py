@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from support.counting_proxy import CountingProxy
 from support.draining import names
+from support.fault_proxy import FaultProxy
 from support.launch import launch, said
 from support.losing import lose_memory
 
@@ -43,7 +43,7 @@ def fit(tmp_path, memory_dir, s3_url):
 @pytest.mark.parametrize(("strategy", "lost"), CASES if ALL else CASES[:2])
 def test_a_killed_training_goes_on_from_the_memory_of_peers(fit, s3_server, memory_dir, strategy, lost):
     whole = fit(strategy, job="whole")
-    with CountingProxy(s3_server.endpoint_url) as proxy:
+    with FaultProxy(s3_server.endpoint_url) as proxy:
         fit(strategy, die_at=5, dead=True, endpoint_url=proxy.endpoint_url)
         lose_memory(f"{memory_dir}/{lost}")
         proxy.requests.clear()

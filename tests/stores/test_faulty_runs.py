@@ -83,7 +83,7 @@ def io_of(options):
         io.teardown()
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_save_gets_through_a_bad_hour_and_what_an_outage_held_up_is_caught_up(io_of, options, proxy, s3_bucket):
     with hurried(retry_deadline_s=20.0):

@@ -244,11 +244,13 @@ class FaultProxy:
     are asked with the path as well.
     """
 
-    def __init__(self, endpoint, plan=lambda operation, number: None):
+    def __init__(self, endpoint, plan=lambda operation, number: None, port=0):
         self.target = urlsplit(endpoint)
         self.plan = plan
         self.counts = Counter()
         self.lock = threading.Lock()
+        #: Method and path of each request.
+        self.requests = []
         #: How many were opened.
         self.connections = 0
         #: Set at the end, so that nothing that is held up outlives the proxy.
@@ -258,7 +260,7 @@ class FaultProxy:
         class Handler(Exchange):
             owner = proxy
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.server.daemon_threads = True
         self.endpoint_url = f"http://127.0.0.1:{self.server.server_port}"
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))
@@ -272,6 +274,10 @@ class FaultProxy:
         self.server.shutdown()
         self.thread.join(10)
         self.server.server_close()
+
+    def count(self, method, text):
+        """Requests of a method whose path holds ``text``."""
+        return sum(1 for each, path in self.requests if each == method and text in path)
 
     def fault_for(self, operation, path):
         with self.lock:
@@ -290,6 +296,7 @@ class Exchange(BaseHTTPRequestHandler):
         super().setup()
 
     def handle_any(self):
+        self.owner.requests.append((self.command, self.path))
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         fault = self.owner.fault_for(operation_of(self.command, self.path), self.path)
         (fault or Exchange.pass_on)(self)
