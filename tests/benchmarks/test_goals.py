@@ -31,27 +31,11 @@ def row(stall):
 
 
 def test_a_miss_says_of_which_parts_it_consists():
-    missed = of({"rows": [row(1.7)]}, "eager stall / memcpy, 64")
+    missed, met = (of({"rows": [row(stall)]}, "eager stall / memcpy, 64") for stall in (1.7, 1.0))
     assert (missed["met"], missed["value"]) == (False, 1.7)
     parts = "planning 0.20, copying and hashing 1.50 (in copies)"
     assert missed["why"] == f"{parts}; hashing makes the copy longer by 0.30"
-
-
-def test_a_goal_that_is_met_needs_no_reason():
-    met = of({"rows": [row(1.0)]}, "eager stall / memcpy, 64")
     assert met["met"] and met["why"] == ""
-
-
-@pytest.mark.parametrize(
-    ("found", "why"),
-    [
-        ({"rows": []}, "it was not measured in this run"),
-        ({"rows": [], "overlap": {"error": "nothing after 9 s"}}, "its benchmark failed: nothing after 9 s"),
-    ],
-)
-def test_a_goal_without_figures_is_missed_and_says_why(found, why):
-    missed = of(found, "step inflation")
-    assert (missed["met"], missed["value"], missed["why"]) == (False, None, why)
 
 
 def test_the_greater_inflation_counts():
@@ -100,21 +84,6 @@ def test_the_page_says_of_each_benchmark_what_it_found_or_why_it_did_not(tmp_pat
     assert "| a state | 8.50 |" in text
     assert "It could not be measured: nothing after 9 s." in text and "Not measured in this run." in text
     assert f"`goals_met=1 of {len(found['goals'])}`" in text
-
-
-def test_the_benchmarks_server_answers_what_libraries_ask_first():
-    import boto3
-    from s3_process import StoringServer
-
-    with StoringServer() as server:
-        client = boto3.client("s3", endpoint_url=server.url, **server.credentials)
-        for key in ("a/1", "a/2", "b"):
-            client.put_object(Bucket="bench", Key=key, Body=b"x")
-        assert client.get_bucket_location(Bucket="bench")["LocationConstraint"] is None
-        pages = client.get_paginator("list_objects").paginate(
-            Bucket="bench", Prefix="a/", PaginationConfig={"PageSize": 1}
-        )
-        assert [each["Key"] for page in pages for each in page["Contents"]] == ["a/1", "a/2"]
 
 
 def inner():

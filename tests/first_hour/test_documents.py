@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import typer
 from support.first_hour import blocks_of
+from support.messages import has_message
+from support.supporting import supported
 
 from tiered_checkpoint_io import cli
 
@@ -116,7 +118,8 @@ def test_a_story_prints_its_lines(key, story):
 @pytest.mark.parametrize("block", PRELUDES, ids=lambda block: f"{block[0]}-{block[1]:.14}")
 def test_a_block_of_python(block, story):
     (story.folder / "block.py").write_text(BLOCKS[block])
-    output, status = story.python("block.py", prelude=PRELUDES[block])
+    with supported(drain="thread"):
+        output, status = story.python("block.py", prelude=PRELUDES[block])
     assert status == 0, output[-3000:]
     assert "Traceback" not in output
     if PRELUDES[block] == TRAINING:
@@ -199,3 +202,9 @@ def test_each_example_is_run():
     imported = "".join(path.read_text() for path in (ROOT / "examples").rglob("*.py"))
     for path in (ROOT / "examples").rglob("*.py"):
         assert path.name in said or re.search(rf"from {path.stem} import", said + imported), f"nothing runs {path}"
+
+
+def test_each_message_that_the_page_of_troubleshooting_quotes_exists():
+    quoted = re.findall(r"^\| `([^`]+)` \|", pages()["docs/troubleshooting.md"], re.MULTILINE)
+    assert len(quoted) > 30
+    assert [each for each in quoted if not has_message(each)] == []

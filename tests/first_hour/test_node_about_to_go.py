@@ -2,13 +2,16 @@
 
 import re
 
+from support.supporting import supported
+
 
 def weights(output):
     return re.search(r"^weights (\w+)$", output, re.MULTILINE)[1]
 
 
 def test_the_last_step_in_memory_is_saved_from_a_node_that_goes(story):
-    uninterrupted = weights(story.python("lives.py", "dirpath=s3://bucket/whole", "namespace=whole")[0])
+    with supported(drain="thread"):
+        uninterrupted = weights(story.python("lives.py", "dirpath=s3://bucket/whole", "namespace=whole")[0])
     story.sections.clear()
     run = ("dirpath=s3://bucket/run", "namespace=run")
     for step in (13, 28):

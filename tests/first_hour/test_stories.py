@@ -29,7 +29,8 @@ def test_no_credentials(story, monkeypatch):
 
 
 def test_where_trainer_save_checkpoint_saves(story):
-    story.python("save_checkpoint.py")
+    with supported(drain="thread"):
+        story.python("save_checkpoint.py")
     story.tiered_ckpt("ls", "s3://bucket/run")
     story.shown("save_checkpoint")
 

@@ -294,18 +294,6 @@ def test_weights_of_the_best_beside_what_training_ended_with_are_not_resumed_fro
     assert job.train(16, rules=Rules()).io.checkpointer.restored.name == "score=8.0-step=15-last.ckpt"
 
 
-def test_sharded_checkpoints_keep_their_optimizer_states_and_that_is_said_once(job, monkeypatch, caplog):
-    sharded = SimpleNamespace(alias_of=None, content=SimpleNamespace(kind="sharded"))
-    monkeypatch.setattr(checkpoint, "current", lambda *_: sharded)
-    # As of a sharded one: the full loader refuses it.
-    monkeypatch.delattr(NeMoCheckpointIO.__mro__[1], "load_alone")
-    trainer = job.train(20, rules=FRESH, callback=job.callback(save_top_k=-1, save_last_n_optim_states=1))
-    assert trainer.io.checkpointer.session.progress().counters.get("failed", 0) == 0
-    said = [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
-    assert sum("save_last_n_optim_states is for full checkpoints" in text for text in said) == 1
-    assert not any("were not dropped" in text or "failed" in text for text in said)
-
-
 def test_nemos_averages_with_a_sharded_strategy_are_refused_by_both_names():
     class EMA(Callback):
         save_ema_model = None

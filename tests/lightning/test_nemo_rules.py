@@ -1,7 +1,5 @@
 """NeMo's layouts, rules of resuming, advice on concurrency, and which optimizer states go: no NeMo needed."""
 
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,13 +7,11 @@ from hypothesis import strategies as st
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.nemo import checkpoint
 from tiered_checkpoint_io.nemo.io import advised
 from tiered_checkpoint_io.nemo.layouts import (
     Rules,
     choose,
     complete_checkpoints,
-    newest_of_ranks,
     rank_folder_of,
     without_rank,
 )
@@ -84,23 +80,6 @@ def test_the_choice_is_the_greatest_step_that_every_rank_has(steps, count, data)
     assert [ids.step_in_name(path) for path in found] == sorted(whole)
 
 
-def test_the_latest_save_of_all_ranks_is_of_one_step():
-    """Names and steps in the order of the saves, the latest first."""
-
-    def shards(name, *steps):
-        return [(f"mp_rank_{rank:02d}/{name}", step) for rank, step in enumerate(steps)]
-
-    older = shards("x.ckpt", 5, 5)
-    assert newest_of_ranks([*shards("y-step=7.ckpt", 7), *older], shards=2) == "x.ckpt"
-    assert newest_of_ranks([*shards("y.ckpt", 7, 6), *older], shards=2) == "x.ckpt"
-    assert newest_of_ranks([*shards("preempted.ckpt", 7, 7), *older], shards=2) == "preempted.ckpt"
-    # What a name held before is not there any more.
-    assert newest_of_ranks([*shards("x.ckpt", 7), *older], shards=2) is None
-    # All ranks read a distributed checkpoint.
-    assert newest_of_ranks([("gpt-step=7", 7), *older], shards=2) == "gpt-step=7"
-    assert newest_of_ranks([], shards=2) is None
-
-
 def test_a_distributed_checkpoint_is_its_folder_once_its_last_file_is_there():
     def folder(step, *files):
         return [f"gpt-step={step}-last/{file}" for file in files]
@@ -166,27 +145,3 @@ def test_figures_of_ones_own_are_kept_and_warned_of_and_impossible_sizes_are_ref
         advised(given, world_size=1, tensor=0, pipeline=1)
     with pytest.raises(ConfigError, match=r"is 8, of 4 ranks.*tensor_model_parallel_size"):
         advised(given, world_size=4, tensor=4, pipeline=2)
-
-
-# ------------------------------------------------------------------------------------ optimizer states
-def test_those_that_were_saved_first_lose_their_optimizer_states_once_each(monkeypatch):
-    """Saved in the order d, c, b, a, and two keep theirs; what is not durable yet may fail, and does not count."""
-    copied, pending, rewritten = set(), set(), []
-    session = SimpleNamespace(is_pending=pending.__contains__, is_to_be_copied=copied.__contains__)
-    monkeypatch.setattr(checkpoint, "drop_optimizer_states", lambda _, name: rewritten.append(name))
-    callback = checkpoint.TieredNeMoCheckpoint(monitor="loss", save_top_k=-1, save_last_n_optim_states=2)
-    callback.best_k_models = {f"{DIRPATH}/{name}": loss for loss, name in enumerate("dcba")}
-    callback._io = SimpleNamespace(checkpointer=SimpleNamespace(dirpath=DIRPATH, session=session))
-
-    def rewrites():
-        callback._drop_optimizer_states()
-        return "".join(rewritten)
-
-    pending |= {"a", "b"}
-    assert rewrites() == ""
-    pending.clear()
-    # Else "last" would be a copy without them.
-    copied.add("d")
-    assert rewrites() == "c"
-    copied.clear()
-    assert rewrites() == rewrites() == "cd"

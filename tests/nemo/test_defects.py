@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from support.fault_proxy import FaultProxy, refuse
 from support.nemo_training import io_of, restored
 from support.supporting import build
@@ -20,19 +19,6 @@ def io(runs):
     made = S3CheckpointIO(runs.dirpath, async_checkpointing=True, **runs.io)
     yield made
     made.teardown()
-
-
-def test_the_first_save_with_a_current_s3fs_succeeds(runs):
-    """NeMo: ``Invalid bucket name "s3:"``, because a Path mangles the URL."""
-    runs.fit(max_steps=5)
-    assert runs.objects() == [f"gpt--val_loss=6.00-step=5{last}.ckpt" for last in ("-last", "")]
-
-
-def test_a_single_device_needs_no_process_group(io, runs):
-    """NeMo: get_rank() raises ValueError."""
-    assert not torch.distributed.is_initialized()
-    io.save_checkpoint(state(1), f"{runs.dirpath}/a.ckpt")
-    assert torch.equal(io.load_checkpoint(f"{runs.dirpath}/a.ckpt")["w"], state(1)["w"])
 
 
 def test_an_upload_that_fails_is_told_of_and_never_leaves_an_empty_bucket(runs, s3_server):
@@ -80,16 +66,6 @@ def test_no_marker_and_no_export_goes_to_a_local_folder(runs, tmp_path):
     assert "gpt.nemo" in runs.objects()
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
     assert not [path for path in (tmp_path / "logs").rglob("*") if "unfinished" in path.name or path.suffix == ".nemo"]
-
-
-def test_weights_only_is_taken_and_omegaconf_loads(runs):
-    """NeMo: TypeError for the argument, UnpicklingError for the hyper-parameters."""
-    trainer, _ = runs.fit(max_steps=5)
-    for argument in ({}, {"weights_only": None}, {"weights_only": True}, {"weights_only": False}):
-        found = io_of(trainer).load_checkpoint("tiered:latest", **argument)
-        assert OmegaConf.is_config(found["hyper_parameters"])
-        assert found["hyper_parameters"].cfg.layers[1].width == "8"
-    io_of(trainer).teardown()
 
 
 def test_a_save_lists_nothing_and_the_old_last_stays_until_the_new_one_is_durable(runs, s3_server):

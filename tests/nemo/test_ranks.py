@@ -69,7 +69,7 @@ def test_two_ranks_are_killed_and_go_on_and_end_as_if_they_had_not(ranks, way, c
     assert any(name.endswith("-EMA.ckpt") for name in ranks.objects()) == bool(config)
 
 
-@pytest.mark.parametrize(("count", "way"), [(2, "connector"), (4, "drop-in"), (2, "tiered")])
+@pytest.mark.parametrize(("count", "way"), [(4, "drop-in"), (2, "tiered")])
 def test_ranks_above_0_ask_s3_for_nothing_when_they_resume(ranks, count, way, s3_server):
     """Counted where requests arrive, whichever client made them: ours, s3fs, or NeMo's boto3."""
     ranks.launch(1, 5, way=way)

@@ -32,6 +32,7 @@ _PLACEHOLDERS = [
     (r"\(?\d+(\.\d+)? [GMK]iB/s\)?", "<rate>"),
     (r"\d+(\.\d+)? ([GMK]i)?B\b", "<size>"),
     (r"\d+ bytes", "<size>"),
+    (r"bytes \d+-\d+ of", "bytes <range> of"),
     (r"\b\d+(\.\d+)? (s|ms|min)\b", "<time>"),
     (r"\d+(\.\d+)? ?%", "<percent>"),
     (r"\b(process|pid) \d+", r"\1 <pid>"),

@@ -4,11 +4,9 @@ On the Python that runs this: a training that resumes, the command line and the 
 constraints.txt. On each Python from 3.10 to 3.13 that is installed: the pip that comes with it finds versions that fit
 without any constraint. On each other Python, and with the lowest versions that the wheel declares: all of the package
 compiles, and the command line verifies the checkpoints of tests/data/format_1. That needs no torch, of which another
-Python has builds for GPUs alone, of gigabytes; ``--full`` has each Python train, and this one with constraints-min.txt,
-too.
+Python has builds for GPUs alone, of gigabytes.
 """
 
-import argparse
 import email
 import json
 import os
@@ -150,9 +148,6 @@ def is_typed(bin_folder, scratch):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--full", action="store_true", help="have each Python train, which may install torch for GPUs")
-    is_full = parser.parse_args().full
     out = ROOT / "dist"
     shutil.rmtree(out, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="tiered-dist-") as folder:
@@ -166,16 +161,6 @@ def main():
         light = [line for name, line in needs.items() if name not in HEAVY]
         lowest = [re.sub(r">=([\d.]+).*", r"==\1", line) for line in light]
 
-        def trained(python, version, constraints, *more):
-            with tempfile.TemporaryDirectory(prefix="tiered-dist-", dir="/dev/shm") as memory_dir:
-                bin_folder = venv(python, scratch / "env", "-c", ROOT / constraints, wheel, *more)
-                trains(bin_folder, scratch, memory_dir)
-                looks_right(bin_folder, scratch)
-                if constraints == "constraints.txt":
-                    is_typed(bin_folder, scratch)
-            shutil.rmtree(scratch / "env")
-            print(f"python={version} {constraints}: trains, resumes, verifies", flush=True)
-
         def looked_at(python, version, what, *requirements):
             bin_folder = venv(python, scratch / "env", *requirements)
             run(bin_folder / "python", "-m", "pip", "install", "-q", "--no-deps", wheel)
@@ -185,15 +170,16 @@ def main():
 
         for version, python in {OWN: sys.executable, **interpreters()}.items():
             resolves(python, version, wheel, scratch)
-        trained(sys.executable, OWN, "constraints.txt")
+        with tempfile.TemporaryDirectory(prefix="tiered-dist-", dir="/dev/shm") as memory_dir:
+            bin_folder = venv(sys.executable, scratch / "env", "-c", ROOT / "constraints.txt", wheel)
+            trains(bin_folder, scratch, memory_dir)
+            looks_right(bin_folder, scratch)
+            is_typed(bin_folder, scratch)
+        shutil.rmtree(scratch / "env")
+        print(f"python={OWN} constraints.txt: trains, resumes, verifies", flush=True)
         looked_at(sys.executable, OWN, "lowest declared versions", *lowest)
         for version, python in interpreters().items():
-            if is_full:
-                trained(python, version, "constraints.txt")
-            else:
-                looked_at(python, version, "constraints.txt", "-c", ROOT / "constraints.txt", *light)
-        if is_full:
-            trained(sys.executable, OWN, "constraints-min.txt", "lightning==2.4.0")
+            looked_at(python, version, "constraints.txt", "-c", ROOT / "constraints.txt", *light)
 
 
 if __name__ == "__main__":
