@@ -64,7 +64,7 @@ def test_what_another_node_sends_is_verified(ranks, memory_dir):
     ranks(2, ["save", 1], ["save", 2], nodes="ab")
     (path,) = Path(memory_dir, "a").glob("tiered-*/*/saves/*-00000002/rank-00000/__0_0-*.distcp")
     flip(path, at=path.stat().st_size - 200)
-    for answer in ranks(2, ["load_ours", 1], nodes="ab"):
+    for answer in ranks(2, ["load", 1, {"ours": True}], nodes="ab"):
         assert answer[0].get("got", answer[0])["matches"]
         assert answer[0]["got"]["name"] == "step_1"
 

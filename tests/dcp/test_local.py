@@ -13,7 +13,6 @@ from support.sharded import incomplete
 from tiered_checkpoint_io import dcp
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, RestoreError
-from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -207,23 +206,3 @@ def test_one_rank_of_each_replication_group_writes_and_all_load_what_all_can_get
 def test_other_kinds_are_refused(kind, memory_dir):
     with pytest.raises(ConfigError, match="allowed: 'sharded', 'local'"):
         dcp.async_save({}, checkpoint_id="step_1", kind=kind, memory_dir=memory_dir)
-
-
-def test_a_process_alone_overwrites_and_keeps_what_memory_keeps(memory_dir, tmp_path):
-    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "save_to_s3": False}
-    for number in range(1, 5):
-        report = dcp.save({"n": number}, checkpoint_id="latest", kind="local", require_step=False, **options)
-        assert report.name == "latest"
-    state = {"n": 0}
-    assert dcp.load(state, checkpoint_id="latest", kind="local", **options).opened.name == "latest"
-    assert state == {"n": 4}
-    tier = MemoryTier.open(memory_dir, ids.namespace_of(options["dirpath"]))
-    assert len({stored.save_id for stored in tier.parts()}) == 2
-    for stored in tier.parts()[-1:]:
-        path = stored.file(stored.part.content.files[0].basename)
-        path.write_bytes(path.read_bytes()[:-4])
-    # Alone, there is nobody to agree with: the one before is taken.
-    reader = dcp.load(state, checkpoint_id="latest", kind="local", **options)
-    assert state == {"n": 3}
-    assert reader.opened.rejected
-    reader.close()

@@ -90,14 +90,18 @@ def save_async(job, seed, kind="thread", **more):
     return described(mine)
 
 
-def load(job, seed, checkpoint_id=None, **more):
-    """Loads by plain dcp.load; the answer tells whether all tensors are those of ``seed``."""
+def load(job, seed, checkpoint_id=None, ours=False, **more):
+    """Loads by plain dcp.load, or by ours; the answer tells whether all tensors are those of ``seed``."""
     from tiered_checkpoint_io import TieredStorageReader
+    from tiered_checkpoint_io import dcp as tiered
 
     rows = more.pop("rows", ROWS)
-    reader = build(TieredStorageReader, **{**reading(job), **more})
-    state = blank(rows=rows)
-    dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=reader)
+    options, state = {**reading(job), **more}, blank(rows=rows)
+    if ours:
+        reader = build(tiered.load, state, checkpoint_id=checkpoint_id, **options)
+    else:
+        reader = build(TieredStorageReader, **options)
+        dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=reader)
     return told(reader, state, seed, rows)
 
 
@@ -125,14 +129,6 @@ def refused_loads(job, count):
         found.append([refused, groups, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))])
         dist.barrier()
     return found
-
-
-def load_ours(job, seed, checkpoint_id=None, **more):
-    from tiered_checkpoint_io import dcp as ours
-
-    state = blank()
-    reader = build(ours.load, state, checkpoint_id=checkpoint_id, **{**reading(job), **more})
-    return told(reader, state, seed)
 
 
 def reshard(job):

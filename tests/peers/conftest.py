@@ -6,9 +6,17 @@ from pathlib import Path
 import pytest
 from support.launch import launch, said
 from support.losing import lose_memory
+from support.supporting import supported
 
 WORKER = Path(__file__).with_name("worker.py")
 DEADLINE_S = 90.0
+
+
+@pytest.fixture(autouse=True)
+def drain_in_a_thread():
+    """A process for each drain takes longer to start than all else; tests/drain and tests/crash have it."""
+    with supported(drain="thread"):
+        yield
 
 
 @pytest.fixture

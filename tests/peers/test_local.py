@@ -71,15 +71,14 @@ def test_a_rank_that_stands_still_with_the_store_of_all_holds_up_no_other_for_lo
         ["mark", 1, "the other has tried"],
         ["load_local", "step_1"],
         # For longer than an answer takes: saves go on.
-        ["stop", 0, 2],
+        ["stop", 0, 1],
         ["save_local", 2],
-        ["save_local_now", 3, 0, 2],
+        ["save_local_now", 3, 0, 1],
         ["settle"],
         ["load_local", "step_3"],
         # For longer than training waits for an upload.
-        ["save_local_now", 4, 0, 7],
-        drain="thread",
-        pending_timeout_s=4,
+        ["save_local_now", 4, 0, 5.5],
+        pending_timeout_s=3,
     )
     assert stopped[1]["error"] == "ConfigError"
     assert "does not answer" in stopped[1]["message"]

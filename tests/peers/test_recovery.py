@@ -28,7 +28,7 @@ SAMPLE = [LOSSES[0], pytest.param(*LOSSES[-1].values, id=LOSSES[-1].id, marks=py
 
 @pytest.mark.parametrize(("nodes", "factor", "lost"), LOSSES if ALL else SAMPLE)
 def test_a_job_goes_on_from_peers(ranks, lose, s3_url, record_property, nodes, factor, lost):
-    options = {"replication_factor": factor, "dirpath": s3_url}
+    options = {"replication_factor": factor, "dirpath": s3_url, "drain": "process"}
     full = ["save_full", 1, {"name": "last.ckpt"}]
     ranks(nodes, full, ["save", 2], ["save", 3], ["close"], **options)
     lose(*lost)
