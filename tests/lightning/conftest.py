@@ -34,6 +34,9 @@ def fits(tmp_path, memory_dir, monkeypatch):
         common = {"strategy": "fsdp2", "ranks": ranks, "dirpath": str(tmp_path / "durable"), **common}
         told = {"fits": [{"memory_dir": memory_dir, **common, **job} for job in jobs]}
         answers = launch(tmp_path, [told] * ranks, worker=WORKER, deadline_s=LAUNCH_S)
+        if common.get("signal") == "SIGKILL":
+            assert answers == [None] * ranks
+            return []
         for rank, answer in enumerate(answers):
             assert answer is not None, said(tmp_path, rank)
             assert ("error" in answer[-1]) == fails, said(tmp_path, rank)

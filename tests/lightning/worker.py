@@ -1,6 +1,7 @@
 """One rank of trainings by Lightning, one after the other; is told of each by a JSON object.
 
-``signals``: lists of a rank, a moment (``train``, ``validation``, ``start``, ``end``) and a step.
+``signals``: lists of a rank, a moment (``train``, ``validation``, ``start``, ``end``) and a step. ``gpu``: the precision
+there.
 """
 
 import contextlib
@@ -86,7 +87,7 @@ class Toy(LightningModule):
         # Not synchronised between the ranks; on one of them always the same.
         self.log("own", float((self.global_rank != told.get("same_on", 0)) * self.global_step))
         # By the step, because not all releases of Lightning go on with the same number of the batch.
-        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(self.global_step))
+        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(self.global_step)).to(self.device)
         output = self.net(inputs)
         if self.head is not None and self.global_step >= told["joins"]:
             # Until then, it has no gradients, and its optimizer no state of it.
@@ -107,7 +108,7 @@ class Toy(LightningModule):
             layers = (self.net[2].parameters(), [], self.net[0].parameters())
             groups = [{"params": list(each)[::-1], "lr": 1e-2 / (i + 1)} for i, each in enumerate(layers)]
             return getattr(torch.optim, told["optimizer"])(groups)
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused="gpu" in told)
 
     def train_dataloader(self):
         return torch.utils.data.DataLoader(torch.zeros(100, 1))
@@ -181,9 +182,9 @@ def patches(ended):
         return upload(store, key, *args, **options)
 
     def late(overlapped):
-        # Captures that overlap training begin only once training waits for them.
+        # Captures that overlap training begin only once training waits for them; a GPU's soon, as ever.
         noted["overlapped"] = noted.get("overlapped", 0) + 1
-        overlapped.wanted.wait(10)
+        overlapped.wanted.wait(0.005 if "gpu" in told else 10)
 
     def unsealed(part, *args, **options):
         if (part.facts.name, part.rank) == (told.get("unsealed"), 1):
@@ -200,7 +201,7 @@ def patches(ended):
     # The toy's state is too small for it.
     yield patch.object(Checkpointer, "prepare", lambda _, size: noted.setdefault("prepared", []).append(size))
     yield patch.object(TieredModelCheckpoint, "CHECKPOINT_NAME_LAST", told.get("name_last", "last"))
-    if told["strategy"] == "fsdp1":
+    if told["strategy"] == "fsdp1" and "gpu" not in told:
         yield patch.object(fsdp, "_get_full_state_dict_context", full_on_cpu)
 
 
@@ -236,7 +237,8 @@ def strategy():
         across = told["ranks"] if told.get("grid") == "tensor parallel" else 1
         return FSDP2(told["ranks"] // across, across, save_distributed_checkpoint=not told.get("full"))
     if told["strategy"] == "fsdp1":
-        return FSDP1(state_dict_type="full" if told.get("full") else "sharded")
+        kind = TieredFSDPStrategy if "gpu" in told else FSDP1
+        return kind(state_dict_type="full" if told.get("full") else "sharded")
     return told["strategy"]
 
 
@@ -271,7 +273,8 @@ def fit():
         strategy=strategy(),
         callbacks=callbacks,
         max_steps=told["steps"],
-        accelerator="cpu",
+        accelerator="gpu" if "gpu" in told else "cpu",
+        precision=told.get("gpu"),
         devices=told["ranks"],
         logger=False,
         num_sanity_val_steps=0,
