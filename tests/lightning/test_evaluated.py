@@ -26,30 +26,58 @@ class Failing(Callback):
         raise Stop
 
 
-class NoTests(Model):
-    def test_dataloader(self):
-        raise Stop
+def evaluate(trainer, model, path=None, **limits):
+    trainer.limit_test_batches = limits.get("batches", 1.0)
+    trainer.test(model, ckpt_path=path, verbose=False)
 
 
-@pytest.mark.parametrize("how", ["tested", "failed", "another", "without batches"])
-def test_a_trainer_that_evaluated_other_weights_saves_nothing_to_resume_from(how, runs, caplog):
-    callback = best()
-    limit = {"limit_test_batches": 0} if how == "without batches" else {}
-    trainer, model = runs.fit(callback, ckpt_path=None, model=NoTests() if how == "failed" else None, **limit)
-    older = callback.best_model_path
-    if how == "failed":
-        with pytest.raises(Stop):
-            trainer.test(model, ckpt_path=older, verbose=False)
-    else:
-        trainer.test(
-            Model() if how == "another" else model, ckpt_path=None if how == "another" else older, verbose=False
-        )
+def failed(trainer, model, path):
+    model.test_dataloader = lambda: (_ for _ in ()).throw(Stop())
+    with pytest.raises(Stop):
+        evaluate(trainer, model, path)
+
+
+def trained_on(trainer, model, path, *, steps=22, last=None):
+    evaluate(trainer, model, path)
+    trainer.fit_loop.max_epochs = 9
+    trainer.fit_loop.epoch_loop.max_steps = steps
+    trainer.fit(model, ckpt_path=last)
+    evaluate(trainer, model)
+
+
+def after_another(trainer, model, path):
+    evaluate(trainer, Model(), path)
+    evaluate(trainer, model)
+
+
+@pytest.mark.parametrize(
+    ("evaluates", "resumable"),
+    [
+        # What the trainer holds then are weights of another step, or of another module.
+        (evaluate, False),
+        (failed, False),
+        (lambda trainer, *_: evaluate(trainer, Model()), False),
+        (lambda trainer, model, path: evaluate(trainer, model, path, batches=0), False),
+        # What it has trained, whatever was evaluated in between.
+        (lambda trainer, model, _: evaluate(trainer, model), True),
+        (trained_on, True),
+        (lambda trainer, model, path: trained_on(trainer, model, path, steps=20, last="last.ckpt"), True),
+        (after_another, True),
+        (lambda trainer, model, _: after_another(trainer, model, None), True),
+    ],
+)
+def test_a_trainer_that_evaluated_saves_what_to_resume_from_only_if_it_holds_what_it_trained(
+    evaluates, resumable, runs, caplog
+):
+    callback = best(save_last=True)
+    trainer, model = runs.fit(callback, ckpt_path=None)
+    evaluates(trainer, model, callback.best_model_path)
     trainer.save_checkpoint("final.ckpt")
     trainer.io.teardown()
     assert "final.ckpt" in runs.durable()
-    assert newest(runs) != "final.ckpt"
-    assert runs.io().load_checkpoint("final.ckpt")["global_step"] == 20
-    assert caplog.text.count("the weights are those of an evaluation or of the best") == 1
+    assert caplog.text.count("the weights are those of an evaluation or of the best") == (not resumable)
+    assert (newest(runs) == "final.ckpt") == resumable
+    assert resumable or runs.io().load_checkpoint("final.ckpt")["global_step"] == 20
 
 
 @pytest.mark.skipif(INSTALLED < (2, 6), reason="WeightAveraging came with Lightning 2.6")
@@ -62,34 +90,6 @@ def test_averages_that_a_training_has_ended_with_are_nothing_to_resume_from(runs
     trainer.io.teardown()
     assert newest(runs) == before
     assert "the weights are those of an evaluation or of the best checkpoint, or averages" in caplog.text
-
-
-@pytest.mark.parametrize("then", ["validated", "trained", "resumed"])
-def test_a_trainer_that_holds_what_it_trained_saves_what_to_resume_from(then, runs):
-    callback = best(save_last=True)
-    trainer, model = runs.fit(callback, ckpt_path=None)
-    last = callback.last_model_path
-    if then != "validated":
-        trainer.test(model, ckpt_path=callback.best_model_path, verbose=False)
-        trainer.fit_loop.max_epochs = 9
-        trainer.fit_loop.epoch_loop.max_steps = 20 if then == "resumed" else 22
-        trainer.fit(model, ckpt_path=last if then == "resumed" else None)
-    trainer.test(model, verbose=False)
-    trainer.save_checkpoint("final.ckpt")
-    trainer.io.teardown()
-    assert newest(runs) == "final.ckpt"
-
-
-@pytest.mark.parametrize("loads", [False, True])
-def test_another_module_that_was_evaluated_in_between_changes_nothing(loads, runs, caplog):
-    callback = best()
-    trainer, model = runs.fit(callback, ckpt_path=None)
-    trainer.test(Model(), ckpt_path=callback.best_model_path if loads else None, verbose=False)
-    trainer.test(model, verbose=False)
-    trainer.save_checkpoint("final.ckpt")
-    trainer.io.teardown()
-    assert newest(runs) == "final.ckpt"
-    assert "the weights are those of an evaluation or of the best" not in caplog.text
 
 
 @pytest.mark.skipif(INSTALLED < (2, 6), reason="save_on_exception came with Lightning 2.6")

@@ -12,8 +12,6 @@ from support.training import Model, Stop
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.preemption import Preempted
 
-averaged = pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="came with Lightning 2.6")
-
 
 class Accumulating(Model):
     """Each batch has a gradient of its own; stops as a crash would before a batch."""
@@ -79,54 +77,46 @@ def test_a_step_is_not_saved_again_without_the_gradients_of_the_batches_since(op
     assert model.layer.weight.equal(expected)
 
 
-@averaged
-def test_a_training_whose_end_has_averaged_weights_goes_on_from_those_it_has_trained(runs):
-    """WeightAveraging puts the averages in their place as training ends."""
-
-    def both():
-        memory_alone = TieredModelCheckpoint(memory_every_n_train_steps=5, save_top_k=0)
-        return callbacks.EMAWeightAveraging(decay=0.9), memory_alone
-
-    expected = undisturbed(runs, Model(), both()[0])
-    runs.fit(*both(), max_steps=10)
-    trainer, model = runs.fit(*both())
-    restored = trainer.io.checkpointer.restored
-    assert (restored.name, restored.step) == ("end_of_training.ckpt", 10)
-    assert model.layer.weight.equal(expected)
-
-
-@averaged
-def test_a_last_checkpoint_amid_a_validation_of_averaged_weights_has_those_that_are_trained(runs):
-    def average():
-        return callbacks.EMAWeightAveraging(decay=0.9)
-
-    training = {"val_check_interval": 5, "num_sanity_val_steps": 0}
-    expected = undisturbed(runs, Validating(), average(), **training)
+def preempted(runs, **training):
     with pytest.raises(Preempted):
-        runs.fit(average(), PreemptionCheckpoint(), model=Validating(5), **training)
-    trainer, model = runs.fit(average(), model=Validating(), **training)
-    restored = trainer.io.checkpointer.restored
-    assert (restored.name, restored.step) == ("preempted.ckpt", 5)
-    assert model.layer.weight.equal(expected)
+        runs.fit(average(), PreemptionCheckpoint(), model=Validating(told_after=5), **training)
 
 
-@averaged
+def ended(runs, **training):
+    """WeightAveraging puts the averages in their place as training ends."""
+    memory_alone = TieredModelCheckpoint(memory_every_n_train_steps=5, save_top_k=0)
+    runs.fit(average(), memory_alone, model=Validating(), **training, max_steps=10)
+
+
+def failed(hook):
+    def failed(runs, **training):
+        saving = TieredModelCheckpoint(save_on_exception=True, save_top_k=0)
+        runs.fit(average(), saving, model=Validating(fails_after=10, hook=hook), **training)
+
+    return failed
+
+
+def average():
+    return callbacks.EMAWeightAveraging(decay=0.9)
+
+
+@pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="came with Lightning 2.6")
 @pytest.mark.parametrize(
-    "hook",
+    ("stops", "name", "step"),
     [
-        "validation_step",
-        pytest.param("on_validation_start", marks=pytest.mark.matrix),
-        pytest.param("on_validation_end", marks=pytest.mark.matrix),
+        (ended, "end_of_training.ckpt", 10),
+        (preempted, "preempted.ckpt", 5),
+        (failed("validation_step"), None, 10),
+        pytest.param(failed("on_validation_start"), None, 10, marks=pytest.mark.matrix),
+        pytest.param(failed("on_validation_end"), None, 10, marks=pytest.mark.matrix),
     ],
 )
-def test_what_an_exception_saves_amid_a_validation_of_averaged_weights_has_those_that_are_trained(hook, runs):
-    def both():
-        saving = TieredModelCheckpoint(save_on_exception=True, save_top_k=0)
-        return callbacks.EMAWeightAveraging(decay=0.9), saving
-
+def test_what_is_saved_beside_averaged_weights_has_those_that_are_trained(stops, name, step, runs):
+    """At the end of training, and amid a validation of the averages: by a last checkpoint, and by an exception."""
     training = {"val_check_interval": 5, "num_sanity_val_steps": 0}
-    expected = undisturbed(runs, Validating(), both()[0], **training)
-    runs.fit(*both(), model=Validating(fails_after=10, hook=hook), **training)
-    trainer, model = runs.fit(*both(), model=Validating(), **training)
-    assert trainer.io.checkpointer.restored.step == 10
+    expected = undisturbed(runs, Validating(), average(), **training)
+    stops(runs, **training)
+    trainer, model = runs.fit(average(), TieredModelCheckpoint(save_top_k=0), model=Validating(), **training)
+    restored = trainer.io.checkpointer.restored
+    assert (name or restored.name, restored.step) == (restored.name, step)
     assert model.layer.weight.equal(expected)
