@@ -32,7 +32,6 @@ from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.views import address_of, at
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.choice import ONE_FOLDER, Selector, Tier
-from tiered_checkpoint_io.engine.restore.loaders import warn_of_left_out
 from tiered_checkpoint_io.engine.restore.restore import note_restore
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.engine.restore.shard_files import ShardFiles
@@ -177,11 +176,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Changes nothing; called on the coordinator, which sees what all ranks load."""
-        if self._metadata is not None and self.opened is not None:
-            held = [fqn.split(".") for fqn in self._metadata.state_dict_metadata]
-            wanted = [item.storage_index.fqn.split(".") for plan in plans for item in plan.items]
-            warn_of_left_out(self.session, self.opened.name, held, wanted)
+        """Changes nothing."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

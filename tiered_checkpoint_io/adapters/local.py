@@ -9,9 +9,8 @@ from tiered_checkpoint_io.adapters.async_saves import show_failures
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.groups import Ranks, shard_role_of
-from tiered_checkpoint_io.adapters.state import fill, local_part, paths
+from tiered_checkpoint_io.adapters.state import fill, local_part
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
-from tiered_checkpoint_io.engine.restore.loaders import warn_of_left_out
 from tiered_checkpoint_io.engine.restore.local_restore import LocalRestorer
 from tiered_checkpoint_io.engine.restore.restore import note_restore
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
@@ -105,8 +104,6 @@ def load_local_state(
     peers = None if alone else session.local_peers()
     with LocalRestorer(tiers_of(session, config), role, peers, alone=alone).restore(reader.selector) as found:
         loaded = found.load(Trust.of(config), map_location="cpu", rank=role.shard)
-        held, wanted = paths(loaded), paths(local_part(state_dict))
-        warn_of_left_out(session, found.name, held, wanted, says=role.shard == 0 and role.writes)
         fill(state_dict, loaded, where=f"{found.name}, shard {role.shard}")
     content = found.content
     assert content is not None

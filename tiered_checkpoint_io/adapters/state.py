@@ -81,15 +81,6 @@ def _own_part(value: Any) -> Any:
     return value
 
 
-def paths(state: Any) -> list[tuple[str, ...]]:
-    """Lists the outermost keys of a state, and those one level further down."""
-    found: list[tuple[str, ...]] = []
-    for key, value in state.items() if isinstance(state, Mapping) else ():
-        found += [(str(key), str(inner)) for inner in value] if isinstance(value, Mapping) else []
-        found.append((str(key),))
-    return found
-
-
 def fill(state: dict[str, Any], loaded: Any, *, where: str) -> None:
     """Puts a loaded state, which is copied, into a state: tensors in place, all else replaced.
 

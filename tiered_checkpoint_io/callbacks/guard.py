@@ -21,7 +21,6 @@ from tiered_checkpoint_io.callbacks.reporting import say_summary, say_summary_la
 from tiered_checkpoint_io.callbacks.trainer import check_strategy, of_classes, on_rank_0
 from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
-from tiered_checkpoint_io.engine.restore.loaders import report_left_out
 from tiered_checkpoint_io.engine.restore.restore import Restored
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.logs import Logger
@@ -140,9 +139,10 @@ class StrategyGuard(Callback):
             return
         session = io.checkpointer.session
         # Lightning has restored it by now, or never will; on all ranks alike.
-        left = getattr(trainer.fit_loop, "_combined_loader_states_to_load", None) or ()
-        why = "Lightning restores it only where an epoch was not finished"
-        report_left_out(session, "the checkpoint", len(left), why, says=trainer.is_global_zero)
+        if left := len(getattr(trainer.fit_loop, "_combined_loader_states_to_load", None) or ()):
+            text = "this resume does not restore the state of %d data loader%s that the checkpoint holds, so the data"
+            text += " starts anew: Lightning restores it only where an epoch was not finished"
+            (session.log.warning if trainer.is_global_zero else session.log.debug)(text, left, "s" if left > 1 else "")
         self._held.train(pl_module)
         self._recording.begin(trainer.local_rank, trainer.global_step, session)
         # A strategy that trains shards and saves one file does not show how large that is.

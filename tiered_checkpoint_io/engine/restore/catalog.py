@@ -141,6 +141,8 @@ class DurableCatalog:
     elsewhere: ids.Split | None = None
     #: All names there, where they were listed.
     listed: set[str] | None = None
+    #: Names of manifests whose objects were removed: by hand, or by a lifecycle rule.
+    gone: set[str] = field(default_factory=set)
     #: Why the tier could not be asked.
     error: TieredCheckpointError | None = None
 
@@ -197,6 +199,7 @@ def discover(
             # Which one is the best no name tells.
             if selector.kind != "best" or not found.rest:
                 break
+        _leave_out_gone(store, selector, found)
         return found
     except TieredCheckpointError as error:
         return DurableCatalog(listed=found.listed, error=error)
@@ -204,6 +207,23 @@ def discover(
         text = f"{type(error).__name__}: {error}"
         failed = RestoreError(text, operation="discover", tier="durable")
         return DurableCatalog(listed=found.listed, error=failed)
+
+
+def _leave_out_gone(store: Store, selector: Selector, found: DurableCatalog) -> None:
+    """Leaves out the newest manifests whose objects are not there any more; memory may still have these."""
+    if selector.kind not in ("latest", "last"):
+        return
+    by_id = {each.content.save_id: each for each in found.manifests if not each.alias_of}
+    for content in selector.in_order(each.content for each in by_id.values()):
+        manifest = by_id[content.save_id]
+        try:
+            if selector.wants(manifest.name) and content.files:
+                store.size(content.files[0].path)
+            return
+        except StoreNotFoundError:
+            found.manifests.remove(manifest)
+            found.gone.add(manifest.name)
+            found.rejected.append(f"durable {manifest.name}: its object {content.files[0].path} is gone")
 
 
 def reading_order(listed: Sequence[ObjectInfo]) -> list[str]:
@@ -341,6 +361,8 @@ def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
     here, tier, place = NodeCatalog(), tiers.memory, tiers.place
     elsewhere = other_names(place, name) if name and tiers.store_at is not None else {}
     others: set[Place] = set()
+    queue = Queue(tier.root)
+    given_up = {each.op_id for each in queue.outcomes() if each.state != "committed"}
     for stored in tier.held():
         part = stored.part
         if part.dirpath == place.dirpath and part.place != place:
@@ -348,7 +370,8 @@ def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
         here.elsewhere = here.elsewhere or elsewhere.get((part.place, part.name))
         if part.place == place:
             content, owns = part.content.without_hashes(), not stored.is_replica
-            here.held.append(Held(part.name, part.rank, content, part.commits, owns, stored.replicated))
+            committed = part.durable and part.commits and stored.drained and stored.op_id not in given_up
+            here.held.append(Held(part.name, part.rank, content, part.commits, owns, stored.replicated, committed))
     for folder in tier.quarantined():
         if _may_belong(folder, place):
             here.quarantined.append(f"memory {folder}: quarantined")
@@ -366,7 +389,7 @@ def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
         tiers.skipped(note)
     for other in sorted(map(str, others)):
         tiers.log.warning("memory holds checkpoints of %s: they are another job's, and are not restored", other)
-    for request in Queue(tier.root).requests():
+    for request in queue.requests():
         if request.action not in NAMING:
             continue
         here.elsewhere = here.elsewhere or elsewhere.get((request.place, request.name))

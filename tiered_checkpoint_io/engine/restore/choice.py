@@ -101,7 +101,8 @@ class Held:
     """One part of a checkpoint in the memory of a node; ``content`` lists its files without their hashes.
 
     ``commits`` tells whether it is the coordinator's, ``owns`` whether it is this node's own and no replica,
-    ``replicated`` whether all parts of its save are in the memory of other nodes as well.
+    ``replicated`` whether all parts of its save are in the memory of other nodes as well, ``committed`` whether the
+    node knows that its save was on the durable tier.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Held:
     commits: bool = True
     owns: bool = True
     replicated: bool = False
+    committed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,8 @@ class Candidate:
     #: Whether the memory of the nodes has all its parts, and whether that of other nodes is known to.
     in_memory: bool = False
     replicated: bool = False
+    #: Whether a node knows that it was on the durable tier.
+    committed: bool = False
 
     @property
     def save_id(self) -> str:
@@ -258,6 +262,7 @@ def _candidate(parts: Sequence[tuple[str, Held]], durable: tuple[str, Content] |
         coordinators=coordinators,
         in_memory=bool(coordinators) and (count == 1 or ranks >= set(range(count))),
         replicated=any(part.replicated for _, part in parts),
+        committed=any(part.committed for _, part in parts),
     )
 
 

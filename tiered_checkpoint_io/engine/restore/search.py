@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from tiered_checkpoint_io.engine.drain.status import tier_label
+from tiered_checkpoint_io.engine.drain.status import drain_command, tier_label
 from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, portable, raise_first
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.restore.catalog import (
@@ -52,6 +52,7 @@ from tiered_checkpoint_io.stores.silence import Question
 
 _S = TypeVar("_S")
 _T = TypeVar("_T")
+_DELETED = "%s is in node memory alone, and was deleted from %s: it is passed by; to have it again, %s"
 
 #: What shows that a copy is bad, rather than that reading is.
 DAMAGE = (CorruptCheckpointError, CheckpointNotFoundError, StoreNotFoundError)
@@ -295,10 +296,11 @@ class Search:
         self.check()
         if not self._untried(self._catalog()):
             _go(each.elsewhere for each in self._memory.values())
-        known = DurableCatalog()
+        known, is_there, listed = DurableCatalog(), self.selector.kind not in ("latest", "last"), None
         for known in self._durable():
             if known.listed is not None:
-                self._tiers.on_listed(known.listed)
+                listed = known.listed
+                self._tiers.on_listed(listed)
             for note in known.rejected:
                 self._tiers.skipped(note)
             self._notes += known.rejected
@@ -319,6 +321,9 @@ class Search:
                     said = "the durable tier does not answer; restoring from node memory: %s"
                 self._tiers.log.warning(said, known.error)
             for candidate in options:
+                is_there |= candidate.durable is not None
+                if not is_there and listed is not None and self._is_deleted(candidate, listed, known.gone):
+                    continue
                 refuse_other_kind(candidate, self._accepts, self._tiers.dirpath, self._why)
                 told = len(self.rejected)
                 (self._tried if candidate.durable is not None else self._tried_in_memory).add(candidate.save_id)
@@ -335,6 +340,17 @@ class Search:
         if known.foreign is not None and not self.rejected:
             self._tiers.log.warning("%s has no manifest: it is loaded, but nothing verified it", self.selector.name)
             yield Candidate(self.selector.name, known.foreign, durable=known.foreign)
+
+    def _is_deleted(self, candidate: Candidate, listed: Collection[str], gone: Collection[str]) -> bool:
+        """Whether its owner has deleted what is newer than all that is there; retention removes what is older."""
+        name = candidate.name
+        if not candidate.committed or (name in listed and name not in gone):
+            return False
+        self._tried_in_memory.add(candidate.save_id)
+        # Of what has a manifest, nothing is uploaded again.
+        advice = "load it by its name" if name in gone else f"upload it by: {drain_command(self._tiers.config)} {name}"
+        self._tiers.log.warning(_DELETED, name, self._tiers.dirpath, advice)
+        return True
 
     def _catalog(self, manifests: Sequence[Manifest] = ()) -> Catalog:
         """What memory and these manifests hold."""
