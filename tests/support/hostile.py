@@ -130,6 +130,20 @@ LEAVES = [
     b"A" * 16,
     0.5,
 ]
+#: Programs of nothing but size and depth, in little memory.
+PROGRAMS = {
+    "deep key": b"}" + b")" + b"\x85" * 300_000 + b"Ns.",
+    "shared key": b"}" + b")r\0\0\0\0" + b"h\0h\0\x86r\0\0\0\0" * 40 + b"Ns.",
+    "shared element": b"(" + b")r\0\0\0\0" + b"h\0h\0\x86r\0\0\0\0" * 40 + b"\x91.",
+    "memo": b"Nr\xff\xff\xff\x7f0]" + b"h\0" + b"a.",
+    "deep": b"]r\0\0\0\0" + b"]" * 300_000 + b"a" * 300_000 + b".",
+    "marks": b"(" * 300_000 + b"N" + b"t" * 300_000 + b".",
+    "long": b"\x8a\xff" + b"\xff" * 10,
+    "huge": b"\x8e" + b"\xff" * 8 + b"x.",
+    "steps": b"cargparse\nNamespace\n)\x81" + b"}b" * 300_000 + b".",
+    "extension": b"\x82\x01.",
+    "nothing": b"",
+}
 
 
 # -------------------------------------------------------------------------------------- real pickles
@@ -459,8 +473,13 @@ def load(data, records):
 
 
 def main(first, count, folder):
-    """Loads some pickles; prints each seed before, and what has changed after."""
+    """Loads some pickles; prints each before, and what has changed after."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
+    for name, program in PROGRAMS.items():
+        print(f"program {name}", flush=True)
+        for records in ({}, {"byteorder": b"little"}):
+            load(b"\x80\x02" + program, records)
     OmegaConf.register_new_resolver("witness", lambda *_: RAN.append("resolver"))
     found, metadata = trees(folder)
     pool = [node for tree, _ in (*found, metadata) for node in parts_of(tree)]
