@@ -1,7 +1,6 @@
 """The drain, in this process."""
 
 import os
-import threading
 import time
 
 import pytest
@@ -183,23 +182,23 @@ def test_deletes_that_are_refused_are_tried_one_at_a_time_until_one_is_not(node,
     for number in range(20):
         node.save(f"{number}.ckpt", b"A")
         node.delete(f"{number}.ckpt")
-    may_delete = threading.Event()
-    locked = refusing(store, lambda what, key: what == "delete" and not may_delete.is_set())
+    is_locked = True
+    locked = refusing(store, lambda what, key: what == "delete" and is_locked)
+    worker = drain(node, locked)
 
     def save(name):
         saved = node.save(name, b"B")
-        until(lambda: node.states().get(saved) == "committed", "the save")
+        worker.run(once=True)
+        assert node.states()[saved] == "committed"
 
-    with working(node, locked):
-        until(lambda: locked.operations >= 20, "each was tried once")
-        for number in range(3):
-            asked = locked.operations
-            save(f"new-{number}.ckpt")
-            until(lambda: locked.operations > asked, "one of them is tried again")
-        assert locked.operations <= 20 + 2 * 3
-        may_delete.set()
-        save("last.ckpt")
-        until(lambda: not node.queue.requests(), "all are done")
+    worker.run(once=True)
+    assert locked.operations == 20, "each was tried once"
+    for number in range(3):
+        save(f"new-{number}.ckpt")
+        assert locked.operations == 21 + number
+    is_locked = False
+    save("last.ckpt")
+    assert not node.queue.requests()
     assert names(store) == ["last.ckpt", "new-0.ckpt", "new-1.ckpt", "new-2.ckpt"]
 
 
@@ -233,12 +232,12 @@ def test_an_alias_that_was_refused_once_does_not_wait_behind_deletes_that_are_re
         node.delete(f"{number}.ckpt")
     node.save("a.ckpt", b"B")
     node.alias("last.ckpt", "a.ckpt")
-    with working(node, refusing(set_last, of("delete"))):
-        until(lambda: set_last.operations, "it was refused")
-        saved = node.save("b.ckpt", b"C")
-        alias = node.alias("last.ckpt", "b.ckpt")
-        until(lambda: node.states().get(saved) == "committed", "the save")
-        until(lambda: node.states().get(alias) == "committed", "the alias", timeout_s=10)
+    worker = drain(node, refusing(set_last, of("delete")))
+    worker.run(once=True)
+    assert set_last.operations, "it was refused"
+    saved, alias = node.save("b.ckpt", b"C"), node.alias("last.ckpt", "b.ckpt")
+    worker.run(once=True)
+    assert (node.states()[saved], node.states()[alias]) == ("committed", "committed")
     assert readable(store, "last.ckpt") == b"C"
 
 

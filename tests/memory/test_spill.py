@@ -142,21 +142,6 @@ def test_a_damaged_part_is_quarantined_where_it_lies_and_an_incomplete_one_goes(
     assert not half.exists()
 
 
-def test_nodes_with_one_disk_load_and_keep_only_their_own(options, started, tmp_path):
-    """Two runs in the same namespace, each with a /dev/shm of its own, as containers have it."""
-    with mounted_tmpfs(tmp_path / "other", 4 * MIB) as other:
-        places = {"namespace": "one", "spill_dir": str(tmp_path / "disk")}
-        (tmp_path / "disk").mkdir()
-        one = started(**places)
-        saves(one, 500, 501, 502)
-        two = started(**places, memory_dir=str(other), dirpath=str(tmp_path / "elsewhere"))
-        assert session_of(two).open().tier.parts() == []
-        saves(two, 1, 2, 3)
-        assert [io.load_checkpoint("tiered:latest")["global_step"] for io in (one, two)] == [502, 3]
-        assert len({session_of(io).open().tier.spill.root for io in (one, two)}) == 2
-        two.teardown()
-
-
 def test_what_clears_temporary_folders_may_take_it(options, started):
     io = started()
     saves(io, 1)

@@ -11,7 +11,8 @@ import pytest
 
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.errors import MemoryTierError
-from tiered_checkpoint_io.memory.spill import OWNER_FILE, claim
+from tiered_checkpoint_io.memory.spill import OWNER_FILE, claim, spill_root
+from tiered_checkpoint_io.memory.tier import MemoryTier
 
 CLAIM = """
     import os, sys
@@ -65,8 +66,8 @@ def process(tmp_path):
         (tmp_path / name).mkdir(0o700)
     with contextlib.ExitStack() as stack:
 
-        def process(memory, **options):
-            made = Process(tmp_path / "disk" / "job", tmp_path / memory, **options)
+        def process(memory, *, base=tmp_path / "disk" / "job", **options):
+            made = Process(base, tmp_path / memory, **options)
             stack.callback(made.end)
             return made
 
@@ -104,6 +105,17 @@ def test_what_was_removed_beside_it_keeps_its_owner(process, tmp_path):
     assert (one.again(), process("a").name) == ("job", "job")
     shutil.rmtree(base)
     assert (one.again(), process("b").name) == ("job", "job-2")
+
+
+def test_a_node_takes_no_spill_of_another_memory_under_its_path(process, tmp_path, memory_dir):
+    """As containers have them that share one disk, each with a /dev/shm of its own."""
+    memory = MemoryTier.open(memory_dir, "default")
+    base = spill_root(tmp_path / "disk", memory.root)
+    base.parent.mkdir(0o700)
+    assert process("a", base=base).name == base.name
+    memory.use_spill(str(tmp_path / "disk"))
+    assert memory.open_spill().root == base.with_name(f"{base.name}-2")
+    memory.close()
 
 
 def test_a_link_in_place_of_the_file_that_names_its_owner_is_not_followed(tmp_path):
