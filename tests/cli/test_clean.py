@@ -3,18 +3,16 @@
 import fcntl
 import functools
 import shutil
-import socket
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import pytest
-from support import committing
+from support import committing, processes
 from support.documented import command, document_of
 from support.draining import Node, part_of
 from support.restoring import of_a_newer_release
 from support.sharded import full_part, make_part
+from support.silent import silent_server
+from support.waiting import until
 
 from tiered_checkpoint_io.engine.drain.locks import is_lost, release, try_lock
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
@@ -122,9 +120,8 @@ def test_what_is_durable_or_not_the_newest_is_nothing_to_warn_of(node):
     assert (done.exit_code, f"removed 4 parts, 0.00 KiB, and {node.root}" in done.stdout) == (0, True)
 
 
-def test_it_warns_if_it_can_not_ask(memory_dir):
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+def test_it_warns_if_it_can_not_ask(memory_dir, monkeypatch):
+    with silent_server(monkeypatch) as endpoint:
         node = Node(memory_dir, "s3://bucket/run", endpoint_url=endpoint, durable_timeout_s=1)
         node.save("1.ckpt", b"A", durable=False)
         told = clean(node)
@@ -136,18 +133,15 @@ def test_it_warns_if_it_can_not_ask(memory_dir):
 def test_it_ends_a_sidecar_that_has_nothing_to_do(node):
     """As a DaemonSet runs it: it holds the drain's lock for ever."""
     op = node.save("1.ckpt", b"A")
-    ours = [sys.executable, "-m", "tiered_checkpoint_io", "flush", "--stay", *node.where]
-    with subprocess.Popen(ours, stderr=subprocess.PIPE, text=True) as sidecar:
+    with processes.start("flush", "--stay", *node.where) as sidecar:
         try:
-            deadline = time.monotonic() + 60
-            while node.states() != {op: "committed"}:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            until(lambda: node.states() == {op: "committed"})
             done = clean(node, "--yes")
-            assert (done.exit_code, "1.ckpt" in done.stdout, node.root.exists()) == (0, True, False), done
-            assert (sidecar.wait(30), "error" in sidecar.stderr.read()) == (0, False)
+            _, err = sidecar.communicate(timeout=30)
         finally:
             sidecar.kill()
+    assert (done.exit_code, "1.ckpt" in done.stdout, node.root.exists()) == (0, True, False), done
+    assert (sidecar.returncode, "error" in err) == (0, False)
 
 
 def test_it_leaves_what_a_trainer_uses_or_a_drain_works_on(node):

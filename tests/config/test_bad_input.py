@@ -115,7 +115,7 @@ def unreachable(monkeypatch):
     """Nobody listens there, and patience, of two minutes by default, is short."""
     for key in KEYS:
         monkeypatch.setenv(key, "x")
-    with hurried(retry_deadline_s=0.5, retry_first_wait_s=0.05, retry_max_wait_s=0.2):
+    with hurried(retry_deadline_s=0.2, retry_first_wait_s=0.05, retry_max_wait_s=0.2):
         yield {"dirpath": "s3://bucket/run", "namespace": "away", "endpoint_url": "http://127.0.0.1:9"}
 
 

@@ -15,7 +15,7 @@ from support.bad_input import state
 from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
-from tiered_checkpoint_io.errors import ConfigError, SaveError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import get_logger
 
 LINE = re.compile(
@@ -62,17 +62,6 @@ def test_a_life_in_lines(job, tmp_path):
         ("restore.py", "7", r"resuming from a.ckpt \(memory, 20.00 MiB\) after \d+\.\d+ s"),
     ):
         assert [t for t in texts if t[:2] == (file, step) and re.fullmatch(text, t[2])], (file, step, text, texts)
-
-
-def test_a_failure_is_a_line_with_its_step_or_none(job, tmp_path):
-    io = job(dirpath="s3://bucket", profile="nobody", on_save_error="raise")
-    with pytest.raises(SaveError):
-        io.save_checkpoint(state(3), "a.ckpt")
-    with pytest.raises(SaveError):
-        io.teardown()
-    bad = [each for each in lines(tmp_path / "logs" / "gpt-1_checkpointing.log") if each["level"] == "ERROR"]
-    assert {"3", None} == {each["step"] for each in bad}
-    assert not [each for each in bad if "Step -1" in each["text"]]
 
 
 def test_a_process_that_trains_many_jobs_holds_the_files_of_none_that_is_over(job, tmp_path, memory_dir):

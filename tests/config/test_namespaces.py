@@ -45,7 +45,7 @@ def test_jobs_that_named_none_share_none(job, memory_dir, tmp_path):
     assert "-two-" in two
 
 
-@given(st.text(min_size=1, max_size=300), st.text(min_size=1, max_size=300))
+@given(st.text(min_size=1, max_size=80), st.text(min_size=1, max_size=80))
 def test_any_dirpath_gives_a_valid_namespace_and_another_one_another(one, other):
     assert ids.validate_namespace(ids.namespace_of(one)) == ids.namespace_of(one)
     assert (ids.namespace_of(one) == ids.namespace_of(other)) == (one == other)

@@ -1,5 +1,6 @@
 """``status --prometheus``: metrics of a training, and of a node whose trainer is dead."""
 
+import csv
 import os
 import re
 import shutil
@@ -8,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from support.documented import command
 from support.supporting import build
 from support.tenants import mounted_tmpfs
-from support.training import Model
+from support.training import Model, Runs
 
 from tiered_checkpoint_io import TieredCheckpointIO, dcp
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
@@ -21,6 +23,19 @@ from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.metrics import CATALOG, PREFIX, Sample, prometheus_text
 
 MIB = 1 << 20
+
+
+@pytest.fixture
+def runs(tmp_path, memory_dir):
+    return Runs(str(tmp_path / "durable"), memory_dir, tmp_path)
+
+
+@pytest.fixture
+def dead(runs):
+    """A job that died at step 17, after a durable checkpoint of step 10 and one of step 15 in memory."""
+    checkpoints = TieredModelCheckpoint(memory_every_n_train_steps=5, s3_every_n_train_steps=10)
+    runs.fit(checkpoints, stop_at=17, max_steps=20)
+    return runs
 
 
 def values(memory_dir):
@@ -139,3 +154,12 @@ def test_space_is_that_of_the_trainer_whatever_the_limits_of_the_command(tmp_pat
         shutil.rmtree(root_of(small))
         assert values(small) == {}
         io.teardown()
+
+
+def test_a_logger_of_lightnings_gets_the_metrics_of_saves_and_uploads(runs, tmp_path):
+    callback = TieredModelCheckpoint(s3_every_n_train_steps=10, save_top_k=-1)
+    runs.fit(callback, logger=CSVLogger(tmp_path / "logs"))
+    (path,) = Path(tmp_path, "logs").rglob("metrics.csv")
+    rows = [*csv.DictReader(path.read_text().splitlines())]
+    assert [float(row["checkpoint/durable_step"]) for row in rows if row["checkpoint/durable_step"]] == [10, 20]
+    assert all(float(row["checkpoint/capture_s"]) > 0 for row in rows if row["checkpoint/stall_s"])

@@ -205,25 +205,6 @@ def test_threads_whose_requests_are_refused_at_once_change_over_together(keys_of
         keys.write()
 
 
-# ------------------------------------------------------------------------------ another trainer
-def test_a_restart_gets_a_drain_of_its_own_by_its_own_credentials(s3_server, node, start, monkeypatch):
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    save = node.save("a.ckpt", b"A")
-    before = start()
-    assert before.wait(save, PATIENCE_S).state == "failed"
-    old = before.progress().pid
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.secret_key)
-    another_rank = start()
-    assert not node.queue.is_asked_to_leave(node.queue.announced()), "it takes the drain that there is"
-    another_rank.close(timeout_s=0)
-    before.close(timeout_s=0)
-    restarted = start()
-    restarted.flush(PATIENCE_S)
-    assert node.queue.outcome(save).state == "committed"
-    assert restarted.progress().pid != old
-    assert s3_server.secret_key.encode() not in (node.root / "operations.log").read_bytes()
-
-
 def test_a_drain_that_was_asked_to_leave_and_hangs_is_not_waited_for_for_ever(node):
     node.queue.announce("a drain that hangs")
     worker = Drain(node.root, for_trainer=True, clock=quick(drain_handover_s=0.5))

@@ -179,7 +179,7 @@ def test_a_server_that_stops_reading_for_a_while_is_waited_for(open_store, proxy
 
     class Pausing(proxy.server.RequestHandlerClass):
         def do_PUT(self):
-            time.sleep(1.5)
+            time.sleep(0.8)
             self.handle_any()
 
     monkeypatch.setattr(proxy.server, "RequestHandlerClass", Pausing)
