@@ -56,9 +56,10 @@ def test_jobs_are_two_whatever_they_share_though_they_upload_nothing(job, tmp_pa
     assert second.do("keep b.ckpt") == "ok"
 
 
-def test_ranks_of_a_launch_are_one_before_they_know_each_other(job, tmp_path):
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
-    ranks = [job(str(tmp_path), env={"RANK": str(rank), **meet}) for rank in range(2)]
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "SLURM_PROCID"])
+def test_ranks_of_a_launch_are_one_before_they_know_each_other(name, job, tmp_path):
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "SLURM_NTASKS": "2"}
+    ranks = [job(str(tmp_path), env={name: str(rank), **meet}) for rank in range(2)]
     assert [each.do(f"save {number}.ckpt") for number, each in enumerate(ranks)] == ["ok", "ok"]
 
 
