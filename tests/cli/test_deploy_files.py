@@ -16,6 +16,7 @@ import pytest
 import torch.distributed.run
 import typer
 import yaml
+from support.waiting import until
 
 from tiered_checkpoint_io import cli
 
@@ -23,6 +24,13 @@ ROOT = Path(__file__).parents[2] / "deploy"
 MANIFESTS = sorted((ROOT / each) for each in ("kubernetes/emptydir.yaml", "kubernetes/hostpath.yaml"))
 HYPERPOD = ROOT / "hyperpod/pytorchjob.yaml"
 SCRIPTS = [ROOT / "slurm/train.sbatch", ROOT / "slurm/epilog.sh", ROOT / "docker/run.sh"]
+
+
+def stand_in(tmp_path, name, script):
+    """A program of that name, in the place of the real one."""
+    (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+    (tmp_path / name).chmod(0o755)
+    return {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
 
 def documents(path):
@@ -119,19 +127,12 @@ def test_the_sidecar_flushes_once_it_is_told_to_end(tmp_path, has_saved):
     (sidecar, *_) = containers(next(spec for path, spec in pods() if path.name == "emptydir.yaml"))
     note = f'echo "$1" >> {tmp_path}/steps'
     drain = f"trap 'echo ended >> {tmp_path}/steps; exit 0' TERM; {note}; sleep 30 & wait; exit 1"
-    fake = (
-        f"#!/bin/bash\ncase $* in *--stay*) {drain};; esac\n{note}\n[ $1 != status ] || exit {0 if has_saved else 1}\n"
-    )
-    (tmp_path / "tiered-ckpt").write_text(fake)
-    (tmp_path / "tiered-ckpt").chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ends = f"[ $1 != status ] || exit {0 if has_saved else 1}"
+    environment = stand_in(tmp_path, "tiered-ckpt", f"case $* in *--stay*) {drain};; esac\n{note}\n{ends}")
     process = subprocess.Popen([*sidecar["command"], *sidecar["args"]], env=environment, start_new_session=True)
     try:
-        until = "flush" if has_saved else "status"
-        end = time.monotonic() + 30
-        while not (tmp_path / "steps").exists() or until not in (tmp_path / "steps").read_text():
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        last, steps = "flush" if has_saved else "status", tmp_path / "steps"
+        until(lambda: steps.exists() and last in steps.read_text())
         time.sleep(0.2)
         process.terminate()
         assert process.wait(30) == 0
@@ -144,11 +145,8 @@ def test_the_sidecar_flushes_once_it_is_told_to_end(tmp_path, has_saved):
 
 @pytest.mark.parametrize("status", [0, 138])
 def test_the_job_flushes_each_node_where_training_did_not_end_well(tmp_path, status):
-    (tmp_path / "srun").write_text(
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/steps\ncase "$*" in *python*) exit {status};; esac\n'
-    )
-    (tmp_path / "srun").chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "2"}
+    srun = f'echo "$@" >> {tmp_path}/steps\ncase "$*" in *python*) exit {status};; esac'
+    environment = {**stand_in(tmp_path, "srun", srun), "SLURM_JOB_NUM_NODES": "2"}
     done = subprocess.run(["bash", str(SCRIPTS[0])], env=environment, timeout=60)
     assert done.returncode == status
     steps = (tmp_path / "steps").read_text().splitlines()
@@ -159,11 +157,10 @@ def test_the_job_flushes_each_node_where_training_did_not_end_well(tmp_path, sta
 
 def test_the_epilog_flushes_each_namespace_and_never_fails(tmp_path):
     for name in ("runuser", "logger"):
-        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/steps\nexit 1\n')
-        (tmp_path / name).chmod(0o755)
+        path = stand_in(tmp_path, name, f'echo {name} "$@" >> {tmp_path}/steps\nexit 1')
     for name in ("gpt-1", "gpt-2"):
         (tmp_path / "memory/tiered-1000" / name).mkdir(parents=True)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TIERED_MEMORY_DIR": str(tmp_path / "memory")}
+    environment = {**path, "TIERED_MEMORY_DIR": str(tmp_path / "memory")}
     job = {"SLURM_JOB_USER": "ada", "SLURM_JOB_UID": "1000"}
     for given in ({}, job):
         assert subprocess.run(["bash", str(SCRIPTS[1])], env={**environment, **given}, timeout=60).returncode == 0

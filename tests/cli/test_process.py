@@ -120,29 +120,6 @@ def test_help_shows_each_summary_whole_and_readable_words():
     assert (version.exit_code, version.stdout) == (0, f"tiered-ckpt {__version__}\n")
 
 
-def test_every_listing_in_a_pipe_has_a_header_and_tabs(dirpath, memory_dir):
-    where = ("--memory-dir", memory_dir)
-    lines = {
-        "name": (
-            ("ls", dirpath, *where),
-            ("prune", dirpath, "--keep-latest", "1"),
-            ("flush", *where),
-            ("clean", *where),
-            ("status", *where),
-        ),
-        "state": (("verify", dirpath, *where),),
-        "status": (("doctor", dirpath, *where),),
-        "time": (("watch", dirpath, "--idle-timeout", "0", *where),),
-    }
-    for first, commands in lines.items():
-        for command in commands:
-            done = CliRunner().invoke(app, command)
-            rows = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
-            header, *cells = rows[:2] if command[0] == "status" else rows
-            assert (done.exit_code, header[0], len(cells) > 0) == (0, first, True), (command, done.stdout)
-            assert {len(each) for each in cells} == {len(header)}, command
-
-
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
 def test_other_systems_are_refused_by_name(platform, tmp_path):
     code = f"""

@@ -1,12 +1,10 @@
 """A store of another package, found by its entry point: it keeps the contract, and a job's commands use it."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.documented import verified
+from support.documented import command, verified
 from support.draining import Node
 from support.store_contract import StoreContract
 
@@ -54,22 +52,14 @@ class TestInstalledStore(StoreContract):
         store.close()
 
 
-def test_a_drain_and_the_commands_use_it(tmp_path, memory_dir):
-    """In processes of their own, as users have them."""
-    url, site = f"acme://{tmp_path}/durable", install(tmp_path / "site")
+def test_a_drain_and_the_commands_use_it(site, tmp_path, memory_dir):
+    """The drain in a process of its own, as users have it."""
+    url = f"kept://{tmp_path}/durable"
     node = Node(memory_dir, url)
     node.save("1.ckpt", b"A" * 1000)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
-
-    def command(*arguments):
-        line = [sys.executable, "-m", "tiered_checkpoint_io", *arguments]
-        done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    command("flush", *node.where)
-    assert "durable\tlatest" in command("ls", url, "--memory-dir", memory_dir).replace("\tfull", "")
-    assert command("verify", url) == verified(("intact", "durable", "1.ckpt"))
+    assert command("flush", *node.where).exit_code == 0
+    assert "durable\tlatest" in command("ls", url, "--memory-dir", memory_dir).stdout.replace("\tfull", "")
+    assert command("verify", url).stdout == verified(("intact", "durable", "1.ckpt"))
     assert (tmp_path / "durable.sqlite").exists()
 
 

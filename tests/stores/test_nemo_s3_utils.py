@@ -5,7 +5,6 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-from support.fault_proxy import FaultProxy, refuse
 
 from tiered_checkpoint_io.errors import ConfigError, StoreNotFoundError
 from tiered_checkpoint_io.nemo import s3_dirpath_utils
@@ -86,29 +85,15 @@ def test_files_are_found_below_their_folder_alone(s3_url):
     assert found("run") == both
 
 
-@pytest.mark.matrix
-def test_a_scan_is_repeated_where_s3_throttles_at_an_endpoint_of_ones_own(s3_url, s3_server, monkeypatch):
-    put(f"{s3_url}/x-last.ckpt")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
-    with FaultProxy(
-        s3_server.endpoint_url, lambda _, number: refuse(503, "SlowDown") if number == 1 else None
-    ) as proxy:
-        for scan in (
-            S3Utils.find_files_with_suffix,
-            lambda *a, **k: S3Utils.s3_path_exists(*a, match_directory=True, **k),
-        ):
-            proxy.counts.clear()
-            assert scan(s3_url, endpoint_url=proxy.endpoint_url)
-            assert proxy.counts["list"] == 2
-
-
-@pytest.mark.matrix
-def test_credentials_may_be_given(s3_url, monkeypatch, s3_server):
+def test_credentials_and_an_endpoint_may_be_given(s3_url, monkeypatch, s3_server):
     put(f"{s3_url}/x")
     key, secret = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
     creds = {"AccessKeyId": key, "SecretAccessKey": secret, "SessionToken": ""}
-    assert len(S3Utils.find_files_with_suffix(s3_url, creds=creds)) == 1
+    given = {"creds": creds, "endpoint_url": s3_server.endpoint_url}
+    assert len(S3Utils.find_files_with_suffix(s3_url, **given)) == 1
+    assert S3Utils.s3_path_exists(s3_url, match_directory=True, **given)
     with pytest.raises(ConfigError, match="both profile and creds"):
         S3Utils.find_files_with_suffix(s3_url, profile="x", creds=creds)
 

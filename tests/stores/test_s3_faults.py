@@ -8,15 +8,14 @@ import pytest
 from support.failing import failing
 from support.fault_proxy import (
     SLOW_DOWN,
-    always,
     answered_by_another,
     object_lock,
-    on,
     refuse,
     reset,
     short_pages,
     slow_body,
     truncate,
+    where,
     whole_object,
 )
 from support.store_contract import MemoryJournal
@@ -68,7 +67,7 @@ def test_a_success_that_is_not_of_s3_is_asked_for_again(page, open_store, proxy)
     assert store.size("small") == 5
     assert [entry.key for entry in store.list("")] == ["small"]
     store.upload("large", memoryview(data))
-    proxy.plan = always("get", answered_by_another(page))
+    proxy.plan = where(answered_by_another(page), operation="get")
     with failing("unavailable", match="ForeignAnswer.*check endpoint_url"):
         open_store(deadline_s=0.1).get("small")
     proxy.plan = lambda *_: None
@@ -80,11 +79,11 @@ def test_an_answer_cut_short_is_read_again(open_store, proxy, count):
     store = open_store()
     data = os.urandom(4 * MIB)
     store.upload("x", memoryview(data))
-    proxy.plan = on("get", truncate(count))
+    proxy.plan = where(truncate(count), operation="get", calls=[1])
     buffer = bytearray(3 * MIB + 5)
     store.read_into("x", 7, memoryview(buffer))
     assert bytes(buffer) == data[7 : 7 + len(buffer)]
-    proxy.plan = on("get", truncate(count), numbers=[proxy.counts["get"] + 1])
+    proxy.plan = where(truncate(count), operation="get", calls=[1])
     assert store.get("x") == data
     assert store.metrics.snapshot()["retries"] == 2
 
@@ -102,7 +101,7 @@ def test_an_answer_that_breaks_off_amid_pieces_is_read_from_the_first_again(
     pieces = [memoryview(bytearray(MIB)) for _ in range(5)]
     told, buffers = [], set()
     for number in range(3):
-        proxy.plan = on("get", fault, numbers=[proxy.counts["get"] + 1])
+        proxy.plan = where(fault, operation="get", calls=[1])
         told.clear()
         store.read_pieces("x", 11, pieces, told.append)
         assert b"".join(pieces) == data[11 : 11 + 5 * MIB]
@@ -121,7 +120,7 @@ def test_pages_without_a_marker_are_followed_by_what_was_last(open_store, proxy)
     store, keys = open_store(), ["a", "b/1", "b/2", "c", "d/1", "e/1", "é"]
     for key in keys:
         store.put(key, b"1")
-    proxy.plan = always("list", short_pages(2))
+    proxy.plan = where(short_pages(2), operation="list")
     assert sorted(entry.key for entry in store.list("")) == sorted(keys)
     assert proxy.counts["list"] == 4
     assert folders_of(store, "") == {"b", "d", "e"}
@@ -129,10 +128,10 @@ def test_pages_without_a_marker_are_followed_by_what_was_last(open_store, proxy)
 
 def test_parts_listed_without_a_marker_are_taken_up(open_store, proxy):
     journal, data = MemoryJournal(), os.urandom(33 * MIB)
-    proxy.plan = on("complete", refuse(503, "SlowDown"), range(1, 99))
+    proxy.plan = where(SLOW_DOWN, operation="complete")
     with failing("unavailable"):
         open_store(deadline_s=0.3).upload("x", memoryview(data), journal=journal)
-    proxy.plan = always("list_parts", short_pages(2))
+    proxy.plan = where(short_pages(2), operation="list_parts")
     again = open_store()
     again.upload("x", memoryview(data), journal=journal)
     assert again.get("x") == data
@@ -145,7 +144,7 @@ def test_a_list_that_never_ends_is_an_error(open_store, proxy, token):
     for key in "abc":
         store.put(key, b"1")
     # A test without an end is no test.
-    proxy.plan = on("list", short_pages(2, stuck=True, token=token), range(1, 10))
+    proxy.plan = where(short_pages(2, stuck=True, token=token), operation="list", calls=range(1, 10))
     with pytest.raises(StoreError, match="the server repeats a page of a list"):
         list(store.list(""))
     assert proxy.counts["list"] == 2
@@ -155,7 +154,7 @@ def test_a_range_answered_with_the_whole_object(open_store, proxy, s3_server, s3
     store = open_store()
     data = os.urandom(3 * MIB)
     store.upload("x", memoryview(data))
-    proxy.plan = always("get", whole_object(s3_server.client, s3_url.split("/")[2]))
+    proxy.plan = where(whole_object(s3_server.client, s3_url.split("/")[2]), operation="get")
     buffer = bytearray(MIB)
     for offset in (0, 1, 2 * MIB):
         store.read_into("x", offset, memoryview(buffer))
@@ -169,7 +168,7 @@ def test_a_range_answered_with_the_whole_object(open_store, proxy, s3_server, s3
 def test_an_answer_that_stops_amid_its_body_tells_of_the_network(fault, seconds, open_store, proxy):
     store = open_store(deadline_s=0.0, seconds={"s3_read_s": seconds})
     store.put("x", bytes(4 * MIB))
-    proxy.plan = always("get", fault)
+    proxy.plan = where(fault, operation="get")
     with failing("unavailable", match="broke off.*check endpoint_url and the network"):
         store.read_into("x", 0, memoryview(bytearray(4 * MIB)))
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 from support.draining import Node, names
 from support.failing import failing
-from support.fault_proxy import SLOW_DOWN, always, on, refuse
+from support.fault_proxy import SLOW_DOWN, refuse, where
 from support.store_contract import MemoryJournal
 
 from tiered_checkpoint_io.clock import Clock, Timing
@@ -25,7 +25,7 @@ def uploads(s3_server, s3_url):
 def test_an_upload_that_others_aborted_after_its_last_part_is_made_again(open_store, proxy, uploads, s3_server, s3_url):
     data = os.urandom(17 * MIB)
     # What Ceph answers: "this multipart completion is already in progress", to the end of days.
-    proxy.plan = on("complete", refuse(500, "InternalError"), range(1, 4))
+    proxy.plan = where(refuse(500, "InternalError"), operation="complete", calls=[1, 2, 3])
     seen = []
 
     def abort_at_the_last_part(count):
@@ -91,7 +91,7 @@ def test_an_interrupted_upload_that_may_not_be_asked_after_is_made_again(denied,
     with failing("unavailable"):
         open_store(deadline_s=0.1, write_concurrency=1).upload("x", memoryview(data), journal=journal)
     # Other credentials may ask: with these it goes no further, and nothing is lost.
-    proxy.plan = always("list_parts", refuse(400, "ExpiredToken"))
+    proxy.plan = where(refuse(400, "ExpiredToken"), operation="list_parts")
     with failing("credentials", match="ExpiredToken"):
         open_store().upload("x", memoryview(data), journal=journal)
     assert (len(uploads()), journal.read() is None, proxy.counts["abort"]) == (1, False, 0)
@@ -107,7 +107,7 @@ def test_an_interrupted_upload_that_may_not_be_asked_after_is_made_again(denied,
 @pytest.mark.parametrize(("status", "code"), [(400, "BadDigest"), (400, "IncompleteBody"), (524, "")])
 def test_a_part_that_was_damaged_on_its_way_is_sent_again(status, code, open_store, proxy):
     data = os.urandom(17 * MIB)
-    proxy.plan = on("part", refuse(status, code), numbers=[2])
+    proxy.plan = where(refuse(status, code), operation="part", calls=[2])
     store = open_store(write_concurrency=1)
     store.upload("x", memoryview(data), journal=MemoryJournal())
     assert store.get("x") == data
@@ -149,7 +149,7 @@ def test_without_any_thread_an_upload_is_left_to_the_next_try(starting, open_sto
 
 def test_a_refused_part_ends_the_upload_and_leaves_nothing(open_store, proxy, uploads):
     journal = MemoryJournal()
-    proxy.plan = on("part", refuse(403, "AccessDenied"), numbers=[2])
+    proxy.plan = where(DENIED, operation="part", calls=[2])
     store = open_store(write_concurrency=1)
     with failing("access"):
         store.upload("x", memoryview(bytes(33 * MIB)), journal=journal)

@@ -42,14 +42,6 @@ def in_region(region):
     return lambda *_: when(is_elsewhere, wrong)
 
 
-def on(operation, fault, numbers=(1,)):
-    return lambda name, number: fault if name == operation and number in numbers else None
-
-
-def always(operation, fault):
-    return lambda name, _: fault if name == operation else None
-
-
 def reset(exchange):
     """Cuts the connection before the server sees anything."""
     exchange.cut()
