@@ -1,10 +1,13 @@
-"""Lightning Fabric: the example, killed without notice and resumed."""
+"""Lightning Fabric: the example, killed without notice and resumed; and what it fills."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from support.launch import launch, said
+
+from tiered_checkpoint_io.errors import CheckpointNotFoundError
 
 WORKER = Path(__file__).with_name("fabric_worker.py")
 
@@ -30,3 +33,20 @@ def test_the_example_is_killed_and_resumes_bit_identically(tmp_path, memory_dir,
     assert sorted(path.name for path in (tmp_path / "killed").glob("*.ckpt")) == ["step=18.ckpt", "step=9.ckpt"]
     # Readable without this package.
     assert torch.load(tmp_path / "killed" / "step=18.ckpt")["step"] == 18
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_fabric_fills_a_state_or_says_that_there_is_no_checkpoint(runs, strict):
+    """What is not filled must not pass for restored; who asks for all of it gets something falsy."""
+    io = runs.io()
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[io])
+    model = fabric.setup(torch.nn.Linear(2, 2))
+    state = {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "step": 0}
+    for target in (state, model):
+        with pytest.raises(CheckpointNotFoundError, match=f"there is no checkpoint at {io.config.dirpath} yet"):
+            fabric.load("tiered:latest", target, strict=strict)
+    assert not fabric.load("tiered:latest")
+    fabric.save(f"{io.config.dirpath}/step-5.ckpt", {**state, "step": 5})
+    fabric.load("tiered:latest", state, strict=strict)
+    assert state["step"] == 5
+    io.teardown()

@@ -1,14 +1,13 @@
 """Jobs that are told to end, rank by rank: each ends within its grace time, and the next goes on where it stopped."""
 
 import functools
-import os
 import signal
 
 import pytest
 from support.fault_proxy import FaultProxy, late, stall, where
 from support.launch import free_port, said
 from support.tenants import mounted_tmpfs
-from support.training import Model, Runs, Stop, durable, wipe
+from support.training import Model, Runs, Stop, Told, durable, wipe
 
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.preemption import Preempted
@@ -150,14 +149,6 @@ def test_a_rank_that_has_nothing_to_upload_does_not_leave_before_the_one_that_ha
     assert durable(s3_url) == ["preempted.ckpt"]
 
 
-class Told(Model):
-    """Is told to end at the end of step 4, after what is saved then."""
-
-    def on_train_batch_end(self, *_):
-        if self.global_step == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 def lines(caplog):
     return [record.getMessage() for record in caplog.records]
 
@@ -178,7 +169,7 @@ def test_the_last_checkpoint_neither_waits_for_earlier_uploads_nor_gives_way_to_
         runs = Runs(s3_url, memory_dir, tmp_path)
         io = runs.io(endpoint_url=proxy.endpoint_url, max_pending=2)
         with pytest.raises(Preempted):
-            runs.fit(callback, preemption, model=Told(), io=io, ckpt_path=None)
+            runs.fit(callback, preemption, model=Told(5), io=io, ckpt_path=None)
     assert left[-1] > 3, "the grace time was waited away before the state was captured"
     pending = [each.name for each in io.checkpointer.session.standing().pending]
     assert pending == ["step=2.ckpt", "step=4.ckpt", "preempted.ckpt"]
@@ -199,7 +190,7 @@ def test_a_last_checkpoint_that_fails_is_not_said_to_be_there(staging, runs, mon
     callback = TieredModelCheckpoint(memory_every_n_train_steps=2, save_top_k=0)
     with pytest.raises(Preempted):
         runs.fit(
-            callback, PreemptionCheckpoint(requeue=False), model=Told(), io=runs.io(staging=staging), ckpt_path=None
+            callback, PreemptionCheckpoint(requeue=False), model=Told(5), io=runs.io(staging=staging), ckpt_path=None
         )
     assert not [line for line in lines(caplog) if "the last checkpoint is" in line]
     assert "Step 5: there is no last checkpoint: it was not saved" in lines(caplog)
@@ -209,7 +200,7 @@ def test_a_last_checkpoint_that_fails_is_not_said_to_be_there(staging, runs, mon
 def test_a_fit_after_one_that_was_told_to_end_is_a_training_as_any(runs, monkeypatch):
     """By the same trainer: it trains to its end, and is told of what fails."""
     preemption, io = PreemptionCheckpoint(requeue=False), runs.io(on_save_error="raise")
-    model = Told()
+    model = Told(5)
     with pytest.raises(Preempted):
         runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=2), preemption, model=model, io=io, ckpt_path=None)
     trainer, _ = runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=2), preemption, io=io)

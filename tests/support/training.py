@@ -1,5 +1,7 @@
 """A tiny model, loggers and trainers for the tests of training."""
 
+import os
+import signal
 from pathlib import Path
 
 import torch
@@ -51,6 +53,22 @@ class Model(LightningModule):
         return DataLoader(data, batch_size=2)
 
     test_dataloader = train_dataloader
+
+
+class Told(Model):
+    """Tells its own process to end amid a step, and may fail in each save."""
+
+    def __init__(self, at, number=signal.SIGTERM, fails=False):
+        super().__init__()
+        self.at, self.number, self.fails = at, number, fails
+
+    def on_train_batch_start(self, *_):
+        if self.global_step == self.at - 1:
+            os.kill(os.getpid(), self.number)
+
+    def on_save_checkpoint(self, _):
+        if self.fails:
+            raise RuntimeError("a hook of the user's")
 
 
 class LogBook(Logger):
