@@ -159,8 +159,14 @@ def test_one_that_leaves_amid_accumulated_gradients_says_what_is_in_memory_alone
     assert "upload it before the node goes: tiered-ckpt flush" in caplog.text
 
 
-def test_a_crash_is_no_end_and_the_run_after_it_makes_up_for_it(runs):
+def test_neither_a_crash_nor_a_restart_that_fails_is_an_end_and_the_run_after_them_makes_up_for_it(runs):
+    class Failing(Callback):
+        def on_load_checkpoint(self, *_):
+            raise Stop
+
     runs.fit(memory_alone(), stop_at=5)
+    assert runs.durable() == []
+    runs.fit(memory_alone(), Failing(), max_steps=4)
     assert runs.durable() == []
     # Ends before its own first step in memory.
     trainer, _ = runs.fit(memory_alone(), max_steps=5)
@@ -258,18 +264,6 @@ def test_last_is_no_copy_of_what_was_saved_before_the_batch_counted(runs):
         loops = io.load_checkpoint(name)["loops"]["fit_loop"]
         assert loops["epoch_loop.batch_progress"]["current"]["completed"] == batches
     io.teardown()
-
-
-def test_a_restart_that_fails_before_it_trains_saves_nothing(runs):
-    class Failing(Callback):
-        def on_load_checkpoint(self, *_):
-            raise Stop
-
-    runs.fit(memory_alone(), max_steps=4, stop_at=4)
-    runs.fit(memory_alone(), Failing(), max_steps=4)
-    assert runs.durable() == []
-    runs.fit(memory_alone(), max_steps=4)
-    assert runs.durable() == ["end_of_training.ckpt"]
 
 
 def test_a_fit_that_goes_back_to_an_older_step_saves_its_own_end(runs):

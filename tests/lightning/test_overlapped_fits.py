@@ -8,7 +8,7 @@ from support.overlapped_fits import Fits
 
 #: Of CI, which tries a part of them.
 ONE_OF, SEED = int(os.environ.get("ONE_OF") or 1), int(os.environ.get("SEED") or 0)
-COUNT, AT_ONCE = 400, 20
+COUNT, AT_ONCE = 240, 20
 #: Each of these finds a defect that was put into the code.
 SHORT = {"full": (0, 1, 2, 5, 6, 7, 11, 16, 19, 21), "sharded": (0, 1, 2, 6, 7, 10, 16)}
 

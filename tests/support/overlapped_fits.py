@@ -61,63 +61,24 @@ LATE_S = 20
 
 
 # -------------------------------------------------------------------------------- how parameters lie in memory
-def own(count, more):
-    return torch.randn(count), None
-
-
-def front(count, more):
-    flat = torch.randn(count + more)
-    return flat[:count], flat[count:]
-
-
-def back(count, more):
-    flat = torch.randn(count + more)
-    return flat[more:], flat[:more]
+def of_bytes(count, more):
+    whole = torch.zeros(4 * (count + more), dtype=torch.uint8)
+    return [each.view(torch.float32) for each in whole.split([4 * count, 4 * more])]
 
 
 def whole(count, more):
-    """What else is saved begins where the parameter does, and only the remainder changes."""
     flat = torch.randn(count + more)
     return flat[:count], flat
 
 
-def of_bytes(count, more):
-    whole = torch.zeros(4 * (count + more), dtype=torch.uint8)
-    return whole[: 4 * count].view(torch.float32), whole[4 * count :].view(torch.float32)
-
-
-def tail(count, more):
-    return torch.randn(count + more)[:count], None
-
-
-def empty(count, more):
-    return torch.randn(count), torch.zeros(0)
-
-
 def one_array(count, more):
-    """Two storages over the same memory."""
     array = np.ones(count + more, np.float32)
     return torch.from_numpy(array)[:count], torch.from_numpy(array)[count:]
 
 
 def two_arrays(count, more):
-    """Two storages, one behind the other."""
     array = np.ones(count + more, np.float32)
     return torch.from_numpy(array[:count]), torch.from_numpy(array[count:])
-
-
-def columns(count, more):
-    block = torch.randn(count // 4, 8)
-    return block[:, :4], block[:, 4:]
-
-
-def every_other(count, more):
-    flat = torch.randn(2 * count)
-    return flat[::2], flat[1::2]
-
-
-def transposed(count, more):
-    return torch.randn(4, count // 4).t(), None
 
 
 def transposed_front(count, more):
@@ -126,13 +87,33 @@ def transposed_front(count, more):
 
 
 def crossed(count, more):
-    """As many elements as the span has room for; one of them twice, and another never."""
     flat = torch.randn(8)
     return flat.as_strided((2, 2, 2), (1, 1, 5)), flat[3:5]
 
 
-CONTIGUOUS = [own, front, back, whole, of_bytes, tail, empty, one_array, two_arrays]
-LAYOUTS = [*CONTIGUOUS, columns, every_other, transposed, transposed_front, crossed]
+#: A parameter of so many elements, and what else lies there, of so many more.
+CONTIGUOUS = {
+    "own": lambda count, more: (torch.randn(count), None),
+    "front": lambda count, more: torch.randn(count + more).split([count, more]),
+    "back": lambda count, more: torch.randn(count + more).split([more, count])[::-1],
+    # What else is saved begins where the parameter does, and only the remainder changes.
+    "whole": whole,
+    "of_bytes": of_bytes,
+    "tail": lambda count, more: (torch.randn(count + more)[:count], None),
+    "empty": lambda count, more: (torch.randn(count), torch.zeros(0)),
+    # Two storages over the same memory; and one behind the other.
+    "one_array": one_array,
+    "two_arrays": two_arrays,
+}
+LAYOUTS = {
+    **CONTIGUOUS,
+    "columns": lambda count, more: torch.randn(count // 4, 8).split(4, 1),
+    "every_other": lambda count, more: torch.randn(count, 2).unbind(1),
+    "transposed": lambda count, more: (torch.randn(4, count // 4).t(), None),
+    "transposed_front": transposed_front,
+    # As many elements as the span has room for; one of them twice, and another never.
+    "crossed": crossed,
+}
 
 
 def write(tensor, way):
@@ -173,7 +154,7 @@ class Drawn(LightningModule):
         self.others, self.kept, self.aliases = [], {}, []
         # LBFGS takes gradients without gaps alone.
         layouts = CONTIGUOUS if self.optimizer == "LBFGS" else LAYOUTS
-        self.layouts = [draw.choice(layouts) for _ in range(draw.randrange(1, 4))]
+        self.layouts = [draw.choice([*layouts]) for _ in range(draw.randrange(1, 4))]
         for number, layout in enumerate(self.layouts):
             self.lay_out(f"other{number}", layout)
         if draw.random() < 0.3:
@@ -184,7 +165,7 @@ class Drawn(LightningModule):
 
     def lay_out(self, name, layout):
         draw = self.draw
-        data, other = layout(4 * draw.randrange(1, 12), draw.randrange(1, 40))
+        data, other = LAYOUTS[layout](4 * draw.randrange(1, 12), draw.randrange(1, 40))
         # With a version counter of its own, or not.
         weight = torch.nn.Parameter(data.data if draw.random() < 0.5 else data)
         self.weights.append(weight)
@@ -205,7 +186,7 @@ class Drawn(LightningModule):
             changed = getattr(self, name)
         else:
             self.kept[name] = other
-        if layout is whole and holder != "alias":
+        if layout == "whole" and holder != "alias":
             changed, ways = changed.detach()[len(data) :], ways[:2]
         self.others.append((changed, draw.choice(BEFORE_STEP * 3 + AFTER_WAIT), draw.choice(ways)))
 
@@ -379,7 +360,7 @@ class Fits:
         callbacks = [Others(model, allowed, careless), *averaging(draw, model), Saves(draw, prefix)]
         if draw.random() < 0.5:
             callbacks.reverse()
-        self.facts = f"{seed=} {sharded=} {model.way} {model.optimizer} {[each.__name__ for each in model.layouts]}"
+        self.facts = f"{seed=} {sharded=} {model.way} {model.optimizer} {model.layouts}"
         self.facts += f" {[each[1:] for each in model.others]} {allowed=} {careless=}"
         trainer = self.trainer(model, callbacks, sharded=sharded)
         before = len(self.caplog.records)
