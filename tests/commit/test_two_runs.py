@@ -75,7 +75,7 @@ MEETINGS = {
 @pytest.mark.parametrize("before", ["nothing", "a save", "a file without a manifest"])
 @pytest.mark.parametrize(
     "kind",
-    ["full", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("sharded", "sharded, one rank", "local"))],
+    ["full", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("sharded", "local"))],
 )
 @pytest.mark.parametrize("meeting", MEETINGS)
 def test_two_runs_meet_at_any_request(meeting, kind, before, memory_dir):

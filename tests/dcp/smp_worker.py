@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tiered_checkpoint_io import dcp
-from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.model import ids
 
 COLLECTIVES = [
@@ -324,14 +323,6 @@ def save_shards(job, ranks, coordinator, breaks=(), takes_part=None):
     finally:
         torch.Tensor.copy_ = copied
     return report is not None
-
-
-def send_over(job, device):
-    """What all receive of rank 1, by a group whose tensors have to lie on a device."""
-    group = coordination.GivenGroup("", dist.group.WORLD)
-    assert group._device == "cpu"
-    group._device = device
-    return bytes(group.share_bytes(b"to all" if group.rank == 1 else b"", 1)).decode()
 
 
 def fsdp_local(job, number):

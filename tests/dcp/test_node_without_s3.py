@@ -1,13 +1,12 @@
 """One node that can't reach the durable tier, while the others can."""
 
 import contextlib
-import http.server
 import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
+from support.fault_proxy import FaultProxy, refuse
 
 from tiered_checkpoint_io.engine.drain.queue import Queue
 
@@ -44,35 +43,11 @@ def test_training_does_not_wait_for_it_and_its_queue_stays_bounded(ranks, s3_url
         assert len(queued) <= 2, "max_pending"
 
 
-class Refusing(http.server.BaseHTTPRequestHandler):
-    """S3 that refuses all."""
-
-    def do_GET(self):
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.send_response(403)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def refusing():
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
 @pytest.mark.usefixtures("ended")
-def test_what_it_gives_up_the_coordinator_gives_up_as_well(ranks, s3_url, refusing):
+def test_what_it_gives_up_the_coordinator_gives_up_as_well(ranks, s3_url, s3_server):
     """Parts that do not come would hold up later saves."""
-    for queued in queued_after_saves(ranks, s3_url, 1, refusing, patience_s=15):
-        assert "step_7" in queued
-        # Two wait, and three that were cancelled may not be taken off yet; and this one.
-        assert len(queued) <= 6
+    with FaultProxy(s3_server.endpoint_url, lambda *_: refuse(403, "AccessDenied")) as proxy:
+        for queued in queued_after_saves(ranks, s3_url, 1, proxy.endpoint_url, patience_s=15):
+            assert "step_7" in queued
+            # Two wait, and three that were cancelled may not be taken off yet; and this one.
+            assert len(queued) <= 6

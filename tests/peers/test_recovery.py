@@ -77,14 +77,6 @@ def test_nodes_that_only_load_keep_the_last_checkpoints(memory_dir, tmp_path):
     assert [stored.save_id for stored in world.tier("b").parts()] == [save_id(number) for number in (2, 3)]
 
 
-@pytest.mark.matrix
-def test_other_numbers_of_ranks_and_nodes_use_what_memory_covers(ranks, lose):
-    ranks("aabbcc", ["save", 1], ["save", 2], ["close"], replication_factor=2)
-    lose("b")
-    (answers,) = ranks("aac", ["load", 2], replication_factor=2)
-    assert all(answer.get("matches") for answer in answers), answers
-
-
 def test_nodes_may_be_lost_one_after_the_other_where_ranks_come_to_other_nodes(ranks, lose):
     ranks("abc", ["save", 1], ["save", 2], ["close"], replication_factor=2)
     lose("a")
@@ -116,16 +108,6 @@ def test_a_damaged_copy_leads_to_the_third_one(ranks, lose, memory_dir):
     assert all(gets(answer) == {} for answer in (*shards, *full))
     assert len(list(Path(memory_dir, "b").glob("tiered-*/*/quarantine/replicas.*/reason.txt"))) == 2
     assert any("rank 1" in note and "memory" in note for note in full[0]["rejected"])
-
-
-@pytest.mark.matrix
-def test_when_no_copy_is_intact_all_go_back_a_step_together(ranks, memory_dir):
-    ranks("ab", ["save", 1], ["save", 2], ["close"], replication_factor=2)
-    for node, folder in (("a", "saves"), ("b", "replicas")):
-        (path,) = Path(memory_dir, node).glob(f"tiered-*/*/{folder}/*2/rank-00000/__0_0-*.distcp")
-        flip(path, at=path.stat().st_size // 2)
-    (answers,) = ranks("ab", ["load", 1], replication_factor=2)
-    assert [(answer["matches"], answer["name"]) for answer in answers] == [(True, "step_1")] * 2
 
 
 @pytest.mark.matrix

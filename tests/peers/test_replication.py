@@ -41,6 +41,14 @@ def test_each_group_s_newest_is_copied_by_its_own_ranks_where_groups_save_side_b
         assert sorted(answer["copies"]) == [[step, 1 - rank % 2, True] for step in (1, 2, 3, 4)], answer
 
 
+@pytest.mark.matrix
+def test_closing_at_once_still_sends_what_was_saved(ranks):
+    _, seconds = ranks("ab", ["save", 1, {"settles": False}], ["close"], replication_factor=2)
+    assert max(seconds) < 20
+    (answers,) = ranks("ab", ["held"])
+    assert copies(answers, 1) == [[1], [0]]
+
+
 # ----------------------------------------------------------------------------------------- failures
 def test_a_dead_peer_costs_a_warning_and_a_count_and_the_part_stays(ranks):
     *_, saved, waited = ranks(

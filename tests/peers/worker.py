@@ -78,14 +78,14 @@ def settle(job):
     return held(job)
 
 
-def save(job, seed, **more):
+def save(job, seed, settles=True, **more):
     build(
         ours.save,
         base.sharded(seed, more.pop("rows", base.ROWS)),
         checkpoint_id=f"step_{seed}",
-        **{**base_options(job), **more},
+        **{**job["options"], **more},
     )
-    return settle(job)
+    return settle(job) if settles else held(job)
 
 
 def save_by_thread_of_dcp(job, seed):
@@ -98,7 +98,7 @@ def save_local(job, seed, stages=()):
     mine = next((n for n, ranks in enumerate(stages) if dist.get_rank() in ranks), 0)
     name = f"stage{mine}/step_{seed + mine}" if stages else f"step_{seed}"
     state = {"w": torch.full((1000,), 100.0 * seed + dist.get_rank())}
-    build(ours.async_save, state, checkpoint_id=name, kind="local", process_group=groups[mine], **base_options(job))
+    build(ours.async_save, state, checkpoint_id=name, kind="local", process_group=groups[mine], **job["options"])
     return settle(job)
 
 
@@ -120,10 +120,6 @@ def load_local(job, name=None, late=None, absent=None):
         "seconds": time.monotonic() - began,
         **held(job),
     }
-
-
-def base_options(job):
-    return job["options"]
 
 
 def full_state(seed, size=50_000):
@@ -188,7 +184,7 @@ def save_local_now(job, seed, rank, seconds):
     Run.report_end = late
     try:
         state = {"w": torch.full((1000,), 100.0 * seed + dist.get_rank())}
-        began, options = time.monotonic(), {**base_options(job), "save_to_s3": True}
+        began, options = time.monotonic(), {**job["options"], "save_to_s3": True}
         report = build(ours.save, state, checkpoint_id=f"step_{seed}", kind="local", **options)
         return {"tiers": sorted(report.tiers), "seconds": time.monotonic() - began}
     finally:

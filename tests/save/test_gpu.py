@@ -117,12 +117,3 @@ def test_later_kernels_change_nothing_and_a_slot_gets_all_bytes(memory_dir, size
         assert (loaded["w"] == step).all()
     capturer.close()
     tier.close()
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_tensors_on_several_devices():
-    state = {"a": torch.randn(8 << 20, device="cuda:0"), "b": torch.randn(8 << 20, device="cuda:1")}
-    image = plan(state)
-    buffer = bytearray(image.size)
-    image.fill(memoryview(buffer))
-    same(torch.load(io.BytesIO(buffer), map_location="cpu"), state)
