@@ -43,10 +43,11 @@ def test_each_group_s_newest_is_copied_by_its_own_ranks_where_groups_save_side_b
 
 @pytest.mark.matrix
 def test_closing_at_once_still_sends_what_was_saved(ranks):
-    _, seconds = ranks("ab", ["save", 1, {"settles": False}], ["close"], replication_factor=2)
+    saves = [["save", step, {"settles": False}] for step in (1, 2)]
+    *_, seconds = ranks("ab", *saves, ["close"], replication_factor=2)
     assert max(seconds) < 20
     (answers,) = ranks("ab", ["held"])
-    assert copies(answers, 1) == [[1], [0]]
+    assert copies(answers, 2) == [[1], [0]]
 
 
 # ----------------------------------------------------------------------------------------- failures

@@ -224,17 +224,6 @@ def test_what_a_rank_asks_at_a_load_does_not_grow_with_the_job(loading, held):
     assert asked[0] == asked[1] < 20
 
 
-def test_a_choice_is_waited_for_while_a_rank_may_still_choose(loading):
-    one, other = loading("ab")
-    one.begin("load", {("save", 0): 2})
-    other.begin("load", {})
-    chosen, clock = [], quick()
-    clock.start(lambda: (clock.sleep(0.1), chosen.append("save"), one.end("load")), "chooses")
-    assert other.await_choice("load", lambda: next(iter(chosen), None)) == "save"
-    # With no choice made, none is waited for any longer.
-    assert other.await_choice("load", lambda: None) is None
-
-
 def test_a_rank_that_waits_long_asks_more_and_more_rarely(store):
     """The other one has died."""
     clock, asked = VirtualClock(), []
