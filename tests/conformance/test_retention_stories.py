@@ -48,23 +48,6 @@ def test_the_durable_tier_keeps_what_policies_say_behind_each_save(start, store,
     assert [job.load(which) for which in (LATEST, "step_3.ckpt")] == [8, 3]
 
 
-@pytest.mark.matrix
-@on_a_directory
-def test_what_a_run_left_queued_is_taken_up_with_its_retention(start, there):
-    start(**KEEP).save(1)
-    job = start(**KEEP, on_save_error="warn", wait_timeout_s=1)
-    with job.without_drain():
-        for number in (2, 4):
-            job.save(number, wait=False)
-        job.has_to_end()
-        job.close()
-    assert there() == ["step_1.ckpt"]
-    job = start(**KEEP)
-    job.save(5)
-    job.close()
-    assert there() == ["step_4.ckpt", "step_5.ckpt"]
-
-
 def said_by(job):
     job.engine.session.poll()
     return job.messages.said

@@ -4,7 +4,6 @@
 
 import contextlib
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from support.fault_proxy import FaultProxy, refuse
 from support.restoring import flip
 from support.tenants import mounted_tmpfs
 
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, DrainError, RestoreError, SaveError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError, SaveError
 
 from .kinds import KINDS, lose_memory
 from .test_stories import LARGE, LATEST, can, dirpath, kind, on_a_directory, on_s3, start  # noqa: F401 - fixtures
@@ -114,29 +113,6 @@ def proxy(s3_server):
     )
     with quick, FaultProxy(s3_server.endpoint_url) as proxy:
         yield proxy
-
-
-@pytest.mark.matrix
-@on_s3
-def test_while_s3_is_away_memory_serves_and_what_waits_gets_there_later(start, proxy, memory_dir):
-    away = {"endpoint_url": proxy.endpoint_url}
-    start(**away).save(1)
-    proxy.plan = lambda *_: refuse(503, "SlowDown")
-    job = start(**away)
-    assert job.load(LATEST) == 1
-    job.save(2, wait=False)
-    assert job.load(LATEST) == 2
-    proxy.plan = lambda *_: None
-    # What failed meanwhile is said until it is tried again.
-    for _ in range(60):
-        with contextlib.suppress(DrainError, SaveError):
-            job.wait()
-            job.engine.session.surface()
-            break
-        time.sleep(0.5)
-    job.close()
-    lose_memory(memory_dir)
-    assert start().load(LATEST) == 2
 
 
 @on_s3

@@ -11,39 +11,18 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.restoring import in_ranks
+from support.restoring import OneObject, in_ranks, make_content
 
 from tiered_checkpoint_io.engine.chunks import Copies, Copy, chunks_of, merged
 from tiered_checkpoint_io.engine.restore.shard_reading import share_reads
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, clear_reads
-from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreError
-from tiered_checkpoint_io.model.hashing import MIN_CHUNK_SIZE, chunk_ranges, hash_bytes
+from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError
+from tiered_checkpoint_io.model.hashing import MIN_CHUNK_SIZE
 from tiered_checkpoint_io.model.manifest import FileEntry
 
 CHUNK = 1000
 DATA = os.urandom(10 * CHUNK + 7)
-ENTRY = FileEntry(
-    "step_1/file", len(DATA), CHUNK, tuple(hash_bytes(DATA[a : a + n]) for a, n in chunk_ranges(len(DATA), CHUNK))
-)
-
-
-class Durable:
-    """A store of one object: counts what is read, and is slow, broken or wrong where it is told to be."""
-
-    url = "store"
-
-    def __init__(self, data=DATA, *, wait_s=0.0):
-        self.data = data
-        self.wait_s = wait_s
-        self.asked = []
-        self.broken = False
-
-    def read_into(self, key, offset, buffer):
-        self.asked.append(offset)
-        time.sleep(self.wait_s)
-        if self.broken:
-            raise StoreError("503", operation="get", tier="durable", key=key, reason="unavailable")
-        buffer[:] = self.data[offset : offset + len(buffer)]
+(ENTRY,) = make_content("step_1/file", DATA, 1, chunk=CHUNK).files
 
 
 def opened(folder, store, *, timeout_s=10.0, concurrency=4):
@@ -59,7 +38,7 @@ def folder(tmp_path):
 
 
 def test_readers_of_a_node_fetch_each_chunk_once(folder):
-    store = Durable(wait_s=0.01)
+    store = OneObject(DATA, wait_s=0.01)
     files = [opened(folder, store) for _ in range(4)]
     threads = [threading.Thread(target=file.ensure, args=([(0, len(DATA))],)) for file in files]
     for thread in threads:
@@ -75,7 +54,7 @@ def test_readers_of_a_node_fetch_each_chunk_once(folder):
 def test_a_chunk_that_differs_from_its_hash_is_refused_each_time(folder):
     bad = bytearray(DATA)
     bad[2500] ^= 1
-    file = opened(folder, Durable(bytes(bad)))
+    file = opened(folder, OneObject(bytes(bad)))
     file.ensure([(0, 2000)])
     for _ in range(2):
         with pytest.raises(CorruptCheckpointError, match="differ from their hash"):
@@ -84,7 +63,7 @@ def test_a_chunk_that_differs_from_its_hash_is_refused_each_time(folder):
 
 
 def test_the_wait_for_another_reader_is_bounded(folder):
-    slow, quick = Durable(wait_s=1.0), Durable()
+    slow, quick = OneObject(DATA, wait_s=1.0), OneObject(DATA)
     first, second = opened(folder, slow), opened(folder, quick, timeout_s=0.1)
     thread = threading.Thread(target=first.ensure, args=([(0, 10)],))
     thread.start()
@@ -113,7 +92,7 @@ def left_behind(root):
     """A folder as a power loss leaves it: what says that chunks are verified is on the disk, and the chunks are not."""
     child = os.fork()
     if not child:
-        file = opened(SharedFolder(root, "save"), Durable())
+        file = opened(SharedFolder(root, "save"), OneObject(DATA))
         file.ensure([(0, len(DATA))])
         file.view[: len(DATA)] = bytes(len(DATA))
         os._exit(0)
@@ -124,7 +103,7 @@ def left_behind(root):
 
 def joined_and_read(root):
     folder = SharedFolder(root, "save")
-    file = opened(folder, Durable())
+    file = opened(folder, OneObject(DATA))
     file.ensure([(0, len(DATA))])
     data = bytes(file.view[: len(DATA)])
     file.close()

@@ -7,33 +7,16 @@ import tempfile
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.restoring import OneObject, make_content
 
 from tiered_checkpoint_io.engine.chunks import Copies, Copy
 from tiered_checkpoint_io.engine.restore import targets
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder
 from tiered_checkpoint_io.errors import CorruptCheckpointError
-from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
-from tiered_checkpoint_io.model.manifest import FileEntry
 
 CHUNK = 3 * targets.PIECE_SIZE + 77
 DATA = os.urandom(3 * CHUNK + 1234)
-ENTRY = FileEntry(
-    "step_1/file", len(DATA), CHUNK, tuple(hash_bytes(DATA[a : a + n]) for a, n in chunk_ranges(len(DATA), CHUNK))
-)
-
-
-class Durable:
-    """A store of one object, which counts the bytes that are read of it."""
-
-    url = "store"
-
-    def __init__(self, data):
-        self.data = data
-        self.down = 0
-
-    def read_into(self, key, offset, buffer):
-        self.down += len(buffer)
-        buffer[:] = self.data[offset : offset + len(buffer)]
+(ENTRY,) = make_content("step_1/file", DATA, 1, chunk=CHUNK).files
 
 
 def from_memory(data, wanted):
@@ -46,7 +29,7 @@ def from_memory(data, wanted):
 
 def from_store(data, wanted):
     for index, parts in targets.by_chunk(ENTRY, wanted).items():
-        targets.fetch_targets(Durable(data), ENTRY, index, parts)
+        targets.fetch_targets(OneObject(data), ENTRY, index, parts)
 
 
 @st.composite
@@ -78,7 +61,7 @@ def test_each_target_holds_its_bytes_and_each_chunk_that_it_lies_in_is_verified(
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_node_reads_each_byte_once_and_a_lone_rank_keeps_no_copy(tmp_path, alone):
-    folder, store = SharedFolder(tmp_path, "save"), Durable(DATA)
+    folder, store = SharedFolder(tmp_path, "save"), OneObject(DATA)
     files = [
         FetchedFile(Copies(ENTRY, [Copy(lambda: store, ENTRY.path)]), folder.path, concurrency=3, timeout_s=10.0)
         for _ in range(1 if alone else 2)

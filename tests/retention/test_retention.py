@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -143,27 +144,23 @@ def left(held, completed, keep):
     return numbers(each for each in held if each not in gone)
 
 
-def test_as_many_complete_saves_stay_as_are_asked_for():
-    held = [part(n) for n in (1, 2, 3)]
-    assert left(held, [1, 2, 3], 1) == [3]
-    assert left(held, [1, 2, 3], 2) == [2, 3]
+THREE = [part(n) for n in (1, 2, 3)]
 
 
-def test_before_this_run_has_a_complete_save_nothing_is_removed():
-    assert left([part(n) for n in (1, 2, 3)], [], 1) == [1, 2, 3]
-
-
-def test_earlier_saves_fill_up_what_this_run_has_not_completed():
-    assert left([part(n) for n in (1, 2, 3)], [3], 2) == [2, 3]
-
-
-def test_failed_saves_go_and_those_being_finished_stay():
-    assert left([part(n) for n in (1, 2, 3, 4)], [1, 3], 2) == [1, 3, 4]
-
-
-def test_what_waits_for_the_durable_tier_and_other_series_stay():
-    held = [part(1, pending=True), part(2, name="tp1/step_2"), part(3), part(4)]
-    assert left(held, [3, 4], 1) == [1, 2, 4]
+@pytest.mark.parametrize(
+    ("held", "completed", "keep", "stay"),
+    [
+        (THREE, [1, 2, 3], 1, [3]),
+        (THREE, [1, 2, 3], 2, [2, 3]),
+        (THREE, [], 1, [1, 2, 3]),
+        (THREE, [3], 2, [2, 3]),
+        ([*THREE, part(4)], [1, 3], 2, [1, 3, 4]),
+        ([part(1, pending=True), part(2, name="tp1/step_2"), part(3), part(4)], [3, 4], 1, [1, 2, 4]),
+    ],
+    ids=["one", "two", "none is complete", "earlier ones fill up", "failed ones go", "queued, of another series"],
+)
+def test_as_many_complete_saves_stay_as_are_asked_for(held, completed, keep, stay):
+    assert left(held, completed, keep) == stay
 
 
 def test_what_was_saved_for_another_durable_tier_does_not_count_but_makes_room():
@@ -174,17 +171,13 @@ def test_what_was_saved_for_another_durable_tier_does_not_count_but_makes_room()
     assert room_for(30, held, scope()) == [], "the newest of this one stays"
 
 
-def test_what_other_ranks_save_alone_is_not_removed():
+def test_what_other_ranks_save_alone_is_not_removed_and_makes_no_room():
     """Each has a session, and so a run id, of its own."""
     held = [part(1), part(2, rank=1, run=0), part(3, rank=1, run=0), part(4), part(5)]
     alone = scope(own_rank_only=True)
     assert numbers(removable(held, alone, 2, all_complete(held, alone))) == [1]
-
-
-def test_what_other_ranks_save_alone_makes_no_room_either():
-    held = [part(1, rank=1, run=0), part(4), part(5)]
-    assert numbers(room_for(10, held, scope(own_rank_only=True))) == [4]
-    assert room_for(20, held, scope(own_rank_only=True)) == []
+    assert numbers(room_for(10, held[1:], alone)) == [4]
+    assert room_for(20, held[1:], alone) == []
 
 
 def test_averages_of_the_newest_step_stay_with_it():

@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import threading
+import time
 from pathlib import Path
 
 from support.supporting import build
@@ -71,6 +72,22 @@ def of_a_newer_release(document, version=3):
     raw = json.loads(document)
     del raw["digest"]
     return dump({**raw, "version": version})
+
+
+class OneObject:
+    """A store of one object, which notes what is read of it, and may be slow."""
+
+    url = "store"
+
+    def __init__(self, data, *, wait_s=0.0):
+        self.data, self.wait_s = data, wait_s
+        self.asked, self.down = [], 0
+
+    def read_into(self, key, offset, buffer):
+        self.asked.append(offset)
+        self.down += len(buffer)
+        time.sleep(self.wait_s)
+        buffer[:] = self.data[offset : offset + len(buffer)]
 
 
 def flip(path, at=100):
