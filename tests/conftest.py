@@ -178,18 +178,6 @@ def kept(tmp_path, memory_dir):
     kept.still_loads()
 
 
-@pytest.fixture(scope="module")
-def kept_by_all(tmp_path_factory):
-    """The same for a whole module, whose tests do not get as far as opening a tier."""
-    from support.bad_input import Kept
-
-    with folder_on_tmpfs() as folder:
-        kept = Kept(tmp_path_factory.mktemp("kept") / "d", folder)
-        yield kept
-        kept.close()
-        kept.still_loads()
-
-
 @pytest.fixture(autouse=True, scope="session")
 def temporary_folder(tmp_path_factory):
     """The system's temporary folder, where parts are spilled: one of this session."""

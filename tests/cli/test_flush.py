@@ -97,6 +97,8 @@ def test_a_part_is_durable_only_once_the_other_nodes_have_sent_theirs(node):
     node.tier.commit(part, files, drained=True)
     done, states = flushed(node)
     assert (done.exit_code, states) == (0, {"s": "uploaded"})
+    line = command("flush", *node.where).stdout
+    assert "the parts of ranks 0 are not on this node: run tiered-ckpt flush on theirs" in line
     committing.save(store, "s", 2, kind="sharded")
     assert flushed(node)[1] == {"s": "durable"}
 

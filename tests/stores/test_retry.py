@@ -1,10 +1,13 @@
 """Retry decides by the error alone, is bounded, counts, and can be cut short."""
 
+import contextlib
 import errno
 import functools
+import gc
 import os
 import threading
 import time
+import weakref
 
 import pytest
 from support.clocks import VirtualClock, quick
@@ -91,6 +94,32 @@ def test_progress_tells_no_byte_twice():
         for count in attempt:
             progress.add(count)
     assert sum(seen) == 10
+
+
+@pytest.mark.parametrize("error", [None, StoreNotFoundError])
+def test_what_a_call_and_its_error_hold_is_free_at_once(error):
+    """The collector, which may come late, is not needed."""
+
+    class Held:
+        pass
+
+    def ask():
+        held = Held()
+
+        def call():
+            assert held
+            if error is not None:
+                raise error("x")
+
+        with contextlib.suppress(StoreError):
+            Retry(Metrics())(call)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert ask()() is None
+    finally:
+        gc.enable()
 
 
 def test_an_upload_to_a_directory_that_was_interrupted_is_repeated_and_told_once(tmp_path, monkeypatch):
