@@ -7,7 +7,6 @@ import pytest
 import torch
 from support import committing
 from support.documented import command, document_of
-from support.draining import Node
 from support.sharded import readable
 from support.supporting import build
 
@@ -94,7 +93,10 @@ def test_of_an_overwrite_that_has_not_come_to_its_end_the_checkpoint_before_is_f
     if kind == "sharded":
         # Another node asks for its part alone, of which both are there: it must be of the same save.
         done = command(*line, "--namespace", "other", "--rank", "1", "--json")
-        assert (done.exit_code, json.loads(done.stdout)["step"]) == (0, 1), done.exception
+        document = json.loads(done.stdout)
+        assert (done.exit_code, document["step"], document["ranks"]) == (0, 1, [1]), done.exception
+        assert [each.part.rank for each in MemoryTier(namespace_root(memory_dir, "other")).parts()] == [1]
+        assert command(*line, "--rank", "2").exit_code == 2
     # Begun anew, it has changed over, and the manifest does not say so yet.
     switch = tmp_path / "run" / ("a" if kind == "full" else "a/.metadata")
     before = switch.read_bytes()
@@ -155,21 +157,6 @@ def test_what_goes_wrong(run, memory_dir, tmp_path):
     assert not [path for path in (tmp_path / "new").rglob("*") if path.is_file()]
     root = namespace_root(memory_dir, "gpt-1")
     assert [*MemoryTier(root).parts(), *os.listdir(root / "slots")] == []
-
-
-@pytest.mark.matrix
-def test_parts_of_some_ranks(memory_dir, tmp_path):
-    node = Node(memory_dir, str(tmp_path / "run"))
-    for rank in (0, 1):
-        node.part("s", 1, rank)
-    node.drain()
-    line = ("get", node.dirpath, "--memory-dir", memory_dir, "--namespace", "other")
-    assert command(*line, "--rank", "2").exit_code == 2
-    assert json.loads(command(*line, "--rank", "1", "--json").stdout)["ranks"] == [1]
-    tier = MemoryTier(namespace_root(memory_dir, "other"))
-    assert [stored.part.rank for stored in tier.parts()] == [1]
-    assert command(*line).exit_code == 0
-    assert [(stored.part.rank, stored.pending) for stored in tier.parts()] == [(0, False), (1, False)]
 
 
 @pytest.mark.parametrize(

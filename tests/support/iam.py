@@ -11,12 +11,6 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from support.fault_proxy import refuse
 
 DENIED = refuse(403, "AccessDenied")
-_SETTINGS = {
-    "versioning": "s3:GetBucketVersioning",
-    "lifecycle": "s3:GetLifecycleConfiguration",
-    "object-lock": "s3:GetBucketObjectLockConfiguration",
-    "uploads": "s3:ListBucketMultipartUploads",
-}
 _KMS = "x-amz-server-side-encryption"
 
 
@@ -80,7 +74,7 @@ class Judge:
             keys = re.findall(rb"<Key>(.*?)</Key>", exchange.body)
             return [Asked("s3:DeleteObject", f"{on_bucket}/{each.decode()}") for each in keys]
         if not key:
-            action = next((_SETTINGS[name] for name in query if name in _SETTINGS), "s3:ListBucket")
+            action = "s3:ListBucketMultipartUploads" if "uploads" in query else "s3:ListBucket"
             return [Asked(action, on_bucket, tuple(("s3:prefix", value) for value in query.get("prefix", ())))]
         if exchange.command == "DELETE":
             return [Asked("s3:AbortMultipartUpload" if "uploadId" in query else "s3:DeleteObject", on_object)]
