@@ -102,6 +102,12 @@ def test_from_lightnings_own_and_nothing_elsewhere_is_deleted(runs, tmp_path):
     runs.wipe()
     runs.fit(other, ckpt_path=old.last_model_path, max_steps=13)
     assert other.noted == state(old)
+    # Lightning's own callback with our IO becomes one of ours, and keeps the state of the run before.
+    adopted = ModelCheckpoint(**BEST)
+    runs.wipe()
+    runs.fit(adopted, ckpt_path=old.last_model_path, max_steps=13)
+    assert type(adopted) is TieredModelCheckpoint
+    assert (adopted.best_model_path, adopted.best_k_models) == (old.best_model_path, old.best_k_models)
 
 
 def test_back_to_lightnings_own(runs):
@@ -113,13 +119,3 @@ def test_back_to_lightnings_own(runs):
     loaded = torch.load(ours.best_model_path, weights_only=False)["callbacks"]
     assert list(loaded) == [back.state_key]
     assert set(back.best_k_models) <= set(map(str, Path(folder).iterdir()))
-
-
-def test_a_plain_plugin_is_a_change_over_as_well(runs, tmp_path):
-    """Lightning's own callback with our IO becomes one of ours, and keeps the state of the run before."""
-    old = stock(runs, tmp_path / "old", 12, save_last=True)
-    adopted = ModelCheckpoint(**BEST)
-    runs.fit(adopted, ckpt_path=old.last_model_path, max_steps=13)
-    assert type(adopted) is TieredModelCheckpoint
-    assert adopted.best_model_path == old.best_model_path
-    assert adopted.best_k_models == old.best_k_models

@@ -209,34 +209,6 @@ def test_without_a_checkpoint_training_starts_only_where_that_is_allowed(job, tm
     assert other.train(9, rules=rules, namespace="other").io.checkpointer.restored.step == 7
 
 
-@pytest.mark.matrix
-def test_checkpoints_that_nemo_wrote_are_gone_on_with_and_its_top_k_is_kept(job, tmp_path):
-    """Plain torch.save files and no manifest, as NeMo leaves them."""
-    job.train(10, rules=FRESH)
-    nemos = NeMoParts(str(tmp_path / "nemos"), job.memory_dir, tmp_path)
-    for name in durable(job.dirpath):
-        source = job.root / "durable" / name.replace("-last", "")
-        state = torch.load(source, weights_only=False)
-        (tmp_path / "nemos").mkdir(exist_ok=True)
-        state["callbacks"] = _renamed(state["callbacks"], job.dirpath, nemos.dirpath)
-        torch.save(state, tmp_path / "nemos" / name)
-    assert durable(nemos.dirpath) == []
-    trainer = nemos.train(20, rules=Rules(), namespace="nemos")
-    assert (trainer.io.checkpointer.restored.step, trainer.io.checkpointer.restored.content) == (10, None)
-    left = sorted(path.name for path in (tmp_path / "nemos").glob("*.ckpt"))
-    step20 = [f"score=3.0-step=20{last}.ckpt" for last in ("-last", "")]
-    assert left == ["score=3.0-step=10-last.ckpt", "score=3.0-step=10.ckpt", *step20]
-    nemos.train(25, rules=Rules(), namespace="nemos")
-    left = sorted(path.name for path in (tmp_path / "nemos").glob("*.ckpt"))
-    assert left == ["score=3.0-step=10.ckpt", "score=3.0-step=20.ckpt", "score=8.0-step=25-last.ckpt"]
-
-
-def _renamed(value, old, new):
-    if isinstance(value, dict):
-        return {_renamed(key, old, new): _renamed(each, old, new) for key, each in value.items()}
-    return value.replace(old, new) if isinstance(value, str) else value
-
-
 def test_states_of_nemos_own_callback_are_known_by_its_key():
     callback = NeMoParts.callback()
     assert callback.state_key.startswith("NeMoModelCheckpoint{'monitor': 'score', 'mode': 'min',")

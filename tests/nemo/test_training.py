@@ -202,19 +202,6 @@ def test_the_averages_of_another_run_are_loaded_from_where_its_checkpoint_is(run
     assert all(torch.equal(a, b) for a, b in zip(averages(trainer), averages(whole), strict=True))
 
 
-def test_a_crash_between_the_two_files_leaves_the_checkpoint_before(runs):
-    settings = params(save_last=False)
-    runs.fit(EMA, settings, max_steps=10)
-    # The averages of step 10 are there, and the checkpoint is not; then the reverse.
-    for steps, lost in ((11, "gpt--val_loss=1.00-step=10.ckpt"), (12, "gpt--val_loss=1.00-step=10-EMA.ckpt")):
-        io = S3CheckpointIO(runs.dirpath, **runs.io)
-        io.remove_checkpoint(lost)
-        io.teardown()
-        runs.wipe()
-        trainer, _ = runs.fit(EMA, settings, max_steps=steps)
-        assert restored(trainer)[:2] == ("gpt--val_loss=6.00-step=5.ckpt", 5)
-
-
 # ------------------------------------------------------------------------------------ configuration
 def test_what_the_block_says_holds(runs):
     block = {"memory_every_n_train_steps": 2, "s3_every_n_train_steps": 4, "namespace": "of-the-block"}
