@@ -221,7 +221,6 @@ def test_a_second_fit_with_the_same_callback_is_a_training_of_its_own(runs):
     """The second one's step 10 is another state, and has its own "last", though its step is not among the best."""
     callback = every(monitor="score", mode="max", memory_every_n_train_steps=None)
     runs.fit(callback, max_steps=10, ckpt_path=None)
-    assert callback._durable_save[0][0] == 10
     other = Model()
     other.layer.weight.data.fill_(7)
     callback.current_score = None
