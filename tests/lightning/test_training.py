@@ -81,7 +81,7 @@ def test_a_data_loader_s_state_that_a_resume_leaves_out_is_said_once(runs, caplo
     restored = vars(again).get("is_restored", False)
     assert restored or when == "at its end"
     assert len(said) == (0 if restored else 1), said
-    assert restored or "does not restore the state of 1 data loader that the checkpoint holds" in said[0]
+    assert restored or "does not restore the state of 1 data loader(s)" in said[0]
 
 
 def test_last_and_latest_without_any_start_from_scratch_but_are_no_test(runs):

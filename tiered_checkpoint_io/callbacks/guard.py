@@ -139,10 +139,10 @@ class StrategyGuard(Callback):
             return
         session = io.checkpointer.session
         # Lightning has restored it by now, or never will; on all ranks alike.
-        if left := len(getattr(trainer.fit_loop, "_combined_loader_states_to_load", None) or ()):
-            text = "this resume does not restore the state of %d data loader%s that the checkpoint holds, so the data"
-            text += " starts anew: Lightning restores it only where an epoch was not finished"
-            (session.log.warning if trainer.is_global_zero else session.log.debug)(text, left, "s" if left > 1 else "")
+        left = len(getattr(trainer.fit_loop, "_combined_loader_states_to_load", None) or ())
+        if left and trainer.is_global_zero:
+            text = "this resume does not restore the state of %d data loader(s), so the data starts anew: %s"
+            session.log.warning(text, left, "Lightning restores it only amid an epoch")
         self._held.train(pl_module)
         self._recording.begin(trainer.local_rank, trainer.global_step, session)
         # A strategy that trains shards and saves one file does not show how large that is.
