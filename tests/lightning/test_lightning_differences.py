@@ -50,6 +50,14 @@ def test_the_document_has_each_difference_and_the_reverse():
     assert sorted(rows[1:]) == sorted(case.row for case in DIFFERENCES)
 
 
+def outcome(act):
+    try:
+        act()
+    except Exception as error:
+        return type(error).__name__
+    return "saved"
+
+
 @different("no dirpath", lightning="checkpoints", here="run")
 def _(side):
     callback = side.callback(dirpath=None)
@@ -59,20 +67,12 @@ def _(side):
 
 @different("a dirpath elsewhere", lightning="saved", here="ConfigError")
 def _(side):
-    try:
-        side.fit(side.callback(dirpath=str(side.root / "elsewhere")))
-    except Exception as error:
-        return type(error).__name__
-    return "saved"
+    return outcome(lambda: side.fit(side.callback(dirpath=str(side.root / "elsewhere"))))
 
 
 @different("names that leave dirpath, or are no name", lightning="saved", here="ConfigError")
 def _(side):
-    try:
-        side.fit(side.callback(filename="../{epoch}"))
-    except Exception as error:
-        return type(error).__name__
-    return "saved"
+    return outcome(lambda: side.fit(side.callback(filename="../{epoch}")))
 
 
 @different(
@@ -200,11 +200,11 @@ def _(side):
     side.fit(first, model=Tiny((3, 1, 2)), max_steps=3)
     model = Tiny()
     model.on_test_start = lambda: setattr(model, "tested", number(model.layer.weight.sum()))
-    try:
-        side.trainer(side.callback(monitor="score")).test(model, ckpt_path="best", verbose=False)
-    except ValueError as error:
-        return type(error).__name__
-    return [name for name, (_, _, weights) in side.files().items() if weights == model.tested]
+    evaluates = side.trainer(side.callback(monitor="score"))
+    came = outcome(lambda: evaluates.test(model, ckpt_path="best", verbose=False))
+    return (
+        came if came != "saved" else [name for name, (_, _, weights) in side.files().items() if weights == model.tested]
+    )
 
 
 @different("a folder that is not empty", lightning="is not empty", here="")
@@ -247,12 +247,9 @@ def _(side):
 @different("`storage_options` of `trainer.save_checkpoint`", lightning="TypeError", here=["epoch=2-step=6.ckpt"])
 def _(side):
     trainer = side.fit(side.callback())
-    try:
-        trainer.save_checkpoint(side.path("hand.ckpt"), storage_options={"tiers": ["memory"]})
-    except TypeError as error:
-        return type(error).__name__
+    came = outcome(lambda: trainer.save_checkpoint(side.path("hand.ckpt"), storage_options={"tiers": ["memory"]}))
     trainer.strategy.teardown()
-    return side.names()
+    return came if came != "saved" else side.names()
 
 
 @different(

@@ -2,12 +2,16 @@
 
 import copy
 import functools
+import os
+import signal
 import threading
+from pathlib import Path
 
 import lightning
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from support.launch import scripts
 from torch.utils.data import DataLoader
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
@@ -84,7 +88,7 @@ def test_what_a_gpu_copies_at_once_is_copied_before_another_stream_takes_it(runs
     trainer.io.teardown()
 
 
-def test_what_a_save_that_failed_beside_training_was_to_replace_goes_once_the_next_is_durable(runs, monkeypatch):
+def test_what_a_save_that_failed_beside_training_was_to_replace_stays(runs, monkeypatch):
     seal = PartSave.seal
 
     def fails(part, *args, **options):
@@ -96,7 +100,8 @@ def test_what_a_save_that_failed_beside_training_was_to_replace_goes_once_the_ne
     callback = TieredModelCheckpoint(s3_every_n_train_steps=2)
     trainer, _ = runs.fit(callback, io=runs.io(staging="overlapped"), max_steps=8, ckpt_path=None)
     assert trainer.io.checkpointer.session.progress().counters["failed"] == 1
-    assert runs.durable() == ["epoch=0-step=8.ckpt"]
+    # One too many, which prune finds.
+    assert runs.durable() == ["epoch=0-step=2.ckpt", "epoch=0-step=8.ckpt"]
 
 
 @pytest.mark.timeout(60)
@@ -138,4 +143,51 @@ def test_without_a_trainer_saves_are_eager_which_is_said_once(runs, caplog):
         weight += 1
     assert [io.load_checkpoint(f"{step}.ckpt")["state_dict"]["w"][0] for step in (1, 2)] == [0, 1]
     assert len([each for each in caplog.records if "captured before a save returns" in each.getMessage()]) == 1
+    io.teardown()
+
+
+# ----------------------------------------------------------------------------------------- a kill
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv.pop())
+from test_overlapped import ADAMW, Normed
+from support.training import Runs
+from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
+from tiered_checkpoint_io.engine.save.part import PartSave
+
+dirpath, memory_dir, root, amid = sys.argv[1:]
+beside, seal = PartSave.fill_beside, PartSave.seal
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def copying(part, overlapped):
+    if part.facts.step == 6 and amid == "the copy":
+        part.fill()
+        kill()
+    beside(part, overlapped)
+
+def sealing(part, *args, **options):
+    seal(part, *args, **options)
+    if part.facts.step == 6:
+        kill()
+
+PartSave.fill_beside, PartSave.seal = copying, sealing
+runs = Runs(dirpath, memory_dir, Path(root))
+model = Normed(ADAMW)
+io = runs.io(staging="overlapped")
+runs.fit(TieredModelCheckpoint(memory_every_n_train_steps=3), model=model, io=io, ckpt_path=None, max_steps=16)
+"""
+
+
+@pytest.mark.parametrize(("amid", "step"), [("the copy", 3), ("what follows", 6)])
+def test_a_kill_amid_a_capture_leaves_the_old_checkpoint_or_the_new_one(amid, step, runs, tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    place = [runs.dirpath, runs.memory_dir, str(runs.root), amid, str(Path(__file__).parent)]
+    (ended,) = scripts(tmp_path, script, (place, os.environ.copy()))
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    io = runs.io()
+    assert io.load_checkpoint("tiered:latest", weights_only=False)["global_step"] == step
     io.teardown()
