@@ -80,15 +80,6 @@ def test_what_concerns_one_name_stays_in_order_and_saves_pass_what_waits():
     assert next_operation([last, alias(3, "last", "0.ckpt")], {last.op_id}) is None
 
 
-def test_an_alias_does_not_overtake_a_save_of_its_own_name():
-    """Or else that save would come later, and make older content current."""
-    first, newer, last = save(1, "last"), save(2, "2.ckpt"), alias(3, "last", "2.ckpt")
-    assert next_operation([first, last], {first.op_id}) is None
-    assert next_operation([first, newer, last], {first.op_id}) == newer
-    assert blocked_by_failures([first, last], {first.op_id}) == {last.op_id}
-    assert next_operation([save(1, "last", "other"), last], {first.op_id}) == last
-
-
 def test_a_delete_waits_for_the_save_that_replaces_what_it_deletes_and_for_no_other():
     other, own, old = save(1), save(2), delete(3, "0.ckpt", target=op_id(2))
     assert next_operation([other, own, old], {own.op_id}) == other

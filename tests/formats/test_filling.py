@@ -38,12 +38,6 @@ def test_the_hashes_are_those_of_the_chunks_whenever_they_are_made():
     assert hashes == image.hashes(memoryview(buffer))
 
 
-def test_the_number_of_threads_changes_nothing():
-    image = plan(big())
-    whole = filled(image, threads=1)
-    assert [filled(image, threads=count) for count in (2, 3, 8)] == [whole] * 3
-
-
 def test_many_small_tensors_in_several_chunks():
     sizes = [1, 7, 4096, 5000, 300]
     image = plan({f"p{n}": torch.full((sizes[n % 5],), float(n)) for n in range(6000)})

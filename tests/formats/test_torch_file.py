@@ -318,19 +318,6 @@ def test_another_release_of_torch_that_lays_out_files_otherwise_writes_them_itse
     assert filled(image) == saved(state)
 
 
-def test_torch_load_reads_it_mapped_and_weights_only(tmp_path):
-    state = optimizer_state()
-    path = tmp_path / "x.ckpt"
-    path.write_bytes(filled(plan(state)))
-    loaded = torch.load(path, mmap=True, weights_only=True)
-    assert all(torch.equal(each, loaded["model"][name]) for name, each in state["model"].items())
-
-
-def test_an_object_that_saves_itself_keeps_its_data():
-    loaded = torch.load(io.BytesIO(filled(plan([SavesItself(torch.arange(9.0))]))), weights_only=False)
-    assert torch.equal(loaded[0].value, torch.arange(9.0))
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_quantized_tensors():
     state = {"q": torch.quantize_per_tensor(torch.randn(20), 0.1, 3, torch.qint8)}

@@ -58,8 +58,9 @@ def names_and_leases(dirpath):
     return sorted(key for key in keys if not key.startswith(".")), [key for key in keys if LEASE_PREFIX in key]
 
 
-def test_a_second_run_on_a_node_is_refused_before_it_writes_and_a_crashed_one_holds_up_nobody(runs, s3_url):
-    first, second, elsewhere, other = runs(s3_url, s3_url, s3_url + "-2", s3_url)
+def test_a_second_run_is_refused_whatever_its_namespace_and_a_crashed_one_holds_up_nobody(runs, s3_url):
+    first, elsewhere, other = runs(s3_url, s3_url + "-2", s3_url)
+    (second,) = runs(s3_url, nodes=[3], namespace="other")
     assert first.do("save a.ckpt") == "ok"
     refused = second.do("save b.ckpt")
     assert refused.startswith("ConfigError: another run writes to the same dirpath: process ")
@@ -106,16 +107,6 @@ def test_a_job_that_cannot_find_out_whose_the_memory_is_goes_on(tmp_path, caplog
     (tmp_path / "job.json").write_text("damaged")
     NamespaceLock(tmp_path, "two", "second", logging.getLogger(), SYSTEM).close()
     first.close()
-
-
-@pytest.mark.matrix
-def test_a_dirpath_is_of_one_run_whatever_its_namespace(runs, tmp_path):
-    place = str(tmp_path)
-    (first,), (second,) = runs(place, nodes=[0]), runs(place, nodes=[1], namespace="other")
-    assert first.do("save a.ckpt") == "ok"
-    assert "another run writes to the same dirpath" in second.do("save b.ckpt")
-    assert second.do("close") == "ok"
-    assert len(names_and_leases(place)[1]) == 1
 
 
 @pytest.mark.matrix

@@ -56,13 +56,6 @@ def test_last_is_what_the_latest_alias_means_that_waits_on_any_node(world, nodes
     assert [got[0] for got in world.restore_all(nodes, Selector("last"))] == [save_id(3)] * 2
 
 
-def test_corrupt_copies_and_no_other_send_all_to_the_older_one(world):
-    into_durable(world.store, "old.ckpt", OLD, 1)
-    flip(into_memory(world.tier("n"), world.store.url, "m.ckpt", NEW, 2))
-    flip(into_memory(world.tier("m"), world.store.url, "m.ckpt", NEW, 2))
-    assert world.restore_all(["n", "m", "m"]) == [(save_id(1), "durable", OLD)] * 3
-
-
 def test_a_checkpoint_of_others_is_read_once_per_node(world):
     class Remote(DirectoryStore):
         """Not to be opened as a local file."""

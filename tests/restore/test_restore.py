@@ -28,7 +28,6 @@ from support.restoring import (
 from tiered_checkpoint_io.engine.chunks import drop_temporary, temporary_file
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.durable.copies import put_alias
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.restore.aside import SLOTS, aside_root
 from tiered_checkpoint_io.engine.restore.catalog import reading_order
@@ -57,17 +56,6 @@ def test_what_the_durable_tier_gives_lies_in_memory_for_the_next_start(world):
     assert (stored.save_id, stored.drained) == (save_id(2), True)
     again, data = world.restore()
     assert (data, again.tier, again.bytes_read, again.rejected) == (NEW, "memory", 0, [])
-
-
-def test_a_name_costs_no_list(world):
-    into_durable(world.store, "old.ckpt", OLD, 1)
-    into_durable(world.store, "new.ckpt", NEW, 2)
-    put_alias(world.store, "last.ckpt", "old.ckpt")
-    before = world.store.metrics.snapshot()
-    for name in ("old.ckpt", "last.ckpt"):
-        restored, data = world.restore(Selector("name", name))
-        assert (restored.name, data) == ("old.ckpt", OLD)
-    assert world.store.metrics.snapshot().get("requests.list") == before.get("requests.list")
 
 
 def test_corrupt_in_memory_then_corrupt_on_the_durable_tier_then_the_older_one(world):
