@@ -204,7 +204,7 @@ def test_what_is_not_there_and_a_pipe_that_is_closed(command, scene):
     scene.nothing_is_half_done(done=True)
 
 
-@pytest.mark.parametrize("command", cases(WRITE, quick=("get to memory",)))
+@pytest.mark.parametrize("command", cases(WRITE, quick=()))
 def test_ctrl_c_in_the_middle(command, scene):
     """While the server is slow to answer, in the middle of what the command asks it."""
     scene.begin(command)

@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.draining import Node
 from support.supporting import build
@@ -45,6 +45,7 @@ def test_jobs_that_named_none_share_none(job, memory_dir, tmp_path):
     assert "-two-" in two
 
 
+@settings(max_examples=50)
 @given(st.text(min_size=1, max_size=80), st.text(min_size=1, max_size=80))
 def test_any_dirpath_gives_a_valid_namespace_and_another_one_another(one, other):
     assert ids.validate_namespace(ids.namespace_of(one)) == ids.namespace_of(one)
