@@ -27,14 +27,11 @@ def servers(s3_server, s3_bucket, tmp_path):
         yield s3_server, second
 
 
-def names_on(server, bucket):
-    listed = server.client.list_objects_v2(Bucket=bucket).get("Contents", ())
-    return {entry["Key"].removeprefix("run/") for entry in listed if "/.tiered/" not in entry["Key"]}
-
-
-def manifests_on(server, bucket):
-    listed = server.client.list_objects_v2(Bucket=bucket, Prefix="run/.tiered/manifests/").get("Contents", ())
-    return {entry["Key"].rpartition("/")[2] for entry in listed}
+def checkpoints_on(server, bucket):
+    """The files and the manifests below the dirpath."""
+    keys = [entry["Key"] for entry in server.client.list_objects_v2(Bucket=bucket, Prefix="run/").get("Contents", ())]
+    files = {key.removeprefix("run/") for key in keys if "/.tiered/" not in key}
+    return files, {key.rpartition("/")[2] for key in keys if "/manifests/" in key}
 
 
 def test_a_queued_save_goes_to_the_server_of_its_job_alone(servers, s3_bucket, memory_dir, caplog):
@@ -58,10 +55,8 @@ def test_a_queued_save_goes_to_the_server_of_its_job_alone(servers, s3_bucket, m
     assert newer.load("tiered:latest")["global_step"] == 1
     newer.close()
     assert f"memory holds checkpoints of {dirpath} at {first.endpoint_url}: they are another job's" in caplog.text
-    assert names_on(first, s3_bucket) == {"x.ckpt"}
-    assert manifests_on(first, s3_bucket) == {"x.ckpt.json", "last.ckpt.json"}
-    assert names_on(second, s3_bucket) == {"y.ckpt"}
-    assert manifests_on(second, s3_bucket) == {"y.ckpt.json"}
+    assert checkpoints_on(first, s3_bucket) == ({"x.ckpt"}, {"x.ckpt.json", "last.ckpt.json"})
+    assert checkpoints_on(second, s3_bucket) == ({"y.ckpt"}, {"y.ckpt.json"})
     # The first job's own restart takes its own.
     restarted = job(first)
     assert restarted.load("tiered:latest")["global_step"] == 7
