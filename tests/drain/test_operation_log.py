@@ -17,10 +17,6 @@ BODY = "y" * 300
 HALVES, HALF = 8192, 1 << 20
 
 
-def opened(path):
-    return OperationLog(path)
-
-
 @pytest.fixture
 def path(memory_dir):
     return f"{memory_dir}/log"
@@ -32,11 +28,11 @@ def numbers(log, prefix):
 
 # ------------------------------------------------------------------------------------ two writers
 def test_writers_see_each_other_through_many_changes_of_half(path):
-    one, other = opened(path), opened(path)
+    one, other = OperationLog(path), OperationLog(path)
     for number in range(2000):
         (one, other)[number % 2].write({f"now/{number}": BODY, f"now/{number - 20}": None})
         assert numbers((other, one)[number % 2], "now/")[-1] == number
-    for log in (one, other, opened(path)):
+    for log in (one, other, OperationLog(path)):
         assert numbers(log, "now/") == list(range(1980, 2000))
     assert one.poll() == other.poll()
 
@@ -54,14 +50,14 @@ def test_two_pid_namespaces_share_one(path):
     if any("unshare" in text for text in told):
         pytest.skip(f"no namespaces here: {told}")
     assert [child.returncode for child in children] == [0, 0], told
-    assert len(opened(path).entries("")) == 1000
+    assert len(OperationLog(path).entries("")) == 1000
 
 
 def test_a_forked_child_keeps_no_lock_alive_that_its_parent_died_with(path, monkeypatch):
     ready, go = os.pipe()
     parent, lock = os.fork(), fcntl.flock
     if not parent:
-        log = opened(path)
+        log = OperationLog(path)
 
         def forking(descriptor, kind):
             lock(descriptor, kind)
@@ -75,8 +71,8 @@ def test_a_forked_child_keeps_no_lock_alive_that_its_parent_died_with(path, monk
         log.write({"b": 2})
     os.close(ready)
     assert os.waitpid(parent, 0)[1] == signal.SIGKILL
-    opened(path).write({"c": 3})
-    assert opened(path).entries("") == {"c": 3}
+    OperationLog(path).write({"c": 3})
+    assert OperationLog(path).entries("") == {"c": 3}
     os.close(go)
 
 
@@ -84,13 +80,13 @@ def test_a_forked_child_keeps_no_lock_alive_that_its_parent_died_with(path, monk
 @pytest.mark.parametrize("what", ["space", "files", "descriptors"])
 def test_it_goes_on_for_ever_where_nothing_is_left(what, tmp_path):
     with mounted_tmpfs(tmp_path / "tight", 4 << 20, inodes=40) as folder:
-        log, tenant = opened(folder / "log"), Tenant(folder)
+        log, tenant = OperationLog(folder / "log"), Tenant(folder)
         log.write({"first": 1})
         # In a process of its own: a server's thread of another test needs descriptors.
         child = os.fork()
         if not child:
             try:
-                mine = opened(folder / "log")
+                mine = OperationLog(folder / "log")
                 mine.open()
                 {"space": tenant.fills, "files": tenant.takes_all_inodes, "descriptors": lambda: None}[what]()
                 with descriptors_to_spare(0 if what == "descriptors" else 10):
@@ -101,12 +97,12 @@ def test_it_goes_on_for_ever_where_nothing_is_left(what, tmp_path):
             finally:
                 os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
-        assert numbers(opened(folder / "log"), "now/") == list(range(980, 1000))
+        assert numbers(OperationLog(folder / "log"), "now/") == list(range(980, 1000))
 
 
 def test_where_there_is_no_space_for_the_file_it_is_an_error_and_reads_as_empty(tmp_path):
     with mounted_tmpfs(tmp_path / "tight", 1 << 20) as folder:
-        log = opened(folder / "log")
+        log = OperationLog(folder / "log")
         assert (log.poll(), log.get("a"), log.heartbeat()) == (b"", None, b"")
         with pytest.raises(MemoryFullError, match="no space for the operation log"):
             log.write({"a": 1})
@@ -114,27 +110,27 @@ def test_where_there_is_no_space_for_the_file_it_is_an_error_and_reads_as_empty(
 
 
 def test_too_much_is_an_error_and_changes_nothing(path):
-    log = opened(path)
+    log = OperationLog(path)
     with pytest.raises(MemoryFullError, match="too much is queued"):
         for number in range(1000):
             log.write({f"now/{number}": 30 * BODY})
     assert number > 100
-    assert numbers(opened(path), "now/") == list(range(number))
+    assert numbers(OperationLog(path), "now/") == list(range(number))
 
 
 # ----------------------------------------------------------------------------------------- damage
 @pytest.mark.parametrize("at", [0, 20, 40, HALVES, HALVES + HALF, HALVES + 3000, HALVES + HALF + 3000])
 def test_damage_costs_records_with_a_warning_and_all_processes_agree_again(at, path, caplog):
-    live = opened(path)
+    live = OperationLog(path)
     for number in range(20):
         live.write({f"now/{number}": BODY})
     with open(path, "r+b") as file:
         file.seek(at)
         file.write(b"\xa5" * 16)
-    fresh = opened(path)
+    fresh = OperationLog(path)
     fresh.write({"fresh": 1})
     live.write({"live": 1})
-    late = opened(path)
+    late = OperationLog(path)
     assert fresh.entries("") == live.entries("") == late.entries("")
     found = numbers(late, "now/")
     assert found == list(range(len(found))), "up to the damage"
@@ -143,10 +139,10 @@ def test_damage_costs_records_with_a_warning_and_all_processes_agree_again(at, p
 
 
 def test_a_file_that_is_lost_is_made_anew(path, caplog):
-    log = opened(path)
+    log = OperationLog(path)
     log.write({"a": 1})
     os.unlink(path)
     assert log.get("a") is None
     assert "was removed" in caplog.text
     log.write({"b": 2})
-    assert opened(path).entries("") == {"b": 2}
+    assert OperationLog(path).entries("") == {"b": 2}

@@ -1,4 +1,4 @@
-"""A root on a disk as a power loss may leave it, and what no restart makes of it: all states of a life are in tests/crash."""
+"""What a power loss may leave of a root on a disk, by hand; all states of a life are tried in tests/crash."""
 
 import shutil
 

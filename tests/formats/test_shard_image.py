@@ -173,12 +173,6 @@ def test_where_torch_lays_out_its_file_otherwise_the_elements_are_there_all_the_
     assert skeleton_of(torch.float32, (107,)).length == 0, "no item is taken for one of this layout"
 
 
-def test_only_the_elements_of_a_view_are_written():
-    base = torch.zeros(1 << 20)
-    data, _ = file_of([base[:10], base.view(1024, 1024)[:, 0]])
-    assert len(data) < 16 << 10
-
-
 @pytest.mark.parametrize("name", sorted(tensors()))
 def test_an_item_alone_is_what_torch_save_writes(name):
     tensor = tensors()[name]

@@ -217,13 +217,6 @@ def test_a_save_that_lacks_a_part_or_that_of_its_coordinator_is_no_candidate():
     assert names(memory) == ["step_1"]
 
 
-def test_weights_alone_are_never_resumed_from_and_load_by_their_name():
-    weights = Manifest("w.ckpt", replace(content("w.ckpt", 2), resumable=False))
-    manifests = [weights, Manifest("a.ckpt", content("a.ckpt", 1))]
-    assert [name for name, *_ in chosen({"n": []}, manifests, LATEST)] == ["a.ckpt"]
-    assert [name for name, *_ in chosen({"n": []}, manifests, Selector("name", "w.ckpt"))] == ["w.ckpt"]
-
-
 @pytest.mark.parametrize(
     ("accepts", "offered"),
     [("full", ["step_3", "step_2", "step_1"]), ("sharded", ["step_2", "step_1"]), ("local", ["step_3"])],

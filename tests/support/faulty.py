@@ -18,7 +18,7 @@ class FaultyStore:
 
     Operations are counted in the order in which they begin; ``only`` tells by operation and key which ones count. An
     operation fails ``before`` the real store is asked, ``after`` it has done its work, as if just the answer is lost, or
-    ``during`` an upload, once a part of the bytes is written, and ``before`` all else. ``error`` is what is raised.
+    ``during`` an upload, once a part of the bytes is written, and ``before`` all else; ``error`` is what it raises.
     """
 
     def __init__(self, store, *, fail_at=0, only=lambda operation, key: True, when="before", once=False, error=None):
