@@ -45,21 +45,6 @@ def node(memory_dir, s3_url):
     return Node(memory_dir, s3_url)
 
 
-@pytest.fixture
-def start(node):
-    """Starts a trainer's side of the drain."""
-    handles = []
-
-    def start():
-        handles.append(DrainHandle(node.tier, node.config, LOG))
-        handles[-1].start()
-        return handles[-1]
-
-    yield start
-    for handle in handles:
-        handle.close(timeout_s=PATIENCE_S)
-
-
 def test_what_a_process_elsewhere_is_given_of_the_environment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     here = str(tmp_path)
@@ -86,18 +71,22 @@ def test_what_a_process_elsewhere_is_given_of_the_environment(tmp_path, monkeypa
 
 
 # ------------------------------------------------------------------------------ credentials that change
-def test_a_drain_that_lives_takes_up_other_keys(credentials, node, start):
+def test_a_drain_that_lives_takes_up_other_keys(credentials, node):
     credentials(secret="wrong")
     # Named relatively, the file is found by the drain as by its trainer.
     save = node.save("a.ckpt", b"A")
-    handle = start()
-    failed = handle.wait(save, PATIENCE_S)
-    assert (failed.state, "SignatureDoesNotMatch" in failed.error) == ("failed", True)
-    pid = handle.progress().pid
-    credentials()
-    # Something new to do has it try again what was refused.
-    until(lambda: node.delete("none.ckpt") and handle.queue.outcome(save).state == "committed", poll_s=0.5)
-    assert handle.progress().pid == pid
+    handle = DrainHandle(node.tier, node.config, LOG)
+    handle.start()
+    try:
+        failed = handle.wait(save, PATIENCE_S)
+        assert (failed.state, "SignatureDoesNotMatch" in failed.error) == ("failed", True)
+        pid = handle.progress().pid
+        credentials()
+        # Something new to do has it try again what was refused.
+        until(lambda: node.delete("none.ckpt") and handle.queue.outcome(save).state == "committed", poll_s=0.5)
+        assert handle.progress().pid == pid
+    finally:
+        handle.close(timeout_s=PATIENCE_S)
 
 
 class Keys:
