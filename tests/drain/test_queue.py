@@ -16,9 +16,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
     blocked_by_failures,
     held_back,
     in_order,
-    needed,
     next_operation,
-    superseded,
     unreplaced,
 )
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
@@ -78,34 +76,6 @@ def test_what_concerns_one_name_stays_in_order_and_saves_pass_what_waits():
     assert blocked_by_failures([first, last, old, second], {first.op_id}) == {last.op_id, old.op_id}
     assert next_operation([first, alias(5, "best", "0.ckpt")], {first.op_id}).name == "best"
     assert next_operation([last, alias(3, "last", "0.ckpt")], {last.op_id}) is None
-
-
-def test_a_delete_waits_for_the_save_that_replaces_what_it_deletes_and_for_no_other():
-    other, own, old = save(1), save(2), delete(3, "0.ckpt", target=op_id(2))
-    assert next_operation([other, own, old], {own.op_id}) == other
-    assert next_operation([own, old, save(4)], {own.op_id}) == save(4)
-    assert next_operation([own, old], {own.op_id}) is None
-    assert blocked_by_failures([own, old], {own.op_id}) == {old.op_id}
-    assert next_operation([other, old], {other.op_id}) == old
-    assert next_operation([old], (), unreplaced([ended(1, "failed")])) == old
-    # Of its own name, in order.
-    assert next_operation([save(1, "0.ckpt"), old], {op_id(1)}) is None
-
-
-def test_a_save_for_which_a_delete_waits_is_not_superseded_unless_another_replaces_it_in_turn():
-    operations = [save(1), save(2), delete(3, "0.ckpt", target=op_id(2)), save(4), save(0, dirpath="other")]
-    failed = {op_id(number) for number in (0, 1, 2, 4)}
-    assert needed(operations) == {op_id(2)}
-    assert superseded(operations, failed, save(4)) == [save(1)]
-    assert needed([*operations, delete(5, "2.ckpt", target=op_id(4))]) == {op_id(4)}
-    assert superseded([*operations, delete(5, "2.ckpt", target=op_id(4))], failed, save(4)) == [save(1), save(2)]
-
-
-def test_a_cancel_goes_first():
-    cancel = Request(op_id(9), "cancel", "cancel", "d", op_id(1))
-    assert next_operation([save(1), save(2), cancel], {op_id(1)}) == cancel
-    # One that failed is tried again as all else is, and not at once.
-    assert next_operation([save(1), save(2), cancel], {cancel.op_id}) == save(1)
 
 
 def test_of_one_save_the_part_that_commits_goes_last():

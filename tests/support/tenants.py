@@ -104,11 +104,6 @@ class Watch:
             yield
 
 
-def refuse(path):
-    """What a full file system answers."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-
 @contextlib.contextmanager
 def descriptors_to_spare(spare):
     """While the block runs, this process can open so many more files."""
