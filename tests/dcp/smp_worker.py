@@ -73,11 +73,9 @@ def mesh():
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def state_of(shard, number, degree=2, large=0):
+def state_of(shard, number, degree=2):
     mine = torch.arange(8.0) + 1000 * number + 8 * shard
     return {
-        # Only where a test wants it to be of some megabytes.
-        **({"ballast": torch.arange(float(large)) + 10 * number + shard} if large else {}),
         "model": {
             "weight": DTensor.from_local(mine, mesh(), [Shard(0)], run_check=False),
             "local": torch.full((3 + shard,), 10.0 * number + shard),
@@ -88,8 +86,8 @@ def state_of(shard, number, degree=2, large=0):
     }
 
 
-def blank(shard, large=0):
-    state = state_of(shard, 0, large=large)
+def blank(shard):
+    state = state_of(shard, 0)
     state["model"]["weight"].to_local().zero_()
     # As an optimizer before its first step has it.
     return {**state, "optimizer": {"state": {}, "param_groups": [{"lr": 0.0}]}, "text": ""}
@@ -111,9 +109,7 @@ def refused(*_, **__):
     raise OSError(errno.EMFILE, "too many open files")
 
 
-def save_local(
-    job, number, step=None, content=None, only=None, shard=None, large=0, sync=False, name=None, fails=None, **more
-):
+def save_local(job, number, step=None, content=None, only=None, shard=None, sync=False, name=None, fails=None, **more):
     """Saves a local checkpoint; the tensors change at once behind it.
 
     ``fails`` is a rank, and which call of its memory fails.
@@ -122,8 +118,8 @@ def save_local(
     name = name or f"step_{step}"
     if only is not None and dist.get_rank() not in only:
         return None
-    state = state_of(shard, content or number, large=large)
-    kept = [state["model"]["weight"].to_local(), state["model"]["local"], *([state["ballast"]] if large else [])]
+    state = state_of(shard, content or number)
+    kept = [state["model"]["weight"].to_local(), state["model"]["local"]]
     how = {"checkpoint_id": name, "kind": "local", **job["options"], **more}
     tier, call = worker.writer(job).session.open().tier, fails[1] if fails and fails[0] == dist.get_rank() else ""
     if call:
@@ -149,12 +145,12 @@ def save_local(
     }
 
 
-def load_local(job, number, checkpoint_id=None, shard=None, large=0, **more):
+def load_local(job, number, checkpoint_id=None, shard=None, **more):
     shard = dist.get_rank() if shard is None else shard
-    state, calls = blank(shard, large), []
+    state, calls = blank(shard), []
     with counted(calls):
         reader = build(dcp.load, state, checkpoint_id=checkpoint_id, kind="local", **{**worker.reading(job), **more})
-    wanted = state_of(shard, number, large=large)
+    wanted = state_of(shard, number)
     return {
         "calls": calls,
         "same": same(state, wanted),

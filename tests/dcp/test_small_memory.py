@@ -4,11 +4,7 @@ import contextlib
 import re
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from support.tenants import mounted_tmpfs
-
-from .worker_states import content
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -22,36 +18,6 @@ def small(memory_dir, tmp_path):
     """Makes a node of the simulated ones a real tmpfs of 5 MiB, 2 of which the operation log takes."""
     with contextlib.ExitStack() as stack:
         yield lambda node: stack.enter_context(mounted_tmpfs(f"{memory_dir}/{node}", 5 * MIB))
-
-
-def test_a_durable_save_that_memory_has_no_room_for(ranks, small, tmp_path):
-    small("a")
-    answers = ranks(
-        2,
-        ["save", 1, {"save_to_s3": True, "wait": True}],
-        ["save", 2, {"save_to_s3": True, "wait": True, **LARGE}],
-        ["save", 3, LARGE],
-        ["save_behind", 4, {"save_to_s3": True, **LARGE}],
-        ["wait"],
-        ["load", 4, LARGE],
-        ["load", 2, {**LARGE, "step": 2}],
-        nodes="ab",
-        on_save_error="raise",
-    )
-    for node, answer in zip("ab", answers, strict=True):
-        assert [step.get("error") for step in answer] == [None] * 7, [step.get("message") for step in answer]
-        # Of memory alone, step 3 has nowhere to go, and is no checkpoint for any rank.
-        held = {name for name, *_ in answer[3]["got"]["parts"]}
-        if node == "a":
-            assert "step_3" not in held
-            assert "step_4" in held
-        assert answer[3]["got"]["ended"] == "None"
-        assert answer[5]["got"]["matches"]
-        assert answer[6]["got"]["matches"]
-    whole = content(4, **LARGE)
-    state = {"model": {key: torch.zeros_like(value) for key, value in whole.items()}}
-    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "durable" / "step_4"))
-    assert all(torch.equal(state["model"][key], value) for key, value in whole.items())
 
 
 def test_a_durable_save_that_neither_memory_nor_a_spill_has_room_for_fails_on_all_ranks(ranks, small):

@@ -1,9 +1,6 @@
 """Local checkpoints, which ranks load without any collective, after a node has lost its memory."""
 
-from pathlib import Path
-
 import pytest
-from support.restoring import flip
 
 SAVES = (["save_local", 1], ["save_local", 2], ["close"])
 
@@ -44,20 +41,6 @@ def test_where_no_rank_has_anything_and_a_peer_does_not_load_ranks_say_so_soon(r
     for answer in (*loaded, alone[0]):
         assert answer["error"] == "CheckpointNotFoundError"
         assert answer["seconds"] < 10
-
-
-@pytest.mark.matrix
-def test_a_damaged_copy_is_quarantined_and_said_so(ranks, lose, memory_dir):
-    ranks("ab", *SAVES, replication_factor=2)
-    lose("a")
-    (path,) = Path(memory_dir, "b").glob("tiered-*/*/replicas/*2/rank-00000/*.pt")
-    flip(path, at=path.stat().st_size // 2)
-    loaded, _ = ranks("ab", ["load_local", {"late": [0, 1]}], ["close"], replication_factor=2)
-    assert loaded[1]["value"] == [201.0]
-    assert loaded[0]["error"] == "RestoreError"
-    assert "peer (127.0.0.1)" in loaded[0]["message"]
-    assert loaded[0]["seconds"] < 15
-    assert list(Path(memory_dir, "b").glob("tiered-*/*/quarantine/replicas.*/reason.txt"))
 
 
 def test_a_rank_that_stands_still_with_the_store_of_all_holds_up_no_other_for_long(ranks):

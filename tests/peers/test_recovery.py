@@ -2,11 +2,10 @@
 
 import itertools
 import os
-from pathlib import Path
 
 import pytest
 from support.fault_proxy import FaultProxy
-from support.restoring import OLD, World, flip, into_memory, save_id
+from support.restoring import OLD, World, into_memory, save_id
 
 #: Nodes of two ranks each, and how many copies there are.
 CASES = [("aabbcc", 2), ("aabbccdd", 2), ("aabbcc", 3), ("aabbccdd", 3)]
@@ -94,20 +93,6 @@ def test_more_lost_nodes_than_copies_lead_to_the_durable_tier_never_to_half_a_st
     lose("a", "b")
     (answers,) = ranks("aabbcc", ["load", 1], **options)
     assert [(answer["matches"], answer["name"]) for answer in answers] == [(True, "step_1")] * 6
-
-
-@pytest.mark.matrix
-def test_a_damaged_copy_leads_to_the_third_one(ranks, lose, memory_dir):
-    ranks("abc", ["save_full", 1, {"name": "last.ckpt"}], ["save", 2], ["save", 3], ["close"], replication_factor=3)
-    lose("a")
-    for pattern in ("*2/rank-00000/__0_0-*.distcp", "*/rank-00000/*.ckpt"):
-        (path,) = Path(memory_dir, "b").glob(f"tiered-*/*/replicas/{pattern}")
-        flip(path, at=path.stat().st_size // 2)
-    shards, full = ranks("abc", ["load", 3], ["load_full", 1, {"path": "tiered:last"}], replication_factor=3)
-    assert all(answer.get("matches") for answer in (*shards, *full)), (shards, full)
-    assert all(gets(answer) == {} for answer in (*shards, *full))
-    assert len(list(Path(memory_dir, "b").glob("tiered-*/*/quarantine/replicas.*/reason.txt"))) == 2
-    assert any("rank 1" in note and "memory" in note for note in full[0]["rejected"])
 
 
 @pytest.mark.matrix

@@ -70,19 +70,6 @@ def ranks(monkeypatch):
     made.end()
 
 
-def test_all_ranks_of_an_attempt_agree_and_no_other_attempt_has_the_same(ranks):
-    seen = []
-    for _ in range(3):
-        said = ranks.ask(ranks.start(0, 1))
-        # Even where those that came before it have ended.
-        late = ranks.ask(ranks.start(2))
-        assert said == late * 2
-        seen += late
-        ranks.end()
-    assert len({load for load, _ in seen}) == 3
-    assert len({ids.line_of(save) for _, save in seen}) == 3
-
-
 def test_a_rank_that_takes_an_attempt_before_for_its_own_saves_nothing_then(ranks):
     ranks.ask(ranks.start(0, 1))
     ranks.end()

@@ -85,23 +85,6 @@ def test_a_drain_that_dies_amid_its_work_does_not_wait_for_the_next_durable_save
     assert engine.session.progress().drain.pid != pid
 
 
-def test_what_an_io_saves_after_another_run_has_saved_is_newer(make, tmp_path, memory_dir):
-    """A notebook trains, a job on another node goes on from there, and the notebook trains again."""
-    dirpath, elsewhere = str(tmp_path / "durable"), f"{memory_dir}/elsewhere"
-    os.mkdir(elsewhere)
-    notebook = make(dirpath)
-    notebook.save_checkpoint(state(1), "step=1.ckpt")
-    notebook.teardown()
-    job = build(TieredCheckpointIO, dirpath=dirpath, memory_dir=elsewhere, on_save_error="raise", drain="thread")
-    job.load_checkpoint("tiered:latest")
-    job.save_checkpoint(state(2), "step=2.ckpt")
-    job.teardown()
-    notebook.save_checkpoint(state(3), "step=3.ckpt")
-    notebook.teardown()
-    for io in (make(dirpath), make(dirpath, namespace="another-node")):
-        assert io.load_checkpoint("tiered:latest")["global_step"] == 3
-
-
 def test_loading_from_elsewhere_again_and_again_opens_one_connection(make, s3_url):
     """Weights of another run, evaluated in a loop; the collector of garbage may come when it likes."""
     elsewhere = make(f"{s3_url}/other", namespace="other")

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tiered_checkpoint_io.adapters.dcp_settings import settings_of
 from tiered_checkpoint_io.adapters.state import Rest
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 
 @pytest.mark.parametrize(
@@ -26,9 +24,3 @@ def test_the_file_is_that_of_torch_save_at_the_moment_of_the_save(of_callback):
     if not isinstance(of_callback, dict):
         of_callback[0] = 7
     assert rest.file() == rest.file() == expected.getvalue()
-
-
-@pytest.mark.parametrize("more", [{}, {"namespace": "job"}, {"s3_every_n_train_steps": 4}], ids=str)
-def test_a_configuration_is_what_its_keys_would_make(more, tmp_path):
-    config = TieredCheckpointConfig(dirpath=str(tmp_path), **more)
-    assert settings_of(config, {}) == settings_of({"dirpath": str(tmp_path), **more}, {})
