@@ -86,7 +86,7 @@ def io_of(options):
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_save_gets_through_a_bad_hour_and_what_an_outage_held_up_is_caught_up(io_of, options, proxy, s3_bucket):
-    with hurried(retry_deadline_s=20.0):
+    with hurried(retry_deadline_s=5.0):
         proxy.plan = bad_hour()
         io_of(on_save_error="raise").save_checkpoint(state(1, LARGE), "1.ckpt")
         options = {**options, "dirpath": f"s3://{s3_bucket}/run", "on_save_error": "raise", "save_to_s3": True}
@@ -135,7 +135,7 @@ def test_a_restore_gets_the_newest_or_the_one_before(fault, io_of, proxy):
         io.save_checkpoint(state(step, LARGE), f"{step}.ckpt")
     proxy.plan = plan()
     elsewhere = io_of(namespace="another-node")
-    with hurried(retry_deadline_s=20.0):
+    with hurried(retry_deadline_s=5.0):
         loaded = elsewhere.load_checkpoint("tiered:latest")
     assert loaded["global_step"] == 3 - back
     assert torch.equal(loaded["w"], state(3 - back, LARGE)["w"])
