@@ -8,15 +8,12 @@ import itertools
 
 import pytest
 from support import committing
-from support.draining import Node, names
 from support.faulty import FaultyStore
-from support.sharded import FlatStore, Journals, named, objects, readable
+from support.sharded import FlatStore, Journals, readable
 
-from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable import copies, sweep
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 OLD, NEW = "20260101T000000.000000-00000001", "20260102T000000.000000-00000002"
 
@@ -48,59 +45,6 @@ def delete(store, name, run):
 
 def alias(store, name, target, run):
     copies.put_alias(store, name, target, before=ids.save_id(run, 9))
-
-
-#: What an older run does, what the newer one does meanwhile, what "a" may show in the end, and the name itself.
-MEETINGS = {
-    "two first saves": (lambda s, k: save(s, "a", 2, OLD, kind=k), lambda s, k: save(s, "a", 3, NEW, kind=k), {2, 3}),
-    "a left-over save": (
-        lambda s, k: save(s, "a", 2, OLD, kind=k, created=1.0),
-        lambda s, k: save(s, "a", 3, NEW, kind=k),
-        {3},
-    ),
-    "a delete": (lambda s, k: delete(s, "a", OLD), lambda s, k: save(s, "a", 3, NEW, kind=k), {3}),
-    "the newer one deletes": (
-        lambda s, k: save(s, "a", 2, OLD, kind=k),
-        lambda s, k: [save(s, "a", 3, NEW, kind=k), delete(s, "a", NEW)],
-        {None, 2},
-    ),
-    "an alias": (
-        lambda s, k: [save(s, "b", 2, OLD, kind=k), alias(s, "a", "b", OLD)],
-        lambda s, k: save(s, "a", 3, NEW, kind=k),
-        {3},
-    ),
-}
-
-
-@pytest.mark.parametrize("before", ["nothing", "a save", "a file without a manifest"])
-@pytest.mark.parametrize(
-    "kind",
-    ["full", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("sharded", "local"))],
-)
-@pytest.mark.parametrize("meeting", MEETINGS)
-def test_two_runs_meet_at_any_request(meeting, kind, before, memory_dir):
-    older, newer, allowed = MEETINGS[meeting]
-    if before == "a file without a manifest" and kind != "full":
-        pytest.skip("of one file alone")
-    for at in itertools.count(1):
-        store = FlatStore(f"{memory_dir}/{at}")
-        if before == "a save":
-            save(store, "a", 1, OLD, kind=kind)
-        elif before != "nothing":
-            store.put("a", b"of no checkpoint")
-        met = Meeting(store, at, lambda: newer(store, kind))
-        try:
-            older(met, kind)
-        except StoreError as error:
-            # The newer run has replaced it, while it was half done, and deleted the name: its parts went with it.
-            assert "removed or replaced after its upload" in str(error)
-            assert (meeting, readable(store, "a")) == ("the newer one deletes", None)
-            continue
-        if met.operations < at:
-            return
-        assert readable(store, "a") in allowed, f"met at request {at}"
-        assert readable(store, "b") in (None, 2)
-        assert set(named(store)) <= set(objects(store))
 
 
 @pytest.mark.parametrize("before", ["nothing", "an alias"])
@@ -141,20 +85,3 @@ def writes_switch(operation, key):
 
 def deletes(operation, _):
     return operation.startswith("delete")
-
-
-def test_a_delete_that_fails_holds_up_no_later_save_of_another_name(memory_dir, tmp_path):
-    """Its next try comes later, and the save goes first; a delete of a name is never put behind a later save of it."""
-    store = DirectoryStore(str(tmp_path / "d"))
-    node = Node(memory_dir, store.url)
-    node.save("a.ckpt", b"A")
-    Drain(node.root).run(once=True)
-    first, second = node.delete("a.ckpt"), node.save("b.ckpt", b"B")
-    failing = FaultyStore(store, fail_at=1, only=lambda operation, _: operation == "delete")
-    Drain(node.root, open_store=lambda *_: failing).run(once=True)
-    assert node.states() | {first: "failed", second: "committed"} == node.states()
-    third = node.save("a.ckpt", b"A anew")
-    Drain(node.root).run(once=True)
-    assert node.states() | {first: "committed", third: "committed"} == node.states()
-    assert names(store) == ["a.ckpt", "b.ckpt"]
-    node.tier.close()
