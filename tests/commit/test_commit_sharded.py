@@ -156,20 +156,6 @@ def test_only_all_ranks_make_a_checkpoint(tmp_path):
     assert readable(store, "a") is None
 
 
-def test_one_part_may_be_sent_before_its_commit_too(tmp_path):
-    """As by a process whose memory has no room for it, and keeps the small files alone until it commits."""
-    store = DirectoryStore(str(tmp_path))
-    part, data = make_part("a", 1, 0, world_size=1)
-    journal = MemoryJournal()
-    assert commit.put_part(store, part, views_of(data), journal=journal) == "sent"
-    small = views_of({METADATA: data[METADATA]})
-    assert commit.commit(store, part, small, arrived(store, part).rows, journal=journal) == "sent"
-    assert readable(store, "a") == 1
-    assert objects(store) == named(store)
-    delete(store, "a")
-    assert objects(store) == []
-
-
 def test_what_was_seen_is_not_asked_for_again(tmp_path):
     store = DirectoryStore(str(tmp_path))
     part, _ = make_part("a", 1, 0, world_size=4)

@@ -88,16 +88,6 @@ def test_loads_that_are_refused_leave_nothing_open(ranks):
         assert answer[2]["got"]["matches"]
 
 
-def test_one_rank_or_a_process_group_saves_and_loads_without_the_others(ranks):
-    saved, alone, loaded = zip(
-        *ranks(3, ["group_save", 7, [1, 2]], ["load_alone", 7, 1], ["group_load", [0, 2]]), strict=True
-    )
-    assert saved[0]["got"] is None
-    assert [(part[0], part[1]) for part in saved[1]["got"]] in ([("step_7", 0), ("step_7", 1)], [("step_7", 0)])
-    assert [step.get("got") for step in alone] == [None, [1.0] * 4, None]
-    assert [step.get("got") for step in loaded] == [[1.0] * 4, None, [1.0] * 4]
-
-
 def test_an_optimizer_that_has_made_no_step_does_not_lose_its_state_without_a_word(tmp_path, memory_dir, caplog):
     def made():
         model = torch.nn.Linear(3, 2)

@@ -198,37 +198,6 @@ def close(job):
     dist.barrier()
 
 
-def load_alone(job, seed, rank):
-    """One rank loads without the others."""
-    if dist.get_rank() != rank:
-        return None
-    from tiered_checkpoint_io import TieredStorageReader
-
-    state = {"t": torch.zeros(4)}
-    dcp.load(state, storage_reader=build(TieredStorageReader, **reading(job)), no_dist=True)
-    return state["t"].tolist()
-
-
-def group_load(job, ranks):
-    from tiered_checkpoint_io import TieredStorageReader
-
-    group = dist.new_group(ranks)
-    if dist.get_rank() not in ranks:
-        return None
-    state = {"t": torch.zeros(4)}
-    dcp.load(state, storage_reader=build(TieredStorageReader, **reading(job)), process_group=group)
-    return state["t"].tolist()
-
-
-def group_save(job, seed, ranks):
-    group = dist.new_group(ranks)
-    if dist.get_rank() in ranks:
-        state = {"t": torch.full((4,), float(dist.get_rank()))}
-        dcp.save(state, checkpoint_id=f"step_{seed}", storage_writer=writer(job), process_group=group)
-    dist.barrier()
-    return described(writer(job)) if dist.get_rank() in ranks else None
-
-
 def fsdp_save(job, seed):
     from torch.distributed.checkpoint.state_dict import get_state_dict
 

@@ -58,29 +58,6 @@ def test_what_waits_behind_a_failed_save_keeps_nobody(drain, first, rule, kept, 
     io.teardown()
 
 
-def listed(store_folder):
-    return sorted(path.name.removesuffix(".json") for path in Path(store_folder).glob(".tiered/manifests/*"))
-
-
-@pytest.mark.parametrize("again", ["before", "after"], ids=lambda when: f"saved to memory {when} the restart")
-def test_what_is_removed_after_a_restart_goes_from_the_durable_tier_as_well(again, kept):
-    """Without a look at what is there, which only the drain can spare the time for."""
-    io = kept.io()
-    io.save_checkpoint(state(2), "2.ckpt")
-    if again == "before":
-        io.save_checkpoint(state(3), "2.ckpt", storage_options=MEMORY_ONLY)
-    io.teardown()
-    io = kept.io(memory_keep_last=1)
-    if again == "after":
-        io.save_checkpoint(state(3), "2.ckpt", storage_options=MEMORY_ONLY)
-    io.remove_checkpoint("2.ckpt")
-    io.checkpointer.session.wait()
-    assert listed(kept.options["dirpath"]) == [KEPT]
-    assert not io.checkpointer.session.asked, "the trainer itself has asked for nothing"
-    io.teardown()
-    kept.io().load_checkpoint(KEPT)
-
-
 def test_a_job_of_memory_alone_starts_no_drain_to_remove_something(tmp_path, memory_dir):
     io = TieredCheckpointIO(tmp_path / "never", memory_dir=memory_dir)
     io.save_checkpoint(state(1), "1.ckpt", storage_options=MEMORY_ONLY)
