@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.callbacks import Callback
 from support.as_lightning import INSTALLED
 from support.training import Model, Stop
 
@@ -19,11 +18,6 @@ def best(**more):
 def newest(runs):
     trainer, _ = runs.fit(best(), max_steps=20)
     return trainer.io.checkpointer.restored.name
-
-
-class Failing(Callback):
-    def on_test_batch_start(self, *_):
-        raise Stop
 
 
 def evaluate(trainer, model, path=None, **limits):
@@ -90,18 +84,6 @@ def test_averages_that_a_training_has_ended_with_are_nothing_to_resume_from(runs
     trainer.io.teardown()
     assert newest(runs) == before
     assert "the weights are those of an evaluation or of the best checkpoint, or averages" in caplog.text
-
-
-@pytest.mark.skipif(INSTALLED < (2, 6), reason="save_on_exception came with Lightning 2.6")
-def test_an_exception_in_a_test_saves_nothing(runs):
-    callback = best(save_on_exception=True)
-    trainer, model = runs.fit(callback, ckpt_path=None, max_steps=15)
-    before = runs.durable()
-    trainer.callbacks.insert(0, Failing())
-    with pytest.raises(Stop):
-        trainer.test(model, ckpt_path="best", verbose=False)
-    trainer.io.teardown()
-    assert runs.durable() == before
 
 
 # ------------------------------------------------------------------------------------ weights alone

@@ -27,10 +27,6 @@ def chosen(*names, shards=1, **rules):
     return choose(keys(*names), Rules(**rules), dirpath=DIRPATH, shards=shards)
 
 
-def ranks(layout, name, count):
-    return [f"{layout.format(rank)}/{name}" for rank in range(count)]
-
-
 # ------------------------------------------------------------------------------------------ layouts
 @pytest.mark.parametrize(
     ("path", "folder", "shared"),
@@ -49,19 +45,6 @@ def ranks(layout, name, count):
 def test_a_path_tells_whose_it_is(path, folder, shared):
     assert rank_folder_of(path) == folder
     assert without_rank(path) == shared
-
-
-@pytest.mark.parametrize(
-    "layout", ["mp_rank_{:02d}", "tp_rank_{:02d}_pp_rank_000", "fsdp_shard_{:05d}", "mp_rank_00_fsdp_shard_{:05d}"]
-)
-def test_steps_are_numbers_and_all_shards_are_needed(layout):
-    whole = [each for step in (100, 900, 1000) for each in ranks(layout, f"gpt--step={step}-last.ckpt", 4)]
-    assert chosen(*whole) == "gpt--step=1000-last.ckpt"
-    # A crash left the newest without its last shard.
-    assert chosen(*whole[:-1]) == "gpt--step=900-last.ckpt"
-    assert chosen(*(key for key in whole if not key.startswith(layout.format(3) + "/")), shards=3) is not None
-    with pytest.raises(CheckpointNotFoundError, match=r"lacks the shards of some ranks.*remove these to start from"):
-        chosen(*whole[:3], shards=4)
 
 
 @given(st.sets(st.integers(0, 2000), min_size=1, max_size=8), st.integers(1, 4), st.data())

@@ -13,7 +13,7 @@ from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelChec
 from tiered_checkpoint_io.callbacks.preemption import Preempted
 from tiered_checkpoint_io.engine.save.part import PartSave
 from tiered_checkpoint_io.engine.staging.capture import Capturer
-from tiered_checkpoint_io.errors import ConfigError, SaveError
+from tiered_checkpoint_io.errors import ConfigError
 
 GRACE_S = 20.0
 further = functools.partial(pytest.param, marks=pytest.mark.matrix)
@@ -195,19 +195,6 @@ def test_a_last_checkpoint_that_fails_is_not_said_to_be_there(staging, runs, mon
     assert not [line for line in lines(caplog) if "the last checkpoint is" in line]
     assert "Step 5: there is no last checkpoint: it was not saved" in lines(caplog)
     assert runs.durable() == []
-
-
-def test_a_fit_after_one_that_was_told_to_end_is_a_training_as_any(runs, monkeypatch):
-    """By the same trainer: it trains to its end, and is told of what fails."""
-    preemption, io = PreemptionCheckpoint(requeue=False), runs.io(on_save_error="raise")
-    model = Told(5)
-    with pytest.raises(Preempted):
-        runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=2), preemption, model=model, io=io, ckpt_path=None)
-    trainer, _ = runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=2), preemption, io=io)
-    assert trainer.global_step == 20
-    monkeypatch.setattr(PartSave, "seal", lambda *_, **__: (_ for _ in ()).throw(OSError("no such device")))
-    with pytest.raises(SaveError, match="no such device"):
-        runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=2), io=io, max_steps=30)
 
 
 def test_a_signal_after_trainings_that_failed_in_turns_is_handled_as_before_them(runs):

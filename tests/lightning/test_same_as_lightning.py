@@ -4,7 +4,6 @@ Random trainings vary arguments, metrics, triggers and failures; stories tell wh
 docs/lightning.md lists the differences, which test_lightning_differences.py tests.
 """
 
-import contextlib
 import math
 import random
 import warnings
@@ -12,7 +11,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint, model_checkpoint
+from lightning.pytorch.callbacks import model_checkpoint
 from support.as_lightning import INSTALLED, Failing, Ours, Side, Tiny, Trouble, newest, number, resume
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -213,28 +212,12 @@ def last_as_a_link(side):
     return left, side.train(save_last="link", save_top_k=0, every_n_train_steps=1, dirpath=side.path("two"))
 
 
-@story
-def a_second_fit_with_the_same_callback_has_its_own_last(side):
-    callback = side.callback(monitor="score", every_n_train_steps=2, save_last=True, enable_version_counter=False)
-    side.fit(callback, model=Tiny((9, 3, 9, 2)), max_epochs=2)
-    other = Tiny((9, 8, 9, 7))
-    other.layer.weight.data.fill_(7)
-    # Step 4 is the best of the first fit; in the second it is only the last.
-    side.fit(callback, model=other, max_epochs=2)
-    return side.files()["last.ckpt"], side.of_callback(callback)["last"]
-
-
 def best(_, callback):
     return callback.best_model_path
 
 
 def second_step(side, _):
     return side.path("epoch=0-step=2.ckpt")
-
-
-@story
-def resume_from_the_best(side):
-    return resume(side, newest(side), newest(side), best)
 
 
 @story
@@ -253,22 +236,6 @@ def resume_from_the_last(side):
         return step, side.of_callback(second), left["files"][f"{folder}/last.ckpt"]
 
     return told(lambda _, callback: callback.last_model_path, "one"), told(lambda *_: "last", "two")
-
-
-@story
-def resume_from_an_exception_checkpoint(side):
-    class Stopping(Tiny):
-        def on_train_batch_end(self, *_):
-            if self.global_step == 3:
-                raise Trouble
-
-    steps = []
-    for model in (Stopping(), Tiny()):
-        saves = newest(side, every_n_train_steps=2, save_last=True, enable_version_counter=False)
-        model.on_train_start = lambda: steps.append(model.global_step)
-        with pytest.raises(Trouble) if isinstance(model, Stopping) else contextlib.nullcontext():
-            side.fit(saves, OnExceptionCheckpoint(side.dirpath), model=model, max_steps=5, max_epochs=-1)
-    return steps
 
 
 @story
@@ -296,15 +263,3 @@ def nothing_more_to_train(side):
         trainer = side.fit(newest(side, save_last=True), ckpt_path=best(side, callback), max_steps=3)
         trainer.validate(Tiny(), ckpt_path=best(side, callback), verbose=False)
     return side.saves == before, side.names()
-
-
-@story
-def state_of_another_callback(side):
-    one = side.callback(monitor="score", save_top_k=2, save_last=True)
-    side.fit(one)
-    same = side.callback(monitor="score", save_top_k=2)
-    same.load_state_dict(one.state_dict())
-    other = side.callback(monitor="score", save_top_k=2, dirpath=side.path("other"))
-    with pytest.warns(UserWarning, match="dirpath has changed"):
-        other.load_state_dict(one.state_dict())
-    return side.of_callback(same), side.of_callback(other)

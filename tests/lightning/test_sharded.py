@@ -126,14 +126,6 @@ def test_a_callbacks_average_goes_on_where_two_dimensions_of_a_mesh_cut_the_weig
 
 
 @pytest.mark.matrix
-def test_an_average_of_one_mesh_goes_on_where_tensors_are_parallel(fits, whole):
-    begun, here = {"steps": 5, "wipe": True}, {"steps": 8, "grid": "tensor parallel"}
-    (whole, _), _, (last, _) = fits(whole, begun, here, average=True)
-    assert last["from"] is not None
-    assert last["mean"] == pytest.approx(whole["mean"], rel=1e-4)
-
-
-@pytest.mark.matrix
 def test_a_last_save_that_one_rank_lost_in_the_background_is_made_up_for(fits):
     """Its rank 0 takes it for saved; and the save after one that failed is not made, but the next is."""
     lost = {"steps": 8, "unsealed": "step=8.ckpt", "config": {"on_save_error": "warn"}}

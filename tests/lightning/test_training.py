@@ -2,7 +2,10 @@
 
 import contextlib
 import functools
+import logging
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -10,13 +13,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from support.clocks import quick
-from support.launch import scripts
 from support.training import LogBook, Model
 
 from tiered_checkpoint_io.adapters.optimizers import size_here
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, SaveError
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
 def every(**more):
@@ -200,48 +203,38 @@ def test_an_upload_that_fails_is_logged_once_with_what_to_do(runs, caplog):
     assert resume == 'to resume: trainer.fit(..., ckpt_path="tiered:latest")'
 
 
-INTERRUPTED = """
-import logging, os, signal, sys, threading
-from pathlib import Path
-from lightning.pytorch.callbacks import Callback
-from support.training import Runs
-from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.stores.directory import DirectoryStore
-
-def interrupt(*_):
-    os.kill(os.getpid(), signal.SIGINT)
-
-class Again(logging.Handler):
-    def emit(self, record):
-        print(record.getMessage(), flush=True)
-        if "waiting for the upload of the checkpoint, 60 s at most; Ctrl-C ends the wait" in record.getMessage():
-            threading.Timer(0.5, interrupt).start()
-
-class Once(Callback):
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == 6:
-            interrupt()
-
-# As at a terminal: a process in the background of a shell has it ignored.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-logging.getLogger("tiered_checkpoint_io").addHandler(Again())
-DirectoryStore.upload = DirectoryStore.upload_if = lambda *_, **__: threading.Event().wait()
-dirpath, memory_dir, root = sys.argv[1:]
-runs = Runs(dirpath, memory_dir, Path(root))
-runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=5), Once(), io=runs.io(preflight="off"), ckpt_path=None)
-"""
-
-
 @pytest.mark.matrix
-def test_a_second_ctrl_c_ends_the_wait_for_an_upload(runs, tmp_path):
+def test_a_second_ctrl_c_ends_the_wait_for_an_upload(runs, monkeypatch, caplog):
     """Lightning ignores it from the first one on, and a large upload takes minutes."""
-    script, began = tmp_path / "interrupted.py", time.monotonic()
-    script.write_text(INTERRUPTED)
-    (ended,) = scripts(tmp_path, script, ([runs.dirpath, runs.memory_dir, str(runs.root)], os.environ.copy()))
+    free, began = threading.Event(), time.monotonic()
+
+    class Again(logging.Handler):
+        def emit(self, record):
+            if "waiting for the upload of the checkpoint, 60 s at most; Ctrl-C ends the wait" in record.getMessage():
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    class Once(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 6:
+                signal.raise_signal(signal.SIGINT)
+
+    def held(store, key, *args, _upload=DirectoryStore._upload, **options):
+        assert "step" not in key or free.wait(60)
+        return _upload(store, key, *args, **options)
+
+    monkeypatch.setattr(DirectoryStore, "_upload", held)
+    caplog.set_level("INFO", "tiered_checkpoint_io")
+    monkeypatch.setattr(logging.getLogger("tiered_checkpoint_io"), "handlers", [Again()])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit):
+            runs.fit(every(), Once(), io=runs.io(preflight="off"), ckpt_path=None)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        free.set()
     assert time.monotonic() - began < 50
-    left = ended.stdout.splitlines()[-1]
-    assert left.startswith("1 queued checkpoint was not uploaded (epoch=0-step=5.ckpt): "), ended.stderr
-    assert "it stays in node memory; retry with: tiered-ckpt flush --namespace" in left
+    assert caplog.messages[-1].startswith("1 queued checkpoint was not uploaded (epoch=0-step=5.ckpt): ")
+    assert "it stays in node memory; retry with: tiered-ckpt flush --namespace" in caplog.messages[-1]
 
 
 # ---------------------------------- room for the first save, made while the first batches run, if there will be one
