@@ -52,20 +52,6 @@ def test_a_save_goes_once_it_is_old_and_older_than_all_live_ones(store):
     assert objects(store) == named(store) and readable(store, "kept") == 1
 
 
-@pytest.mark.parametrize("when", ["committed", "while it is replaced"])
-def test_nothing_that_a_checkpoint_names_goes(when, store):
-    part_only(store, "a", 1, 1)
-    save(store, "a", 2, kind="sharded")
-    if when == "while it is replaced":
-        faulty = FaultyStore(
-            store, fail_at=1, only=lambda operation, key: (operation, key) == ("upload", "a/.metadata")
-        )
-        with pytest.raises(Exception, match="injected"):
-            save(faulty, "a", 3, kind="sharded")
-    assert swept(store) == ["a"]
-    assert readable(store, "a") == 2
-
-
 def test_a_name_with_an_unreadable_manifest_keeps_its_saves_and_others_do_not(store):
     save(store, "a", 1, kind="sharded")
     key = ids.manifest_key("a")

@@ -18,6 +18,7 @@ import lightning.pytorch as lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
 from support import blocks
 
@@ -178,23 +179,6 @@ def smp(job):
     return same
 
 
-class Trained(lightning.LightningModule):
-    """What is trained by NeMo's strategy."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = Model()
-
-    def training_step(self, batch, _):
-        return self.layer(batch).square().mean()
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.ones(64, 5), batch_size=1)
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
-
-
 class NLPDDPStrategy(lightning.strategies.DDPStrategy):
     """NeMo's, without what it does for Megatron's models."""
 
@@ -225,7 +209,7 @@ def nemo(job):
         ranks = {"devices": int(os.environ["WORLD_SIZE"]), "strategy": space["strategy"]}
         trainer = space["trainer"] = lightning.Trainer(max_steps=count, callbacks=[callback], **ranks, **quiet)
         run(job, "connector", space)
-        model, begun = Trained(), []
+        model, begun = BoringModel(), []
         model.on_train_start = lambda trainer=trainer, begun=begun: begun.append(trainer.global_step)
         trainer.fit(model, ckpt_path="tiered:latest")
         steps.append([*begun, trainer.global_step])

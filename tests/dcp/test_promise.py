@@ -65,23 +65,6 @@ def test_it_is_durable_when_a_save_returns_and_not_waited_for_without_wait(kind,
         release(busy)
 
 
-def test_the_wait_is_bounded_and_training_continues_with_the_checkpoint_in_memory(options):
-    save("sharded", 1, options)
-    build(dcp.TieredStorageWriter, **options).close()
-    busy = try_lock(
-        MemoryTier.open(options["memory_dir"], build(settings_of, None, options).config.namespace).root / LOCK_FILE,
-        patience_s=60,
-    )
-    impatient = {**options, "pending_timeout_s": 1}
-    try:
-        assert save("sharded", 2, impatient) is not None
-        assert not is_there(options, 2)
-    finally:
-        release(busy)
-    close_shared(build(settings_of, None, impatient))
-    assert is_there(options, 2)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_that_too_many_others_leave_no_room_for_is_an_error_where_these_are_raised(kind, options, caplog):
     save(kind, 1, options)

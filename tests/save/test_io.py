@@ -7,8 +7,6 @@ import time
 
 import pytest
 import torch
-from support.launch import scripts
-from support.losing import lose_memory
 from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
@@ -40,27 +38,6 @@ def test_a_checkpoint_of_others_loads_with_a_notice(tmp_path, make, caplog):
     assert io.load_checkpoint(str(tmp_path / "plain.ckpt"))["global_step"] == 9
     (log,) = (tmp_path / "logs").iterdir()
     assert "nothing verified it" in log.read_text()
-
-
-CHILD = """
-import os, signal, sys, torch
-from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
-io = AsyncCheckpointIO(TieredCheckpointIO(dirpath=sys.argv[1], memory_dir=sys.argv[2]))
-io.save_checkpoint({"w": torch.arange(3_000_000.0), "global_step": 7}, "a.ckpt")
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_the_drain_outlives_a_killed_trainer(s3_url, make, memory_dir, tmp_path):
-    (tmp_path / "train.py").write_text(CHILD)
-    (done,) = scripts(tmp_path, tmp_path / "train.py", ([s3_url, memory_dir], os.environ.copy()))
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    io = make(s3_url)
-    io.checkpointer.session.open()
-    io.checkpointer.session.wait(30)
-    lose_memory(memory_dir)
-    os.mkdir(memory_dir)
-    assert torch.equal(io.load_checkpoint("tiered:latest")["w"], torch.arange(3_000_000.0))
 
 
 @pytest.mark.parametrize("told_by", ["saves of memory alone", "looks for outcomes"])
