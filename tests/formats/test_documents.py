@@ -12,7 +12,7 @@ from support.failing import failing
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import dump
-from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes
+from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for
 from tiered_checkpoint_io.model.index import Index, IndexRow, check_digest
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest, Metric, Part
 from tiered_checkpoint_io.model.s3_limits import MAX_OBJECT
@@ -78,28 +78,18 @@ def test_indexes_survive_storage_and_one_changed_byte_is_found(name, save_id, pa
 
 @settings(max_examples=300)
 @given(contents, st.data())
-def test_damaged_manifests_raise_our_errors_only(content, data):
-    document = bytearray(Manifest("x.ckpt", content).to_json())
+def test_damage_of_a_manifest_is_our_error_or_changes_nothing(content, data):
+    written = Manifest("x.ckpt", content).to_json()
+    document = bytearray(written)
     for _ in range(data.draw(st.integers(1, 5))):
         document[data.draw(st.integers(0, len(document) - 1))] = data.draw(st.integers(0, 255))
-    cut = bytes(document[: data.draw(st.integers(0, len(document)))])
     for read in (Manifest.from_json, Part.from_json):
         try:
-            read(cut, where="x")
+            # Often it is whole.
+            cut = document[: data.draw(st.just(len(document)) | st.integers(0, len(document)))]
+            assert read(bytes(cut), where="x").to_json() == written
         except TieredCheckpointError as error:
             assert "x" in str(error)
-
-
-@given(contents, st.data())
-def test_one_changed_byte_of_a_manifest_is_found_or_changes_nothing(content, data):
-    written = Manifest("x.ckpt", content)
-    document = bytearray(written.to_json())
-    document[data.draw(st.integers(0, len(document) - 1))] ^= data.draw(st.integers(1, 255))
-    try:
-        read = Manifest.from_json(bytes(document), where="x")
-    except TieredCheckpointError:
-        return
-    assert read.to_json() == written.to_json(), "nothing of it was changed"
 
 
 json_values = st.recursive(
@@ -244,12 +234,3 @@ def test_steps_and_last_in_names():
         "blast.ckpt": False,
     }.items():
         assert ids.is_last(name) == last
-
-
-def test_errors_travel_between_processes():
-    import pickle
-
-    error = CorruptCheckpointError("m", operation="parse", key="k", rank=3, hint="h", reason="format")
-    copy = pickle.loads(pickle.dumps(error))
-    assert (str(copy), type(copy), copy.reason) == (str(error), CorruptCheckpointError, "format")
-    assert hash_bytes(b"") != hash_bytes(b"\0")

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from lightning.pytorch.utilities.parsing import AttributeDict
 from omegaconf import OmegaConf
 
@@ -213,35 +211,6 @@ def test_any_state_is_written_as_by_torch_save(seeds):
         draw = random.Random(seed)
         state = {str(number): drawn(draw) for number in range(draw.randrange(1, 9))}
         check(state)
-
-
-leaves = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.text(max_size=8),
-    st.builds(
-        lambda shape, dtype: torch.zeros(shape).to(dtype),
-        st.lists(st.integers(0, 5), max_size=3),
-        st.sampled_from([torch.float32, *DTYPES]),
-    ),
-)
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    st.recursive(
-        leaves,
-        lambda inner: (
-            st.lists(inner, max_size=4)
-            | st.dictionaries(st.text(max_size=4), inner, max_size=4)
-            | st.tuples(inner, inner)
-        ),
-        max_leaves=20,
-    )
-)
-def test_any_nesting_is_written_as_by_torch_save(state):
-    check(state)
 
 
 def around(state):

@@ -5,16 +5,14 @@ import os
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from support.bad_input import state
 from support.supporting import build
 from support.tenants import mounted_tmpfs
 
-from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter
+from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.engine.restore.restore import NodeFetcher
 from tiered_checkpoint_io.memory import parts
 from tiered_checkpoint_io.memory.parts import PINNED
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 MIB = 1 << 20
 LARGE = MIB  # of 4 MiB each
@@ -150,14 +148,3 @@ def test_a_look_whether_it_is_read_does_not_hide_a_part(start, monkeypatch):
         assert parts.is_read(stored)
     os.close(descriptor)
     assert not parts.is_read(stored)
-
-
-def test_dcp_names_that_carry_the_step_outside_step_n_are_one_series(tmp_path, memory_dir):
-    config = build(TieredCheckpointConfig, dirpath=str(tmp_path / "durable"), memory_dir=memory_dir, drain="thread")
-    for step in range(1, 8):
-        writer = TieredStorageWriter(config, step=step, save_to_s3=False)
-        dcp.save({"w": torch.ones(10) * step}, checkpoint_id=f"checkpoint-{step}", storage_writer=writer)
-        held = [stored.part.name for stored in writer.session.open().tier.parts()]
-        assert len(held) <= 3
-        assert held[-1] == f"checkpoint-{step}/step_{step}"
-    writer.session.close()
