@@ -1,13 +1,10 @@
 """What a trainer saves that is nothing to resume from: weights of one step beside optimizers of another, weights alone."""
 
-from pathlib import Path
-
 import pytest
 from support.as_lightning import INSTALLED
 from support.training import Model, Stop
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.errors import CheckpointNotFoundError
 
 
 def best(**more):
@@ -87,16 +84,6 @@ def test_averages_that_a_training_has_ended_with_are_nothing_to_resume_from(runs
 
 
 # ------------------------------------------------------------------------------------ weights alone
-@pytest.mark.parametrize("asked", ["best", Path("tiered:latest")], ids=str)
-def test_nothing_is_evaluated_where_there_is_no_checkpoint(runs, asked):
-    # Weights alone are nothing to resume from; without a monitor, the newest of the others is the best.
-    runs.fit(TieredModelCheckpoint(save_weights_only=True), ckpt_path=None)
-    trainer = runs.trainer([TieredModelCheckpoint(save_weights_only=True)])
-    for _ in range(2):
-        with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint to resume from"):
-            trainer.test(Model(), ckpt_path=asked, verbose=False)
-
-
 def test_weights_alone_do_not_push_what_to_resume_from_out_of_memory(runs):
     # Three of weights alone are saved at step 10, and memory keeps two checkpoints.
     watched = [("score", "min"), ("score", "max"), ("step", "max")]
@@ -118,19 +105,15 @@ def test_a_step_of_weights_alone_is_saved_to_memory_as_well(runs):
 
 def test_weights_alone_are_said_to_be_nothing_to_resume_from(runs, caplog):
     caplog.set_level("INFO", logger="tiered_checkpoint_io")
-    weights, resume = (
-        TieredModelCheckpoint(save_weights_only=True),
-        'to resume: trainer.fit(..., ckpt_path="tiered:latest")',
-    )
-    runs.fit(weights, ckpt_path=None, max_steps=5)
-    said = [record.getMessage() for record in caplog.records]
-    assert said[-1] == "these are weights alone, which training can't resume from"
-    assert resume not in said
+    resume = 'to resume: trainer.fit(..., ckpt_path="tiered:latest")'
+    runs.fit(TieredModelCheckpoint(save_weights_only=True), ckpt_path=None, max_steps=5)
+    assert caplog.messages[-1] == "these are weights alone, which training can't resume from"
+    assert resume not in caplog.messages
     caplog.clear()
     runs.fit(TieredModelCheckpoint(memory_every_n_train_steps=5, every_n_train_steps=10))
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert f"{runs.dirpath} has weights alone, which training can't resume from: epoch=0-step=5.ckpt" in warned
-    assert [record.getMessage() for record in caplog.records][-1] == resume
+    assert caplog.messages[-1] == resume
 
 
 def test_what_a_trainer_saves_that_has_not_trained_is_nothing_to_resume_from(runs):

@@ -71,35 +71,6 @@ def test_the_constructor_is_nemos_keyword_for_keyword():
     assert pickle.loads(pickle.dumps(io)).async_checkpointing
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_finalize_fn_is_called_once_the_checkpoint_is_committed_and_never_for_one_that_failed(job, asynchronous):
-    io = build(
-        NeMoCheckpointIO,
-        job.dirpath,
-        memory_dir=job.memory_dir,
-        async_checkpointing=asynchronous,
-        on_save_error="warn",
-        drain="thread",
-    )
-    called = []
-
-    def save(name):
-        state = {"global_step": 1, "optimizer_states": [1], "w": torch.ones(3)}
-        then = {"finalize_fn": lambda: called.append((name, name in durable(job.dirpath))), "include_optimizer": False}
-        io.save_checkpoint(state, name, storage_options=then)
-
-    save("a.ckpt")
-    save("b.ckpt")
-    io.maybe_finalize_save_checkpoint(blocking=True)
-    assert called == [("a.ckpt", True), ("b.ckpt", True)]
-    assert set(io.load_checkpoint("b.ckpt")) == {"global_step", "w"}
-    with pytest.raises(ConfigError, match="finalize_fn"):
-        io.save_checkpoint({}, "c.ckpt", storage_options={"finalize_fn": 3})
-    io.save_checkpoint({"cannot": lambda: None}, "c.ckpt", storage_options={"finalize_fn": lambda: called.append("c")})
-    io.teardown()
-    assert len(called) == 2
-
-
 @pytest.fixture
 def held(monkeypatch):
     """An event until which no upload of a name with ``held`` or ``step=10`` in it comes to an end."""
@@ -119,9 +90,10 @@ def held(monkeypatch):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_finalize_fn_waits_for_the_commit_also_where_the_save_does_not_wait_any_longer(job, held, asynchronous):
+def test_finalize_fn_is_called_once_the_checkpoint_is_committed_and_never_for_one_that_failed(job, held, asynchronous):
+    """Also where the save does not wait for that any longer."""
     options = {"memory_dir": job.memory_dir, "drain": "thread", "pending_timeout_s": 1, "max_pending": 1}
-    io = build(NeMoCheckpointIO, job.dirpath, async_checkpointing=asynchronous, **options)
+    io = build(NeMoCheckpointIO, job.dirpath, async_checkpointing=asynchronous, on_save_error="warn", **options)
     called = []
     # There is no room for the second in the queue: it stays in memory, and the durable tier never gets it.
     for name in ("held-1.ckpt", "held-2.ckpt"):
@@ -134,7 +106,15 @@ def test_finalize_fn_waits_for_the_commit_also_where_the_save_does_not_wait_any_
     then = {"tiers": ["memory"], "finalize_fn": lambda: called.append("memory")}
     io.save_checkpoint({"global_step": 1}, "held-3.ckpt", storage_options=then)
     assert called[1:] == ["memory"]
+    then["finalize_fn"] = lambda: called.append("failed")
+    io.save_checkpoint({"cannot": lambda: None}, "c.ckpt", storage_options=then)
+    then |= {"finalize_fn": None, "include_optimizer": False}
+    io.save_checkpoint({"global_step": 1, "optimizer_states": [1]}, "a.ckpt", storage_options=then)
+    assert set(io.load_checkpoint("a.ckpt")) == {"global_step"}
+    with pytest.raises(ConfigError, match="finalize_fn"):
+        io.save_checkpoint({}, "d.ckpt", storage_options={"finalize_fn": 3})
     io.teardown()
+    assert called[2:] == []
 
 
 @pytest.mark.parametrize("whose", ["own", "another's"])
@@ -184,18 +164,6 @@ def test_checkpoints_with_omegaconfs_objects_load_and_those_that_would_run_code_
 
 
 # ----------------------------------------------------------------------------------------- resuming
-@pytest.mark.matrix
-def test_two_last_checkpoints_after_a_crash_become_one_again(job):
-    job.train(10, rules=FRESH)
-    io = NeMoCheckpointIO(job.dirpath, memory_dir=job.memory_dir)
-    io.checkpointer.alias("score=9.0-step=7-last.ckpt", "score=8.0-step=5.ckpt")
-    io.teardown()
-    assert sum("-last" in name for name in durable(job.dirpath)) == 2
-    trainer = job.train(20, rules=Rules())
-    assert trainer.io.checkpointer.restored.step == 10
-    assert [name for name in durable(job.dirpath) if "-last" in name] == ["score=3.0-step=20-last.ckpt"]
-
-
 def test_without_a_checkpoint_training_starts_only_where_that_is_allowed(job, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="resume_ignore_no_checkpoint: true"):
         job.train(5, rules=Rules())

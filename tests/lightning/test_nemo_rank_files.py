@@ -4,7 +4,7 @@ import pytest
 from support.supporting import build
 from support.training import Runs
 
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, RestoreError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError
 from tiered_checkpoint_io.nemo import connector
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
 from tiered_checkpoint_io.nemo.layouts import Rules
@@ -109,13 +109,3 @@ def test_averages_belong_to_each_ranks_shard(ranks):
     ranks.io.teardown()
     with pytest.raises(CheckpointNotFoundError, match="or their averages"):
         find()
-
-
-def test_an_end_counts_once_all_ranks_have_it(ranks):
-    ranks.save("gpt--step=9-last.ckpt", 9, 9)
-    ranks.save("gpt--step=10--end.ckpt", 10)
-    assert ranks.chosen() == "gpt--step=9-last.ckpt"
-    ranks.save("gpt--step=10--end.ckpt", 10, 10)
-    with pytest.raises(ConfigError, match="has completed"):
-        ranks.chosen()
-    assert ranks.chosen(resume_past_end=True) == "gpt--step=10--end.ckpt"

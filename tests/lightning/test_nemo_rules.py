@@ -90,6 +90,11 @@ def test_an_end_is_gone_on_with_only_where_that_is_wanted():
     with pytest.raises(ConfigError, match=r"has completed.*resume_past_end: true"):
         chosen(*names)
     assert chosen(*names, resume_past_end=True) == "gpt--step=10--end.ckpt"
+    # Once all ranks have it.
+    shards = [f"mp_rank_{rank:02d}/{name}" for name in names for rank in range(2)]
+    assert chosen(*shards[:3], shards=2) == "gpt--step=10-last.ckpt"
+    with pytest.raises(ConfigError, match="has completed"):
+        chosen(*shards, shards=2)
     assert chosen("weekend.ckpt", "x-last.ckpt") == "x-last.ckpt"
 
 

@@ -33,10 +33,6 @@ class ToldAt(Callback):
         self.after.append("on_exception")
 
 
-def said(caplog):
-    return [record.getMessage() for record in caplog.records]
-
-
 @pytest.mark.parametrize("hook", ["on_train_end", pytest.param("on_fit_end", marks=pytest.mark.matrix)])
 def test_notice_after_the_last_batch_ends_the_script_once_all_of_the_fit_is_done(runs, hook, monkeypatch, caplog):
     told, io = ToldAt(hook), runs.io(on_save_error="raise")
@@ -46,7 +42,7 @@ def test_notice_after_the_last_batch_ends_the_script_once_all_of_the_fit_is_done
     assert end.value.code == 128 + signal.SIGTERM
     assert told.after == ["teardown"], "what it saved on an exception, this rank would save alone"
     assert told in told.trainer.callbacks
-    assert "received SIGTERM after the last batch; the script ends here" in said(caplog)
+    assert "received SIGTERM after the last batch; the script ends here" in caplog.messages
     assert runs.durable() == ["epoch=0-step=20.ckpt"]
     # What catches that, and trains on, has a fit as any, and is told of what fails.
     assert io.checkpointer.session._in_time(5) == 5
@@ -87,7 +83,7 @@ def test_notice_before_training_fails_is_said(runs, caplog):
             raise Stop
 
     runs.fit(PreemptionCheckpoint(), TieredModelCheckpoint(), model=Fails(), ckpt_path=None)
-    assert "received SIGTERM, but fit failed before it could make a last checkpoint" in said(caplog)
+    assert "received SIGTERM, but fit failed before it could make a last checkpoint" in caplog.messages
 
 
 def test_training_on_another_thread_is_told_by_a_call(runs, caplog):
@@ -113,7 +109,7 @@ def test_training_on_another_thread_is_told_by_a_call(runs, caplog):
     thread.join()
     assert ends == [128 + signal.SIGUSR1]
     assert runs.durable() == ["preempted.ckpt"]
-    warnings = [line for line in said(caplog) if "call PreemptionCheckpoint.notify()" in line]
+    warnings = [line for line in caplog.messages if "call PreemptionCheckpoint.notify()" in line]
     assert len(warnings) == 1
 
 

@@ -2,16 +2,12 @@
 
 import copy
 import functools
-import os
-import signal
 import threading
-from pathlib import Path
 
 import lightning
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from support.launch import scripts
 from torch.utils.data import DataLoader
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
@@ -125,9 +121,10 @@ def test_a_capture_that_takes_too_long_is_given_up_and_stops_no_training(every, 
     io = runs.io(staging="overlapped", wait_timeout_s=1, memory_keep_last=100)
     trainer, _ = runs.fit(Ends(), callback, io=io, max_steps=10, ckpt_path=None)
     assert trainer.global_step == 10
-    said = [record.getMessage() for record in caplog.records]
-    assert [line for line in said if "that checkpoint is given up, training continues" in line]
-    assert [line for line in said if "step=4.ckpt failed: the checkpoint is not saved: it took so long" in line]
+    assert [line for line in caplog.messages if "that checkpoint is given up, training continues" in line]
+    assert [
+        line for line in caplog.messages if "step=4.ckpt failed: the checkpoint is not saved: it took so long" in line
+    ]
     assert trainer.io.load_checkpoint("tiered:latest")["global_step"] == 10
     held = {stored.part.content.step for stored in trainer.io.checkpointer.session.open().tier.parts()}
     assert 4 not in held
@@ -146,48 +143,19 @@ def test_without_a_trainer_saves_are_eager_which_is_said_once(runs, caplog):
     io.teardown()
 
 
-# ----------------------------------------------------------------------------------------- a kill
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv.pop())
-from test_overlapped import ADAMW, Normed
-from support.training import Runs
-from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.engine.save.part import PartSave
+@pytest.mark.parametrize(("moment", "left"), [("fill", 3), ("seal", 6)])
+def test_a_kill_amid_a_capture_leaves_the_old_checkpoint_or_the_new_one(moment, left, runs, monkeypatch):
+    """What the next start would find at the moment when the copy is made, and when what follows is done."""
+    found, done = [], getattr(PartSave, moment)
 
-dirpath, memory_dir, root, amid = sys.argv[1:]
-beside, seal = PartSave.fill_beside, PartSave.seal
+    def looking(part, *args, **options):
+        done(part, *args, **options)
+        if part.facts.step == 6 and part.overlapped is not None:
+            io = runs.io()
+            found.append(io.load_checkpoint("tiered:latest")["global_step"])
+            io.teardown()
 
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def copying(part, overlapped):
-    if part.facts.step == 6 and amid == "the copy":
-        part.fill()
-        kill()
-    beside(part, overlapped)
-
-def sealing(part, *args, **options):
-    seal(part, *args, **options)
-    if part.facts.step == 6:
-        kill()
-
-PartSave.fill_beside, PartSave.seal = copying, sealing
-runs = Runs(dirpath, memory_dir, Path(root))
-model = Normed(ADAMW)
-io = runs.io(staging="overlapped")
-runs.fit(TieredModelCheckpoint(memory_every_n_train_steps=3), model=model, io=io, ckpt_path=None, max_steps=16)
-"""
-
-
-@pytest.mark.parametrize(("amid", "step"), [("the copy", 3), ("what follows", 6)])
-def test_a_kill_amid_a_capture_leaves_the_old_checkpoint_or_the_new_one(amid, step, runs, tmp_path):
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED)
-    place = [runs.dirpath, runs.memory_dir, str(runs.root), amid, str(Path(__file__).parent)]
-    (ended,) = scripts(tmp_path, script, (place, os.environ.copy()))
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    io = runs.io()
-    assert io.load_checkpoint("tiered:latest", weights_only=False)["global_step"] == step
-    io.teardown()
+    monkeypatch.setattr(PartSave, moment, looking)
+    io = runs.io(staging="overlapped")
+    runs.fit(TieredModelCheckpoint(memory_every_n_train_steps=3), io=io, ckpt_path=None, max_steps=7)
+    assert found == [left]

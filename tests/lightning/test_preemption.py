@@ -149,10 +149,6 @@ def test_a_rank_that_has_nothing_to_upload_does_not_leave_before_the_one_that_ha
     assert durable(s3_url) == ["preempted.ckpt"]
 
 
-def lines(caplog):
-    return [record.getMessage() for record in caplog.records]
-
-
 def test_the_last_checkpoint_neither_waits_for_earlier_uploads_nor_gives_way_to_them(
     s3_url, s3_server, memory_dir, tmp_path, monkeypatch, caplog
 ):
@@ -173,7 +169,7 @@ def test_the_last_checkpoint_neither_waits_for_earlier_uploads_nor_gives_way_to_
     assert left[-1] > 3, "the grace time was waited away before the state was captured"
     pending = [each.name for each in io.checkpointer.session.standing().pending]
     assert pending == ["step=2.ckpt", "step=4.ckpt", "preempted.ckpt"]
-    assert not [line for line in lines(caplog) if "preempted.ckpt stays in memory" in line]
+    assert not [line for line in caplog.messages if "preempted.ckpt stays in memory" in line]
 
 
 @pytest.mark.parametrize("staging", [further("eager"), "overlapped"])
@@ -192,8 +188,8 @@ def test_a_last_checkpoint_that_fails_is_not_said_to_be_there(staging, runs, mon
         runs.fit(
             callback, PreemptionCheckpoint(requeue=False), model=Told(5), io=runs.io(staging=staging), ckpt_path=None
         )
-    assert not [line for line in lines(caplog) if "the last checkpoint is" in line]
-    assert "Step 5: there is no last checkpoint: it was not saved" in lines(caplog)
+    assert not [line for line in caplog.messages if "the last checkpoint is" in line]
+    assert "Step 5: there is no last checkpoint: it was not saved" in caplog.messages
     assert runs.durable() == []
 
 
