@@ -80,14 +80,6 @@ def test_damage_that_one_of_two_ranks_of_a_node_finds_leads_to_the_durable_copy(
     assert list(Path(memory_dir, "a").glob("tiered-*/*/quarantine/*rank-00001.*/reason.txt"))
 
 
-def test_loads_that_are_refused_leave_nothing_open(ranks):
-    for answer in ranks(2, ["save", 1], ["refused_loads", 3], ["load", 1]):
-        held = answer[1].get("got", answer[1])
-        assert held == [held[0]] * 6
-        assert held[0][0], "refused"
-        assert answer[2]["got"]["matches"]
-
-
 def test_an_optimizer_that_has_made_no_step_does_not_lose_its_state_without_a_word(tmp_path, memory_dir, caplog):
     def made():
         model = torch.nn.Linear(3, 2)

@@ -1,12 +1,10 @@
 """Sharded checkpoints read back by one process: damaged ones, other libraries' defects, and straight into tensors."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.losing import lose_memory
 from support.restoring import flip
 
 from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
@@ -108,56 +106,6 @@ def test_a_folder_that_plain_dcp_wrote_is_read_with_a_notice(config, caplog):
 
 
 # ------------------------------------------------------------------------------- straight into tensors
-def odd():
-    """Tensors that can be filled where they lie, and such that can't, by name."""
-    base = torch.arange(60_000, dtype=torch.float32)
-    return {
-        "plain": torch.randn(300, 1000),
-        "bfloat": torch.randn(70, 11).to(torch.bfloat16),
-        "bool": torch.rand(1001) > 0.5,
-        "complex": torch.randn(13, 5, dtype=torch.complex64),
-        "scalar": torch.tensor(7.25),
-        "empty": torch.empty(0, 4),
-        "transposed": torch.randn(40, 30).t(),
-        "view": base[100:40_000].view(300, 133),
-        "parameter": torch.nn.Parameter(torch.randn(64, 64)),
-        "note": {"a": [1, 2], "b": "text"},
-    }
-
-
-def other_layouts(state):
-    """Where it is loaded: other strides, dtypes and storages than it was saved from."""
-    blank = {key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else {} for key, value in state.items()}
-    blank["parameter"] = torch.nn.Parameter(torch.zeros(64, 64))
-    blank["plain"] = torch.zeros(1000, 300).t()
-    blank["bfloat"] = torch.zeros(70, 11, dtype=torch.float64)
-    blank["scalar"], blank["bool"] = torch.zeros(()), torch.zeros(2002, dtype=torch.bool)[::2]
-    return blank
-
-
-@pytest.mark.parametrize("tier", ["memory", "durable"])
-def test_any_tensor_is_loaded_as_plain_dcp_loads_it(config, tier):
-    state = odd()
-    writer = TieredStorageWriter(**config, step=1, wait=True)
-    dcp.save(state, storage_writer=writer)
-    writer.close()
-    if tier == "durable":
-        lose_memory(config["memory_dir"])
-        os.mkdir(config["memory_dir"])
-    theirs, loaded = other_layouts(state), other_layouts(state)
-    dcp.load(theirs, storage_reader=dcp.FileSystemReader(Path(config["dirpath"], "step_1")))
-    before = {key: value._version for key, value in loaded.items() if isinstance(value, torch.Tensor)}
-    reader = ours.load(loaded, **config)
-    assert reader.tier == tier
-    for key, value in theirs.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(loaded[key], value), key
-            assert loaded[key]._version > before[key] or not value.numel(), f"autograd must notice that {key} changed"
-        else:
-            assert loaded[key] == value
-    reader.close()
-
-
 def test_two_names_of_one_tensor_leave_one_of_their_contents_in_it(config):
     contents = {"a": torch.full((1 << 20,), 1.0), "b": torch.full((1 << 20,), 2.0)}
     writer = TieredStorageWriter(**config, step=1, save_to_s3=False)

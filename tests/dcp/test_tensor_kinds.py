@@ -175,6 +175,25 @@ def test_what_stock_brings_back_comes_back_bit_for_bit(tmp_path, tiers):
     assert loaded["parameter"].data_ptr() == loaded["tied"].data_ptr()
 
 
+def test_tensors_are_loaded_into_other_strides_and_types_as_by_stock_from_each_tier(tmp_path, tiers):
+    state = {"turned": torch.randn(300, 1000), "converted": torch.randn(70, 11).bfloat16(), "spread": matrix() > 9}
+
+    def targets():
+        into = torch.zeros(1000, 300).t(), torch.zeros(70, 11, dtype=torch.float64), torch.zeros(4, 12).bool()[:, ::2]
+        return dict(zip(state, into, strict=True))
+
+    expected = all_content(by_stock(tmp_path, state, targets()))
+    ours.save(state, checkpoint_id="step_1", **tiers)
+    for tier, namespace in (("memory", None), ("durable", "another-node")):
+        loaded = targets()
+        before = {name: each._version for name, each in loaded.items()}
+        reader = ours.load(loaded, **tiers, namespace=namespace)
+        assert reader.tier == tier
+        assert all_content(loaded) == expected
+        assert all(loaded[name]._version > before[name] for name in loaded), "autograd must notice the change"
+        reader.close()
+
+
 @pytest.mark.parametrize("make", [quantized, quantized_by_channel])
 def test_quantized_tensors_come_back_with_their_scales(tmp_path, tiers, make):
     expected = content(make())

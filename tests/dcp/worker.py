@@ -6,7 +6,6 @@ raises is answered by its error; the next ones are done all the same.
 """
 
 import faulthandler
-import gc
 import json
 import logging
 import os
@@ -103,32 +102,6 @@ def load(job, seed, checkpoint_id=None, ours=False, **more):
         reader = build(TieredStorageReader, **options)
         dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=reader)
     return told(reader, state, seed, rows)
-
-
-def refused_loads(job, count):
-    """Loads a key that no checkpoint has, by ours and by plain DCP; what this process holds after each."""
-    from tiered_checkpoint_io import TieredStorageReader
-    from tiered_checkpoint_io import dcp as ours
-
-    def load(how):
-        state = {**blank(), "absent": torch.zeros(3)}
-        try:
-            if how == "ours":
-                build(ours.load, state, **reading(job))
-            else:
-                dcp.load(state, storage_reader=build(TieredStorageReader, **reading(job)))
-        except dcp.api.CheckpointException as error:
-            return "Missing key" in str(error)
-        return False
-
-    found = []
-    for how in ("ours", "plain") * count:
-        refused = load(how)
-        gc.collect()
-        groups = len(dist.distributed_c10d._world.pg_map)
-        found.append([refused, groups, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))])
-        dist.barrier()
-    return found
 
 
 def reshard(job):

@@ -87,15 +87,6 @@ def test_nodes_may_be_lost_one_after_the_other_where_ranks_come_to_other_nodes(r
 
 
 @pytest.mark.matrix
-def test_more_lost_nodes_than_copies_lead_to_the_durable_tier_never_to_half_a_state(ranks, lose):
-    options = {"replication_factor": 2}
-    ranks("aabbcc", ["save", 1, {"save_to_s3": True}], ["wait"], ["save", 2], ["close"], **options)
-    lose("a", "b")
-    (answers,) = ranks("aabbcc", ["load", 1], **options)
-    assert [(answer["matches"], answer["name"]) for answer in answers] == [(True, "step_1")] * 6
-
-
-@pytest.mark.matrix
 def test_what_a_lost_node_was_to_upload_is_uploaded_by_who_takes_its_place(ranks, lose, tmp_path):
     options = {"replication_factor": 2}
     # Nothing gets to the durable tier while its folder is a file.
