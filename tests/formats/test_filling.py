@@ -3,7 +3,6 @@
 import ctypes
 import mmap
 import os
-import threading
 
 import pytest
 import torch
@@ -39,18 +38,6 @@ def test_many_small_tensors_in_several_chunks():
     for count in (1, 2, 8):
         for hashed in (True, False):
             assert filled(image, threads=count, hashed=hashed) == wanted
-
-
-def test_images_can_be_filled_by_several_threads_at_once():
-    image = plan({"w": torch.randn(11 * MIB), "x": torch.randn(MIB), "tail": torch.ones(3)})
-    expected = filled(image, threads=1)
-    results = []
-    workers = [threading.Thread(target=lambda: results.append(filled(image) == expected)) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert results == [True] * 3
 
 
 def test_a_tensor_that_shrank_meanwhile_is_an_error_and_no_crash():

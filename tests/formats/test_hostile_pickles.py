@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from omegaconf import OmegaConf
 from support import hostile
+from support.hostile import file_of, same
 from support.supporting import build
 
 import tiered_checkpoint_io
@@ -39,13 +40,6 @@ class Forged:
 
     def __reduce__(self):
         return self.call
-
-
-def file_of(held):
-    file = io.BytesIO()
-    torch.save(held, file)
-    file.seek(0)
-    return file
 
 
 def refusal(file, *names):
@@ -286,48 +280,6 @@ def test_no_composed_pickle_changes_the_process_or_ends_it(first, count, tmp_pat
 
 
 # -------------------------------------------------------------------------------------------- oracle
-def same(left, right, pairs):
-    """Whether two values are the same in kind, content, and in which parts are one object."""
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, list | dict | tuple | set | collections.deque | torch.Tensor) or hasattr(left, "__dict__"):
-        if id(left) in pairs:
-            return pairs[id(left)][0] is right
-        pairs[id(left)] = (right, left)
-    if isinstance(left, torch.Tensor):
-        return same_tensors(left, right)
-    if isinstance(left, np.ndarray | np.generic):
-        facts = [(each.dtype, each.shape, each.flags.f_contiguous, each.tolist()) for each in (left, right)]
-        return repr(facts[0]) == repr(facts[1])
-    if isinstance(left, dict):
-        items = zip(left.items(), right.items(), strict=True)
-        is_same = len(left) == len(right) and all(same(a, b, pairs) for a, b in items)
-        return is_same and same(getattr(left, "__dict__", None), getattr(right, "__dict__", None), pairs)
-    if isinstance(left, list | tuple | collections.deque):
-        return len(left) == len(right) and all(same(a, b, pairs) for a, b in zip(left, right, strict=True))
-    if isinstance(left, torch.storage.TypedStorage):
-        return left.tolist() == right.tolist()
-    if hasattr(left, "__dict__") and not isinstance(left, type):
-        return same(vars(left), vars(right), pairs)
-    return left == right or (left != left and right != right)
-
-
-def same_tensors(left, right):
-    facts = []
-    for each in (left, right):
-        plain = each.detach()
-        if each.is_nested:
-            content = [part.tolist() for part in plain.unbind()]
-        elif each.device.type == "meta":
-            content = None
-        elif each.layout != torch.strided:
-            content = (str(each.layout), plain.to_dense().tolist())
-        elif each.is_quantized:
-            content = (plain.int_repr().tolist(), plain.dequantize().tolist(), plain.stride())
-        else:
-            content = (plain.resolve_conj().tolist(), plain.stride(), plain.storage_offset(), plain.is_conj())
-        facts.append((each.dtype, each.requires_grad, content, sorted(getattr(each, "__dict__", {}))))
-    return repr(facts[0]) == repr(facts[1])
 
 
 def shapes():

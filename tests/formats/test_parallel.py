@@ -127,16 +127,3 @@ def test_more_threads_come_only_if_none_gets_done(is_slow, monkeypatch):
 
     assert in_parallel_as_needed(work, range(40), 13) == [-item for item in range(40)]
     assert most == 13 if is_slow else most <= parallel._FEW
-
-
-def test_a_failure_stops_what_was_not_handed_out():
-    begun = []
-
-    def work(item):
-        begun.append(item)
-        if item == 5:
-            raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        in_parallel_as_needed(work, range(1000), 16)
-    assert len(begun) < 1000
