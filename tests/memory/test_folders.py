@@ -159,47 +159,35 @@ def test_trash_that_a_live_process_is_still_sorting_out_does_it_no_harm(tier, me
 
 
 # ------------------------------------------------------------------------------------------- room
-def test_the_limit_of_any_cgroup_above_binds(tmp_path, memory_dir):
-    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert node.memory_limit(proc, cgroup) == machine
-    (cgroup / "job" / "step").mkdir(parents=True)
-    (proc / "self" / "cgroup").write_text("0::/job/step\n")
-    (cgroup / "job" / "step" / "memory.max").write_text("max\n")
-    assert node.memory_limit(proc, cgroup) == machine
-    (cgroup / "job" / "memory.max").write_text("7000000\n")
-    assert node.memory_limit(proc, cgroup) == 7_000_000
-    (cgroup / "job" / "step" / "memory.high").write_text("6000000\n")
-    assert node.memory_limit(proc, cgroup) == 6_000_000
-    (cgroup / "memory").mkdir()
-    (cgroup / "memory" / "memory.limit_in_bytes").write_text("5000000\n")
-    (proc / "self" / "cgroup").write_text("4:cpu,memory:/only/the/host/knows\n0::/\n")
-    assert node.memory_limit(proc, cgroup) == 5_000_000
 
 
-def test_what_is_left_is_what_nobody_uses_in_any_cgroup_above(tmp_path):
+def test_the_limit_of_any_cgroup_above_binds_and_what_nobody_uses_of_it_is_left(tmp_path):
     proc, cgroup, mib = tmp_path / "proc", tmp_path / "cgroup", 1 << 20
     (proc / "self").mkdir(parents=True)
     (cgroup / "job" / "step").mkdir(parents=True)
     whole = node.memory_limit(proc, cgroup)
+    assert whole == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     margin = min(1 << 30, whole // 64)
     assert node.memory_left(proc, cgroup) == whole - margin, "nothing tells of less"
     (proc / "meminfo").write_text("MemTotal:  99 kB\nMemAvailable:    512000 kB\nHugePages_Total:  0\n")
     assert node.memory_left(proc, cgroup) == 500 * mib - margin
     (proc / "self" / "cgroup").write_text("0::/job/step\n")
     (cgroup / "job" / "step" / "memory.max").write_text("max\n")
+    assert node.memory_limit(proc, cgroup) == whole
     (cgroup / "job" / "memory.max").write_text(f"{256 * mib}\n")
     (cgroup / "job" / "memory.current").write_text(f"{200 * mib}\n")
     (cgroup / "job" / "memory.stat").write_text(
         f"anon 7\nshmem {90 * mib}\nactive_file {10 * mib}\ninactive_file {20 * mib}\n"
     )
     assert node.memory_left(proc, cgroup) == (256 - 200 + 10 + 20 - 4) * mib
+    assert node.memory_limit(proc, cgroup) == 256 * mib
     (cgroup / "job" / "memory.high").write_text(f"{240 * mib}\n")
     assert node.memory_left(proc, cgroup) == (240 - 200 + 10 + 20) * mib - 240 * mib // 64
+    assert node.memory_limit(proc, cgroup) == 240 * mib
     (cgroup / "memory").mkdir()
     for name, value in {"limit_in_bytes": 64 * mib, "usage_in_bytes": 70 * mib}.items():
         (cgroup / "memory" / f"memory.{name}").write_text(f"{value}\n")
     (cgroup / "memory" / "memory.stat").write_text(f"cache {9 * mib}\ntotal_inactive_file {2 * mib}\n")
     (proc / "self" / "cgroup").write_text("4:cpu,memory:/only/the/host/knows\n0::/\n")
     assert node.memory_left(proc, cgroup) == (64 - 70 + 2 - 1) * mib
+    assert node.memory_limit(proc, cgroup) == 64 * mib

@@ -81,6 +81,8 @@ def test_it_is_said_once_and_the_folder_is_private(options, started, tmp_path, w
     root = session_of(io).open().tier.spill.root
     assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in (root, root.parent, root / "saves"))
     assert session_of(io).last_save.spilled
+    shown = CliRunner().invoke(app, ["status", "--memory-dir", options["memory_dir"]]).output
+    assert "durable (on disk)" in " ".join(shown.split())
     assert io.load_checkpoint("tiered:latest")["global_step"] == 2
     log = next((tmp_path / "logs").glob("*_checkpointing.log")).read_text()
     assert log.count("can't hold this checkpoint") == 1
@@ -150,17 +152,6 @@ def test_what_clears_temporary_folders_may_take_it(options, started):
     saves(io, 2)
     assert session_of(io).last_save.spilled
     assert io.load_checkpoint("tiered:latest")["global_step"] == 2
-
-
-def test_the_command_line_shows_it_and_cleans_it(options, started):
-    io = started()
-    saves(io, 1)
-    root = session_of(io).open().tier.spill.root
-    where = ["--memory-dir", options["memory_dir"]]
-    assert "durable (on disk)" in " ".join(CliRunner().invoke(app, ["status", *where]).output.split())
-    io.teardown()
-    assert CliRunner().invoke(app, ["clean", *where, "--yes"]).exit_code == 0
-    assert not root.exists()
 
 
 def test_it_is_off_where_it_was_not_made(memory_dir, temporary_folder):
