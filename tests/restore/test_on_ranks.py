@@ -34,7 +34,9 @@ def test_two_nodes_fetch_once_each_and_all_ranks_have_it(world):
     small = len(world.store.get(manifest_key("a.ckpt")))
     assert after["requests.list"] - before.get("requests.list", 0) == 1
     assert after["bytes.down"] - before.get("bytes.down", 0) == 2 * len(NEW) + small
+    # It lies in memory for the next start, and is not sent again.
     assert world.restore_all(["n", "n", "m", "m"]) == [(save_id(1), "memory", NEW)] * 4
+    assert all(stored.drained for node in "nm" for stored in world.tier(node).parts())
 
 
 @pytest.mark.parametrize("chunk", [CHUNK, 1 << 10], ids=["few hashes", "more than go to all ranks"])

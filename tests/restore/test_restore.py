@@ -43,19 +43,6 @@ def memory_files(world, node="n"):
 
 
 # ------------------------------------------------------------------------------------------- one node
-def test_what_the_durable_tier_gives_lies_in_memory_for_the_next_start(world):
-    into_durable(world.store, "old.ckpt", OLD, 1)
-    into_durable(world.store, "d/new.ckpt", NEW, 2)
-    before = world.store.metrics.snapshot()
-    restored, data = world.restore()
-    after = world.store.metrics.snapshot()
-    assert (data, restored.tier, restored.step, restored.bytes_read) == (NEW, "durable", 2, len(NEW))
-    assert restored.newest_save_id == save_id(2)
-    assert after["requests.list"] - before.get("requests.list", 0) == 1
-    (stored,) = world.tier().parts()
-    assert (stored.save_id, stored.drained) == (save_id(2), True)
-    again, data = world.restore()
-    assert (data, again.tier, again.bytes_read, again.rejected) == (NEW, "memory", 0, [])
 
 
 def test_corrupt_in_memory_then_corrupt_on_the_durable_tier_then_the_older_one(world):
