@@ -118,19 +118,6 @@ def test_what_has_failed_a_thousand_times_is_tried_again():
         assert 0 < begun.due - clock.monotonic() <= 60
 
 
-def test_a_cancelled_save_is_given_up_and_holds_deletes_back(node, store):
-    broken = refusing(store, of("upload", "b.ckpt"))
-    node.save("a.ckpt", b"A")
-    lost, held = node.save("b.ckpt", b"B"), node.delete("a.ckpt")
-    drain(node, broken).run(once=True)
-    node.cancel(lost)
-    # Nobody waits for what only a further save can set free.
-    assert drain(node, broken).run()
-    assert node.queue.outcome(lost).state == "skipped"
-    assert readable(store, "a.ckpt") == b"A"
-    assert [request.op_id for request in node.queue.requests()] == [held]
-
-
 def test_the_log_of_its_process_does_not_grow_for_ever(node):
     """Whoever has opened it appends to it as before."""
     path = node.root / status.LOG
@@ -253,23 +240,22 @@ def test_it_stays_while_a_trainer_lives_and_leaves_with_the_last(node):
         assert not thread.is_alive()
 
 
-def test_with_no_trainer_and_no_store_it_gives_up_and_leaves_all_to_the_next(node, store, caplog):
-    node.save("a.ckpt", b"A")
-    started, clock = time.monotonic(), Clock(Timing(drain_give_up_s=0.2))
-    assert drain(node, refusing(store, of("upload"), Injected("unreachable")), clock=clock).run()
-    assert 0.2 < time.monotonic() - started < 20
-    assert "unreachable" in caplog.text
-    drain(node).run()
-    assert readable(store, "a.ckpt") == b"A"
-
-
-def test_with_no_trainer_and_a_store_that_refuses_it_leaves_at_once(node, store, caplog):
-    """Its credentials are those of the trainer that started it; the next one may bring better ones."""
+@pytest.mark.parametrize(
+    ("error", "patience_s"),
+    [(Injected("it was refused"), 0.2), (StoreError("it was refused", reason="access"), None)],
+    ids=["unreachable", "no rights"],
+)
+def test_with_no_trainer_and_no_store_it_gives_up_and_leaves_all_to_the_next(node, store, caplog, error, patience_s):
+    """At once where it has no rights: the credentials are those of its trainer, and the next one may have better ones."""
     first, second = node.save("a.ckpt", b"A"), node.alias("last.ckpt", "a.ckpt")
-    assert drain(node, refusing(store, of("upload"), StoreError("no rights", reason="access"))).run()
-    assert "no rights" in caplog.text
+    clock = Clock(Timing(drain_give_up_s=patience_s)) if patience_s else Clock()
+    started = time.monotonic()
+    assert drain(node, refusing(store, of("upload"), error), clock=clock).run()
+    assert (patience_s or 0) < time.monotonic() - started < 20
+    assert "it was refused" in caplog.text
     assert drain(node).run()
     assert node.states() == {first: "committed", second: "committed"}
+    assert readable(store, "a.ckpt") == b"A"
 
 
 def test_one_drain_a_node(node):

@@ -3,8 +3,6 @@
 import fcntl
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 from support.tenants import Tenant, descriptors_to_spare, mounted_tmpfs
@@ -35,22 +33,6 @@ def test_writers_see_each_other_through_many_changes_of_half(path):
     for log in (one, other, OperationLog(path)):
         assert numbers(log, "now/") == list(range(1980, 2000))
     assert one.poll() == other.poll()
-
-
-def test_two_pid_namespaces_share_one(path):
-    count = (
-        "import sys\n"
-        "from tiered_checkpoint_io.engine.drain.log import OperationLog\n"
-        "log = OperationLog(sys.argv[1])\n"
-        "for n in range(500): log.write({f'{sys.argv[2]}{n}': n})\n"
-    )
-    command = ["unshare", "--pid", "--fork", sys.executable, "-c", count, path]
-    children = [subprocess.Popen([*command, name], stderr=subprocess.PIPE, text=True) for name in "ab"]
-    told = [child.communicate(timeout=60)[1] for child in children]
-    if any("unshare" in text for text in told):
-        pytest.skip(f"no namespaces here: {told}")
-    assert [child.returncode for child in children] == [0, 0], told
-    assert len(OperationLog(path).entries("")) == 1000
 
 
 def test_a_forked_child_keeps_no_lock_alive_that_its_parent_died_with(path, monkeypatch):
