@@ -177,10 +177,11 @@ def test_what_stock_brings_back_comes_back_bit_for_bit(tmp_path, tiers):
 
 def test_tensors_are_loaded_into_other_strides_and_types_as_by_stock_from_each_tier(tmp_path, tiers):
     state = {"turned": torch.randn(300, 1000), "converted": torch.randn(70, 11).bfloat16(), "spread": matrix() > 9}
+    state["straight"] = torch.randn(300, 1000)
 
     def targets():
         into = torch.zeros(1000, 300).t(), torch.zeros(70, 11, dtype=torch.float64), torch.zeros(4, 12).bool()[:, ::2]
-        return dict(zip(state, into, strict=True))
+        return dict(zip(state, (*into, torch.nn.Parameter(torch.zeros(300, 1000))), strict=True))
 
     expected = all_content(by_stock(tmp_path, state, targets()))
     ours.save(state, checkpoint_id="step_1", **tiers)
