@@ -10,6 +10,7 @@ from support.supporting import supported
 from tiered_checkpoint_io.engine.drain.events import read_events
 
 WORKER = Path(__file__).with_name("worker.py")
+SMP_WORKER = Path(__file__).with_name("smp_worker.py")
 
 DEADLINE_S = 75.0
 
@@ -32,7 +33,7 @@ def drain_in_a_thread():
 def ranks(tmp_path, memory_dir):
     """Runs steps of ``worker.py`` on so many ranks; gives the answers, by rank and step."""
 
-    def run(count, *steps, nodes="", of_rank=None, **options):
+    def run(count, *steps, nodes="", of_rank=None, worker=WORKER, **options):
         options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "save_to_s3": False, **options}
         jobs = [{"options": options, "steps": steps}] * count
         if nodes:
@@ -44,6 +45,17 @@ def ranks(tmp_path, memory_dir):
             ]
         for rank, more in (of_rank or {}).items():
             jobs[rank] = {**jobs[rank], "options": {**jobs[rank]["options"], **more}}
-        return launch(tmp_path, jobs, deadline_s=DEADLINE_S, worker=WORKER)
+        return launch(tmp_path, jobs, deadline_s=DEADLINE_S, worker=worker)
+
+    return run
+
+
+@pytest.fixture
+def job(ranks):
+    """Runs steps of ``smp_worker.py``; each step's answers, by rank, None of one that died."""
+
+    def run(count, *steps, **options):
+        answers = ranks(count, *steps, worker=SMP_WORKER, **{"save_to_s3": None, **options})
+        return [[answer[index] if answer else None for answer in answers] for index in range(len(steps))]
 
     return run

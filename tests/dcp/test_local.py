@@ -1,12 +1,10 @@
 """Local checkpoints by real ranks: each its own state, and no collective on the way in or out."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
 from support.failing import failing
-from support.launch import launch
 from support.losing import lose_memory
 from support.sharded import incomplete
 
@@ -16,27 +14,6 @@ from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, Re
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-
-from .conftest import DEADLINE_S
-
-WORKER = Path(__file__).with_name("smp_worker.py")
-
-
-@pytest.fixture
-def job(tmp_path, memory_dir):
-    """Runs steps of ``smp_worker.py`` on so many ranks; each step's answers, by rank, None of one that died."""
-
-    def run(count, *steps, nodes="", **options):
-        options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, **options}
-        jobs = []
-        for rank in range(count):
-            node = f"{memory_dir}/{nodes[rank]}" if nodes else memory_dir
-            os.makedirs(node, exist_ok=True)
-            jobs.append({"options": {**options, "memory_dir": node}, "steps": steps})
-        answers = launch(tmp_path, jobs, deadline_s=DEADLINE_S, worker=WORKER)
-        return [[answer[index] if answer else None for answer in answers] for index in range(len(steps))]
-
-    return run
 
 
 def got(answers):

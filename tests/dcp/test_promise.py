@@ -15,7 +15,7 @@ from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 
-from .test_local import got, job  # noqa: F401
+from .test_local import got
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -111,7 +111,7 @@ def test_one_that_does_not_get_there_is_an_error_or_a_line_of_the_log(kind, opti
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])
-def test_all_ranks_return_after_the_commit_or_get_the_error(kind, job, tmp_path):  # noqa: F811
+def test_all_ranks_return_after_the_commit_or_get_the_error(kind, job, tmp_path):
     late = {"late": 0} if kind == "local" else {}
     first, spoilt = job(2, ["save_now", 1, kind, late], ["save_spoilt", 2, kind], nodes="ab", on_save_error="raise")
     assert got(first) == [{"saved": True, "there": True}] * 2

@@ -12,12 +12,12 @@ from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
 from tiered_checkpoint_io.engine.ranks.coordination import device_of
 from tiered_checkpoint_io.errors import SaveError
 
-from .test_local import got, job  # noqa: F401
+from .test_local import got
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def test_any_rank_coordinates_and_a_full_checkpoint_ends_the_training(job, tmp_path, memory_dir):  # noqa: F811
+def test_any_rank_coordinates_and_a_full_checkpoint_ends_the_training(job, tmp_path, memory_dir):
     by_last, by_global, local, refused, whole = job(
         3,
         ["save_by", 1, [0, 1, 2], 2],
@@ -49,7 +49,7 @@ def test_any_rank_coordinates_and_a_full_checkpoint_ends_the_training(job, tmp_p
     io.teardown()
 
 
-def test_a_full_checkpoint_has_all_numbers_of_sharded_tensors_or_fails_on_all_ranks(job, tmp_path):  # noqa: F811
+def test_a_full_checkpoint_has_all_numbers_of_sharded_tensors_or_fails_on_all_ranks(job, tmp_path):
     by_sender, by_coordinator, lacking, whole = job(
         3,
         ["save_shards", [1, 2], 2, [1]],

@@ -17,6 +17,14 @@ def test_each_kind_is_copied_and_of_containers_on_one_machine_to_another(ranks):
     assert all(safe for answer in full for *_, safe in (*answer["own"], *answer["copies"]))
 
 
+@pytest.mark.matrix
+def test_memory_stays_bounded_over_many_saves(ranks):
+    *_, last = ranks("ab", *(["save", step] for step in range(1, 7)), replication_factor=2, memory_keep_last=2)
+    for answer in last:
+        assert [step for step, *_ in answer["own"]] == [5, 6]
+        assert [step for step, *_ in answer["copies"]] == [5, 6]
+
+
 def test_copies_on_the_same_machine_are_refused_on_all_ranks(ranks):
     """Also where each of its containers has a memory of its own, as with Kubernetes' emptyDir."""
     (answers,) = ranks("ab", ["save", 1], machines="aa", replication_factor=2)
