@@ -162,6 +162,9 @@ class Moment:
         if name == "last.ckpt":
             # It follows its target, which may be saved anew.
             allowed |= {n for n, what in _operations().items() if what[0] == "save" and n > (shown or 0) and shown}
+            # It goes with it, too.
+            deletes = [_operations()[number] for number in range((shown or 0) + 1, self.begun + 1)]
+            allowed |= {None} if shown and ("delete", _operations()[shown][1], "") in deletes else set()
         return allowed
 
 
