@@ -59,14 +59,6 @@ def world(world):
     return world
 
 
-def test_to_choose_among_checkpoints_of_many_ranks_takes_one_list_and_their_manifests(world):
-    asked = Asked(world.store)
-    known = discover(world.tiers_of(store=asked), LATEST, {})
-    manifests = sorted(ids.manifest_key(f"step_{number}") for number in range(1, STEPS + 1))
-    assert sorted(asked.keys) == sorted([ids.MANIFEST_PREFIX, *manifests])
-    assert len(known.manifests) == STEPS
-
-
 def test_what_is_asked_for_by_its_name_is_looked_for_elsewhere_only_where_it_has_no_manifest_here(world):
     asked, above = Asked(world.store), Asked(DirectoryStore(str(Path(world.store.url).parent)))
     tiers = replace(world.tiers_of(store=asked), store_at=lambda _: above)
@@ -95,6 +87,7 @@ def test_each_rank_reads_the_index_once_and_the_descriptions_of_what_it_loads(wo
     for rank, store in enumerate(stores):
         assert store.listings() == [ids.index_key(newest), ids.description_key(newest, rank)]
     assert [store.keys.count(ids.MANIFEST_PREFIX) for store in stores] == [1, 0, 0, 0]
+    assert [stores[0].keys.count(ids.manifest_key(f"step_{number}")) for number in (1, 2, 3)] == [1, 1, 1]
 
 
 def test_bytes_that_lie_in_memory_cost_no_request_for_what_lists_them(world):
