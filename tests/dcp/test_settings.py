@@ -6,7 +6,6 @@ import logging
 import os
 import pickle
 import threading
-from functools import partial
 
 import pytest
 import torch
@@ -101,49 +100,6 @@ def test_a_sagemaker_configuration_saves_and_loads(memory_dir):
     with pytest.raises(BaseException, match="no durable tier is named"):
         dcp.save({"t": torch.ones(2)}, checkpoint_id="step_11", storage_writer=writer)
     writer.close()
-
-
-#: Torch's own; the older ones take no ``checkpoint_id``.
-ENTRY_POINTS = {
-    "save": (dcp.save, dcp.load),
-    "async_save": (lambda state, **how: dcp.async_save(state, **how).result(60), dcp.load),
-    "save_state_dict": (partial(dcp.save_state_dict, no_dist=True), partial(dcp.load_state_dict, no_dist=True)),
-}
-TOLD = {"step": lambda n: {"step": n}, "path": lambda n: {"path": f"step_{n}"}, "nothing": lambda _: {}}
-CALLS = [("save_state_dict", "step", False), ("save_state_dict", "path", False)] + [
-    (entry, told, named)
-    for entry in ("save", "async_save")
-    for told, named in (("step", False), ("path", False), ("step", True), ("path", True), ("nothing", True))
-]
-
-
-@pytest.mark.filterwarnings("ignore:.*state_dict:FutureWarning")
-@pytest.mark.parametrize("again", [False, True], ids=["a writer each", "one writer"])
-@pytest.mark.parametrize(("entry", "told", "named"), CALLS)
-def test_entry_points_of_torch_go_by_the_step_then_by_the_name_of_the_call_then_by_the_path(
-    entry, told, named, again, memory_dir
-):
-    options, contents = {"namespace": "job", "memory_dir": memory_dir}, {}
-
-    def call(do, make, role, content):
-        for number in (1, 2):
-            if number == 1 or not again:
-                made = make(**options, **TOLD[told](number))
-            of_call = {"checkpoint_id": f"step_{number}"} if named else {}
-            step = number if not again or (named and told != "step") else 1
-            do(content(step, number), **{role: made}, **of_call)
-            yield step
-        made.close()
-
-    def saved(step, number):
-        contents[step] = float(number)
-        return {"t": torch.full((3,), float(number))}
-
-    save, load = ENTRY_POINTS[entry]
-    assert [*call(save, TieredStorageWriter, "storage_writer", saved)]
-    state = {"t": torch.zeros(3)}
-    for step in call(load, TieredStorageReader, "storage_reader", lambda *_: state):
-        assert state["t"].tolist() == [contents[step]] * 3
 
 
 def test_which_steps_go_to_the_durable_tier(memory_dir, tmp_path):

@@ -1,0 +1,183 @@
+"""Cases of torch's own entry points, by our writer and reader and by torch's; steps as in ``worker.py``."""
+
+import contextlib
+import itertools
+import shutil
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import worker
+from support.supporting import build
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
+
+#: What a writer or reader is told; and whether the call gives a ``checkpoint_id``.
+TOLD = ("nothing", "step", "path")
+GIVEN = (False, True)
+USED = ("new", "again")
+SAVES = ("save", "thread", "process", "save_state_dict")
+LOADS = ("load", "load_state_dict")
+
+
+def save_cases():
+    """Each with its entry point, what the writer is told, whether an id is given, and the writer's use."""
+    found = itertools.product(SAVES, TOLD, GIVEN, USED)
+    # torch's save_state_dict takes no checkpoint_id.
+    return [case for case in found if not (case[0] == "save_state_dict" and case[2])]
+
+
+def load_cases():
+    return [
+        case for case in itertools.product(LOADS, TOLD, GIVEN, USED) if not (case[0] == "load_state_dict" and case[2])
+    ]
+
+
+def state(seed):
+    weight = torch.arange(12.0).reshape(4, 3) + 100 * seed
+    if dist.is_initialized():
+        weight = distribute_tensor(weight, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+    return {"model": {"weight": weight, "bias": torch.full((3,), float(seed))}, "step": seed}
+
+
+def values(state):
+    weight = state["model"]["weight"]
+    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return [weight.tolist(), state["model"]["bias"].tolist(), state["step"]]
+
+
+def save(entry, saved, writer, arguments):
+    if entry == "save_state_dict":
+        dcp.save_state_dict(saved, writer, **arguments)
+    elif entry == "save":
+        build(dcp.save, saved, storage_writer=writer, **arguments)
+    else:
+        kind = AsyncCheckpointerType(entry)
+        build(dcp.async_save, saved, storage_writer=writer, async_checkpointer_type=kind, **arguments).result(60)
+
+
+def load(entry, loaded, reader, arguments):
+    (dcp.load_state_dict if entry == "load_state_dict" else dcp.load)(loaded, storage_reader=reader, **arguments)
+
+
+class Ours:
+    """Our writer and reader of one case, in memory alone."""
+
+    def __init__(self, job, case):
+        self._options = {**job["options"], "namespace": case}
+
+    def writer(self, told, number):
+        return build(TieredStorageWriter, **self._options, save_to_s3=False, **self._named(told, number))
+
+    def reader(self, told, number):
+        return build(TieredStorageReader, **self._options, **self._named(told, number))
+
+    def given(self, number):
+        return f"step_{number}"
+
+    def _named(self, told, number):
+        return {} if told == "nothing" else {"step": number} if told == "step" else {"path": f"step_{number}"}
+
+    def close(self):
+        self.writer("nothing", 0).close()
+
+
+class Stock:
+    """Torch's own, in a folder. It has no newest checkpoint: a reader that is told nothing has the last saved."""
+
+    def __init__(self, job, case):
+        self._folder = f"{job['folder']}/{case}"
+
+    def writer(self, told, number):
+        if told == "nothing":
+            raise TypeError("no path")
+        return dcp.FileSystemWriter(self.given(number))
+
+    def reader(self, told, number):
+        return dcp.FileSystemReader(self.given(2 if told == "nothing" else number))
+
+    def given(self, number):
+        return f"{self._folder}/step_{number}"
+
+    def close(self):
+        # Only when no rank needs it.
+        if dist.is_initialized():
+            dist.barrier()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def saved_by(tiers, case):
+    """What two saves of a case leave, each loaded by its name; or what is refused."""
+    entry, told, given, used = case
+    outcomes, writer = [], None
+    for number in (1, 2):
+        # A step in the writer takes precedence over a name: what it says of the first save holds for the second.
+        name = 1 if used == "again" and told == "step" else number
+        with refusing(outcomes):
+            if writer is None or used == "new":
+                # Torch's own can't be told nothing, and takes a checkpoint_id in place of its path.
+                told_stock = "path" if given and told == "nothing" and isinstance(tiers, Stock) else told
+                writer = tiers.writer(told_stock, number)
+            arguments = {"checkpoint_id": tiers.given(name)} if given else {}
+            save(entry, state(number), writer, arguments)
+    for number in (1, 2):
+        with refusing(outcomes):
+            loaded = state(0)
+            build(dcp.load, loaded, storage_reader=tiers.reader("path", number))
+            outcomes.append(values(loaded))
+    return outcomes
+
+
+def loaded_by(tiers, case):
+    """What two loads of a case give, after two saves."""
+    entry, told, given, used = case
+    for number in (1, 2):
+        save("save", state(number), tiers.writer("path", number), {})
+    outcomes, reader = [], None
+    # The first load of one that is used again gives an id; the second does so where the case says so.
+    for number, has_id in ((1, True), (2, given)) if used == "again" else ((1, given), (2, given)):
+        with refusing(outcomes):
+            loaded = state(0)
+            if reader is None or used == "new":
+                reader = tiers.reader(told, number)
+            name = 1 if told == "step" and used == "again" else number
+            by_load = entry if not has_id else "load"
+            arguments = {"checkpoint_id": tiers.given(name)} if has_id else {}
+            load(by_load, loaded, reader, arguments)
+            outcomes.append(values(loaded))
+    return outcomes
+
+
+@contextlib.contextmanager
+def refusing(outcomes):
+    try:
+        yield
+    except BaseException as error:  # DCP derives its CheckpointException from that
+        outcomes.append(f"refused: {type(error).__name__}: {error}"[:300])
+
+
+def entry_points(job, kind, cases):
+    """Runs cases of saves or loads; gives each, with what ours and what torch's own did."""
+    found = []
+    for number, case in enumerate(cases):
+        outcomes = []
+        for made in (Ours, Stock):
+            tiers = made(job, f"{kind}-{number}")
+            try:
+                outcomes.append((saved_by if kind == "save" else loaded_by)(tiers, case))
+            finally:
+                tiers.close()
+        found.append([case, *outcomes])
+    return found
+
+
+# Its loop finds steps by their names.
+worker.entry_points = entry_points
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    worker.main()
