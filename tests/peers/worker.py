@@ -2,9 +2,11 @@
 
 import errno
 import importlib
+import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +19,7 @@ import worker as base
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from support.clocks import hurry as hurry_clock
+from support.networks import enter_network
 from support.supporting import build
 
 from tiered_checkpoint_io import dcp as ours
@@ -24,6 +27,7 @@ from tiered_checkpoint_io.adapters.dcp_settings import settings_of, shared_of
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.ranks.local_run import Run
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores.peer import PeerStore
 
 IO = []
 SETTLE_S = 30.0
@@ -188,13 +192,35 @@ def save_local_now(job, seed, rank, seconds):
         dist.barrier()
 
 
-def save_alone(job, seed, rank):
+def save_alone(job, seed, rank, size=50_000):
     """One rank saves a full checkpoint, without a word to the others."""
     if dist.get_rank() != rank:
         return None
-    state, began = full_state(seed), time.monotonic()
+    state, began = full_state(seed, size), time.monotonic()
     io_of(job).save(state, f"step={seed}.ckpt", tiers=["memory"])
     return time.monotonic() - began
+
+
+def cut_while_reading(job, rank, at):
+    """A rank's network goes down before the n-th piece of what it reads next of another node's memory."""
+    if dist.get_rank() != rank:
+        return
+    read_pieces, read = PeerStore.read_pieces, []
+
+    def cutting(self, key, offset, pieces, filled):
+        read.append(key)
+        if len(read) == at:
+            PeerStore.read_pieces = read_pieces
+            link_set(job, "down")
+        read_pieces(self, key, offset, pieces, filled)
+
+    PeerStore.read_pieces = cutting
+
+
+def link_set(job, state, rank=None):
+    """The cable of this rank's network is cut, or mended."""
+    if rank in (None, dist.get_rank()):
+        subprocess.run(["ip", "link", "set", job["netns"]["device"], state], check=True)
 
 
 def mark(job, rank, name):
@@ -222,6 +248,18 @@ def wait_for_copies(job, rank, seconds):
     while session._peering.pending and time.monotonic() < began + seconds:
         time.sleep(0.05)
     return {"seconds": time.monotonic() - began, "pending": session._peering.pending, **held(job)}
+
+
+def save_until_copied(job, rank, seeds):
+    """Saves one step after the other until one gets to the peer; which one that was."""
+    if dist.get_rank() == rank:
+        for seed in seeds:
+            before = session_of(job).counts["replicated"]
+            save_alone(job, seed, rank)
+            wait_for_copies(job, rank, 30)
+            if session_of(job).counts["replicated"] > before:
+                return seed
+    return None
 
 
 def meet_all(job):
@@ -291,4 +329,6 @@ for each in [name for name in globals() if not name.startswith("_")]:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
     hurry_clock(offer_poll_s=0.05, local_poll_s=0.02, store_rest_s=0.05)
+    if "netns" in json.loads(sys.argv[1]):
+        enter_network(json.loads(sys.argv[1])["netns"])
     base.main()
