@@ -51,7 +51,7 @@ def goes_on(job, tmp_path, step, **told):
         further({}, [[0, "train", 5], [1, "train", 6], [0, "train", 6]]),
         ({"signal": "SIGUSR1"}, [[1, "train", 5]]),
         further({"config": {"enable_async_checkpointing": False}}, [[0, "train", 5]]),
-        further({"accumulate": 3}, [[1, "train", 5]]),
+        further({"accumulate": 3, "batches": 36}, [[1, "train", 5]]),
         further({"strategy": "fsdp2"}, [[1, "train", 5]]),
         further({"strategy": "auto", "ranks": 1}, [[0, "train", 5]]),
     ],

@@ -111,7 +111,7 @@ class Toy(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused="gpu" in told)
 
     def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.zeros(100, 1))
+        return torch.utils.data.DataLoader(torch.zeros(told.get("batches", 100), 1))
 
     def val_dataloader(self):
         return torch.utils.data.DataLoader(torch.zeros(told.get("validation", 0), 1))
