@@ -27,7 +27,7 @@ SWEEP_AGE_S = 3_600
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How often the engine looks, and how long it waits: seconds, each with its reason."""
+    """Intervals and bounds of the engine's waits: seconds, each with its reason."""
 
     #: A request that fails for so long has failed: longer than a server's restart, shorter than an operator's patience.
     retry_deadline_s: float = 120.0
@@ -169,9 +169,9 @@ class Timing:
     left_over_s: float = 60.0
 
     def pause_s(self, least_s: float, waited_s: float) -> float:
-        """How long until the store of torch.distributed is asked again: all ranks ask the one store.
+        """Returns the pause before the store of torch.distributed is asked again: all ranks ask the one store.
 
-        ``least_s``, or a tenth of the time that the wait has taken so far: by so much it may end late.
+        It is ``least_s``, or a tenth of the wait so far if that is longer. The wait may end late by one pause.
         """
         return max(least_s, min(self.store_rest_s, waited_s / 10))
 

@@ -1,4 +1,4 @@
-"""What Lightning asks this package for, by the entry points in pyproject.toml.
+"""Entry points in pyproject.toml through which Lightning asks this package for callbacks.
 
 Every trainer in the environment asks. One that has nothing of ours gets nothing, and imports nothing of ours but this.
 """

@@ -1,4 +1,4 @@
-"""Where a text may hold a password, a key or a token, and how it is shown without them (pure)."""
+"""Redaction: finds passwords, keys and tokens in a text, and hides them (pure)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def without_secrets(text: str) -> str:
 
 
 def holds_secrets(text: str) -> bool:
-    """Whether :func:`without_secrets` hides something of it."""
+    """Returns True if :func:`without_secrets` hides something of the text."""
     return without_secrets(text) != text
 
 

@@ -182,7 +182,7 @@ def _refuse_others(keeper: LeaseKeeper, store_url: str) -> None:
 
 
 def _quiet() -> logging.Logger:
-    """What a lease has to say is raised here."""
+    """Returns a logger that drops its records: this command raises a lease's trouble instead."""
     log = logging.getLogger("tiered_checkpoint_io.claiming")
     log.propagate = False
     log.addHandler(logging.NullHandler())

@@ -63,7 +63,7 @@ Report = Callable[[Checked], None]
 
 
 class Tier(str, Enum):
-    """Which tier to look at."""
+    """Tier to look at."""
 
     memory = "memory"
     durable = "durable"

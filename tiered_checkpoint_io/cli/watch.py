@@ -145,7 +145,7 @@ class _CommandLine:
 
 
 def _variables(each: CheckpointInfo) -> dict[str, str]:
-    """What a command finds in its environment of a checkpoint; "" for what is not known."""
+    """Returns a command's environment variables for a checkpoint; the value of an unknown fact is ""."""
     facts = {
         "URL": each.url,
         "NAME": each.name,

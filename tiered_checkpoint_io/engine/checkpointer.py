@@ -32,7 +32,7 @@ _LEAST_PREPARED = 64 << 20
 
 
 class NoCheckpoint(dict[str, Any]):
-    """What loading ``tiered:latest`` gives where there is nothing yet: falsy, so start from scratch.
+    """Result of loading ``tiered:latest`` if there is no checkpoint yet: falsy, so start from scratch.
 
     An adapter may put keys into it that its framework looks for.
     """
@@ -42,7 +42,7 @@ class NoCheckpoint(dict[str, Any]):
 
 
 def nothing_to_resume(selector: Selector, dirpath: str) -> str:
-    """What is said where a sentinel finds nothing: there may be others, such as weights alone."""
+    """Returns the text for a sentinel that finds nothing; other checkpoints may exist, such as weights alone."""
     which = " that is named last" if selector.kind == "last" else ""
     return f"no checkpoint{which} to resume from at {dirpath}"
 
@@ -178,7 +178,7 @@ class Checkpointer:
         self.session.known.note(name, exists=False)
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a name is taken on the durable tier, or queued for it, as far as this process knows.
+        """Returns True if a name is taken on or queued for the durable tier, as far as this process knows.
 
         Raises:
             StoreError: The durable tier could not be asked, or was silent for ``durable_timeout_s``.
@@ -187,12 +187,12 @@ class Checkpointer:
         return name in self.session.known.all(self.config.support.durable_timeout_s) or self._entries.has(name)
 
     def is_unmanaged(self, path: str | os.PathLike[str]) -> bool:
-        """Whether what lies under a name has no manifest: others saved it, most likely; raises as :meth:`exists`."""
+        """Returns True if a name without a manifest is taken: probably by another tool; raises as :meth:`exists`."""
         name = ids.name_in(self.dirpath, path)
         return name not in self.session.known.all(self.config.support.durable_timeout_s) and self._entries.has(name)
 
     def _children(self, prefix: str) -> Iterable[str]:
-        """What lies right below a prefix, but for our own checkpoints: they come and go while training runs."""
+        """Returns the names right below a prefix, except our own checkpoints: these come and go during training."""
         clock, bound = self.session.clock, float(self.config.support.durable_timeout_s)
         own = self.session.known.all(bound)
         there = answer_within(bound, lambda: children_of(self.session.durable(), prefix), clock=clock)

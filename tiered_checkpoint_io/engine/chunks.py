@@ -185,7 +185,7 @@ class Copies:
 
 
 def writer_to(descriptor: int) -> Write:
-    """What writes to a file whose pages are fresh: that takes less than half of what it takes to touch them."""
+    """Returns a writer for a file with untouched pages: a write takes under half the time of touching them."""
     # The kernel lets one at a time write to a file; those that wait there would spin.
     turn = threading.Lock()
 

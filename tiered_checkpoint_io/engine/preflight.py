@@ -33,13 +33,13 @@ _T = TypeVar("_T")
 
 
 class Need(NamedTuple):
-    """What a training will save, as far as that is known before it begins.
+    """Needs of a training's saves, as far as known before the training begins.
 
     Attributes:
-        node_bytes: What a checkpoint takes of one node's memory at least: parameters and buffers.
+        node_bytes: Least size of a checkpoint in one node's memory: parameters and buffers.
         file_bytes: The size of a checkpoint's largest file, with optimizers: an estimate.
-        memory_steps: Whether some steps go to memory alone.
-        durable_steps: Whether others go to the durable tier.
+        memory_steps: True if some steps go to memory alone.
+        durable_steps: True if others go to the durable tier.
     """
 
     node_bytes: int
@@ -49,13 +49,13 @@ class Need(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What one checkpoint may take at most in memory and in the spill, bytes.
+    """Largest space for one checkpoint in memory and in the spill, bytes.
 
     Attributes:
         memory: In memory.
         spill: In the spill.
-        spill_is_named: Whether the user named it.
-        spill_is_refused: Whether the user named it, and this process may not write there.
+        spill_is_named: True if the user named it.
+        spill_is_refused: True if the user named it, and this process may not write there.
     """
 
     memory: int
@@ -65,14 +65,14 @@ class Room(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What was found.
+    """Problem that preflight found.
 
     Attributes:
         error: As it is raised.
-        permanent: Whether no retry can mend it.
-        consequence: What follows where training continues.
-        unless: Where it does not continue.
-        stops_restarts: Whether a restart fails for it, whatever node memory holds.
+        permanent: True if no retry can mend it.
+        consequence: Effect on a training that continues.
+        unless: Condition under which training does not continue.
+        stops_restarts: True if a restart fails for it, whatever node memory holds.
     """
 
     error: TieredCheckpointError
@@ -119,7 +119,7 @@ def preflight(session: Session, need: Need) -> None:
 
 
 def newest(session: Session, companion: str = "") -> Candidate | None:
-    """What ``tiered:latest`` would resume from, as far as this rank sees; of a durable tier in trouble, nothing.
+    """Returns the candidate of ``tiered:latest``, as far as this rank sees; ignores a durable tier in trouble.
 
     The session's saves come after all that is seen, whatever this machine's clock says.
 
@@ -228,7 +228,7 @@ def try_durable(config: TieredCheckpointConfig, clock: Clock, *, multipart: bool
 
 
 def _asked(config: TieredCheckpointConfig, clock: Clock, ask: Callable[[Store], _T]) -> _T:
-    """What ``ask`` makes of the durable tier, each request sent once.
+    """Returns the result of ``ask`` on the durable tier; each request is sent once.
 
     Raises:
         StoreError: It is not done within ``preflight_s`` seconds; it ends by itself, later.

@@ -1,4 +1,4 @@
-"""What one process holds of one job: both tiers, the drain, ids, counters. Opened on first use."""
+"""One process's state of one job: both tiers, the drain, ids, counters. Opened on first use."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from tiered_checkpoint_io.stores.peer import Endpoint
 
 
 class Opened(NamedTuple):
-    """What is open while a session is in use."""
+    """Resources that a session opens on first use."""
 
     tier: MemoryTier
     capturer: Capturer
@@ -157,7 +157,7 @@ class Session:
 
     @property
     def is_open(self) -> bool:
-        """Whether the memory tier could be opened."""
+        """True if the memory tier could be opened."""
         return self._opened is not None
 
     def durable(self, dirpath: str | None = None) -> Store:
@@ -265,7 +265,7 @@ class Session:
             self._announcer.look(self._opened.drain, leads=leads_node())
 
     def standing(self) -> Standing:
-        """Where the newest checkpoints are; of a closed session, where they were when it was closed."""
+        """Returns the newest checkpoints and their tiers; for a closed session, as they were at the close."""
         if self._opened is not None:
             tier, queue = self._opened.tier, self._opened.drain.queue
             self._standing = looking(
@@ -281,7 +281,7 @@ class Session:
         return dict(sum((Counter(store.metrics.snapshot()) for store in [*self._stores.values()]), self._asked))
 
     def is_pending(self, name: str) -> bool:
-        """Whether a save or alias of this name is, or may be, still on its way to the durable tier."""
+        """Returns True if a save or alias of this name is, or may be, still queued for the durable tier."""
         if self._opened is None:
             return False
         tier, _, drain = self._opened
@@ -290,18 +290,18 @@ class Session:
         )
 
     def is_to_be_copied(self, name: str) -> bool:
-        """Whether a copy or alias of a checkpoint is, or may be, still queued."""
+        """Returns True if a copy or alias of a checkpoint is, or may be, still queued."""
         if self._opened is None:
             return False
         tier, _, drain = self._opened
         return looking(self.log, lambda: any(each.target == name for each in drain.queue.look(tier)), otherwise=True)
 
     def outcome(self, save_id: str) -> Outcome | None:
-        """What became of a save on the durable tier; None while it is queued, or where that was forgotten."""
+        """Returns the outcome of a save on the durable tier; None if it is queued, or its outcome was forgotten."""
         return None if self._opened is None else self._opened.drain.queue.outcome(save_id)
 
     def progress(self) -> Progress:
-        """Where background work stands."""
+        """Returns the progress of background work."""
         pending, progress = 0, DrainProgress()
         if self._opened is not None:
             drain = self._opened.drain

@@ -1,4 +1,4 @@
-"""What a checkpoint that is loaded may hold beside tensors and plain data: whose code may run."""
+"""Trust in a loaded checkpoint: its objects beside tensors and plain data, whose code may run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _YES = ("1", "y", "yes", "true")
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """How far a checkpoint is trusted.
+    """Extent to which a checkpoint is trusted.
 
     Attributes:
         weights_only: As ``torch.load`` takes it; None leaves it to torch, which refuses.
@@ -41,7 +41,7 @@ class Trust:
 
     @property
     def is_full(self) -> bool:
-        """Whether everything is allowed, by the caller or torch's own variable in the environment."""
+        """True if everything is allowed, by the caller or by torch's own environment variable."""
         forced = self.weights_only is None and _is_set("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
         return (self.weights_only is False or forced) and not _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
 
@@ -123,7 +123,7 @@ class Trust:
         )
 
     def advice(self, lacking: Iterable[str]) -> str:
-        """What to do where names are not allowed that a checkpoint holds."""
+        """Returns the advice about names in a checkpoint that are not allowed."""
         names = list(lacking)
         if not names:
             return f"if it holds objects of yours: {_TRUST_ALL}"

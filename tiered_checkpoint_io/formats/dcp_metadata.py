@@ -117,7 +117,7 @@ def _is_index(each: Any) -> bool:
 def parse_metadata(
     data: bytes | memoryview, *, tier: str, where: str, shard_name: Callable[[int], str] | None = None
 ) -> metadata.Metadata:
-    """What a ``.metadata`` file says that was found in ``tier``, at the key or path ``where``.
+    """Parses a ``.metadata`` file that was found in ``tier``, at the key or path ``where``.
 
     Args:
         data: The file's content.

@@ -28,7 +28,7 @@ from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for
 
 
 class Untouched(NamedTuple):
-    """Which pages of a mapped file a mapping has not touched.
+    """Pages of a mapped file that a mapping has not touched.
 
     Attributes:
         descriptor: The file.

@@ -1,1 +1,1 @@
-"""What both tiers hold: one description of each checkpoint, for programs (``api``) and for the command line."""
+"""Contents of both tiers: one description of each checkpoint, for programs (``api``) and for the command line."""

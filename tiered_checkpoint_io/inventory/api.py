@@ -65,7 +65,7 @@ def _listed(
 def find_latest(
     dirpath: str | os.PathLike[str], *, memory_dir: str | None = None, **options: Any
 ) -> CheckpointInfo | None:
-    """What ``tiered:latest`` means: the latest save (not the greatest step) that training can resume from.
+    """Returns the checkpoint that ``tiered:latest`` means: the latest save (not the greatest step) to resume from.
 
     Args:
         dirpath: As for :func:`list_checkpoints`; so are the others.

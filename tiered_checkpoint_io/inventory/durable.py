@@ -1,4 +1,4 @@
-"""What a durable tier holds: all checkpoints, which of them ``tiered:latest`` means, and saves without a manifest."""
+"""Contents of a durable tier: all checkpoints, the one that ``tiered:latest`` means, and saves without a manifest."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def latest(
     aliases: Mapping[str, str] | None = None,
     accepts: Kind | None = None,
 ) -> Candidate | None:
-    """What ``tiered:latest`` means of these, by the engine's own choice; None where it means none.
+    """Returns the candidate that ``tiered:latest`` means, by the engine's own choice; None if it means none.
 
     Arguments and errors are those of :func:`resumable`.
     """
@@ -173,7 +173,7 @@ def find(store: Store, name: str, *, operation: str, accepts: Kind | None = None
 
 
 def latest_manifest(store: Store, operation: str, accepts: Kind | None = None) -> Manifest:
-    """What a restart would take of this tier; raises as :func:`find`, and logs what it passes over."""
+    """Returns the manifest that a restart would take; raises as :func:`find`, and logs skipped checkpoints."""
     listed = read_all(store)
     meant = latest(listed, accepts=accepts)
     for each in listed:

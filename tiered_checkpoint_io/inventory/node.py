@@ -353,7 +353,7 @@ class HeldSave:
 
     @property
     def unit(self) -> Unit:
-        """What a restart may need together: averages beside weights, and the parts of process groups.
+        """Key of the checkpoints that a restart may need together: averages beside weights, parts of process groups.
 
         Other checkpoints of the same step have names of their own, in whatever folder.
         """

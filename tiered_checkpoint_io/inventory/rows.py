@@ -108,7 +108,7 @@ def info(name: str, dirpath: str, content: Content, *, state: CheckpointState, *
 
 
 def url_of(dirpath: str, name: str) -> str:
-    """Where a checkpoint lies on the durable tier, without secrets."""
+    """Returns a checkpoint's URL on the durable tier, without secrets."""
     return without_secrets(ids.join_url(dirpath, name))
 
 
@@ -321,11 +321,11 @@ class RepeatedLook:
 
     @property
     def has_answered(self) -> bool:
-        """Whether the durable tier has answered so far."""
+        """True if the durable tier has answered so far."""
         return self._found is not None
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """What is there now; while a tier that has answered before is unreachable, what was there before.
+        """Returns the checkpoints; while a tier that has answered before is unreachable, those of the last answer.
 
         Raises:
             StoreError: The durable tier refuses, or is unreachable at the first look.

@@ -1,4 +1,4 @@
-"""What a process that was forked does not take for its own: slots, locks and queues stay its parent's.
+"""Forked processes: a child leaves slots, locks and queues to its parent.
 
 A worker of a DataLoader, or a rank of ``ddp_fork``, begins with a copy of its parent's memory and descriptors, and with
 none of its threads.
@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Owner(Protocol):
-    """What belongs to one process."""
+    """Resources that belong to one process."""
 
     def forked(self) -> None:
         """Called in a forked child, on its only thread: gives up what is the parent's, without changing it."""

@@ -1,4 +1,4 @@
-"""What the memory tier must know of the node: how much memory it may use, where that lies, which start this is."""
+"""Facts about the node for the memory tier: its memory limits, its file systems, and the id of its boot."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def unbounded() -> int:
 
 
 class _Names(NamedTuple):
-    """What the files of a memory cgroup are called."""
+    """Names of the files of a memory cgroup."""
 
     limit: tuple[str, ...]
     usage: str
@@ -116,7 +116,7 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 def mounts() -> list[tuple[str, str]]:
-    """Where file systems are mounted, and of which kind each is; none without /proc.
+    """Returns the mount point and kind of each file system; none without /proc.
 
     Raises:
         OSError: The mount table can't be read now, as by a process that is out of descriptors.
@@ -135,17 +135,17 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 
 
 def is_tmpfs(path: str) -> bool:
-    """Whether ``path`` lies on tmpfs or ramfs; raises as :func:`mounts` does."""
+    """Returns True if ``path`` lies on tmpfs or ramfs; raises as :func:`mounts` does."""
     return _kind(path) in ("tmpfs", "ramfs")
 
 
 def is_local_disk(path: str) -> bool:
-    """Whether ``path`` lies on a disk that is known to be of this node alone; raises as :func:`mounts` does."""
+    """Returns True if ``path`` lies on a disk known to belong to this node only; raises as :func:`mounts` does."""
     return _kind(path) in _LOCAL
 
 
 def _kind(path: str) -> str:
-    """Of which kind the file system is that ``path`` lies on, as the mount table says."""
+    """Returns the kind of the file system that holds ``path``, as the mount table says."""
     best, kind = "", ""
     real = os.path.realpath(path)
     for mount, name in mounts():
@@ -162,12 +162,12 @@ def memory_of(root: Path) -> str:
 
 
 def this_boot() -> str:
-    """Which start of which machine this is, as far as that can be told."""
+    """Returns an id of this machine's boot, or its host name if that can't be told."""
     return boot_id() or socket.gethostname()
 
 
 def boot_id() -> str:
-    """Which start of which machine this is; "" where that can't be told."""
+    """Returns the id of this machine's boot; "" if it can't be read."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

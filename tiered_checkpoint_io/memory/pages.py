@@ -176,7 +176,7 @@ def make_huge(
 
 @functools.cache
 def _are_there() -> bool:
-    """Whether this kernel has huge pages of the size that this module is about."""
+    """Returns True if this kernel has huge pages of this module's size."""
     try:
         return int(_SIZE_FILE.read_text()) == HUGE
     except (OSError, ValueError):

@@ -66,12 +66,12 @@ class StoredPart:
 
     @property
     def pending(self) -> bool:
-        """Whether it waits for the durable tier."""
+        """True if the part waits for the durable tier."""
         return self.part.durable and not self.drained and not self.is_replica
 
     @property
     def is_replica(self) -> bool:
-        """Whether it is the copy of another node's part; that node uploads it."""
+        """True for a copy of another node's part; that node uploads the part."""
         return self.folder.parent.parent.name == REPLICAS
 
     def file(self, basename: str) -> Path:

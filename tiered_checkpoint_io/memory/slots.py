@@ -65,12 +65,12 @@ class Slot:
 
     @property
     def unlinked(self) -> bool:
-        """Whether the file has lost its last name, so that only this mapping keeps its pages."""
+        """True if the file has lost its last name, so that only this mapping keeps its pages."""
         return os.fstat(self.descriptor).st_nlink == 0
 
     @property
     def in_place(self) -> bool:
-        """Whether its path still leads to the file: others may have moved its folder, or mounted over it."""
+        """True if its path still leads to the file: others may have moved its folder, or mounted over it."""
         return inode_at(self.path) == self.inode
 
     def reserve(self, size: int, *, patient: bool = False) -> None:
@@ -92,7 +92,7 @@ class Slot:
         self.reserved, self.touched, self.huge = (min(each, size) for each in (self.reserved, self.touched, self.huge))
 
     def small(self, size: int) -> tuple[int, int] | None:
-        """Of the first ``size`` bytes, which are taken, a few whose pages may be made huge."""
+        """Returns a short range of the first ``size`` bytes, which are taken, whose pages may be made huge."""
         start, end = -(-self.huge // HUGE) * HUGE, size // HUGE * HUGE
         return (start, min(start + LEAST, end)) if start < end and size >= LEAST else None
 
@@ -178,7 +178,7 @@ class SlotPool:
             return slot
 
     def is_prepared(self, size: int) -> bool:
-        """Whether there is a free slot of which :meth:`prepare` would have nothing left to do."""
+        """Returns True if a free slot needs no further :meth:`prepare`."""
         with self._lock:
             return any(min(slot.reserved, slot.touched) >= size and not slot.small(size) for slot in self._free)
 

@@ -1,4 +1,4 @@
-"""How a node says that it is full, and the one error that becomes of it."""
+"""Errors of a node that is full: how they are recognized, and the one error that is raised."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def needs_space(what: str, *, operation: str, key: str, hint: str = FULL_HINT) -
 
 
 def is_scarcity(error: BaseException) -> bool:
-    """Whether it is for want of something that others of this node may give back: space, or descriptors."""
+    """Returns True if the error is for want of space or descriptors, which others of this node may give back."""
     return any(isinstance(each, OSError) and each.errno in _SCARCE for each in (error, error.__cause__))
 
 

@@ -42,7 +42,7 @@ class _Claim(NamedTuple):
 
     @property
     def is_lost(self) -> bool:
-        """Whether its file was removed, so that other processes do not see the lock."""
+        """True if the claim's file was removed, so that other processes do not see the lock."""
         return inode_at(self.folder / OWNER_FILE) != inode_of(os.fstat(self.descriptor))
 
     def write(self, owner: str) -> None:
@@ -95,7 +95,7 @@ def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
 
 
 def _next(base: Path, owner: str, others: set[Path], *, make: bool) -> Path | None:
-    """What to try next: of what is there now, the owner's own first; then, where ``make`` says so, a new one."""
+    """Returns the next folder to try: the owner's own, then other existing ones, then, with ``make``, a new one."""
     folders = sorted(siblings(base), key=lambda each: _owner_of(each) != owner)
     new = (_sibling(base, each) for each in itertools.count(1)) if make else iter(())
     return next((each for each in itertools.chain(folders, new) if each not in others), None)
@@ -200,7 +200,7 @@ def spill_dir_of(configured: str | None) -> str | None:
 
 
 def spill_root(spill_dir: str, root: Path) -> Path:
-    """Where a memory tier's spill is, see :func:`claim`: jobs may use one namespace in several memory folders."""
+    """Returns a memory tier's spill folder, see :func:`claim`: jobs may use one namespace in several memory folders."""
     mark = hash_bytes(os.path.realpath(root).encode())[:8]
     return Path(spill_dir) / f"tiered-{os.getuid()}" / f"{root.name}-{mark}"
 
@@ -222,7 +222,7 @@ def disk_left(root: Path, used: int, *, is_shared: bool, is_bound: bool = True) 
 
 
 class Spill:
-    """What a memory tier has of the spill: nothing, until there is one or one is needed."""
+    """Spill of one memory tier: none until there is one, or one is needed."""
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ BUDGET_FILE = "budget"
 
 
 def namespace_root(memory_dir: str, namespace: str) -> Path:
-    """Where the memory tier of a namespace lies for the current user."""
+    """Returns the folder of a namespace's memory tier for the current user."""
     return Path(memory_dir) / f"tiered-{os.getuid()}" / ids.validate_namespace(namespace)
 
 
@@ -184,7 +184,7 @@ class MemoryTier:
         return spill if spill is not None and Path(path).is_relative_to(spill.root) else self
 
     def is_spilled(self, path: Path | str) -> bool:
-        """Whether a part's folder, or a slot's file, lies in the spill."""
+        """Returns True if a part's folder, or a slot's file, lies in the spill."""
         return self._home(path) is not self
 
     @property
@@ -264,7 +264,7 @@ class MemoryTier:
         self._home(slot.path)._pool.give_back(slot)
 
     def is_taken(self, save_id: str, rank: int) -> bool:
-        """Whether there is anything at a part's place, readable or not."""
+        """Returns True if a part's folder exists, readable or not."""
         return any((tier._parts / save_id / ids.rank_folder(rank)).exists() for tier in self._roots)
 
     def commit(
@@ -440,6 +440,6 @@ def noted_budget(root: Path) -> int | None:
 
 
 def space_of(tier: MemoryTier) -> Space:
-    """What a tier has in use and free, of a slot that is being filled as if it were idle; raises OSError."""
+    """Returns a tier's used and free space; a slot that is being filled counts as free; raises OSError."""
     idle = used(tier.root / "slots")
     return Space(max(0, tier.usage() - idle), max(0, tier.room()) + idle)

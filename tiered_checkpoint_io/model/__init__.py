@@ -1,1 +1,1 @@
-"""What checkpoints are, as data: names and ids, manifests, configuration. Pure; no input or output."""
+"""Data model of checkpoints: names and ids, manifests, configuration. Pure; no input or output."""

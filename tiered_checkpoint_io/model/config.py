@@ -198,7 +198,7 @@ class TieredCheckpointConfig:
 
     @property
     def is_named(self) -> bool:
-        """Whether the namespace is another than the one that is made from dirpath."""
+        """True if the namespace is not the one made from dirpath."""
         return self.namespace != ids.namespace_of(self.dirpath)
 
     @classmethod

@@ -167,7 +167,7 @@ class Totals:
 
 
 def totals_of(events: Iterable[Event]) -> Totals:
-    """What events, in their order, add up to."""
+    """Adds up events, in their order."""
     totals = Totals()
     for event in events:
         totals.add(event)

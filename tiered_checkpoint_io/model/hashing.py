@@ -1,4 +1,4 @@
-"""How bytes are hashed: in chunks, each on its own. Pure."""
+"""Hashes of bytes: in chunks, each on its own. Pure."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _MAX_TOTAL_SIZE = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class IndexRef:
-    """What a manifest says of the index of a save."""
+    """Reference of a manifest to the index of a save."""
 
     #: Bytes of the index.
     size: int

@@ -10,7 +10,7 @@ JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
 def are_one(owner: str, other: str) -> bool:
-    """Whether two processes belong to one launch: they have one owner, or one was started below the other.
+    """Returns True if two processes belong to one launch: one owner, or one was started below the other.
 
     Two that inherited the same line from a shell, or from a process that starts jobs, do not.
     """
@@ -24,7 +24,7 @@ def job_of(environment: Mapping[str, str]) -> str:
 
 
 def is_another_job(job: str, recorded: str) -> bool:
-    """Whether a process in a job has its environment from outside of it: from another job, or from none.
+    """Returns True if a process in a job got its environment from outside: from another job, or from none.
 
     Schedulers hand the environment of the process that submits a job on to that job. A process that knows no job may
     just have been started without the scheduler's variables, so that proves nothing.

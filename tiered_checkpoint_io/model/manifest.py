@@ -107,7 +107,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What one save put under a name."""
+    """Content that one save put under a name."""
 
     #: Which save; as text, ids sort in the order of the saves.
     save_id: str
@@ -264,7 +264,7 @@ class Manifest:
 
 
 def reservation(name: str, mark: str) -> bytes:
-    """What stands in a manifest's place while an object of its name, which no manifest names, is replaced or removed.
+    """Returns a document for a manifest's place while an unnamed object of its name is replaced or removed.
 
     It says that there is no checkpoint. A drain that has read the place before can't commit any more with that object.
     Once there was a manifest, the place is never empty again: emptied, it would look as it did before.
@@ -285,7 +285,7 @@ def reservation_in(data: bytes) -> str:
 # ------------------------------------------------------------------------------------------- part
 @dataclass(frozen=True, slots=True)
 class Part(AtPlace):
-    """What one rank contributed to one save, as it lies in the memory tier."""
+    """One rank's contribution to one save, as it lies in the memory tier."""
 
     #: The checkpoint's.
     name: str
@@ -314,12 +314,12 @@ class Part(AtPlace):
 
     @property
     def series_key(self) -> SeriesKey:
-        """Which saves its own is one of. Only those are in order: process groups may save side by side."""
+        """Key of the saves that are in order with the part's own: process groups may save side by side."""
         return SeriesKey(self.place, self.series, self.content.coordinator)
 
     @property
     def commits(self) -> bool:
-        """Whether the drain that holds this part commits the save: that of the coordinator does."""
+        """True if the drain that holds this part commits the save: the coordinator's drain does."""
         return self.rank == self.content.coordinator
 
     def to_json(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Which durable tier: where it lies, and on which server. Pure, and without secrets."""
+"""Durable tiers: their location and server. Pure, and without secrets."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class SeriesKey(NamedTuple):
 
 
 class AtPlace:
-    """What belongs to a durable tier, and is stored with ``dirpath`` and ``server`` side by side."""
+    """Base of data that belongs to a durable tier, and is stored with ``dirpath`` and ``server`` side by side."""
 
     __slots__ = ()
     dirpath: str

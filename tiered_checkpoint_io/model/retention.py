@@ -1,4 +1,4 @@
-"""Which checkpoints of the durable tier are kept: the policies as data, and one pure decision.
+"""Retention on the durable tier: the policies as data, and one pure decision.
 
 Checkpoints of one training step are one *unit*, kept or removed together: averages beside weights, the parts of process
 groups that save side by side, and what two callbacks saved at the same step.
@@ -25,26 +25,26 @@ UnitKey: TypeAlias = int | str
 
 
 def unit_of(name: str, step: int) -> UnitKey:
-    """What a checkpoint belongs together with: all of its step, or where that is not known (-1), all of its name."""
+    """Returns the key of a checkpoint's unit: its step, or its name if the step is not known (-1)."""
     return step if step >= 0 else name
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What the decision goes by, of one checkpoint or alias.
+    """Facts about one checkpoint or alias for the decision.
 
     Attributes:
         name: Its name.
-        save_id: Of the save; as text, ids sort in the order of the saves.
+        save_id: Id of its save; as text, ids sort in the order of the saves.
         step: The training step; -1 where it is not known.
         created: Seconds since the epoch, by the writer's clock.
         kind: The payload.
-        resumable: Whether training can resume from it.
+        resumable: True if training can resume from it.
         size: Bytes.
-        metrics: Value of what a ModelCheckpoint monitored, by its name.
-        alias_of: Of an alias, the name that it stands for.
-        is_copy: Whether it is a copy that moves on with the run, as ``last.ckpt``.
-        is_changing: Whether an overwrite of it is under way.
+        metrics: Monitored value of a ModelCheckpoint, by its name.
+        alias_of: Target's name, for an alias.
+        is_copy: True if it is a copy that moves on with the run, as ``last.ckpt``.
+        is_changing: True while it is overwritten.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Checkpoint:
 
     @property
     def unit(self) -> UnitKey:
-        """What it is kept or removed together with."""
+        """Key of the checkpoints that are kept or removed together with this one."""
         return unit_of(self.name, self.step)
 
     @classmethod
@@ -231,7 +231,7 @@ def _moved_on(checkpoints: Iterable[Checkpoint]) -> set[str]:
 
 
 def _units(checkpoints: Iterable[Checkpoint]) -> list[_Unit]:
-    """What policies decide on, the latest save first; aliases and copies are no saves of their own."""
+    """Returns the units that policies decide on, the latest save first; aliases and copies are no saves."""
     units: defaultdict[int | str, list[Checkpoint]] = defaultdict(list)
     for each in checkpoints:
         if each.alias_of is None and not each.is_copy:

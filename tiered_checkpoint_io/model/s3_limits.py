@@ -1,4 +1,4 @@
-"""What S3 takes, in bytes and parts; other servers may take less, and say so themselves."""
+"""Limits of S3, in bytes and parts; other servers may take less, and say so themselves."""
 
 #: Of every part of an upload but the last.
 MIN_PART = 5 << 20

@@ -108,7 +108,7 @@ class Metrics:
 
 
 class UploadJournal(Protocol):
-    """Where a store notes an upload in progress, so that another process can take it up.
+    """Journal of an upload in progress: from it, another process can continue the upload.
 
     A store may write any JSON object; it gets the same object back after a restart.
     """
@@ -121,7 +121,7 @@ class UploadJournal(Protocol):
 
 
 class UploadContent(Protocol):
-    """What an upload sends: a ``memoryview`` of bytes, or anything that is sliced like one.
+    """Content of an upload: a ``memoryview`` of bytes, or an object that is sliced like one.
 
     ``len(content)`` is its size in bytes. ``with content[start:end] as piece`` gives the bytes of that range as a
     contiguous memoryview, and frees them at the end: what is sliced need not lie in memory before. A store asks for
@@ -154,7 +154,7 @@ class CopyRefusedError(StoreError):
 
 
 class Readable(Protocol):
-    """What ranges of files are read from: a durable tier, or the memory of a peer."""
+    """Source of file ranges: a durable tier, or the memory of a peer."""
 
     @property
     def url(self) -> str:
@@ -177,7 +177,7 @@ class Store(Readable, Protocol):
 
     @property
     def metrics(self) -> Metrics:
-        """What was asked of this store so far."""
+        """Metrics of this store's requests so far."""
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:

@@ -1,4 +1,4 @@
-"""What some stores can do, for all stores: by their own means where they have them, else by those of the protocol.
+"""Abilities that only some stores have, for all stores: by a store's own method, else by the protocol's.
 
 A store may have these methods beyond those of :class:`Store`:
 

@@ -138,7 +138,7 @@ class FileStore(ABC):
         journal: UploadJournal | None,
         progress: Callable[[int], None] | None,
     ) -> None:
-        """What all uploads have in common around ``write``, which is called with where to report progress."""
+        """Uploads through ``write``, which gets a callback for progress; does what all uploads have in common."""
         report, cancelled = Progress(progress), threading.Event()
 
         def once() -> None:
@@ -236,7 +236,7 @@ class FileStore(ABC):
         return f"{self._root}/{key}"
 
     def _ask(self, request: str, key: str, call: Callable[[], _T]) -> _T:
-        """What ``call`` gives; counted, and repeated where need be."""
+        """Returns the result of ``call``; counted, and repeated if needed."""
 
         def once() -> _T:
             self.metrics.add(f"requests.{request}")
@@ -246,7 +246,7 @@ class FileStore(ABC):
         return self._retry(lambda: self._or_renewed(once))
 
     def _or_renewed(self, once: Callable[[], _T]) -> _T:
-        """What ``once`` gives; where its credentials are refused, once more with those that there are by now."""
+        """Returns the result of ``once``; if its credentials are refused, calls it again with renewed ones."""
         refused = self._fs
         try:
             return once()
@@ -258,7 +258,7 @@ class FileStore(ABC):
             return once()
 
     def _renewed(self, refused: Any) -> bool:  # noqa: ARG002
-        """Whether ``_fs`` is another one by now than that which was refused."""
+        """Returns True if ``_fs`` is no longer the object that was refused."""
         return False
 
     @contextlib.contextmanager

@@ -59,7 +59,7 @@ class _StrangeError(Exception):
 
 
 class _OwnError(Exception):
-    """What was to be done with the bytes has failed here."""
+    """Failure of this process, not of the peer, to handle the bytes."""
 
 
 class PeerStore:

@@ -1,4 +1,4 @@
-"""What a store refuses, of several things that are to be done: one locked object must not keep all the others."""
+"""Refusals of a store during several requests: one locked object must not keep all others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiered_checkpoint_io.formats.parallel import in_parallel
 
 
 class Refusals(list[StoreError]):
-    """What the server said where it refused something for good, such as a delete for an Object Lock."""
+    """Errors of requests that the server refused for good, such as a delete under an Object Lock."""
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:

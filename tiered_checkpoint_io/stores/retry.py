@@ -30,9 +30,9 @@ class Retry:
         self._clock = clock
 
     def __call__(self, call: Callable[[], _T], *, cancelled: threading.Event | None = None) -> _T:
-        """What ``call`` gives; once ``cancelled`` is set no attempt but the first begins, and a wait for one ends.
+        """Returns the result of ``call``; once ``cancelled`` is set, begins no further attempt and ends a wait.
 
-        So it is once the :class:`Question` that this is part of is closed.
+        Without ``cancelled``, the :class:`Question` around this call has the same effect once it is closed.
         """
         question = current_question()
         event = cancelled or (question.cancelled if question is not None else threading.Event())

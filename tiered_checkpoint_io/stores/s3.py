@@ -96,7 +96,7 @@ class S3Store:
                     yield ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp())
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """What lies between ``prefix``, which ends with a slash, and the next slash of any key: see `fallbacks`."""
+        """Yields the names of the folders right below ``prefix``, which ends with a slash: see `fallbacks`."""
         start = self._client.prefix + prefix
         for page in self._client.pages("list_objects_v2", None, {"Prefix": start, "Delimiter": "/"}):
             for entry in page.get("CommonPrefixes", ()):

@@ -79,7 +79,7 @@ def fill(
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """Which bytes of an object an answer says that it holds.
+    """Bytes of an object that an answer says it holds.
 
     Attributes:
         start: The first one.
@@ -116,7 +116,7 @@ class _Extent:
 
 @contextlib.contextmanager
 def _reading(body: Any, key: str, *, whole: bool) -> Iterator[Callable[[memoryview], int]]:
-    """What reads the rest of a body into a buffer; of a ``whole`` one, from its connection where that is possible.
+    """Yields a reader of the rest of a body into a buffer; for a ``whole`` body, from its connection if possible.
 
     boto3's body copies through a buffer of its own. Its connection is not part of its interface, so where anything is
     not as expected, the body itself is read.

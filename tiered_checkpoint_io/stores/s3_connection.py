@@ -129,9 +129,9 @@ class Connection:
             ) from error
 
     def renewed(self, refused: Any) -> bool:
-        """Whether ``client`` has other credentials by now than ``refused``, a client whose credentials were refused.
+        """Returns True if ``client`` now has other credentials than ``refused``, a client that the server refused.
 
-        Looked for at most every ``credentials_again_s``; where there are none, all stays as it is. For many threads.
+        New ones are looked for at most every ``credentials_again_s``; without any, all stays as it is. Thread-safe.
         """
         with self._renewing:
             if self.client is not refused:
@@ -205,7 +205,7 @@ def _be_patient(client: Any, read_s: float) -> None:
 
 
 def _keys(credentials: Any) -> Any:
-    """What requests are signed with, to be compared; None where there are no credentials."""
+    """Returns the keys that sign requests, to be compared; None if there are no credentials."""
     return None if credentials is None else credentials.get_frozen_credentials()
 
 
@@ -216,7 +216,7 @@ def _credentials_of(client: Any) -> Any:
 
 
 def _keys_of(client: Any) -> Any:
-    """What a client signs with; None where it has no credentials, or such as can't be renewed."""
+    """Returns the keys that a client signs with; None without credentials, or if they can't be renewed."""
     try:
         return _keys(_credentials_of(client))
     except Exception:

@@ -1,4 +1,4 @@
-"""What an exception of boto3 means: by its type, an HTTP status and S3's error code, never by text."""
+"""Errors of boto3 and their meaning: by type, HTTP status and S3's error code, never by text."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 
 def request_of(method: str) -> str:
-    """What the request is called that a method of boto3's client sends."""
+    """Returns the name of the request that a method of boto3's client sends."""
     return _REQUESTS.get(method, method.partition("_")[0])
 
 
@@ -234,7 +234,7 @@ def _status_of(error: StoreError) -> int | None:
 
 
 def is_just_busy(error: StoreError) -> bool:
-    """Whether the server did answer, and has not done what it was asked.
+    """Returns True if the server answered, and did not carry out the request.
 
     By 500 it may mean anything. By most other statuses from there on a gateway says that it lost the server's answer.
     """
@@ -243,18 +243,18 @@ def is_just_busy(error: StoreError) -> bool:
 
 
 def is_changed(error: StoreError) -> bool:
-    """Whether the server refused because an object is not the one that the request was about."""
+    """Returns True if the server refused for a failed condition: the object is not the expected one."""
     return _status_of(error) == 412
 
 
 def is_just_denied(error: StoreError) -> bool:
-    """Whether credentials that are good lack a right."""
+    """Returns True if credentials are good, but lack a right."""
     is_refused = error.is_denied and _status_of(error) in (401, 403)
     return is_refused and error.reason != "credentials"
 
 
 def lacks_credentials(error: BaseException) -> bool:
-    """Whether one of our errors is for credentials that are missing, wrong or expired: with others, it may go on."""
+    """Returns True if an error is for missing, wrong or expired credentials: a try with others may succeed."""
     if isinstance(error, StoreError) and error.is_denied:
         return not is_just_denied(error)
     # The answer to a HEAD has no body that could say so.
@@ -262,23 +262,23 @@ def lacks_credentials(error: BaseException) -> bool:
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether the server has refused what neither a later try nor other credentials would mend."""
+    """Returns True if the server refused for good: neither a retry nor other credentials would help."""
     return isinstance(error, StoreError) and not error.retryable and not lacks_credentials(error)
 
 
 def may_be_credentials(error: StoreError) -> bool:
-    """Whether one of our errors may be for credentials that others have taken the place of."""
+    """Returns True if one of our errors may be for credentials that were replaced since."""
     # So is a HEAD with a token that has expired.
     return error.is_denied or _code_of(error) in _NO_REASON
 
 
 def may_want_checksum(error: StoreError) -> bool:
-    """Whether the server may have refused a body for want of a checksum: buckets with Object Lock do."""
+    """Returns True if the server may have refused a body without a checksum: buckets with Object Lock do."""
     return _code_of(error) in _NO_CHECKSUM
 
 
 def may_refuse_conditions(error: StoreError) -> bool:
-    """Whether the server may have refused a write for its condition, because it knows no such thing."""
+    """Returns True if the server may have refused a write because it does not support conditions."""
     return _code_of(error) in _NO_CONDITIONS or _status_of(error) == 501
 
 

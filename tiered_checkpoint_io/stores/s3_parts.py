@@ -1,4 +1,4 @@
-"""What an upload in parts consists of: its parts, what holds when it ends, and how a journal describes it."""
+"""Uploads in parts: their parts, the condition at their end, and their text in a journal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def part_size_for(size: int, wanted: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What must hold when an object appears: its tag, and what ``look`` looks at; see ConditionalStore.upload_if."""
+    """Condition for an object to appear: its tag, and the check by ``look``; see ConditionalStore.upload_if."""
 
     expected: str | None
     look: Callable[[], None] | None = None
@@ -80,7 +80,7 @@ class Upload:
         return None
 
     def to_journal(self) -> dict[str, object]:
-        """What a journal has of it."""
+        """Returns the upload's fields for a journal."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property

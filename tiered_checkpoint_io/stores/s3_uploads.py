@@ -134,7 +134,7 @@ class MultipartUploads:
         report: Progress,
         condition: Condition | None,
     ) -> bool:
-        """Whether the object is complete; False where the upload vanished (a lifecycle rule, for one)."""
+        """Sends an upload; returns False if the upload vanished, for example by a lifecycle rule."""
         upload, arrived = self._begin(key, data, part_size, journal)
         upload_id = {"UploadId": upload.upload_id}
         checksum = {"ChecksumAlgorithm": self._checksum} if self._checksum else {}
@@ -286,7 +286,7 @@ class MultipartUploads:
         return {**part, field: answer[field]} if self._checksum and field in answer else part
 
     def _made(self, upload: Upload) -> bool:
-        """Whether the object that is there is this upload's."""
+        """Returns True if this upload made the object that is there."""
         try:
             found = self._client.ask("head_object", upload.key)
         except StoreNotFoundError:

@@ -1,4 +1,4 @@
-"""How long a caller waits for a store that does not answer, and what is said meanwhile.
+"""Questions to a store that may not answer: a bound for the wait, and a report meanwhile.
 
 A store repeats its requests for minutes, and one request to a server that accepts and never answers may take a minute
 by itself. A caller that can do without the answer asks on a thread of its own, and leaves it there.
@@ -74,7 +74,7 @@ class Question(Generic[_T]):
         self._trouble = message, hint or ""
 
     def within(self, seconds: float, count_down: CountDown | None = None) -> bool:
-        """Whether all is answered before the store has been silent for ``seconds``."""
+        """Returns True if all is answered before the store has been silent for ``seconds``."""
         every = self._clock.timing.silence_line_s
         while not self._ended.is_set():
             silent = self._silent_s()
@@ -97,7 +97,7 @@ class Question(Generic[_T]):
         return StoreError(text, operation="ask", tier="durable", hint=advice, reason="unavailable")
 
     def result(self) -> _T:
-        """What was asked for, waited for without a bound but the store's own; raises what ``ask`` raised."""
+        """Waits for the result of ``ask``, as long as the store's own bounds allow; raises as ``ask``."""
         while not self._clock.wait(self._ended, self._clock.timing.silence_line_s):
             pass
         return self._answer.result()
@@ -116,7 +116,7 @@ def current_question() -> Question[Any] | None:
 
 
 def moving() -> Callable[[], None]:
-    """What this thread calls where work gets on between two answers: the store then does not count as silent."""
+    """Returns a callback for progress between two answers: the store then does not count as silent."""
     question = current_question()
     return question.answered if question is not None else lambda: None
 
@@ -137,7 +137,7 @@ def answer_within(
     clock: Clock = SYSTEM,
     count_down: CountDown | None = None,
 ) -> _T:
-    """What ``ask`` gives, unless its store is silent for too long.
+    """Returns the result of ``ask``, or raises if its store is silent for too long.
 
     Args:
         seconds: How long a silence may be, seconds; each answer to a request begins a new one.

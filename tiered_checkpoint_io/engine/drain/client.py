@@ -124,7 +124,7 @@ class DrainHandle:
         return sorted({ids.save_id_of_op(each.op_id) for each in self.queue.look(self._tier) if each.action in SAVES})
 
     def is_inherited(self, outcome: Outcome) -> bool:
-        """Whether it is of something that an earlier start left in the queue."""
+        """Returns True if an earlier start left this operation in the queue."""
         return outcome.op_id in self._inherited and outcome.op_id < _BEGAN
 
     def has_room(self, cancel_id: str, *, besides: str = "") -> bool:

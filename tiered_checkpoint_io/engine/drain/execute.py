@@ -1,4 +1,4 @@
-"""How the drain carries out one operation: it sends a part, gathers those of other nodes, commits, deletes.
+"""One operation of the drain, carried out: it sends a part, gathers those of other nodes, commits, deletes.
 
 One that fails is tried again later, and a save that waits for parts of other nodes is looked at again, more and more
 rarely; neither holds up later saves.
@@ -246,7 +246,7 @@ class Executor:
         return "committed", retention.refused_text(refused) if refused else ""
 
     def _has_save(self) -> bool:
-        """Whether there is something to do for a save now."""
+        """Returns True if a queued save is due now."""
         now = self.clock.monotonic()
         saves = [each.op_id for each in self.queue.look(self.tier) if each.action in SAVES]
         return any(self.begun.get(op_id, Begun()).due <= now for op_id in saves)
@@ -267,7 +267,7 @@ class Executor:
             self._give_up(other, "cancelled to keep the queue bounded")
 
     def _has_come(self, operation: Request) -> bool:
-        """Whether all that a save has waited for is there by now, so that it is committed next; said of it once."""
+        """Returns True if all awaited parts of a save have arrived; then the save is due now."""
         stored, begun = operation.stored, self.begun.get(operation.op_id)
         if stored is None or not stored.part.commits or stored.part.content.parts == 1:
             return False

@@ -69,7 +69,7 @@ class OperationLog:
 
     # ----------------------------------------------------------------------------------- reading
     def poll(self) -> bytes:
-        """What differs from the last call where anything was written or rung; empty without a file."""
+        """Returns bytes that differ from the last call's after a write or a ring; empty without a file."""
         with self._guard:
             file = self._opened()
             return os.pread(file, _BELL_AT + _BELL_SIZE, 0) if file is not None else b""
@@ -93,7 +93,7 @@ class OperationLog:
             return self._state.get(key)
 
     def heartbeat(self) -> bytes:
-        """What :meth:`beat` last wrote; empty where there is nothing, or it is just being written."""
+        """Returns the bytes that :meth:`beat` last wrote; empty if there are none, or during a write."""
         with self._guard:
             file = self._opened()
             raw = os.pread(file, _BEAT_SIZE, _BEAT_AT) if file is not None else b""

@@ -126,7 +126,7 @@ def elsewhere() -> dict[str, str]:
 
 
 def module_path() -> list[str]:
-    """Where this process looks for modules, for one in another folder."""
+    """Returns the folders in which this process looks for modules, for a process in another folder."""
     found = [each for each in sys.path if isinstance(each, str)]
     with contextlib.suppress(FileNotFoundError):
         here = os.getcwd()
@@ -291,22 +291,22 @@ class DrainRunner:
     # ----------------------------------------------------------------------------------- state
     @property
     def is_foreign(self) -> bool:
-        """Whether this is a forked child (a DataLoader's worker): it has our memory, but not our role."""
+        """True in a forked child (a DataLoader's worker): it has our memory, but not our role."""
         return os.getpid() != self._pid
 
     @property
     def is_announced(self) -> bool:
-        """Whether the drain knows of this trainer."""
+        """True if the drain knows of this trainer."""
         return self._trainer_lock is not None
 
     @property
     def is_thread(self) -> bool:
-        """Whether it is, or was, a thread of this process."""
+        """True if the drain is, or was, a thread of this process."""
         return self._thread is not None
 
     @property
     def is_running(self) -> bool:
-        """Whether a drain runs, of this process or another."""
+        """True if a drain runs, of this process or another."""
         if self._thread is not None and self._thread.is_alive():
             return True
         if self._child is not None and self._child.poll() is None:
@@ -315,7 +315,7 @@ class DrainRunner:
 
     @property
     def has_worked(self) -> bool:
-        """Whether a drain was ever started over this memory, by this process or an earlier one."""
+        """True if this process or an earlier one ever started a drain over this memory."""
         return (self._root / CONFIG_FILE).exists()
 
     @property
@@ -325,11 +325,11 @@ class DrainRunner:
 
     @property
     def cannot_import(self) -> bool:
-        """Whether there is no drain because the last one that was started here can't import what it needs."""
+        """True if no drain runs because the last one started here can't import a module."""
         return self._child is not None and self._child.poll() == CANNOT_IMPORT and not self.is_running
 
     def last_words(self) -> str:
-        """Where the drain's log is, and its last line."""
+        """Returns the path of the drain's log, and its last line."""
         path, last = self._root / LOG, ""
         with contextlib.suppress(OSError):
             last = path.read_text(errors="replace").strip().rpartition("\n")[2]

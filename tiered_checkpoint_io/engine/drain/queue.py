@@ -1,4 +1,4 @@
-"""What trainers and the drain of a node exchange, over the operation log.
+"""Exchange between trainers and the drain of a node, over the operation log.
 
 A committed part that is marked durable is itself the request to upload it. Aliases, deletes and cancels are entries
 of the log. Operations are numbered by one counter a run, and as text their ids sort in the order in which they were
@@ -45,19 +45,19 @@ _T = TypeVar("_T", Request, Outcome)
 
 @dataclass(slots=True)
 class DrainProgress:
-    """What the drain is doing.
+    """Present work of the drain.
 
     Attributes:
         pid: Its process; 0 where none has run.
-        heartbeat: When it last said so, seconds since the epoch.
+        heartbeat: Time of its last report, seconds since the epoch.
         pending: Operations that wait, the current one included.
         name: The checkpoint in work, or "".
         bytes_done: Bytes of it that are on the durable tier.
         bytes_total: Bytes of it.
         rate: Bytes a second of the current, or else of the last, upload.
         counters: Store counters (requests, bytes, retries) and ``committed``, ``failed``, ``skipped``.
-        last_error: The newest failure, as text; empty once nothing of what failed is left to be tried again.
-        trouble: Why it has not been able to look at its queue for a while; mostly "".
+        last_error: The newest failure, as text; empty once no failed operation is left to be tried again.
+        trouble: Reason why it has not been able to look at its queue for a while; mostly "".
     """
 
     pid: int = 0
@@ -192,7 +192,7 @@ class Queue:
         return {_OUTCOME + each: None for each in kept if (of := ids.save_id_of_op(each)) < first and of not in needed}
 
     def outcome(self, op_id: str) -> Outcome | None:
-        """What became of an operation; None where it is still to be done, or too long ago."""
+        """Returns the outcome of an operation; None if it is still to be done, or too long ago."""
         raw = self._log.get(_OUTCOME + ids.validate_op_id(op_id))
         return _parsed(Outcome, raw) if raw is not None else None
 
@@ -211,7 +211,7 @@ class Queue:
 
     # ------------------------------------------------------------------------------------- notes
     def journal(self, op_id: str) -> Note:
-        """Where the drain notes what of an operation is done."""
+        """Returns the journal in which the drain notes its progress with an operation."""
         return self._notes.setdefault(op_id, Note(self._log, _NOTE + op_id))
 
     # ---------------------------------------------------------------------------------- progress
@@ -221,7 +221,7 @@ class Queue:
         self._log.beat(json.dumps(asdict(short), ensure_ascii=False).encode())
 
     def progress(self) -> DrainProgress:
-        """What the drain last said of itself."""
+        """Returns the drain's last report about itself."""
         said = self._log.heartbeat()
         if said and said != self._said:
             self._said = said

@@ -90,7 +90,7 @@ class _RefusedError(Exception):
 
 
 class Server:
-    """What serves one memory tier, once :meth:`look` has found that a trainer asks for it."""
+    """Server of one memory tier, once :meth:`look` has found that a trainer asks for it."""
 
     def __init__(self, root: Path, tier: MemoryTier, logger: Logger, clock: Clock) -> None:
         self._root, self._tier = root, tier

@@ -52,7 +52,7 @@ def tier_label(dirpath: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """What a save did.
+    """Result of a save.
 
     Attributes:
         name: The checkpoint's name.
@@ -60,12 +60,12 @@ class SaveReport:
         save_id: The save's id.
         size: Bytes.
         stall_s: Seconds for which the caller waited.
-        tiers: Where it is, or is on its way to.
-        queued: Whether its upload is still queued.
-        spilled: Whether it lies in the spill, on the node's disk.
+        tiers: Tiers that have the checkpoint, or will get it.
+        queued: True if its upload is still queued.
+        spilled: True if it lies in the spill, on the node's disk.
         capture_s: Seconds for which the state was copied; 0 if that continues after the save returned.
-        overlapped: Whether it was copied during training, and not within the stall.
-        resumable: Whether training can resume from it.
+        overlapped: True if it was copied during training, and not within the stall.
+        resumable: True if training can resume from it.
     """
 
     name: str
@@ -82,7 +82,7 @@ class SaveReport:
 
     @property
     def is_durable(self) -> bool:
-        """Whether the durable tier has it by now."""
+        """True if the durable tier has the checkpoint by now."""
         return "durable" in self.tiers and not self.queued
 
     def line(self, dirpath: str, what: str = "") -> str:
@@ -128,13 +128,13 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a node knows of a job's checkpoints.
+    """A node's knowledge of a job's checkpoints.
 
     Attributes:
         memory: The newest in its memory, if any.
         durable: The newest that was uploaded and not deleted since, as far as the operation log reaches back.
         pending: Those whose upload is queued, or has failed and is tried again; in order.
-        resumable: Whether training can resume from some of them, as far as this is known.
+        resumable: True if training can resume from some of them, as far as this is known.
     """
 
     memory: Saved | None = None

@@ -62,7 +62,7 @@ class Begun:
 
     @property
     def is_refused(self) -> bool:
-        """Whether it is one of those that are tried one at a time, until one of them is not refused any more."""
+        """True if the server refused this cleanup; such cleanups are tried one at a time until one succeeds."""
         return self.permanent and self.is_cleanup
 
     def failed(self, error: Exception, clock: Clock, last: float = 0.0) -> None:

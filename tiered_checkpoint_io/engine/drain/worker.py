@@ -205,7 +205,7 @@ class Drain:
             clock.wait(self._stop, clock.timing.drain_rest_s)
 
     def _may_leave(self) -> bool:
-        """Whether to leave, in which case no trainer can come until this drain has left."""
+        """Returns True if this drain is to leave; then no trainer can come until it has left."""
         self._trainers = try_lock(self._root / TRAINERS_FILE)
         if self._trainers is None:
             self._report.last_success = self._clock.monotonic()

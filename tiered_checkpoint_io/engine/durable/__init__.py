@@ -1,1 +1,1 @@
-"""How checkpoints come to be, and cease to be, on the durable tier, and how they are read from it."""
+"""Checkpoints of the durable tier: how they are written, deleted and read."""

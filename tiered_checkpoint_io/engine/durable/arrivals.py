@@ -15,7 +15,7 @@ _NAMED = 16
 
 
 class Arrivals:
-    """What was seen so far; of a part that was seen, nothing is asked again.
+    """Parts seen so far; no part is asked for again once it was seen.
 
     Attributes:
         part: The coordinator's part.
@@ -33,7 +33,7 @@ class Arrivals:
         return [rank for rank in range(self.part.content.parts) if rank not in self.rows]
 
     def late(self, timeout_s: float) -> DrainError:
-        """What is raised where none has come for ``timeout_s`` seconds."""
+        """Returns the error for a save of which no part has come for ``timeout_s`` seconds."""
         part, missing = self.part, self.missing
         named = ", ".join(map(str, missing[:_NAMED]))
         return DrainError(

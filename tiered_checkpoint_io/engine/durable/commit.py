@@ -1,4 +1,4 @@
-"""How a checkpoint begins to exist on the durable tier: one sequence of writes for checkpoints of one part or of many.
+"""Commits to the durable tier: one sequence of writes for checkpoints of one part or of many.
 
 Each write concerns one object. A crash after any of them leaves a state in which a reader finds the old checkpoint or
 the new one, complete, and each function may be repeated after a crash.
@@ -91,7 +91,7 @@ class Section:
 
 # ------------------------------------------------------------------------------------------ names
 def gone_past(old: Manifest | None, part: Part, clock: Clock) -> bool:
-    """Whether what has a name was saved later than what is to take it, as far as can be told."""
+    """Returns True if a name already holds a later save than this part's, as far as can be told."""
     if old is None or old.alias_of is not None or old.content.save_id <= part.save_id:
         return False
     # Clocks of different runs may disagree: there the last to commit gets the name, except for a save that a dead run
@@ -101,7 +101,7 @@ def gone_past(old: Manifest | None, part: Part, clock: Clock) -> bool:
 
 
 def is_committed(manifest: Manifest | None, part: Part) -> bool:
-    """Whether a manifest says that the save of this part, and no other, is what its name holds."""
+    """Returns True if a manifest says that its name holds the save of this part, and no other."""
     if manifest is None or manifest.alias_of is not None or manifest.previous:
         return False
     return manifest.content.save_id == part.save_id
@@ -143,19 +143,19 @@ def put_part(
 
 
 def _was_replaced(old: Manifest | None, part: Part, journal: UploadJournal | None) -> bool:
-    """Whether a save was as far as W4, where the run that has the name now found it, and replaced it: its files go."""
+    """Returns True if a later save replaced this one after W4: then this save's files are to go."""
     if old is None or old.alias_of is not None or Section(journal, _HELD).read() is None:
         return False
     return old.content.save_id > part.save_id and all(each.save_id != part.save_id for each in contents_of([old]))
 
 
 def sent(journal: UploadJournal | None) -> dict[str, object]:
-    """What has arrived, by its basename; the part's description last."""
+    """Returns the files that have arrived, by basename; the part's description is the last."""
     return Section(journal, _SENT).read() or {}
 
 
 def is_sent(journal: UploadJournal | None) -> bool:
-    """Whether a part's description has arrived, and all of its files but the switch with it."""
+    """Returns True if a part's description has arrived: all its files but the switch arrived before it."""
     return _DESCRIPTION in sent(journal)
 
 

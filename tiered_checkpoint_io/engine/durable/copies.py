@@ -99,12 +99,12 @@ def put_copy(
 
 
 def _is_later(old: Manifest | None, save_id: str) -> bool:
-    """Whether an alias was made of a save that is later than the request; of other saves the commit finds out."""
+    """Returns True if an alias was made of a later save than the request's; the commit checks other saves."""
     return old is not None and old.alias_of is not None and old.content.save_id > save_id
 
 
 def _part_of(store: Store, target: Manifest, name: str, save_id: str, dirpath: str) -> Part | None:
-    """What a copy of a checkpoint is; None where that is not one object, or may be one of two."""
+    """Returns the part for a copy of a checkpoint; None unless that is exactly one object."""
     content = target.content
     if content.parts != 1 or target.previous:
         return None

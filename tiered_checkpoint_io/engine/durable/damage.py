@@ -1,4 +1,4 @@
-"""Whether a checkpoint of the durable tier is damaged: every byte is read and compared with its hash."""
+"""Damage of checkpoints on the durable tier: every byte is read and compared with its hash."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Damage:
 
 
 def contents_there(store: Store, manifest: Manifest) -> tuple[Content, ...]:
-    """What a checkpoint's objects may be: while an overwrite is under way, those of the content before, too.
+    """Returns the contents that a checkpoint's objects may be; an overwrite under way adds the content before.
 
     The file of a sharded one that changes over last tells which; of one file, only all of its bytes do.
 

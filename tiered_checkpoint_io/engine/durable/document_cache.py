@@ -18,7 +18,7 @@ _SETTLED_S = 2.0
 
 
 class _Known(NamedTuple):
-    """What a listing said of a document, since when, whether a later change of it would show, and what it says."""
+    """One document: its listing, since when, whether a later change would show, and its value."""
 
     entry: ObjectInfo
     since: float

@@ -132,7 +132,7 @@ class Manifests:
             raise changed("look", key)
 
     def points_to(self, alias: str, target: str) -> bool:
-        """Whether ``alias`` is an alias of ``target`` now."""
+        """Returns True if ``alias`` is an alias of ``target`` now."""
         manifest = self.current(alias)
         return manifest is not None and manifest.alias_of == target
 
@@ -141,12 +141,12 @@ class Manifests:
         self._data[name] = data
 
     def _mark(self, name: str) -> str:
-        """Of this operation alone, and another than before: some tags are digests, the same for the same text."""
+        """Returns a mark of this operation alone, new each time: some tags are digests, the same for the same text."""
         return hash_bytes(f"{self._owner} {self.reserved(name)} {self._tags[name]}".encode())
 
 
 def if_intact(read: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
-    """What ``read`` gives of its arguments; None where that document is missing or damaged.
+    """Returns the document that ``read`` reads; None if the document is missing or damaged.
 
     Raises:
         CorruptCheckpointError: It has another format version.
@@ -182,7 +182,7 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
 
 
 def manifest_cache() -> DocumentCache[Manifest | None]:
-    """What reads all manifests of a durable tier; None in place of a reservation."""
+    """Returns a cache that reads all manifests of a durable tier; a reservation's value is None."""
     return DocumentCache(ids.MANIFEST_PREFIX, _parse)
 
 
@@ -202,7 +202,7 @@ def contents_of(manifests: Iterable[Manifest | None]) -> list[Content]:
 
 
 def _listed(store: Store) -> dict[str, ObjectInfo]:
-    """What has a manifest or a reservation, by its name."""
+    """Returns the listed manifests and reservations, by the name of their checkpoint."""
     listed = {ids.name_from_manifest_key(entry.key): entry for entry in store.list(ids.MANIFEST_PREFIX)}
     return {name: entry for name, entry in listed.items() if name is not None}
 

@@ -111,7 +111,7 @@ def remove_all(store: Store, going: Iterable[Checkpoint], stop: threading.Event)
 
 
 def refused_text(refused: Sequence[RemovalAttempt]) -> str:
-    """What is said of checkpoints that the server refuses to remove."""
+    """Returns the message about checkpoints that the server refuses to remove."""
     names, is_one = names_text([each.checkpoint.name for each in refused]), len(refused) == 1
     stay, them = ("stays", "it") if is_one else ("stay", "them")
     why = f"as the server refuses to delete {them} (a lock or a policy may hold {them})"

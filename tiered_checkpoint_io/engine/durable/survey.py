@@ -19,7 +19,7 @@ from tiered_checkpoint_io.stores.base import Store
 
 
 class LeaseFacts(NamedTuple):
-    """What retention needs to know of a lease: whose it is, and whether it is held."""
+    """Facts of a lease for retention: its owner, and whether it is held."""
 
     owner: str
     held: bool
@@ -34,12 +34,12 @@ def _lease(data: bytes, where: str) -> LeaseFacts:
 
 
 class RemovalAttempt(NamedTuple):
-    """What became of a checkpoint that is to be removed.
+    """Result of an attempt to remove a checkpoint.
 
     Attributes:
-        checkpoint: It.
-        is_gone: Whether it ceased to exist. Else it is as it was: saved again since, in use, or refused.
-        refusal: What the server said where it refused to remove something: of what is gone, some of the files.
+        checkpoint: The checkpoint.
+        is_gone: True if it ceased to exist. Else it is as it was: saved again since, in use, or refused.
+        refusal: Error of the server if it refused to remove something: of a checkpoint that is gone, some of the files.
     """
 
     checkpoint: Checkpoint
@@ -103,7 +103,7 @@ class Survey:
             self.refused.append(attempt)
 
     def leaves_alone(self, checkpoint: Checkpoint, clock: Clock) -> bool:
-        """Whether a checkpoint, or another of its step, was refused of late."""
+        """Returns True if the server lately refused to remove a checkpoint, or another of its step."""
         return self._left_alone.get(checkpoint.unit, -math.inf) > clock.monotonic()
 
     def other_run(self, store: Store, owner: str, *, clock: Clock = SYSTEM) -> str | None:

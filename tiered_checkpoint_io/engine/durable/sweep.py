@@ -1,4 +1,4 @@
-"""How checkpoints cease to exist on the durable tier: a delete of the manifest, and a sweep of unnamed saves.
+"""Deletes on the durable tier: first the manifest goes, then a sweep removes unnamed saves.
 
 As in ``commit``, each write concerns one object, and a crash after any of them leaves the checkpoint or none.
 

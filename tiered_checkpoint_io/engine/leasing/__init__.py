@@ -1,1 +1,1 @@
-"""Which run may write to a place."""
+"""Leases on a dirpath and locks on a namespace: they tell which run may write there."""

@@ -1,4 +1,4 @@
-"""What a process claims for its launch: a dirpath of the durable tier, and the namespace on this node."""
+"""Claims of a process for its launch: a dirpath of the durable tier, and the namespace on this node."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Claims:
         return None if self._lease is None else self._lease.owner
 
     def met_others(self) -> bool:
-        """Whether other runs may have saved to the dirpath since the last call: until its claim, and while one asks."""
+        """Returns True if other runs may have saved to the dirpath since the last call."""
         met = 0 if self._lease is None else 1 + self._lease.met
         is_new, self._met = met != self._met, met
         return is_new

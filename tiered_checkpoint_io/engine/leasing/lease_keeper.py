@@ -117,7 +117,7 @@ class LeaseKeeper:
 
     @property
     def is_held(self) -> bool:
-        """Whether it has found no other run."""
+        """True if the lease has found no other run."""
         return self._lease.held
 
     # ------------------------------------------------------------------------------------- life
@@ -260,7 +260,7 @@ class LeaseKeeper:
         return others
 
     def _is_asked(self, store: Store, listed: Mapping[str, ObjectInfo]) -> bool:
-        """Whether another launch may ask if we are alive: by a lease that is new, or was written again."""
+        """Returns True if another launch may ask if we are alive: its lease is new, or was written again."""
         try:
             others = self._others(store, [info for key, info in listed.items() if self._seen.get(key) != info.modified])
         except StoreError:

@@ -1,4 +1,4 @@
-"""What a lease says, and what a process makes of the leases of others. Pure, but for facts about this process.
+"""Leases: their text, and a process's judgement of other leases. Pure, except for facts about this process.
 
 Every process that saves to a dirpath keeps one small object of its own there, its lease. Every ``lease_beat_s`` it
 lists what is there, and writes its own again where another launch's that is not held has come, or was written again:
@@ -24,17 +24,17 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What a lease says.
+    """Content of a lease.
 
     Attributes:
         owner: The launch, see :func:`model.launches.are_one`.
         token: The lease itself.
-        held: Whether its process has found no other; false while it still looks.
-        host: Where it runs, for people.
-        boot_id: Which start of which machine; "" where that can't be told.
-        pid_ns: Within which its pid means something; "" where that can't be told.
+        held: True if its process has found no other; false while it still looks.
+        host: Its machine, for people.
+        boot_id: The start of its machine; "" if that can't be told.
+        pid_ns: The namespace of its pid; "" if that can't be told.
         pid: Its process.
-        born: When that began, in the machine's clock ticks.
+        born: Start of its process, in the machine's clock ticks.
     """
 
     owner: str
@@ -98,11 +98,11 @@ class Other:
 
     @property
     def is_held(self) -> bool:
-        """Whether it says that its process has found no other."""
+        """True if the lease says that its process has found no other."""
         return self.lease is not None and self.lease.held
 
     def is_alive(self, mine: Lease, timing: Timing) -> bool | None:
-        """Whether its process is alive; None where only time will show."""
+        """Returns True if the lease's process is alive; None if only time will show."""
         lease, here = self.lease, (mine.boot_id, mine.pid_ns)
         if lease is not None and "" not in here and (lease.boot_id, lease.pid_ns) == here:
             # What can't be read is hidden, or we are out of descriptors.
@@ -114,7 +114,7 @@ class Other:
         return True if self.beats else None
 
     def goes_before(self, mine: Lease) -> bool:
-        """Whether we have to yield to it, if it is alive: of two that look, the one whose owner sorts last does."""
+        """Returns True if we yield to this lease while it lives: of two that look, the owner that sorts last does."""
         return self.lease is None or self.lease.held or self.lease.owner < mine.owner
 
 

@@ -61,7 +61,7 @@ class NamespaceLock:
 
     @property
     def is_lost(self) -> bool:
-        """Whether its file was removed, so that other jobs do not see the lock."""
+        """True if the lock's file was removed, so that other jobs do not see the lock."""
         return self._held is not None and is_lost(self._held)
 
     def close(self) -> None:

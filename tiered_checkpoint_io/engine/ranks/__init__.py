@@ -1,1 +1,1 @@
-"""How ranks communicate."""
+"""Communication between ranks."""

@@ -1,4 +1,4 @@
-"""Which attempt of torchrun a rank is in, agreed without waiting for other ranks.
+"""Attempts of torchrun: each rank learns its own without waiting for other ranks.
 
 torchrun starts ranks again that have failed, or whose number changes, and may keep the store of torch.distributed, with
 all that was agreed in it. How often it has done so is no name for an attempt: each agent counts for itself, and that of
@@ -20,7 +20,7 @@ _KEY = "attempt"
 
 
 def outlives_attempts() -> bool:
-    """Whether the store is kept from one attempt to the next: that of torchrun's agents is."""
+    """Returns True if the store is kept from one attempt to the next, as the store of torchrun's agents is."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 

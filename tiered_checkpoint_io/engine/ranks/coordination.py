@@ -1,4 +1,4 @@
-"""How ranks communicate while they restore: a few collectives, each with a bound.
+"""Communication between ranks during a restore: a few collectives, each with a bound.
 
 Gathered is only what is small however large the checkpoint is: every rank gets that of all ranks, each padded to the
 largest. Whatever grows with the checkpoint goes out from one rank, and is on each other rank once. That rank has it,
@@ -188,9 +188,9 @@ class GivenGroup(Group):
 
 
 def device_of(process_group: Any) -> str:
-    """Where tensors have to lie that the ranks of a group exchange: the CPU if they may; NCCL takes none from there.
+    """Returns the device of tensors that a group's ranks exchange: the CPU if it may; NCCL takes none from there.
 
-    By what the group has: its configuration may name what a mesh has not made.
+    It asks for the group's own devices: the configuration may name a device that a mesh has not made.
     """
     devices: list[str] = [device.type for device in process_group._device_types]
     return "cpu" if "cpu" in devices or not devices else devices[0]
@@ -259,7 +259,7 @@ def train_here() -> None:
 
 
 def trains_here() -> bool:
-    """Whether this thread may make collective calls: it is the main thread, or one that trains."""
+    """Returns True if this thread may make collective calls: it is the main thread, or one that trains."""
     return threading.current_thread() is threading.main_thread() or getattr(_thread, "trains", False)
 
 

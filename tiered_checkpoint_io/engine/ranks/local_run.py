@@ -1,4 +1,4 @@
-"""What ranks agree on without waiting for each other: the run, and which checkpoint it begins with.
+"""Agreement of ranks that don't wait for each other: the run, and which checkpoint it begins with.
 
 Ranks that save and load local checkpoints make no collective call. Yet all parts of one checkpoint need one save id,
 and ranks must not resume from different ones. For both, the first rank sets a key in the key-value store of
@@ -175,11 +175,11 @@ class Run:
             return f"load/{attempt}/{self._loads[what]}/{what}"
 
     def chosen(self, load: str) -> str | None:
-        """What the first rank has chosen to load; None where this one is the first so far."""
+        """Returns the first rank's choice of a save to load; None if no rank has chosen yet."""
         return self._get(load)
 
     def choose(self, load: str, mine: str) -> str:
-        """What all load: ``mine``, or what another rank has chosen before."""
+        """Returns the save that all ranks load: ``mine``, or another rank's earlier choice."""
         return self.first(load, mine)
 
     def report_held(self, load: str, save_ids: Iterable[str]) -> None:
@@ -191,7 +191,7 @@ class Run:
             self._add(f"{load}/began", 1)
 
     def all_hold(self, load: str, save_id: str, world_size: int, clock: Clock) -> bool:
-        """Whether each rank's node has that rank's file of a save in memory.
+        """Returns True if each rank's node has that rank's file of a save in memory.
 
         Waits until all ranks have begun the load, for ``local_patience_s`` at most: then also true, because the others
         may take no part in it.

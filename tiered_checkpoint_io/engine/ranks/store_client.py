@@ -81,7 +81,7 @@ class StoreClient:
         return self.ask(lambda _: self._connect())
 
     def ask(self, request: Callable[[Any], _T]) -> _T:
-        """What ``request`` gives, which takes the store."""
+        """Returns the result of ``request``, a call that takes the store."""
         answer: Future[_T] = Future()
         requests: _Requests | None = None
         try:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def address_of(view: bytearray | memoryview) -> int:
-    """Where the bytes of a view lie, read-only ones as well."""
+    """Returns the address of a view's bytes, also of a read-only view."""
     return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
 
 

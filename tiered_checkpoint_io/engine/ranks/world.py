@@ -1,4 +1,4 @@
-"""Which rank this process is, as torch.distributed knows it now."""
+"""Rank of this process, as torch.distributed knows it now."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def current_world_size() -> int:
 
 
 def leads_node() -> bool:
-    """Whether this process speaks for its node: the first rank there, as its launcher says; or else, rank 0 alone."""
+    """Returns True for the first rank of a node, as its launcher says; without a launcher, for rank 0 alone."""
     said = os.environ.get("LOCAL_RANK")
     if said is not None:
         return said == "0"

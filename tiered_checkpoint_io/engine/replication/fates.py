@@ -1,4 +1,4 @@
-"""Whether a save is replicated: decided once for all ranks. Until a rank knows, it removes nothing of that save.
+"""Fates of replicated saves, decided once for all ranks. A rank removes nothing of a save that is undecided.
 
 A save is *replicated* once all of its parts are on all their peers: only then is it safe from the loss of a node, and
 only then may the replicated one before it go. Each rank counts its part in the store when its peers have it. The first
@@ -37,7 +37,7 @@ FormKey = tuple[Place, str]
 
 
 def form_key(part: Part) -> FormKey:
-    """Which saves a part's save is one of."""
+    """Returns the key of a part's form: the saves that the part's own save is one of."""
     return part.place, form_of(part)
 
 
@@ -52,7 +52,7 @@ def newest_of(saves: Iterable[tuple[FormKey, str]]) -> dict[FormKey, str]:
 
 
 class Fates:
-    """What one rank knows of the saves whose parts it sends or keeps; for the two threads that replicate."""
+    """One rank's knowledge of the saves whose parts it sends or keeps; for the two threads that replicate."""
 
     def __init__(self, store: StoreClient, tier: MemoryTier, replicated: Mapping[FormKey, str]) -> None:
         """Takes what all ranks together know to be ``replicated``, and marks it on this node."""
@@ -105,11 +105,11 @@ class Fates:
             self._dropped.append(part)
 
     def is_decided(self, part: Part) -> bool:
-        """Whether it is known if a save is replicated; marks it."""
+        """Returns True if the decision about a save's replicas is known; marks a replicated save."""
         return bool(self._decide(part))
 
     def is_open(self, part: Part) -> bool:
-        """Whether this rank does not know yet if a save is replicated; asks nothing."""
+        """Returns True if this rank does not know yet if a save is replicated; asks nothing."""
         with self._lock:
             return any(each.save_id == part.save_id for each in self._open.values())
 

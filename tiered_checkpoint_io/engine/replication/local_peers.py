@@ -1,4 +1,4 @@
-"""What ranks have for each other when they load local checkpoints: no collective, and waits with bounds.
+"""Memory of other nodes for local checkpoints: no collective, and waits with bounds.
 
 A node that has lost its memory can't load from it, but a peer keeps replicas of its parts. Ranks that load write to the
 key-value store of torch.distributed what their node's memory holds, and where it is served: by shard, so that a rank
@@ -77,7 +77,7 @@ class LocalPeers:
         self._store.add(f"{load}/over")
 
     def await_choice(self, load: str, chosen: Callable[[], str | None]) -> str | None:
-        """What another rank has chosen to load, waiting for it where one may still choose."""
+        """Returns another rank's choice of a save to load; waits for one while another rank may still choose."""
         began = self._clock.monotonic()
         while not self._is_late(began):
             found = chosen()

@@ -1,4 +1,4 @@
-"""Where ranks agree on who keeps replicas of whose parts: once a process, before the first save."""
+"""Meeting of ranks: they agree on who keeps replicas of whose parts, once a process, before the first save."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from tiered_checkpoint_io.stores.peer import Endpoint
 
 
 class _Member(NamedTuple):
-    """What a rank says of itself when all meet.
+    """Report of one rank when all meet.
 
     Attributes:
-        machine: With which its node's memory is lost.
+        machine: The machine whose loss is the loss of its node's memory.
         memory: Its node's memory.
-        replicas: Of which saves and ranks its node keeps replicas.
-        parts: Of which it has parts as its own.
+        replicas: Saves and ranks of the replicas on its node.
+        parts: Saves and ranks of its own parts.
         newest: The newest save of which it has a part of its own.
         replicated: The newest saves that are marked as replicated there.
         token: The first rank's tells this group from all others that used the same store.
@@ -59,7 +59,7 @@ class _Member(NamedTuple):
 
 
 class Peering:
-    """What one session has to do with peers: for each group of ranks that save together, one replicator."""
+    """Peers of one session: one replicator for each group of ranks that save together."""
 
     def __init__(
         self, config: TieredCheckpointConfig, counts: Counter[str], clock: Clock, serve: Callable[[], Endpoint | None]
@@ -228,7 +228,7 @@ class Peering:
         return Member(tier, client, rank, world_size, self._config, logger, self._clock, self._serve)
 
     def local(self, tier: MemoryTier, logger: Logger) -> LocalPeers | None:
-        """What ranks have for each other when they load local checkpoints; None where there are no copies, or others.
+        """Returns the peers for a load of local checkpoints; None if there are no replicas, or no other ranks.
 
         Makes no collective call.
 

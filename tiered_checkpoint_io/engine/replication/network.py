@@ -40,12 +40,12 @@ class Interface(NamedTuple):
 
     @property
     def is_inner(self) -> bool:
-        """Whether it only reaches this host."""
+        """True if the interface only reaches this host."""
         return ipaddress.ip_address(self.address).is_loopback or self.name.startswith(_INNER)
 
 
 def choose(interfaces: Sequence[Interface], *, environment: str, host: str, source: str | None) -> Interface | None:
-    """Which interface to use; pure.
+    """Chooses the interface to use; pure.
 
     Args:
         interfaces: What this host has.
@@ -78,14 +78,14 @@ def choose(interfaces: Sequence[Interface], *, environment: str, host: str, sour
 
 
 def _is_this_host(host: str) -> bool:
-    """Whether a host is given in a way that every rank takes for its own host: then all are on one."""
+    """Returns True if a host's name means the local host on every rank: then all ranks are on one host."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def interface_for(store: Any) -> Interface | None:
-    """Which interface this process is to use in a job with this store of torch.distributed; see :func:`choose`."""
+    """Returns the interface for a job with this store of torch.distributed; see :func:`choose`."""
     return interface_towards(_host_of(store))
 
 

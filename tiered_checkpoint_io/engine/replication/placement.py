@@ -1,4 +1,4 @@
-"""Which ranks keep copies of which ranks' parts: pure functions of where they are.
+"""Placement of replicas: pure functions tell which rank keeps whose parts, by the ranks' nodes.
 
 Nodes form cliques, as NVRx has them: with a factor of 2, nodes 0 and 1 keep each other's parts, then 2 and 3.
 Where the number of nodes does not allow cliques of equal size, the nodes form a ring: each keeps copies

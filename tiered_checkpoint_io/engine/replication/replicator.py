@@ -430,7 +430,7 @@ class Keeper:
             return kept.acquire(size)
 
     def _is_left_over(self, part: Part) -> bool:
-        """Whether an earlier run saved it: until this one saves, the ranks may be loading an older one than that."""
+        """Returns True if an earlier run saved the part: until this run saves, ranks may be loading an older save."""
         return part.save_id <= self._newest_before.get(form_key(part), "")
 
     def _prune(self, part: Part, *, keep: int) -> None:

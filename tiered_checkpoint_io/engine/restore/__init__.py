@@ -1,1 +1,1 @@
-"""Which checkpoint a restart takes, and how its bytes come to where they are needed."""
+"""Restore: the choice of a checkpoint, and the reading of its bytes to where they are needed."""

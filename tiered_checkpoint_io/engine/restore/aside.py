@@ -1,4 +1,4 @@
-"""Where a load puts what node memory has no room for: the spill, or a private folder among the temporary files."""
+"""Room for a load that node memory cannot take: the spill, or a private temporary folder."""
 
 from __future__ import annotations
 

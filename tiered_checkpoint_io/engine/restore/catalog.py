@@ -48,7 +48,7 @@ _MOST_CHANGES = 8
 
 @dataclass(frozen=True, slots=True)
 class Tiers(AtPlace):
-    """Where a restore looks, and how.
+    """Tiers of a restore, and the means to read them.
 
     ``store`` opens the durable tier, on rank 0 and where bytes are fetched; ``on_listed`` gets all its names, where
     this rank listed them. ``store_at`` opens that of another dirpath, whose run may have saved what is asked for by its
@@ -128,7 +128,7 @@ def tiers_of(session: Session, config: TieredCheckpointConfig, dirpath: str | No
 # ----------------------------------------------------------------------------------- durable tier
 @dataclass(slots=True)
 class DurableCatalog:
-    """What is known of the durable tier."""
+    """Contents of the durable tier, as far as known."""
 
     #: Manifests that were read last, and why others can't be understood.
     manifests: list[Manifest] = field(default_factory=list)
@@ -261,7 +261,7 @@ def _read(store: Store, names: Sequence[str], found: DurableCatalog) -> None:
 
 
 class Versions:
-    """Of which saves the durable tier had the content under each name, when its manifest was read."""
+    """Saves whose content the durable tier had under each name, when its manifest was read."""
 
     def __init__(self) -> None:
         self._save_ids: dict[str, set[str]] = {}
@@ -313,7 +313,7 @@ def _save_ids(manifests: Iterable[Manifest]) -> set[str]:
 
 
 def _foreign(store: Store, name: str, accepts: Kind | None) -> Content | None:
-    """What others wrote under a name: a file, or a folder of torch.distributed.checkpoint."""
+    """Returns the content that another tool wrote under a name: a file, or a folder of torch.distributed.checkpoint."""
     if accepts not in ("full", "sharded"):
         return None
     path = f"{name}/{METADATA}" if accepts == "sharded" else name
@@ -328,7 +328,7 @@ def _foreign(store: Store, name: str, accepts: Kind | None) -> Content | None:
 # ------------------------------------------------------------------------------------ node memory
 @dataclass(slots=True)
 class NodeCatalog:
-    """What one node's memory holds for one durable tier."""
+    """Contents of one node's memory for one durable tier."""
 
     #: Parts of complete saves and of others, replicas among them.
     held: list[Held] = field(default_factory=list)
@@ -399,7 +399,7 @@ def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
 
 
 def _may_belong(folder: Path, place: Place) -> bool:
-    """Whether a quarantined part is, or may be, one of this durable tier."""
+    """Returns True if a quarantined part belongs, or may belong, to this durable tier."""
     path = folder / PART_FILE
     try:
         return Part.from_json(path.read_bytes(), where=str(path)).place == place

@@ -1,4 +1,4 @@
-"""Which checkpoint to restore, and from where: a pure function of what the tiers hold.
+"""Choice of the checkpoint to restore, and of its source: a pure function of the tiers' contents.
 
 A checkpoint of any payload is chosen in the same way. The payload only decides what an adapter accepts, and this is the
 one module of the engine that reads it.
@@ -27,7 +27,7 @@ ONE_FOLDER = "*"
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """What to restore.
+    """Request for a checkpoint to restore.
 
     Attributes:
         kind: ``latest``: the newest of all that training can resume from; ``last``: the newest such that is called
@@ -55,12 +55,12 @@ class Selector:
 
     @property
     def terms(self) -> str:
-        """What is asked for beside a name, for messages: `` of step 5 in folder 'ema'``."""
+        """Terms of a request beside the name, for messages: `` of step 5 in folder 'ema'``."""
         step = f" of step {self.step}" if self.step is not None else ""
         return f"{step} in folder {self.folder!r}" if self.folder not in (None, "", ONE_FOLDER) else step
 
     def wants(self, name: str) -> bool:
-        """Whether a checkpoint of this name is meant, or may be."""
+        """Returns True if a checkpoint of this name is, or may be, wanted."""
         if self.step is not None and ids.step_in_name(name) not in (None, self.step):
             return False
         if self.folder not in (None, ONE_FOLDER, ids.folder_of(name)):
@@ -73,7 +73,7 @@ class Selector:
         return name == self.name
 
     def takes(self, content: Content) -> bool:
-        """Whether it serves: what is asked for by its name or value may be there to be evaluated, not resumed from."""
+        """Returns True if the content serves: a request by name or value may be for an evaluation, not to resume."""
         return content.resumable or self.kind in ("name", "best")
 
     def in_order(self, contents: Iterable[Content]) -> list[Content]:
@@ -116,7 +116,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """What the tiers hold: parts in each node's memory, manifests, and the targets of aliases that are queued."""
+    """Contents of the tiers: parts in each node's memory, manifests, and the targets of queued aliases."""
 
     memory: Mapping[str, Sequence[Held]]
     manifests: Sequence[Manifest] = ()
@@ -172,16 +172,16 @@ class Candidate:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether others wrote it: it has no manifest, so nothing can verify it."""
+        """True for a checkpoint of another tool: without a manifest, nothing can verify it."""
         return not self.save_id
 
     def is_complete(self, *, replicas: bool) -> bool:
-        """Whether all of it is known to be there; of the memory of other nodes, only where ``replicas`` is true."""
+        """Returns True if it is known to be complete; only with ``replicas``, the memory of other nodes counts."""
         return self.durable is not None or self.in_memory or (replicas and self.replicated)
 
     @property
     def orphaned(self) -> bool:
-        """Whether there are only replicas of it left, and it is not on the durable tier."""
+        """True if only replicas of it are left, and the durable tier does not have it."""
         return self.durable is None and not any(owns for ranks in self.held.values() for owns in ranks.values())
 
     def sources(self, node: str) -> tuple[Tier, ...]:
@@ -314,7 +314,7 @@ def _paired(made: Sequence[Candidate], companion: str) -> list[Candidate]:
 def _durable_contents(
     durable: Sequence[Manifest], selector: Selector, wanted: set[str]
 ) -> Iterable[tuple[str, Content]]:
-    """What the wanted manifests may stand for: names, and contents that their objects may hold."""
+    """Yields the names and contents that the objects of wanted manifests may hold."""
     by_name = {manifest.name: manifest for manifest in durable}
     for manifest in durable:
         if not (selector.wants(manifest.name) or manifest.name in wanted):

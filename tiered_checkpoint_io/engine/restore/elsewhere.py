@@ -1,5 +1,4 @@
-"""Whose a file is: by its URL alone, the run at any folder above it may have saved it, and only that run's manifest
-can verify it.
+"""Owner of a file: the run at any folder above the file may have saved it. Only that run's manifest can verify it.
 
 A restore looks at one dirpath. Where neither its tier nor memory knows the name there, and a run at another dirpath has
 saved the file, all ranks look once more, at that one.
@@ -28,7 +27,7 @@ _MOST_FOLDERS = 16
 
 
 class Elsewhere(Exception):  # noqa: N818 - no failure: it says where to look
-    """What is meant belongs to another dirpath; raised on all ranks."""
+    """Signal that the wanted checkpoint belongs to another dirpath; raised on all ranks."""
 
     def __init__(self, split: ids.Split) -> None:
         super().__init__(split)
@@ -36,7 +35,7 @@ class Elsewhere(Exception):  # noqa: N818 - no failure: it says where to look
 
 
 def at_its_place(tiers: Tiers, selector: Selector, find: Callable[[Tiers, Selector], _T]) -> _T:
-    """What ``find`` gives, at another dirpath where it says so by :class:`Elsewhere`."""
+    """Returns the result of ``find``, at another dirpath if :class:`Elsewhere` names one."""
     try:
         return find(tiers, selector)
     except Elsewhere as other:

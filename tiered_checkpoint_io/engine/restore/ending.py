@@ -1,4 +1,4 @@
-"""What a search ends with: a checkpoint that all ranks have agreed on, or why there is none."""
+"""End of a search: a checkpoint that all ranks have agreed on, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Found:
 
     @property
     def url(self) -> str:
-        """Where the durable tier has it, or will."""
+        """URL of the checkpoint on the durable tier, which may still have to get it."""
         return ids.join_url(self.dirpath, self.name)
 
     @property
     def save_id(self) -> str:
-        """Which save; empty where others wrote it."""
+        """Id of the save; empty for a checkpoint of another tool."""
         return self.content.save_id if self.content is not None else ""
 
     @property

@@ -122,7 +122,7 @@ class LocalRestorer:
         return next((each for each in found if each is not None), None)
 
     def _must_ask(self, search: Search) -> bool:
-        """Whether this rank may choose, for others, what they can't get; a name is chosen by each rank itself."""
+        """Returns True if this rank might choose a save that other ranks can't get; a name needs no common choice."""
         return not self._alone and self._peers is None and search.selector.kind != "name"
 
     def _all_hold(self, candidate: Candidate) -> bool:

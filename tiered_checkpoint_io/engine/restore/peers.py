@@ -1,4 +1,4 @@
-"""What the memory of other nodes has of one save, read as a store: see ``stores/peer.py``."""
+"""Parts of one save in the memory of other nodes, read as a store: see ``stores/peer.py``."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def fetched_from(stored: StoredPart, tier: Tier) -> FetchedPart:
 
 
 class SlotOrFile:
-    """Where a part's file is put: a slot, or a temporary file where neither memory nor the spill has room for it."""
+    """Destination of a part's file: a slot, or a temporary file if neither memory nor the spill has room."""
 
     def __init__(self, tiers: Tiers, part: Part, *, tier: Tier, drained: bool) -> None:
         """Takes no room yet; ``tier`` is the one that the part comes from."""

@@ -60,12 +60,12 @@ DAMAGE = (CorruptCheckpointError, CheckpointNotFoundError, StoreNotFoundError)
 
 @dataclass(slots=True)
 class Attempt(Generic[_T]):
-    """How one rank fared with a candidate.
+    """Result of one rank with a candidate.
 
     Attributes:
-        value: What it got, verified; None where no copy was intact.
+        value: Its result, verified; None if no copy was intact.
         rejected: Copies that were not taken, and why.
-        error: What ended the attempts, other than a bad copy.
+        error: Error that ended the attempts, other than a bad copy.
     """
 
     value: _T | None = None
@@ -74,7 +74,7 @@ class Attempt(Generic[_T]):
 
     @property
     def is_open(self) -> bool:
-        """Whether the next tier is to be tried."""
+        """True if the next tier is to be tried."""
         return self.value is None and self.error is None
 
     def then(self, later: Attempt[_T]) -> Attempt[_T]:
@@ -83,7 +83,7 @@ class Attempt(Generic[_T]):
 
 
 class _Turn(NamedTuple):
-    """What rank 0 tells the others to try next; where nothing is left, or the search failed, why."""
+    """Next candidate, as rank 0 tells the other ranks; without one, the reason."""
 
     candidate: Candidate | None = None
     rejected: Sequence[str] = ()
@@ -175,7 +175,7 @@ class Search:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the lowest rank of its node: it verifies and fetches for all others there."""
+        """True for the lowest rank of its node: it verifies and fetches for all other ranks there."""
         return self.leader_of(self.group.node) == self.group.rank
 
     def leader_of(self, node: str) -> int:
@@ -231,7 +231,7 @@ class Search:
             return Attempt(error=portable(error, self._rank))
 
     def share(self, mine: Attempt[_T], brief: Callable[[_T], _S]) -> list[_S | None]:
-        """What all ranks got, by rank.
+        """Returns each rank's result, by rank.
 
         Args:
             mine: How this rank fared.
@@ -275,7 +275,7 @@ class Search:
 
     # ------------------------------------------------------------------------------------ on rank 0
     def _next(self, candidates: Iterator[Candidate]) -> _Turn:
-        """What to try next. Never raises: the others wait for it."""
+        """Returns the next turn. Never raises: the other ranks wait for the turn."""
         try:
             candidate = next(candidates, None)
             self.reject(self._notes)
@@ -288,7 +288,7 @@ class Search:
         return _Turn(candidate, notes, max(self._seen, default=None), nothing)
 
     def _candidates(self) -> Generator[Candidate, None, None]:
-        """What is meant, in the order in which to try it; the durable tier is asked for more only where that is left.
+        """Yields candidates in the order to try; asks the durable tier for more only if the earlier candidates fail.
 
         Raises:
             TieredCheckpointError: As :meth:`run`.
@@ -342,7 +342,7 @@ class Search:
             yield Candidate(self.selector.name, known.foreign, durable=known.foreign)
 
     def _is_deleted(self, candidate: Candidate, listed: Collection[str], gone: Collection[str]) -> bool:
-        """Whether its owner has deleted what is newer than all that is there; retention removes what is older."""
+        """Returns True if the owner deleted this candidate, which is newer than all on the durable tier."""
         name = candidate.name
         if not candidate.committed or (name in listed and name not in gone):
             return False
@@ -353,20 +353,20 @@ class Search:
         return True
 
     def _catalog(self, manifests: Sequence[Manifest] = ()) -> Catalog:
-        """What memory and these manifests hold."""
+        """Returns the catalog of memory and these manifests."""
         return Catalog({node: each.held for node, each in self._memory.items()}, manifests, self._aliases)
 
     def _untried(self, catalog: Catalog) -> list[Candidate]:
-        """What is meant of these, in the order in which to try it."""
+        """Returns the wanted candidates that were not tried yet, in the order to try."""
         options = choose(catalog, self.selector, self._accepts, self._own, replicas=self._replicas)
         in_vain = self._tried | self._tried_in_memory
         return [each for each in options if each.save_id not in (self._tried if each.durable is not None else in_vain)]
 
     def _durable(self) -> Iterator[DurableCatalog]:
-        """What the durable tier says, and more of it while that is asked for.
+        """Yields the durable tier's contents, and older checkpoints while the search continues.
 
-        Where memory has what is meant, its silence is waited for no longer than ``durable_timeout_s``, and said; after
-        what memory has, the answer itself follows. What has changed since is asked for anew.
+        If memory has a candidate, a tier that is silent for ``durable_timeout_s`` first yields an error. Its answer
+        follows after memory's candidates. If the tier has changed since, it is asked again.
         """
         tiers, timing = self._tiers, self._tiers.clock.timing
         where, bound = tier_label(tiers.dirpath), float(tiers.config.support.durable_timeout_s)

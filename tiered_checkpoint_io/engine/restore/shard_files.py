@@ -104,7 +104,7 @@ class ShardFiles:
 
     @functools.cached_property
     def durable(self) -> Files | None:
-        """What the durable tier has of it, read where it is needed; None where the save is not there."""
+        """Files of the save on the durable tier, read when needed; None if the save is not there."""
         return files_of(self._tiers.store(), self._content) if self._content is not None else None
 
     def verified(self, basename: str, spans: Iterable[Span]) -> memoryview:

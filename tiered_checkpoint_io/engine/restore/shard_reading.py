@@ -159,7 +159,7 @@ def _try(tiers: Tiers, candidate: Candidate, search: Search) -> OpenShards | Non
 
 
 def _small(files: ShardFiles, tier: Tier) -> dict[str, bytes]:
-    """What lies beside the shards, and every rank needs; verified."""
+    """Returns the files beside the shards, which every rank needs; verified."""
     if tier == "memory":
         held = {name: entry.size for name, entry in files.held.items() if _is_small(name)}
         found = {name: files.verified(name, [(0, size)])[:size] for name, size in held.items()}

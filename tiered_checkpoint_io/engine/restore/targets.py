@@ -96,7 +96,7 @@ def fetch_targets(store: Readable, entry: FileEntry, index: int, targets: Sequen
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[list[memoryview]]:
-    """Where pieces go, as many at once as fit into the cache together, and as one call takes."""
+    """Yields the buffers of pieces, as many at once as fit into the cache and into one call."""
     gaps = sum(length for _, length, to in pieces if to is None)
     aside = memoryview(bytearray(min(gaps, PIECE_SIZE)))
     batch: list[memoryview] = []

@@ -1,4 +1,4 @@
-"""What lies at dirpath that this package did not save: plain checkpoints of Lightning, or of another tool."""
+"""Checkpoints at dirpath that this package did not save: plain ones of Lightning, or of another tool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENDING = ".ckpt"
 
 
 class Entries:
-    """Which objects and folders there are on the durable tier, each folder listed once, when it is first asked for."""
+    """Objects and folders on the durable tier; each folder is listed once, when it is first asked for."""
 
     def __init__(self, children: Callable[[str], Iterable[str]]) -> None:
         """Takes ``children``: see :func:`stores.fallbacks.children_of`."""
@@ -35,7 +35,7 @@ class Entries:
         return self._listed[prefix]
 
     def has(self, name: str) -> bool:
-        """Whether there is a checkpoint of this name, an object or a folder of DCP; raises as :meth:`below`."""
+        """Returns True if a checkpoint has this name, an object or a folder of DCP; raises as :meth:`below`."""
         prefix = ""
         *folders, last = name.split("/")
         for folder in folders:

@@ -35,7 +35,7 @@ _arrivals = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class SaveFacts:
-    """What all ranks of one save agree on.
+    """Facts of one save that all its ranks agree on.
 
     Attributes:
         name: The checkpoint's name.
@@ -79,7 +79,7 @@ class SaveFacts:
 
     @property
     def mark(self) -> str:
-        """What tells the files of this save from those of any other of the same name.
+        """Mark of this save's files; no other save of the same name has it.
 
         Neither an overwrite nor a drain that comes late with an earlier save may write to another save's files.
         """
@@ -98,7 +98,7 @@ class SaveFacts:
         return self.path(rank).rpartition("/")[2]
 
     def label(self, rank: int) -> str:
-        """What a rank's part is called in messages."""
+        """Returns the name of a rank's part for messages."""
         return self.name if self.payload == "full" else f"shard {rank} of {self.name}"
 
     def name_beside(self, basename: str) -> str:
@@ -107,7 +107,7 @@ class SaveFacts:
         return f"{stem}-{self.mark}{dot}{ending}" if self.taken else basename
 
     def scope(self, rank: int, place: Place) -> Scope:
-        """Which parts in memory retention counts together with a rank's part."""
+        """Returns the scope of retention in memory for a rank's part."""
         # What other ranks save alone has ids of other runs, and is not for this one to remove.
         alone = self.payload == "full"
         return Scope(
@@ -224,7 +224,7 @@ def alone(
 
 
 def may_be_taken(session: Session, name: str, step: int, *, durable: bool) -> bool:
-    """Whether another save, of any run, may have a name: then each save's small files get names of their own.
+    """Returns True if another save, of any run, may have a name: then each save's small files get their own names.
 
     What is known of the durable tier does not settle it: a part that an earlier run left on another node may be
     uploaded at any time. A name that tells the step of its save counts as free all the same, so that others find the
@@ -298,7 +298,7 @@ def uncoordinated(
 
 
 def versions() -> dict[str, str]:
-    """What a checkpoint says of the software that wrote it."""
+    """Returns the versions of the software that writes a checkpoint."""
     return {
         "tiered_checkpoint_io": __version__,
         "torch": str(torch.__version__),

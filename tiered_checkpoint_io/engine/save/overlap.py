@@ -56,7 +56,7 @@ _HEAD_START_S = 0.005
 
 
 class ChangedError(SaveError):
-    """What was being captured has changed meanwhile."""
+    """Error for a state that changed during its capture."""
 
 
 @dataclass(slots=True)
@@ -151,7 +151,7 @@ class Overlapped:
 
     @property
     def hashes_later(self) -> bool:
-        """Whether it is hashed after the copy: a GPU copies many times as fast as a core hashes.
+        """True if the state is hashed after the copy: a GPU copies many times as fast as a core hashes.
 
         On the CPU, what was just copied is hashed while it is in the cache, which costs the training beside it less.
         """

@@ -232,7 +232,7 @@ class PartSave:
         return True
 
     def not_durable(self, why: str, hint: str | None = None) -> SaveError:
-        """What to raise where the durable tier does not get it."""
+        """Returns the error for a checkpoint that the durable tier does not get."""
         facts = self.facts
         return SaveError(
             f"{facts.name} is in memory, but not on the durable tier: {why}",
@@ -273,7 +273,7 @@ class PartSave:
         return report
 
     def make_report(self, *, small: int = 0, waited: bool = False) -> SaveReport:
-        """What the caller is told, now that the call ends; see :meth:`report`, which may come later."""
+        """Returns the report to the caller, now that the call ends; see :meth:`report`, which may come later."""
         session, facts = self.session, self.facts
         size = (self.image.size if self.image is not None else 0) + small
         stall = session.clock.monotonic() - self.started if self.overlapped is None else self.overlapped.stall_s

@@ -30,7 +30,7 @@ _arrivals = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What a rank says of its node before a save that is to go to the durable tier.
+    """Answer of a rank about its node, before a save that is to go to the durable tier.
 
     Attributes:
         free: Whether its queue has room for one more.
@@ -57,7 +57,7 @@ def arrived_votes() -> tuple[Vote, ...]:
 
 
 def vote(session: Session, *, durable: bool) -> Vote | None:
-    """What this rank sends to the coordinator of a save that begins; None for nothing.
+    """Returns this rank's vote for the coordinator of a new save; None if there is nothing to say.
 
     Waits for room in this node's queue.
 
@@ -186,7 +186,7 @@ def _has_room(session: Session, facts: SaveFacts, held: Collection[StoredPart]) 
 
 
 def _is_free(session: Session, *, besides: str = "") -> bool:
-    """Whether this node's queue has room for one more save; waits for room."""
+    """Waits for room in this node's queue; returns True if the queue can take one more save."""
     drain = session.open().drain
     try:
         drain.start()

@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ShardRole:
-    """Which shard of a state a rank has.
+    """A rank's shard of a state.
 
     Attributes:
         shard: Its number, from 0 on.
@@ -45,7 +45,7 @@ class ShardRole:
 
 @dataclass(frozen=True, slots=True)
 class LocalSave:
-    """What a local save did.
+    """Result of a local save.
 
     Attributes:
         report: Where the part is, or is on its way to.
@@ -149,7 +149,7 @@ def _look(
 
 
 def _answered(session: Session, ask: Callable[[], _T]) -> _T:
-    """What ``ask`` gets of the store of torch.distributed, whose host may stand still: for ``pending_timeout_s``.
+    """Returns the result of ``ask``; if the store of torch.distributed fails, asks again for ``pending_timeout_s``.
 
     Raises:
         ConfigError: It has not answered for so long; at once where this rank was left behind.
@@ -184,7 +184,7 @@ def _make_room(part: PartSave, held: Collection[StoredPart], run: _RunWide) -> t
 
 
 class _RunWide:
-    """What the ranks of a run tell each other of saves of which a part is missing."""
+    """Exchange between the ranks of a run about saves of which a part is missing."""
 
     def __init__(self, session: Session, facts: SaveFacts, shard: int) -> None:
         self._session = session

@@ -1,1 +1,1 @@
-"""What a session itself needs of a save: slots filled in node memory, retention, the background task, known names."""
+"""Means of a session for its saves: slots filled in node memory, retention, the background task, known names."""

@@ -23,7 +23,7 @@ RANGES = 4
 
 
 class Destination(Protocol[_T_co]):
-    """Where a part that arrives is put."""
+    """Destination of a part that arrives."""
 
     def open(self) -> contextlib.AbstractContextManager[Mapping[str, memoryview]]:
         """Makes room for its files, by basename."""

@@ -131,11 +131,11 @@ class BackgroundTask:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything runs."""
+        """True if any task runs."""
         return any(not future.done() for future in list(self._tasks))
 
     def is_running(self, name: str) -> bool:
-        """Whether the end of the save of that name still runs."""
+        """Returns True if the end of the save of that name still runs."""
         return any(task == name and not future.done() for future, task in list(self._tasks.items()))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Which names the durable tier has, as far as one process knows without asking it again."""
+"""Names on the durable tier, as far as one process knows without another request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DurableNameCache:
                 (names.add if exists else names.discard)(name)
 
     def may_be_durable(self, name: str) -> bool:
-        """Whether the durable tier may have a name; asks nothing.
+        """Returns True if the durable tier may have a name; asks nothing.
 
         A process that has not listed the names can't know what earlier ones saved, where a drain has worked for them.
         """

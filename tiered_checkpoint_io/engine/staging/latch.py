@@ -17,7 +17,7 @@ class Latch:
         self._lock.acquire()
 
     def is_set(self) -> bool:
-        """Whether it is set."""
+        """Returns True if the latch is set."""
         return self._is_set
 
     def set(self) -> None:

@@ -1,4 +1,4 @@
-"""What loads bring to a node's memory: as many checkpoints of it stay as of what is saved, and it makes room for more.
+"""Retention of loaded checkpoints in a node's memory: as many stay as of saved ones; they go if room is needed.
 
 A node or a process that only loads has no save that would remove anything. A load removes parts of its own payload and
 series alone, and none that another process reads, that only this node has saved, or that waits to be uploaded.

@@ -20,7 +20,7 @@ _COMPLETE = 2
 
 @dataclass(frozen=True, slots=True)
 class Scope(AtPlace):
-    """Which parts one save of one rank is about.
+    """Scope of retention for one save of one rank.
 
     Attributes:
         save_id: The save.
@@ -42,26 +42,26 @@ class Scope(AtPlace):
     server: Server | None = None
 
     def covers(self, stored: StoredPart) -> bool:
-        """Whether a part counts as one of the same job's checkpoints."""
+        """Returns True if a part counts as one of the same job's checkpoints."""
         return self._matches(stored) and stored.part.place == self.place
 
     def _matches(self, stored: StoredPart) -> bool:
         return stored.part.content.kind == self.payload and self.series in ("", series_of(stored))
 
     def of_this_run(self, stored: StoredPart) -> bool:
-        """Whether this run saved it."""
+        """Returns True if this run saved the part."""
         return ids.line_of(stored.save_id) == ids.line_of(self.save_id)
 
     def may_remove(self, stored: StoredPart) -> bool:
-        """Whether it is for this rank to remove: its own parts, and those of earlier runs."""
+        """Returns True if this rank may remove the part: one of its own, or of an earlier run."""
         return stored.part.rank == self.rank or (not self.own_rank_only and not self.of_this_run(stored))
 
     def may_make_room(self, stored: StoredPart) -> bool:
-        """Whether it may go where there is no room otherwise.
+        """Returns True if the part may be removed for want of room.
 
-        That is also what was saved for another durable tier, and what another run has left of another payload or
-        series. Process groups that save side by side may look like other runs to each other: of another series, only
-        what the durable tier has may go.
+        A part for another durable tier may go. So may one of another payload or series that another run has left.
+        Process groups that save side by side may look like other runs: a part of another series must be on the durable
+        tier first.
         """
         if stored.part.place != self.place:
             return True
@@ -89,7 +89,7 @@ def form_of(part: Part) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of the saves whose parts memory holds.
+    """Facts about the saves whose parts memory holds.
 
     Attributes:
         completed: Saves that are complete, the oldest first.
@@ -265,7 +265,7 @@ def _newest(held: Iterable[StoredPart]) -> set[str]:
 
 
 def _belong_together(one: StoredPart, other: StoredPart) -> bool:
-    """Whether a run saved both at one step, under two names, such as weights and their averages."""
+    """Returns True if a run saved both at one step, under two names, such as weights and their averages."""
     same_step = one.part.content.step == other.part.content.step >= 0
     return same_step and one.part.name != other.part.name and ids.line_of(one.save_id) == ids.line_of(other.save_id)
 

@@ -146,12 +146,12 @@ def companion_of(name: str, suffix: str) -> str:
 
 
 def is_companion(name: str, suffix: str) -> bool:
-    """Whether :func:`companion_of` gives names like this one."""
+    """Returns True if :func:`companion_of` gives names like this one."""
     return without_companion(name, suffix) != name
 
 
 def without_companion(name: str, suffix: str) -> str:
-    """Of what :func:`companion_of` gives, what was given to it; another name as it is."""
+    """Returns the name from which :func:`companion_of` made this one; any other name as it is."""
     stem, dot, extension = name.rpartition(".")
     if not dot or "/" in extension:
         return name.removesuffix(suffix)
@@ -159,10 +159,10 @@ def without_companion(name: str, suffix: str) -> str:
 
 
 def series_of(name: str, step: int = -1) -> str:
-    """What the names of one job's checkpoints have in common: all but the numbers of step and epoch, and metrics.
+    """Returns the common part of one job's checkpoint names: without the numbers of step and epoch, and metrics.
 
-    So does the number of ``checkpoint-100``, and of other words for one, where it is the ``step`` of the save (-1 where
-    that is not known). Process groups that save side by side (``tp0/step_5``, ``tp1/step_5``) are series of their own.
+    The number of ``checkpoint-100``, and of other words for a step, goes too if it is the ``step`` of the save (-1 if
+    unknown). Process groups that save side by side (``tp0/step_5``, ``tp1/step_5``) are series of their own.
     """
 
     def without_step(match: re.Match[str]) -> str:
@@ -179,7 +179,7 @@ class Split(NamedTuple):
 
 
 def splits(url: str) -> list[Split]:
-    """Where the run may save that has saved a file, and its name there: each folder above it, the nearest first."""
+    """Returns the possible dirpaths of the run that saved a file, and the file's name there: the nearest first."""
     scheme = url_scheme(url)
     if is_s3_url(url):
         # An access point has slashes of its own.
@@ -215,7 +215,7 @@ def folder_of(name: str) -> str:
 
 
 class Located(NamedTuple):
-    """Which checkpoint a caller means."""
+    """Checkpoint that a caller means."""
 
     dirpath: str
     name: str
@@ -268,7 +268,7 @@ def locate(dirpath: str, path: StrPath | None, step: int | None) -> Located:
 
 
 def is_last(name: str) -> bool:
-    """Whether a callback called this checkpoint "last": ``last.ckpt``, ``last-v1.ckpt``, ``x-last.ckpt``."""
+    """Returns True if a callback called this checkpoint "last": ``last.ckpt``, ``last-v1.ckpt``, ``x-last.ckpt``."""
     return _LAST.search(name) is not None
 
 
@@ -295,7 +295,7 @@ def validate_namespace(namespace: str) -> str:
 
 
 def rest_in(basenames: Iterable[str]) -> str | None:
-    """Of the files of a sharded checkpoint, the one in which Lightning's strategies save all else; None for none.
+    """Returns the file of a sharded checkpoint in which Lightning's strategies save all else; None for none.
 
     It is called :data:`REST`, or that with a save's mark, as in ``meta-0123abcd.pt``.
     """

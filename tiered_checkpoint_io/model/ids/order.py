@@ -71,7 +71,7 @@ def save_id_of_ranks(run_id: str, series: str, repeat: int, step: int) -> str:
 
 
 def is_save_id(text: str) -> bool:
-    """Whether this is a save id."""
+    """Returns True if the text is a save id."""
     return _SAVE_ID.match(text) is not None
 
 
@@ -88,7 +88,7 @@ def run_id_of(save_id: str) -> str:
 
 
 def line_of(save_id: str) -> str:
-    """What ids have in common that one process gave out, or ranks for one series; they tell these saves' order."""
+    """Returns the common part of save ids that tell an order: one process's, or those of ranks for one series."""
     return run_id_of(save_id).rpartition("-")[2]
 
 

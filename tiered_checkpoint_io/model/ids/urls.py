@@ -56,7 +56,7 @@ def text_of(path: StrPath) -> str:
 
 
 def is_s3_url(path: StrPath) -> bool:
-    """Whether a path is an ``s3://`` URL.
+    """Returns True if a path is an ``s3://`` URL.
 
     Args:
         path: Text, or a ``Path``, whose lost slash is forgiven.
@@ -178,7 +178,7 @@ def refuse_misspelt(dirpath: str) -> None:
 
 
 def _as_s3(address: str) -> str:
-    """How to write the web address of a bucket."""
+    """Returns a hint on how to write the web address of a bucket."""
     parts = urlsplit(address)
     aws = _AWS_HOST.match(parts.hostname or "")
     path = parts.path.strip("/")
