@@ -60,7 +60,7 @@ SCRIPTS = {
 
 
 def child(command: list[str], limit_s: float = LIMIT_S) -> tuple[str, str]:
-    """What a process wrote, and why it failed; "" where it did not."""
+    """Returns a process's output, and the reason of its failure; "" without one."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=HERE.parent, **pipes) as process:
         try:
@@ -115,7 +115,7 @@ def timed(name: str) -> Iterator[None]:
 
 
 def machine() -> dict[str, Any]:
-    """What this was measured on."""
+    """Returns facts about the machine, and the versions of this measurement."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
     names = ("torch", "lightning", "boto3", "numpy")
     try:

@@ -1,4 +1,4 @@
-"""Which S3 client the drain should have: ours, boto3's parts and obstore, over http and TLS, with integrity checks on.
+"""S3 clients for the drain, compared: ours, boto3's parts and obstore, over http and TLS, with integrity checks on.
 
 Each way uploads the same file of random bytes on tmpfs to a storing server on this machine, in parts of 64 MiB, in turn
 in each round. Ours is the store as the drain uses it. Prints the medians of the rate beside boto3's of the same

@@ -44,7 +44,7 @@ def used_of(folder: str) -> int:
 
 
 def hashing_s(contender: Any, state: Any, parts: Parts, number: int) -> float:
-    """By how much hashing on the way makes the copy longer, seconds: by turns with saves that hash later."""
+    """Returns the seconds that hashing adds to a copy: by turns with saves that hash later."""
     longer = []
     for turn in range(1, 1 + 2 * WARM_ROUNDS, 2):
         filled = []
@@ -59,7 +59,7 @@ def hashing_s(contender: Any, state: Any, parts: Parts, number: int) -> float:
 
 
 def run(name: str, state_name: str, mebibytes: int, rounds: int, folder: str) -> dict[str, Any]:
-    """What one contender takes for one state."""
+    """Returns one contender's figures for one state."""
     state = STATES[state_name](mebibytes)
     sources = all_tensors(state)
     found: dict[str, Any] = {"contender": name, "state": state_name, "tensors": len(sources)}

@@ -36,7 +36,7 @@ LIMIT_S = 60.0
 
 
 class Taking:
-    """What each call of a plugin's ``save_checkpoint`` takes, beside a copy of the first one's tensors."""
+    """Times of each call of a plugin's ``save_checkpoint``, beside a copy of the first one's tensors."""
 
     def __init__(self, io: TieredCheckpointIO) -> None:
         self.save = io.save_checkpoint

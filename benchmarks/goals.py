@@ -16,7 +16,7 @@ Judged = tuple[float, str]
 
 
 class Goal(NamedTuple):
-    """What is measured, its limit, the script that measures it ("" for the contenders), and what its figures say."""
+    """One goal: its measure, its limit, its script ("" for the contenders), and the judge of the script's figures."""
 
     measure: str
     relation: str

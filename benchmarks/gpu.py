@@ -1,4 +1,4 @@
-"""What checkpoints of a state on a GPU cost, beside what is possible and what others do; some ten minutes with one GPU.
+"""Costs of checkpoints of a state on a GPU, beside a plain copy and other savers; some ten minutes with one GPU.
 
 One process, one state on the device. Saves go to node memory: ours first, second, third and later, torch.save, and the
 blocking part of Lightning's AsyncCheckpointIO and of DCP's async_save. Restores end in tensors on the device, and each

@@ -221,5 +221,5 @@ class DCPProcess(DCPThread):
 
 
 def alone() -> None:
-    """What torch.distributed wants to know, for a job of one rank."""
+    """Sets the environment that torch.distributed needs for a job of one rank."""
     os.environ |= job_env(0, 1, free_port())

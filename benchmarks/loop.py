@@ -1,4 +1,4 @@
-"""What a drain costs a loop of Python beside it: ours, and raw S3 clients in processes of their own.
+"""Costs of a drain to a loop of Python beside it: ours, and raw S3 clients in processes of their own.
 
 The loop is plain Python on one thread: what a data loader or a logger does. By turns, a state that has just been saved
 is uploaded by the drain, and a file of as many bytes by boto3's parts and by obstore, each in a process that is warm;
@@ -52,7 +52,7 @@ def work() -> int:
 
 
 def rounds_for(seconds: float) -> tuple[int, float]:
-    """How many rounds of the loop there were, and in which time."""
+    """Returns the number of rounds of the loop, and their time."""
     count, began = 0, time.perf_counter()
     while (took := time.perf_counter() - began) < seconds:
         work()
@@ -61,7 +61,7 @@ def rounds_for(seconds: float) -> tuple[int, float]:
 
 
 def lost_s(begin: Callable[[], None], has_ended: Callable[[], bool]) -> float:
-    """What the loop loses beside an upload, seconds."""
+    """Returns the seconds that the loop loses during an upload."""
     alone = [rounds_for(ALONE_S)]
     begin()
     count, took = 0, 0.0

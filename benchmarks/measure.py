@@ -20,7 +20,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Taken:
-    """What a block took; the peak only where it was asked for."""
+    """Costs of a block; the peak only if it was asked for."""
 
     seconds: float = 0.0
     cpu_s: float = 0.0
@@ -29,7 +29,7 @@ class Taken:
 
 @contextlib.contextmanager
 def measure(*, memory: bool = False) -> Iterator[Taken]:
-    """What the block takes of this process; the peak costs a thread that looks every 2 ms."""
+    """Measures the block's costs in this process; the peak costs a thread that looks every 2 ms."""
     taken, ended, peak = Taken(), threading.Event(), 0
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""What an overlapped capture costs training, beside none and an eager one, in a real Lightning fit on the CPU.
+"""Costs of an overlapped capture to training, beside none and an eager one: a Lightning fit on the CPU.
 
 One fit, one torch thread by default, so that a core is free; AdamW on linear layers. By turns, steps without a save,
 with an eager one before them, with an overlapped one, with an eager one that the drain then uploads, and with an eager
@@ -179,7 +179,7 @@ def raw_client(file: str, url: str) -> Raw:
 
 
 class Times:
-    """How long the calls of a method take while it is entered."""
+    """Durations of a method's calls during the block."""
 
     def __init__(self, kind: Any, name: str) -> None:
         self.kind, self.name, self.original = kind, name, getattr(kind, name)
@@ -286,7 +286,7 @@ def main() -> None:
 
 
 def beside(turns: list[tuple[str, list[float]]], mode: str) -> list[list[float]]:
-    """By their place after a save, steps as multiples of the median of those around them without one."""
+    """Returns steps by their place after a save, as multiples of the median of steps around them without a save."""
     found: list[list[float]] = [[] for _ in range(PERIOD)]
     for number, (each, steps) in enumerate(turns):
         if each == mode:

@@ -1,4 +1,4 @@
-"""Where the time of a call goes: seconds in some of the functions that it runs, by the clock.
+"""Time of a call, split: seconds in some of the functions that it runs, by the clock.
 
 ::
 
@@ -150,7 +150,7 @@ _IDLE = ("/threading.py", "/concurrent/futures/", "/queue.py", "/selectors.py")
 
 @contextlib.contextmanager
 def shares(known: Mapping[str, str]) -> Iterator[dict[str, float]]:
-    """How much of the time of all threads that do not wait for others each kind takes, by samples."""
+    """Yields the time share of each kind of work, by samples of all threads that are not waiting."""
     counts: Counter[str] = Counter()
     found: dict[str, float] = {}
     ended = threading.Event()
@@ -172,7 +172,7 @@ def shares(known: Mapping[str, str]) -> Iterator[dict[str, float]]:
 
 
 def _kind_of(frame: FrameType | None, known: Mapping[str, str]) -> str:
-    """What a thread does; "" where it waits for others."""
+    """Returns the kind of a thread's work; "" if it waits for others."""
     assert frame is not None
     if any(word in frame.f_code.co_filename for word in _IDLE):
         return ""

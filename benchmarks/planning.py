@@ -1,4 +1,4 @@
-"""What planning a file costs, and ``torch.save``: microseconds a tensor.
+"""Costs of planning a file, and of ``torch.save``: microseconds a tensor.
 
 As a trainer dumps weights and Adam's moments, with new keys and tensors at each step. A plan holds all of the file but
 the tensors' bytes, so the pickle and the records of the zip file too. By processor time, because one thread does it

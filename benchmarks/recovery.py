@@ -1,4 +1,4 @@
-"""How long a job waits for its state after the loss of a node: from a peer's memory beside from S3.
+"""Recovery after the loss of a node: the time of a load from a peer's memory, beside one from S3.
 
 Two nodes (memory folders of their own) of one rank each, over gloo, each with a part of a sharded checkpoint.
 It is saved, copied and uploaded once. In every round both ways are taken, in turn: node b has lost all its memory and

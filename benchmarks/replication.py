@@ -1,4 +1,4 @@
-"""How fast replicas travel between two processes: ours beside raw gloo and a raw socket, over the loopback interface.
+"""Speed of replicas between two processes: ours beside raw gloo and a raw socket, over the loopback interface.
 
 Two nodes (memory folders of their own) of one rank each. Each has a part of a sharded checkpoint of node memory alone,
 which goes to the other one, both at once: taken from the mapped file, sent, written into a slot, and its chunks hashed.

@@ -1,4 +1,4 @@
-"""How long after a kill a training has done its first good step: from node memory, from S3, and with Lightning's IO.
+"""Time from a restart after a kill to its first good step: from node memory, from S3, and with Lightning's IO.
 
 A training is killed (SIGKILL) once its checkpoint of step 3 is saved, and for S3 uploaded; the time is from the start
 of the process that follows to the end of its first step, which has to be step 4. From S3 means that it starts on

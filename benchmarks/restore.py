@@ -1,4 +1,4 @@
-"""How long a restart waits for its state: from node memory and from S3, beside a plain copy and a raw S3 client.
+"""Time until a restart has its state: from node memory and from S3, beside a plain copy and a raw S3 client.
 
 One process and one CPU state; what is restored ends up in parameters that exist already. All ways are taken in turn in
 each round, and so are two loops that do the least of it with the same files: see ``floor.py``. The copy is ``copy_``

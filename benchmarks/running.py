@@ -1,4 +1,4 @@
-"""What scripts of benchmarks share: a folder on tmpfs, a job of two ranks, and a table of seconds."""
+"""Tools that benchmark scripts share: a folder on tmpfs, a job of two ranks, and a table of seconds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shm_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def job_env(rank: int, world_size: int, port: int, *, nodes: int = 1) -> dict[str, str]:
-    """What torch.distributed wants to know, for one rank of a job on this machine that counts as so many nodes."""
+    """Returns the environment of one rank for torch.distributed; this machine counts as so many nodes."""
     local = world_size // nodes
     return {
         "RANK": str(rank),

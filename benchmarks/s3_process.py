@@ -54,12 +54,12 @@ class StoringServer:
 
     @property
     def pid(self) -> int:
-        """Of its process, whose CPU time a benchmark may look at."""
+        """Id of the server's process, whose CPU time a benchmark may look at."""
         assert self._process is not None
         return self._process.pid
 
     def figures(self) -> dict[str, int]:
-        """How many requests were answered so far, and how many bytes of bodies came with them."""
+        """Returns the number of answered requests so far, and of the bytes in their bodies."""
         trusted = ssl.create_default_context(cafile=self.certificate) if self._tls else None
         with urllib.request.urlopen(f"{self.url}/-figures", timeout=10, context=trusted) as answer:
             found: dict[str, int] = json.load(answer)

@@ -1,4 +1,4 @@
-"""What the storing S3 server of the benchmarks holds: objects and uploads, as spans of pages of anonymous files."""
+"""State of the benchmarks' storing S3 server: objects and uploads, as spans of pages of anonymous files."""
 
 from __future__ import annotations
 

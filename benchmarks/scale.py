@@ -1,4 +1,4 @@
-"""What a large job asks of the durable tier: to commit, to find what is there, to choose, to restore one rank.
+"""Costs of a large job at the durable tier: of a commit, a discovery, a choice, and one rank's restore.
 
 A checkpoint of 16,384 parts of 1 GiB is committed as the drain of the coordinator does it, once the descriptions of all
 other parts are there, beside 31 others of which only heads and indexes exist; then one rank restores its part. Then
@@ -106,7 +106,7 @@ def put_full(store: Store, number: int) -> None:
 
 
 def discovered(store: Store) -> list[Manifest]:
-    """What a restart reads before it chooses, by the product's own discovery: one list, and the heads."""
+    """Returns the manifests that a restart reads before it chooses, by the product's discovery: a list, and heads."""
     config, log = TieredCheckpointConfig.from_any(dirpath=store.url), logging.getLogger("scale")
     # Memory is looked at by another step, and not here.
     tiers = Tiers(config, cast("MemoryTier", None), lambda: store, store.url, log)
@@ -118,7 +118,7 @@ def discovered(store: Store) -> list[Manifest]:
 
 
 def counted(store: Any, work: Callable[[], Any]) -> tuple[Any, float, dict[str, int]]:
-    """What some work gives, its seconds, and what it asked of the store."""
+    """Returns the result of some work, its seconds, and its requests to the store."""
 
     def snapshot() -> dict[str, int]:
         both = [store.metrics.snapshot(), store._store.metrics.snapshot()]

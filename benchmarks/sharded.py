@@ -1,4 +1,4 @@
-"""How long training waits for an asynchronous sharded checkpoint: ours beside DCP's own.
+"""Time for which training waits for an asynchronous sharded checkpoint: ours beside DCP's own.
 
 Two ranks over gloo, each with 1 GiB of sharded state on the CPU, warm, all contenders in turn in every round, and a
 plain copy of the state into warm memory beside them; what a rank waits for is the slowest rank's time. DCP writes to

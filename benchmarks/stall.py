@@ -1,4 +1,4 @@
-"""How long training waits for a checkpoint: ours beside a plain copy and what others do.
+"""Time for which training waits for a checkpoint: ours beside a plain copy and other savers.
 
 One process, one state of 1 GiB on the CPU, warm: ours and the copy in turn, then the others in turn. Prints the
 median of each, how much resident memory ours adds to the training process, and, last,

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def loop(config: dict[str, Any]) -> None:
-    """What each worker runs, at each start of the workers."""
+    """Runs on each worker, at each start of the workers."""
     import ray.train
     import ray.train.torch
     import torch

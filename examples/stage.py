@@ -1,4 +1,4 @@
-"""What the examples share: a real S3 server, lives of a trainer that end by SIGKILL, what they tell."""
+"""Tools that the examples share: a real S3 server, lives of a trainer that end by SIGKILL, and their reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMESPACE = "demo"
 
 @dataclass
 class Stage:
-    """Where a story plays.
+    """Setting of a story.
 
     Attributes:
         base: The durable tier of all its runs.
@@ -133,7 +133,7 @@ def stage(s3: str | None) -> Iterator[Stage]:
 
 
 class Notes:
-    """What a trainer tells of its life: a line of JSON at a time."""
+    """Report of a trainer about its life: one line of JSON at a time."""
 
     def __init__(self, report: str) -> None:
         self._report = report
@@ -143,7 +143,7 @@ class Notes:
             file.write(json.dumps(facts) + "\n")
 
     def began(self, io: Any) -> None:
-        """Where training began from."""
+        """Reports the source from which training began."""
         restored = io.checkpointer.restored
         if restored is None:
             self(start="scratch", step=0, seconds=0.0)

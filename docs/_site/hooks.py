@@ -1,4 +1,4 @@
-"""What the site shows beside ``docs/``: other pages of the repository, and the sources that pages link to."""
+"""Pages of the site beside ``docs/``: other pages of the repository, and the sources that pages link to."""
 
 from __future__ import annotations
 

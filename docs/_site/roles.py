@@ -11,7 +11,7 @@ _ROLE = re.compile(r":(?:attr|class|func|meth|mod):`~?([^`]+)`")
 
 
 class Roles(Extension):
-    """Of every object of the package."""
+    """Extension for the docstrings of every object of the package."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Called by griffe for each object that it has read."""

@@ -1,4 +1,4 @@
-"""What the benchmarks say of their goals: which are met, and of what a miss consists, from figures of the same run."""
+"""Reports of the benchmarks on their goals: met or missed, and the parts of a miss, from figures of the same run."""
 
 import sys
 from pathlib import Path

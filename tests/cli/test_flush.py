@@ -241,7 +241,7 @@ def test_a_jobs_epilog_leaves_the_jobs_alone_that_still_run(memory_dir, tmp_path
 
 
 def test_what_a_trainer_saves_meanwhile_is_not_waited_for(node, monkeypatch):
-    """Where it saves faster than the drain uploads, something is queued at all times."""
+    """A trainer may save faster than the drain uploads: then the queue is never empty."""
     node.save("new.ckpt", b"N", durable=False)
     doable, saved = Queue.doable, []
 

@@ -305,7 +305,7 @@ def test_what_is_overwritten_while_it_is_read_is_not_damaged(tier, monkeypatch):
 
 
 def test_on_a_real_server(s3_server, s3_bucket, memory_dir, monkeypatch):
-    """By options alone; a bucket or prefix with nothing in it is an error, and so is a profile that is not there."""
+    """Options alone suffice; an empty bucket or prefix is an error, and so is a missing profile."""
     url = f"s3://{s3_bucket}/run"
     options = ("--endpoint-url", s3_server.endpoint_url, "--region", "us-east-1")
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION", "AWS_REGION"):

@@ -85,7 +85,7 @@ def test_a_root_that_is_no_memory_tier_is_left_as_it_is(what, tmp_path):
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can enter another user's folder")
 @pytest.mark.parametrize("what", [("flush", "--timeout", "5"), ("flush", "--stay"), ("clean", "--yes")])
 def test_root_leaves_the_memory_of_another_user_as_it_is(what, node):
-    """What root made there that user's trainer could not open: no checkpoint of it would be uploaded any more."""
+    """A trainer of that user could not open a folder made by root: none of its checkpoints would be uploaded."""
     node.save("a.ckpt", b"A", durable=False)
     everything = [node.root.parent, *node.root.parent.rglob("*")]
     for path in everything:

@@ -40,7 +40,7 @@ def s3(s3_url):
 
 
 def told(done):
-    """What a table says of each checkpoint, and the lines behind it."""
+    """Returns a table's decision for each checkpoint, and the lines behind the table."""
     header, *lines = done.stdout.splitlines()
     assert header.split("\t") == ["name", "decision", "step", "size", "kept by"], done.output
     rows = [line.split("\t") for line in lines]

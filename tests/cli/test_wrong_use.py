@@ -28,7 +28,7 @@ RIGHTS = {
 
 @dataclass(frozen=True)
 class Use:
-    """How a command is used.
+    """One use of a command.
 
     Attributes:
         arguments: Its arguments.
@@ -118,7 +118,7 @@ class Scene:
         return status, *self.capfd.readouterr()
 
     def held(self):
-        """What there is: the durable checkpoints, the parts in node memory, and files."""
+        """Returns the durable checkpoints, the parts in node memory, and files."""
         tiers = [MemoryTier(folder.parent) for folder in Path(self.memory).glob("tiered-*/*/saves")]
         parts = sorted(f"{tier.root.name}/{each.part.name}" for tier in tiers for each in tier.parts())
         files = {str(each.relative_to(self.tmp)) for each in self.tmp.rglob("*") if each.is_file()}

@@ -21,7 +21,7 @@ def command(*arguments):
 
 @pytest.fixture(params=["full", "sharded"])
 def store(tmp_path, request):
-    """Of step 1 and 2; a save of step 3 in the place of step 1 has begun, and its node has died."""
+    """Saves steps 1 and 2; the node of a save of step 3 has died during its overwrite of step 1."""
     store = DirectoryStore(str(tmp_path / "run"))
     committing.save(store, "last", 1, kind=request.param)
     committing.save(store, "two", 2, kind=request.param)

@@ -1,4 +1,4 @@
-"""What a user gives that can't work: one clear error that says what to do, in time, and nothing is lost."""
+"""Bad input of a user: one clear error that says what to do, in time, and nothing is lost."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Which live processes are one launch, and which are two jobs that one node must keep apart; by real processes."""
+"""Launches: live processes of one launch, and two jobs that one node must keep apart; by real processes."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What saves will need is tried before the first batch: one error for what no retry can mend, else a warning."""
+"""Preflight before the first batch: one error if no retry can help, else a warning."""
 
 import contextlib
 import logging

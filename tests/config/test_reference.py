@@ -43,7 +43,7 @@ def definition(package, name):
 
 
 def undocumented(node, name):
-    """What the docstring of a class or function leaves out."""
+    """Returns the gaps in the docstring of a class or function."""
     text = ast.get_docstring(node) or ""
     if not text:
         return [f"{name} has no docstring"]

@@ -71,7 +71,7 @@ class Job:
 
     @property
     def engine(self):
-        """What aliases, deletes and waits."""
+        """Engine for aliases, deletes and waits."""
         raise NotImplementedError
 
     def close(self):

@@ -1,4 +1,4 @@
-"""What the durable tier keeps by policies, over each kind of checkpoint; see :mod:`test_stories`, which has the table."""
+"""Retention on the durable tier, over each kind of checkpoint; see :mod:`test_stories`, which has the table."""
 
 # ruff: noqa: F811 - a fixture of another module is an argument here
 

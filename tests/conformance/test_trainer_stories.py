@@ -1,4 +1,4 @@
-"""What a user does with Lightning's Trainer and the checkpoint IO alone, as the card's own example has it."""
+"""Lightning's Trainer and the checkpoint IO alone, used as the card's own example has it."""
 
 import pytest
 import torch

@@ -57,7 +57,7 @@ def equals(loaded, step):
 
 
 class Notes(logging.Handler):
-    """Whether anything was reported since it was last asked."""
+    """Handler that collects the warnings of a restore."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -108,7 +108,7 @@ class World:
         writer.close()
 
     def load(self, namespace):
-        """What a restart loads: the step that it is told, and whether that is what was saved under it."""
+        """Returns the step of a restart, and True if the loaded state was saved under that step."""
         if self.kind == "full":
             made = Checkpointer(
                 build(TieredCheckpointConfig.from_any, **{**self.options, "namespace": namespace}), logger=self.log
@@ -174,7 +174,7 @@ class World:
 
 
 def role_of(key):
-    """What kind of file it is."""
+    """Returns the kind of a file."""
     name = str(key)
     if ids.MANIFEST_PREFIX in name:
         return "manifest of an alias" if "last" in name else "manifest"

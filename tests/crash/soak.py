@@ -64,7 +64,7 @@ def measure(memory_dir):
 
 
 def slope(values):
-    """Of the line through equally spaced values that leaves the least squares."""
+    """Returns the slope of the least-squares line through equally spaced values."""
     middle, mean = (len(values) - 1) / 2, sum(values) / len(values)
     squares = sum((at - middle) ** 2 for at in range(len(values)))
     return sum((at - middle) * (value - mean) for at, value in enumerate(values)) / squares

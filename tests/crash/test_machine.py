@@ -113,7 +113,7 @@ class Checkpoints(RuleBasedStateMachine):
         return requests | {stored.op_id for stored in self.made.session.open().tier.parts() if stored.pending}
 
     def durable(self):
-        """What may be read there, by name: the numbers of saves, one or two, as an operation may be half done."""
+        """Returns the readable saves by name: their numbers, one or two, as an operation may be half done."""
         now, then = self.model.view(), {}
         if self.cut_short and self.queue:
             model = copy.deepcopy(self.model)
@@ -124,7 +124,7 @@ class Checkpoints(RuleBasedStateMachine):
         return {name: {now.get(name), then.get(name)} for name in {*now, *then}}
 
     def newest(self, *, memory=True, name=None):
-        """Which saves a restore may give; None for none."""
+        """Returns the saves that a restore may give; None for none."""
         held = {number for number, of in self.memory.items() if memory and name in (None, of)}
         held = {number for number in held if ("memory", number) not in self.damaged}
         there = [numbers for of, numbers in self.durable().items() if name in (None, of)]

@@ -132,7 +132,7 @@ def fsdp(seed):
 
 
 def held(model, optimizer):
-    """What this rank holds: the sums over its shards."""
+    """Returns this rank's state: the sums over its shards."""
     return [total(*(each.detach() for each in model.parameters())), total(optimizer.state_dict()["state"])]
 
 

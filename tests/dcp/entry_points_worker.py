@@ -111,7 +111,7 @@ class Stock:
 
 
 def saved_by(tiers, case):
-    """What two saves of a case leave, each loaded by its name; or what is refused."""
+    """Returns the results of two saves of a case, each loaded by its name, or refused."""
     entry, told, given, used = case
     outcomes, writer = [], None
     for number in (1, 2):
@@ -133,7 +133,7 @@ def saved_by(tiers, case):
 
 
 def loaded_by(tiers, case):
-    """What two loads of a case give, after two saves."""
+    """Returns the results of two loads of a case, after two saves."""
     entry, told, given, used = case
     for number in (1, 2):
         save("save", state(number), tiers.writer("path", number), {})

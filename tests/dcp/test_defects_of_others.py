@@ -1,4 +1,4 @@
-"""What breaks or costs too much in other storage for torch.distributed.checkpoint, and must not here."""
+"""Defects and costs of other storage for torch.distributed.checkpoint, which must not occur here."""
 
 import contextlib
 import os

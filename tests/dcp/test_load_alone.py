@@ -134,7 +134,7 @@ def test_a_tensor_that_a_damaged_chunk_was_read_into_is_read_again_from_elsewher
 
 
 def test_damage_that_shows_last_leaves_nothing_unread(config):
-    """What was verified before it stays: of the copy that is taken then, no more is fetched than is still asked for."""
+    """Chunks verified before the damage stay: from the next copy, only the missing chunks are fetched."""
     saved = {"a": {"note": 1}, "b": torch.randn(5 << 20), "c": torch.randn(6 << 20)}
     writer = TieredStorageWriter(**config, step=1, wait=True)
     dcp.save(saved, storage_writer=writer)

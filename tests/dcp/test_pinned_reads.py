@@ -56,7 +56,7 @@ class Late(pinned_reads.DeviceCopies):
 
 @pytest.fixture(params=["late", GPU])
 def device(request, monkeypatch):
-    """Where tensors are; those of the CPU count as on a device that copies late."""
+    """Returns the device of the tensors; tensors on the CPU count as on a device that copies late."""
     monkeypatch.setattr(hashing, "MIN_CHUNK_SIZE", CHUNK)
     monkeypatch.setattr(Late, "under_way", 0)
     if request.param == "cuda":
@@ -68,7 +68,7 @@ def device(request, monkeypatch):
 
 @pytest.fixture
 def read(monkeypatch):
-    """How often each chunk in node memory was read, by basename and index."""
+    """Counts the reads of each chunk in node memory, by basename and index."""
     found, before = Counter(), shard_files.read_chunk
 
     def read_chunk(entry, index, *args, **options):

@@ -30,7 +30,7 @@ def gathered(memory_dir, name, folder):
 
 
 def plain(folder, seed):
-    """Whether plain DCP, on one process, reads the state of ``seed`` from a folder."""
+    """Returns True if plain DCP, on one process, reads the state of ``seed`` from a folder."""
     whole = content(seed)
     state = {"model": {key: torch.zeros_like(value) for key, value in whole.items()}, "step": 0, "text": {"name": ""}}
     dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
@@ -71,7 +71,7 @@ def test_a_rank_that_fails_fails_all_and_leaves_no_checkpoint(ranks, memory_dir,
 
 
 def test_a_save_that_the_coordinator_refuses_does_no_harm_to_later_ones(ranks):
-    """By then it has planned for all ranks, which never get that plan; the next state may have grown, or not."""
+    """The coordinator has then planned for all ranks, which never get the plan; the next state may have grown."""
     grown, refused = [0, 0, 2, 2, 0, 0], [0, 2, 4]
     steps = [["save_grown", n, {"grown": more, "refuses": n in refused}] for n, more in enumerate(grown)]
     for answer in ranks(2, *steps, ["load_grown", len(grown) - 1]):

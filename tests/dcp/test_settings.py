@@ -1,4 +1,4 @@
-"""What the users of the SageMaker library write works here, and what it refuses is refused in its words."""
+"""Settings of the SageMaker library work here, and its refusals come in its words."""
 
 import contextlib
 import inspect
@@ -131,7 +131,7 @@ def test_which_steps_go_to_the_durable_tier(memory_dir, tmp_path):
 
 
 class Gate:
-    """Where a save waits until it is opened."""
+    """Gate at which a save waits until it is opened."""
 
     def __init__(self):
         self.reached, self.opened = threading.Event(), threading.Event()

@@ -45,7 +45,7 @@ def test_a_durable_save_that_neither_memory_nor_a_spill_has_room_for_fails_on_al
 
 
 def test_where_one_node_has_no_room_the_others_keep_no_more_than_they_are_told(ranks, small):
-    """What they have of saves that will never be whole in memory is of no use."""
+    """Saves that will never be whole in memory are of no use to the other nodes."""
     small("a")
     steps = [["save", 1], *(["save", seed, LARGE] for seed in range(2, 8))]
     answers = ranks(2, *steps, ["load", 1], nodes="ab", spill_dir=None)

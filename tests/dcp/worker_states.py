@@ -1,4 +1,4 @@
-"""What the jobs of ``worker.py`` hold: the same whole state on any number of ranks, by its seed."""
+"""States of the jobs of ``worker.py``: the same whole state on any number of ranks, by its seed."""
 
 import contextlib
 import pickle
@@ -15,7 +15,7 @@ ROWS = 37
 
 
 def content(seed, rows=ROWS):
-    """What a job of any world size holds, whole."""
+    """Returns the whole state of a job of any world size."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "weight": torch.randn(rows, 24, generator=generator),

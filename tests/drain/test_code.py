@@ -1,4 +1,4 @@
-"""Whose code the drain's process runs: its trainer's, wherever that has it from."""
+"""Code that the drain's process runs: its trainer's, from whatever folder the trainer has it."""
 
 import re
 import shutil
@@ -36,7 +36,7 @@ def copy(tmp_path):
 
 
 def python(code, *arguments, cwd):
-    """What code prints, in a process that knows the package from its arguments, or from what is installed."""
+    """Returns the output of code, in a process that finds the package by its arguments, or as installed."""
     command = [sys.executable, "-I", "-c", code, *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -155,7 +155,7 @@ def test_a_delete_goes_with_the_save_that_replaces_and_stays_where_that_is_given
 
 
 def test_a_save_goes_before_a_delete_that_was_refused(node, store):
-    """Where each save adds one, to try them all takes longer, some day, than until the first one's turn comes again."""
+    """Each save may add a refused delete: some day, to try them all takes longer than until the first is due again."""
     node.save("0.ckpt", b"A")
     node.delete("0.ckpt")
     locked = refusing(store, of("delete"))
@@ -190,7 +190,7 @@ def test_deletes_that_are_refused_are_tried_one_at_a_time_until_one_is_not(node,
 
 
 def test_an_alias_that_failed_once_is_set_though_the_queue_is_never_empty(node, store):
-    """Where the line is slower than the saves, what waited for an empty queue was never done."""
+    """If the line is slower than the saves, an alias that waits for an empty queue is never done."""
     seen = []
 
     class Slow(FaultyStore):

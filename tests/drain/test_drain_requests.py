@@ -1,4 +1,4 @@
-"""What drains ask of the durable tier for each durable step: counted, beside checkpoints that are there already."""
+"""Requests of drains to the durable tier for each durable step: counted, beside existing checkpoints."""
 
 import os
 from collections import Counter
@@ -35,7 +35,7 @@ class Asked(FaultyStore):
         self._now.looks += 1
 
     def take(self):
-        """What was counted since the last call."""
+        """Returns the counts since the last call."""
         taken, self._now = getattr(self, "_now", None), SimpleNamespace(lists=Counter(), gets=Counter(), looks=0)
         return taken
 

@@ -1,4 +1,4 @@
-"""What the trainer's log says of operations that failed in the background."""
+"""Messages in the trainer's log about operations that failed in the background."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How long a drain waits for the parts of other nodes: as long as any come, and then more rarely."""
+"""Waits of a drain for the parts of other nodes: as long as any come, and then more rarely."""
 
 import dataclasses
 

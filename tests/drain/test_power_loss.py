@@ -1,4 +1,4 @@
-"""What a power loss may leave of a root on a disk, by hand; all states of a life are tried in tests/crash."""
+"""Remains of a root on a disk after a power loss, by hand; all states of a life are tried in tests/crash."""
 
 import shutil
 

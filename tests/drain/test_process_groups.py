@@ -24,7 +24,7 @@ def stage(node, which, number, rank=0, world_size=1):
 
 @pytest.mark.parametrize("why", ["it has failed", "a part has not come"])
 def test_a_save_is_not_given_up_where_another_group_has_got_through(nodes, store, why):
-    """Of one process that coordinates both; groups on nodes of their own are simulated in tests/sim."""
+    """One process coordinates both groups here; groups on nodes of their own are simulated in tests/sim."""
     here, other = nodes
     missing = stage(here, 0, 1, 0, 2)
     stage(here, 1, 2, 0, 2)
@@ -45,7 +45,7 @@ def test_a_save_is_not_given_up_where_another_group_has_got_through(nodes, store
 
 
 def test_a_delete_waits_for_a_further_save_of_the_group_that_has_lost_one(node, store):
-    """What is deleted may be the last good checkpoint of that group."""
+    """The deleted checkpoint may be the last good one of that group."""
     stage(node, 0, 1)
     assert drain(node).run(once=True)
     lost = stage(node, 0, 2)

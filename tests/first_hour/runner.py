@@ -71,7 +71,7 @@ def main(job):
 
 
 def names_of(prelude):
-    """What a block of a document may use without saying where it comes from."""
+    """Returns the names that a block of a document may use without an import."""
     names = {"__name__": "prelude"}
     exec(compile(prelude, "prelude", "exec"), names)
     return {name: value for name, value in names.items() if not name.startswith("__")}

@@ -1,4 +1,4 @@
-"""What is laid out for a rank's file: each item is what torch.save writes of it alone; readers are in tests/dcp."""
+"""Layout of a rank's file: each item is what torch.save writes of it alone; readers are in tests/dcp."""
 
 import io
 import mmap

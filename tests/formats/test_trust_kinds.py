@@ -1,4 +1,4 @@
-"""What checkpoints hold beside tensors: what loads as it is, and what loads by the line that a refusal gives."""
+"""Objects in checkpoints beside tensors: some load as they are, others by the line that a refusal gives."""
 
 import argparse
 import collections

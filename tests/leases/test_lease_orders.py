@@ -159,7 +159,7 @@ def test_where_deletes_are_refused_a_run_is_as_safe_and_as_quiet_as_elsewhere(ca
 
 @pytest.mark.parametrize("names", [("a", "b"), ("b", "a"), ("a", "b", "c"), ("c", "b", "a")])
 def test_of_runs_that_begin_at_once_one_goes_on(names):
-    """That requests of two machines come in any order, and that machines die and are silent, is simulated in tests/sim."""
+    """Requests of two machines in any order, and machines that die or are silent, are simulated in tests/sim."""
     world, threads, all_asked = World(), [], threading.Barrier(len(names))
 
     class Together(_Requests):

@@ -29,7 +29,7 @@ class Scored(Model):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_as_many_stay_as_are_wanted_whichever_saves_find_the_queue_full(runs, monkeypatch, seed):
-    """What a save that is left out replaces stands in for it, until that is replaced itself."""
+    """If a save is left out, the checkpoint that it would replace stays until the next replacement."""
     rng, has_room, landed = random.Random(seed), DrainHandle.has_room, []
 
     def may_be_full(self, *arguments, **options):
@@ -79,7 +79,7 @@ class Patient(Model):
 
 @pytest.mark.parametrize(("failures", "max_pending", "step"), [(1, 4, 10), (1000, 1, 5)], ids=["retried", "given-up"])
 def test_what_others_save_does_not_take_the_place_of_the_best(runs, refusals, failures, max_pending, step):
-    """Where S3 fails for one checkpoint alone: what it replaces stays until it is there, and for good without it."""
+    """If S3 fails for one checkpoint, its predecessor stays until the checkpoint is there, or for good."""
     refusals[0] = failures
     newest, kept = TieredModelCheckpoint(s3_every_n_train_steps=5), best()
     model = Patient() if step == 10 else Model()
@@ -98,7 +98,7 @@ def best_of_policies(**more):
 
 
 def test_policies_decide_in_place_of_save_top_k(s3_url, memory_dir, tmp_path):
-    """What the callback saves is thinned by the policies alone; last.ckpt moves on, and the best stays where it says."""
+    """Policies alone thin the callback's checkpoints; last.ckpt moves on, and the best stays where it says."""
     runs = Runs(s3_url, memory_dir, tmp_path)
     io = runs.io(retention=POLICIES)
     callback = best_of_policies(save_top_k=-1, save_last=True)

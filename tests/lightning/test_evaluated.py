@@ -1,4 +1,4 @@
-"""What a trainer saves that is nothing to resume from: weights of one step beside optimizers of another, weights alone."""
+"""Checkpoints that can't be resumed: weights of one step beside optimizers of another, weights alone."""
 
 import pytest
 from support.as_lightning import INSTALLED

@@ -37,7 +37,7 @@ def test_the_example_is_killed_and_resumes_bit_identically(tmp_path, memory_dir,
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_fabric_fills_a_state_or_says_that_there_is_no_checkpoint(runs, strict):
-    """What is not filled must not pass for restored; who asks for all of it gets something falsy."""
+    """An unfilled state must not pass for restored; a load without a target returns something falsy."""
     io = runs.io()
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[io])
     model = fabric.setup(torch.nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""Where TieredModelCheckpoint differs from Lightning's ModelCheckpoint on purpose: each row of docs/lightning.md."""
+"""Differences from Lightning's ModelCheckpoint on purpose: each row of docs/lightning.md."""
 
 import os
 import re

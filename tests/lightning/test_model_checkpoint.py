@@ -179,7 +179,7 @@ def test_two_that_save_to_one_name_are_refused(make, name, runs):
 
 
 class Own(ModelCheckpoint):
-    """Of a user's, who may have overridden anything."""
+    """Callback of a user, who may have overridden anything."""
 
 
 @pytest.mark.parametrize(("make", "warns"), [(lambda _: Own(), True), (lambda dirpath: Own(f"{dirpath}/own"), False)])

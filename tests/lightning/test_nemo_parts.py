@@ -1,4 +1,4 @@
-"""What of the support for NeMo needs Lightning alone, on whichever release is installed."""
+"""Parts of the support for NeMo that need Lightning alone, on any installed release."""
 
 import pickle
 import threading

@@ -1,4 +1,4 @@
-"""Which checkpoint is resumed from where each rank has a file of its own; needs Lightning alone."""
+"""Choice of the checkpoint to resume from if each rank has a file of its own; needs Lightning alone."""
 
 import pytest
 from support.supporting import build
@@ -11,7 +11,7 @@ from tiered_checkpoint_io.nemo.layouts import Rules
 
 
 class Ranks:
-    """What two ranks save, and what rank 0 then chooses to resume from."""
+    """Saves of two ranks, and rank 0's choice of the checkpoint to resume from."""
 
     def __init__(self, job):
         self.job = job

@@ -145,7 +145,7 @@ def test_without_a_trainer_saves_are_eager_which_is_said_once(runs, caplog):
 
 @pytest.mark.parametrize(("moment", "left"), [("fill", 3), ("seal", 6)])
 def test_a_kill_amid_a_capture_leaves_the_old_checkpoint_or_the_new_one(moment, left, runs, monkeypatch):
-    """What the next start would find at the moment when the copy is made, and when what follows is done."""
+    """The test loads as the next start would: once the copy is made, and once the save is done."""
     found, done = [], getattr(PartSave, moment)
 
     def looking(part, *args, **options):

@@ -1,4 +1,4 @@
-"""Which checkpoints the durable tier keeps: the decision, as properties, and how policies are written."""
+"""Policies of the durable tier: the decision, as properties, and the ways to write policies."""
 
 from pathlib import Path
 

@@ -172,7 +172,7 @@ def story_of(seed):
 
 
 def both(story, tmp_path, memory_dir):
-    """What a story leaves on each side."""
+    """Returns the results of a story on each side."""
     left = []
     for kind, folder in ((Side, "lightning"), (Ours, "ours")):
         # Lightning warns once a process.

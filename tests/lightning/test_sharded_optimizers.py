@@ -1,4 +1,4 @@
-"""What optimizers hold, through the sharded strategies: parameters without gradients, and groups of any kind."""
+"""States of optimizers through the sharded strategies: parameters without gradients, and groups of any kind."""
 
 import pytest
 from support.restoring import flip

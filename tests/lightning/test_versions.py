@@ -1,4 +1,4 @@
-"""What this package relies on in Lightning without a promise, on whichever release is installed."""
+"""Unpromised behaviour of Lightning that this package relies on, on any installed release."""
 
 import sys
 

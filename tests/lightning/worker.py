@@ -174,7 +174,7 @@ class Ended(Callback):
 
 
 def patches(ended):
-    """What stands in place of our own: counts, is late, or fails on one rank."""
+    """Yields patches of our own functions: they count, are late, or fail on one rank."""
     seal, begin, upload = PartSave.seal, Overlap.begin_state, DirectoryStore._upload
 
     def held(store, key, *args, **options):

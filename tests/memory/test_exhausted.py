@@ -60,7 +60,7 @@ space = pytest.mark.parametrize("tight", ["space", pytest.param("files", marks=p
 
 
 def done(call, *args, **options):
-    """Whether a call has saved; if not, it has failed with one error that says what there is no more of."""
+    """Returns True if a call has saved; if not, its one error names the exhausted resource."""
     try:
         call(*args, **options)
     except SaveError as error:
@@ -140,7 +140,7 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_save_by_dcp(spill, kind, beh
 
 
 def read_plainly(folder, kind):
-    """What a checkpoint holds, without this package."""
+    """Returns the content of a checkpoint, read without this package."""
     if kind == "local":
         (file,) = folder.iterdir()
         return torch.load(file)["w"]
@@ -219,7 +219,7 @@ def test_what_a_callback_asks_out_of_descriptors_stops_no_training(kept):
 
 
 def test_where_no_thread_can_be_started_training_goes_on(kept, caplog):
-    """What is in memory is not told to have failed, and what a durable save claims is claimed by a later one."""
+    """A checkpoint in memory does not count as failed, and a later durable save claims the dirpath."""
     io = kept.io(on_save_error="warn", memory_keep_last=100, pending_timeout_s=1)
     session = io.checkpointer.session
     with no_more_threads():

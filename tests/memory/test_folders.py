@@ -57,7 +57,7 @@ def test_folders_that_are_not_ours_alone_are_refused_and_left(memory_dir, tmp_pa
 
 
 def test_folders_that_kubernetes_has_opened_to_a_group_are_closed_again(memory_dir):
-    """By ``fsGroup``, each time a pod starts: u=rwx, g=rws, recursively."""
+    """Kubernetes opens them by ``fsGroup``, each time a pod starts: u=rwx, g=rws, recursively."""
     MemoryTier.open(memory_dir, "test").close()
     folders = [each for each in Path(memory_dir).rglob("*") if each.is_dir()]
     for folder in folders:
@@ -80,7 +80,7 @@ def test_a_link_in_place_of_a_file_is_not_followed(tier, tmp_path):
 
 
 def test_mounts_whose_names_are_not_utf_8(memory_dir, tmp_path, monkeypatch):
-    """Of anything mounted on the node, such as a disk that an older system has named."""
+    """Anything may be mounted on the node, such as a disk that an older system has named."""
     strange = tmp_path / "a b\t\\040"
     mounts = Path("/proc/self/mounts").read_bytes()
     mounts += b"x /mnt/Donn\xe9es ext4 rw 0 0\n"

@@ -86,7 +86,7 @@ def test_a_tmpfs_that_is_full_from_the_start(small, tmp_path, warned):
 
 
 def test_other_processes_take_the_memory_of_the_node_or_job(kept, tmp_path, monkeypatch, warned):
-    """What the kernel says is left, as a file that the test writes: to take it in earnest would end other tests."""
+    """The test writes the kernel's file about free memory: a real shortage would end other tests."""
     (tmp_path / "proc").mkdir()
 
     def left(mib):
@@ -119,7 +119,7 @@ def test_other_processes_take_the_memory_of_the_node_or_job(kept, tmp_path, monk
 
 
 def test_an_export_to_a_full_file_system_is_an_error(small):
-    """What is put together in a mapped file has to have its space before it is written to."""
+    """A mapped file must have its space before it is written to."""
     Tenant(small).fills(leave=MIB)
     with pytest.raises(SaveError, match="No space left"), new_files([(small / "target", 2 * MIB)]):
         pass
@@ -128,7 +128,7 @@ def test_an_export_to_a_full_file_system_is_an_error(small):
 
 @pytest.mark.parametrize(("drain", "how"), [("thread", "files alone"), ("thread", "moved"), ("process", "removed")])
 def test_training_goes_on_where_memory_is_removed_beside_it(drain, how, memory_dir, tmp_path, caplog):
-    """By ``rm``, by what clears /dev/shm when a user logs out, or old files of folders.
+    """A user may call ``rm``; a service may clear /dev/shm at logout, or remove old files.
 
     Or its folder is moved away, or mounted over: its files have their names, but these are elsewhere.
     """

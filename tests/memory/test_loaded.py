@@ -1,4 +1,4 @@
-"""What loads bring to a node's memory takes the room of so many checkpoints as saves may, and makes room for more."""
+"""Loads into a node's memory take the room of as many checkpoints as saves may, and make room for more."""
 
 import fcntl
 import os

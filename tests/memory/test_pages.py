@@ -48,7 +48,7 @@ def takes(monkeypatch, asked_again):
 
 @pytest.fixture(params=["as this kernel does", "none", "some", "slowly"])
 def kernel(request, monkeypatch, takes):
-    """What the kernel gives: none at all, or none any more after the first few; or it takes its time."""
+    """Sets the kernel's huge pages: none at all, or none any more after the first few; or it takes its time."""
     if request.param in ("none", "some"):
         advise, left = Mapped.advise, iter([True, True, True] if request.param == "some" else [])
         monkeypatch.setattr(Mapped, "advise", lambda *args: next(left, False) and advise(*args))
@@ -59,7 +59,7 @@ def kernel(request, monkeypatch, takes):
 
 @pytest.fixture
 def huge_pages(takes, memory_dir):
-    """Where the kernel gives them, however slowly."""
+    """Skips the test if the kernel gives no huge pages, even slowly."""
     takes(0.0)
     with tempfile.TemporaryFile(dir=memory_dir) as file:
         if not take_space(file.fileno(), 0, 8 * MIB, patient=True):
@@ -71,7 +71,7 @@ def taken(descriptor):
 
 
 def maps(address):
-    """What the kernel tells of the mapping that begins at an address; {} where there is none."""
+    """Returns the kernel's facts about the mapping that begins at an address; {} if there is none."""
     found = {}
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():

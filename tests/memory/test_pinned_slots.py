@@ -1,4 +1,4 @@
-"""Which bytes of a slot are registered as pinned memory, and when; a stand-in for CUDA's runtime notes its calls."""
+"""Bytes of a slot that are registered as pinned memory, and when; a stand-in for CUDA's runtime notes its calls."""
 
 import contextlib
 import mmap

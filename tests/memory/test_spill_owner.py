@@ -1,4 +1,4 @@
-"""Which node memory owns a spill, if several have it under one path, as containers on one disk do."""
+"""Owner of a spill, if several node memories have it under one path, as containers on one disk do."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What breaks with NeMo's own S3CheckpointIO, and holds with ours: one test for each."""
+"""Defects of NeMo's own S3CheckpointIO that ours does not have: one test for each."""
 
 import pytest
 import torch

@@ -65,7 +65,7 @@ def test_a_rank_that_never_comes_to_a_load_is_named_within_the_bound(ranks):
 
 
 def test_nodes_that_only_load_keep_the_last_checkpoints(memory_dir, tmp_path):
-    """Of full checkpoints, of which rank 0's node saves each, and the other node gets one at each restart."""
+    """Rank 0's node saves each full checkpoint, and the other node gets one at each restart."""
     world = World(memory_dir, str(tmp_path / "durable"))
     for number in (1, 2, 3):
         into_memory(world.tier("a"), world.store.url, f"{number}.ckpt", OLD, number)

@@ -4,7 +4,7 @@ import pytest
 
 
 def copies(answers, step):
-    """By rank, whose parts of a step its node keeps."""
+    """Returns, for each rank, the ranks whose parts of a step its node keeps."""
     return [sorted(rank for s, rank, _ in answer["copies"] if s == step) for answer in answers]
 
 
@@ -33,7 +33,7 @@ def test_copies_on_the_same_machine_are_refused_on_all_ranks(ranks):
 
 
 def test_each_group_s_newest_is_copied_by_its_own_ranks_where_groups_save_side_by_side(ranks):
-    """Of both groups, a node has a part of rank 0, or of rank 1."""
+    """Each node has a part of rank 0, or of rank 1, of both groups."""
     stages = [[0, 1], [2, 3]]
     ranks("abab", ["save_local", 1, stages], ["close"], replication_factor=1)
     (answers, _) = ranks("abab", ["save_local", 3, stages], ["close"], replication_factor=2)

@@ -36,7 +36,7 @@ ROWS = 260_000
 
 
 def io_of(job):
-    """What Lightning's IO is made of (which takes long to import); its ranks have met, as in a Trainer's set-up."""
+    """Returns the engine of Lightning's IO (whose import takes long); its ranks have met, as in a Trainer's set-up."""
     if not IO:
         IO.append(Checkpointer(build(TieredCheckpointConfig, **base.reading(job))))
         IO[0].session.meet_peers()
@@ -50,7 +50,7 @@ def session_of(job):
 
 
 def held(job):
-    """What this node's memory holds: own parts and copies, each with its step, rank and whether it is safe."""
+    """Returns the parts in this node's memory, own ones and copies: step, rank and whether it is safe."""
     tier = session_of(job).open().tier
 
     def each(tier):
@@ -241,7 +241,7 @@ def marks(job, name):
 
 
 def wait_for_copies(job, rank, seconds):
-    """How long it took until nothing was on its way from a rank."""
+    """Returns the time until nothing was on its way from a rank."""
     if dist.get_rank() != rank:
         return None
     session, began = session_of(job), time.monotonic()

@@ -1,4 +1,4 @@
-"""Which attempt of torchrun ranks are in, by real processes and a store that is kept over all attempts.
+"""Attempts of torchrun that ranks are in: real processes, and a store that is kept over all attempts.
 
 With gloo, torch itself reads addresses of dead ranks in such a store. So the ranks here have no connection to each other.
 """
@@ -50,7 +50,7 @@ class Ranks:
 
     @staticmethod
     def ask(ranks):
-        """What each says of a load and a save, where all begin at once."""
+        """Returns each rank's answer about a load and a save; all begin at once."""
         for here in ranks:
             here.send(None)
         return [here.recv() for here in ranks]

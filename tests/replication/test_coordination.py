@@ -1,4 +1,4 @@
-"""What ranks say to each other; with real processes in tests/peers."""
+"""Exchange between ranks; with real processes in tests/peers."""
 
 import traceback
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Whether a save is replicated is decided once for all ranks, and until then they keep their parts of it."""
+"""Replication of a save: decided once for all ranks, and until then they keep their parts of the save."""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""Who keeps copies of whose parts: whatever the nodes, never on the same one, and the same load for all."""
+"""Placement of copies: whatever the nodes, never on the same one, and the same load for all."""
 
 import itertools
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What ranks tell each other by the store of torch.distributed, to keep copies and to find them: little, and bounded."""
+"""Requests of ranks to the store of torch.distributed, to keep copies and to find them: few, and bounded."""
 
 import itertools
 import json
@@ -108,7 +108,7 @@ def member(store, rank, clock):
 
 
 def offered(store, answers):
-    """How one part counts that is answered as told, by each target at its time, and what that took; by two targets."""
+    """Returns the counts of one part's offer, and its time; each of two targets answers as told, at its time."""
     clock, counts, left = VirtualClock(), Counter(), list(answers)
 
     def sleep(seconds):

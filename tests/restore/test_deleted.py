@@ -1,4 +1,4 @@
-"""What the owner of a durable tier deletes by hand, or by a lifecycle rule, no node resumes from."""
+"""Deletes by the owner of a durable tier, by hand or a lifecycle rule: no node resumes from these checkpoints."""
 
 import os
 import shutil

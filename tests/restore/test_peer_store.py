@@ -84,7 +84,7 @@ class Node:
         return made
 
     def says(self, sent):
-        """What it answers, until it ends the connection or has no more to say."""
+        """Returns the node's answer, until it ends the connection or has no more to say."""
         said = b""
         with self.connected() as made, contextlib.suppress(OSError):
             made.sendall(sent)
@@ -115,7 +115,7 @@ def node(nodes):
 
 
 def fetched(*stores, skipped=None):
-    """What is read of a file from the first of the stores that has it intact."""
+    """Returns a file's bytes, read from the first of the stores that has it intact."""
     skipped = skipped if skipped is not None else []
     copies = Copies(
         CONTENT.files[0],
@@ -343,7 +343,7 @@ def moved(memory, world_size, nodes):
 
 
 def memory_of(nodes, factor, lost):
-    """What is left in memory of a job with these ranks' nodes."""
+    """Returns the remaining memory of a job with these ranks' nodes, after the loss of some."""
     memory = {node: {} for node in nodes}
     for rank, peers in enumerate(peers_of_ranks(nodes, factor=factor)):
         memory[nodes[rank]][rank] = True

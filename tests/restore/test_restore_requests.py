@@ -1,4 +1,4 @@
-"""What a restore of a checkpoint of many parts asks of the durable tier, and what it does where a listing is damaged."""
+"""Requests of a restore of many parts to the durable tier, and its result if a listing is damaged."""
 
 import pickle
 from dataclasses import replace

@@ -184,7 +184,7 @@ def test_ranks_of_a_node_learn_which_chunks_the_others_there_read_however_many()
 
 
 def test_a_rank_asks_for_the_chunks_of_no_file_that_others_of_its_node_read_alone():
-    """That would be a request to the durable tier for each."""
+    """Each such file would cost a request to the durable tier."""
 
     def work(group):
         own = "xy"[group.rank]

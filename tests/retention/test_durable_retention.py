@@ -33,7 +33,7 @@ from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
 def apply(*arguments, **options):
-    """What is gone once all is removed that no policy keeps."""
+    """Removes all checkpoints that no policy keeps; returns those that are gone."""
     return [each.checkpoint for each in removed(*arguments, **options) if each.is_gone]
 
 
@@ -45,7 +45,7 @@ def s3(s3_url):
 
 
 def asked(store, work):
-    """What work asks of a store: requests by kind."""
+    """Returns the requests of some work to a store, by kind."""
     before = store.metrics.snapshot()
     work()
     after = store.metrics.snapshot()

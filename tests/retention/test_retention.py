@@ -1,4 +1,4 @@
-"""What memory keeps, stated as rules that hold for any content of a node's memory and any evidence."""
+"""Retention in memory, stated as rules that hold for any content of a node's memory and any evidence."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -272,7 +272,7 @@ def test_what_is_safe_with_peers_stays_until_a_newer_save_is():
 
 
 def copies(*told, name="step_1"):
-    """Of ``"3r1+"``: save 3, rank 1's part, safe."""
+    """Returns the parts of texts such as ``"3r1+"``: save 3, rank 1's part, safe."""
     return [part(int(each[0]), int(each[2]), replicated=each.endswith("+"), name=name) for each in told]
 
 

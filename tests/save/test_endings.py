@@ -1,4 +1,4 @@
-"""What is left to others when a process ends: nothing is waited for in vain, and nothing is forgotten."""
+"""End of a process with work left for others: nothing is waited for in vain, and nothing is forgotten."""
 
 import contextlib
 import time

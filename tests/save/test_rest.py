@@ -1,4 +1,4 @@
-"""What a sharded save pickles before it returns, and makes a file of later."""
+"""State that a sharded save pickles before it returns, and writes to a file later."""
 
 import io
 from collections import OrderedDict

@@ -216,7 +216,7 @@ def seed_that_finds(where, text, instead, folder):
 
 
 def looked_for(defect):
-    """What to say of a defect, and whether it was found."""
+    """Returns a line about a defect, and True if the defect was found."""
     what, *change = defect
     began = time.monotonic()
     # On tmpfs, as the memory of nodes.

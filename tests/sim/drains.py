@@ -36,7 +36,7 @@ def plan_of(rng, count):
 
 
 def views_of(plan):
-    """What each name shows at first, and behind each operation."""
+    """Returns the content of all names at first, and after each operation."""
     model, views = Model(), [{}]
     for number, (kind, name, target) in enumerate(plan, start=1):
         # An alias of what was never saved, or is an alias itself, is refused by the trainer.
@@ -84,7 +84,7 @@ class Judge:
                 self._check_delete(name, found)
 
     def _check_delete(self, name, number):
-        """What was good stays until all that was saved before its delete is there."""
+        """Checks that a good checkpoint stays until all saves before its delete are there."""
         for earlier, (kind, other, _) in enumerate(self._plan[: number - 1], start=1):
             if kind == "save" and self._at[other] < earlier:
                 self._world.violation = f"{name} is gone (operation {number}), and save {earlier} of {other} not there"

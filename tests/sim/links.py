@@ -34,7 +34,7 @@ class Job:
 
 
 def is_cut(world, one, other):
-    """Whether the cable between two machines is cut."""
+    """Returns True if the cable between two machines is cut."""
     return world.cuts.get(frozenset({one.name, other.name}), 0.0) > world.now
 
 
@@ -50,7 +50,7 @@ class Values:
         self.lost = 0
 
     def ask(self, request, timeout_s):
-        """What ``request`` gives, which is carried out at most once; RuntimeError where there is no answer in time."""
+        """Returns the result of ``request``, carried out at most once; RuntimeError if no answer comes in time."""
         world, thread = self._world, self._world.current
         deadline, host = world.now + timeout_s, self._job.ranks[0]
         world.steps += 1
@@ -129,7 +129,7 @@ class Client(StoreClient):
 
 # ----------------------------------------------------------------------------------- other memories
 def peers_of(world):
-    """What stands in for PeerStore: the memory of another machine, over a network that may be cut, slow, or lie."""
+    """Returns a stand-in for PeerStore: the memory of another machine, over a network that may be cut, slow, or lie."""
 
     class Peer(PeerStore):
         def __init__(self, endpoint, *, connections=1, clock):
@@ -240,7 +240,7 @@ class Condition:
 
 @contextlib.contextmanager
 def torch_distributed(world):
-    """What the engine asks of torch.distributed is answered for the simulated process whose turn it is."""
+    """Answers the engine's calls of torch.distributed for the simulated process whose turn it is."""
 
     def job():
         return world.current.process.job

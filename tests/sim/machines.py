@@ -45,7 +45,7 @@ TIMING = Timing(
 
 @dataclass(frozen=True)
 class Odds:
-    """How probable it is that a process is killed where it waits, and that it is stopped at a request."""
+    """Probabilities that a process is killed when it waits, and that it is stopped at a request."""
 
     killed: float = 0.0
     stopped: float = 0.0
@@ -282,7 +282,7 @@ def start_drain(machine, root, logger, *, immortal=False):
 
 
 class FileLocks:
-    """Which process has locked which descriptor: its locks end with it, whatever still has the file open."""
+    """Locks of processes on descriptors: a process's locks end with it, even if others have the file open."""
 
     def __init__(self, world):
         self._world = world

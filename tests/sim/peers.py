@@ -152,7 +152,7 @@ class Rank:
         return meeting.TorchGroup("", self.machine.clock, timeout_s=float(TIMEOUT_S))
 
     def job_faults(self):
-        """How much has befallen the job that excuses a failure: a cable, an answer of the store, a process."""
+        """Counts the faults of the job that excuse a failure: a cable, an answer of the store, a process."""
         return (
             self.life.faults + self.job.store.lost,
             sum(each.faults for each in self.job.ranks),

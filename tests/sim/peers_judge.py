@@ -1,4 +1,4 @@
-"""What must be so in each life with replicas: a dictionary of what each machine's memory holds, kept at each change."""
+"""Rules for each life with replicas: a dictionary of each machine's memory, kept at each change."""
 
 import contextlib
 
@@ -136,7 +136,7 @@ class Judge:
 
     # -------------------------------------------------------------------------------------- states
     def is_placed(self, save_id, parts):
-        """Whether each part of a save is where it was saved, and on all of its peers, by what each machine has."""
+        """Returns True if each part of a save is where it was saved, and on all of its peers."""
         return all((save_id, rank) in parts[place] for rank in range(self.size) for place in (rank, *self.peers[rank]))
 
     def newest_whole(self, without=None):
@@ -153,7 +153,7 @@ class Judge:
 
     # --------------------------------------------------------------------------------------- looks
     def chosen(self, rank, save_id):
-        """What a rank is about to load."""
+        """Notes the save that a rank is about to load, and judges the choice."""
         self.world.note(f"{rank.process.name} loads {save_id}")
         if save_id != (best := self.newest_whole()) and not any(
             each.saved or not each.process.is_alive for each in self.life.ranks
@@ -161,7 +161,7 @@ class Judge:
             self._violate(f"{rank.process.name} loads {save_id}, and {best} is whole")
 
     def check_caught_up(self, rank, before):
-        """What a rank had before the ranks met is on its peers again."""
+        """Checks that a rank's earlier part is on its peers again, after the ranks met."""
         for stored in [each for each in before if each.part.rank == rank.rank][-1:]:
             key = stored.save_id, rank.rank
             for peer in self.peers[rank.rank]:

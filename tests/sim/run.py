@@ -26,7 +26,7 @@ CALM, ROUGH = Fates(), Fates(failed=0.03, skew=30.0)
 
 
 def lives_of(seed):
-    """Whose lives a seed is of."""
+    """Returns the module that runs the lives of a seed."""
     if seed // 2 % 2:
         return runs
     if seed % 16 // 2 == 4:
@@ -37,7 +37,7 @@ def lives_of(seed):
 
 
 def kind_of(seed):
-    """Which kind of these lives it is."""
+    """Returns the kind of a seed's lives."""
     lives = lives_of(seed)
     if lives is runs:
         return runs.KINDS[seed // 4 % len(runs.KINDS)]

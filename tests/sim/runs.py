@@ -80,7 +80,7 @@ class Run:
 
     @property
     def holds(self):
-        """Whether it takes the dirpath for its own."""
+        """True if the run takes the dirpath for its own."""
         keeper = self.checkpointer.session.claims._lease if self.checkpointer is not None else None
         return self.is_alive and keeper is not None and keeper._lease.held and keeper._refusal is None
 
@@ -89,7 +89,7 @@ class Run:
 
 
 class Trainer:
-    """What a run does, by the seed."""
+    """Work of a run, by the seed."""
 
     def __init__(self, life, run):
         self.life, self.run, self.world, self.rng = life, run, life.world, life.world.rng
@@ -297,7 +297,7 @@ class Life:
         return run
 
     def _others_are_idle(self, machine):
-        """Whether no drain elsewhere may still work for an earlier run: two drains on one name are not judged here."""
+        """Returns True if no drain elsewhere works for an earlier run: two drains on one name are not judged here."""
         return not any(self.judge.is_busy(other) for other in self.machines if other is not machine)
 
     def _befall(self, run):

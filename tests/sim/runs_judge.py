@@ -1,4 +1,4 @@
-"""What lives of runs are judged by: the numbers of saves, aliases and deletes, in the order in which they were made.
+"""Judge of lives of runs: the numbers of saves, aliases and deletes, in the order of their calls.
 
 Each operation has a number, and a checkpoint's is in it. Runs follow each other, so what is newer has the greater number.
 """
@@ -121,7 +121,7 @@ class Judge:
         operation.is_certain = not operation.is_lost
 
     def is_deleted(self, saved):
-        """Whether its name was deleted since."""
+        """Returns True if the save's name was deleted since."""
         later = (each for each in self.operations.get(saved.name, ()) if each.number > saved.number)
         return any(each.kind == "delete" for each in later)
 
@@ -133,7 +133,7 @@ class Judge:
 
     # ---------------------------------------------------------------------------- durable tier
     def check(self):
-        """What each name shows now; called behind each change."""
+        """Checks the content that each name shows now; called behind each change."""
         for name in self.operations:
             number, last = self._number_shown(name), self._shown.get(name, 0)
             if number is None:
@@ -157,7 +157,7 @@ class Judge:
         return number in self._ends_of(name)
 
     def _is_alias_anew(self, name, last):
-        """Whether a name that had gone may show an older save by now: that of the target of an alias."""
+        """Returns True if a name that had gone may now show an older save: that of the target of an alias."""
         return self._is_delete(name, last) and any(each.kind == "alias" for each in self.operations[name])
 
     def _number_shown(self, name):
@@ -184,7 +184,7 @@ class Judge:
         return (resumable if what == "tiered:last" else []) or numbers
 
     def within_reach(self, run, what):
-        """What a load that begins now must find, if nothing goes wrong: in memory, and by name on the durable tier."""
+        """Returns the saves that a load must find now, if nothing fails: in memory, and by name on the durable tier."""
         here = [each for each in self.saves.values() if each.boot_id == run.boot_id and each.report is not None]
         newest = max(
             (each for each in here if "memory" in each.report.tiers), key=lambda each: each.number, default=None
@@ -220,7 +220,7 @@ class Judge:
             self._blame(f"{who} got {number}, which was saved as {saved.name}")
 
     def _met(self, one, other):
-        """Whether two runs made them at about the same time, so that either may pass for the newer one."""
+        """Returns True if two runs made them at about the same time: either may pass for the newer one."""
         if not other.run.has_looked and other.run.began - one.at < 2 * self._skew:
             return True
         in_memory_alone = self._number_shown(one.name) != one.number
@@ -264,7 +264,7 @@ class Judge:
             self._blame(f"runs {sorted(holders)} both hold the dirpath for {self._world.now - since:.0f} s")
 
     def look_at_refusals(self):
-        """Of the runs that have ended, none was refused for nothing, and not all of those that met."""
+        """Checks the refusals of runs that have ended: none without a cause, and not all of the runs that met."""
         runs = self._life.runs
         for run in (each for each in runs if each.refused is not None and not each.process.faults):
             met = [
@@ -293,11 +293,11 @@ class Judge:
         return look(MemoryTier(root, clock=machine.clock))
 
     def is_busy(self, machine):
-        """Whether a drain of it has something to do."""
+        """Returns True if a drain of the machine has something to do."""
         return bool(self._operations_left(machine, doable=True))
 
     def left(self):
-        """What is queued on all machines, for people."""
+        """Returns a text for each queued operation of all machines."""
         return [
             f"{machine.name}: {each.action} {each.name} {each.op_id}"
             for machine in self._life.machines

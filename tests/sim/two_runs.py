@@ -32,7 +32,7 @@ def is_second(step):
 
 
 def outcomes(model, run, number, operation, *, left_over):
-    """What an operation may come to, as models; by the rules, one of the first run spares what the second has saved."""
+    """Returns the possible results of an operation, as models; some of the first run spare the second's saves."""
     kind, name, target = operation
     done = copy.deepcopy(model)
     if kind == ALIAS and not model.is_real(target):

@@ -26,7 +26,7 @@ START = 1_767_225_600.0  # 2026-01-01
 
 @dataclass(frozen=True)
 class Fates:
-    """How probable each is at a request, and how far clocks may be off, seconds."""
+    """Probabilities of faults at a request, and the largest error of clocks, seconds."""
 
     killed: float = 0.02
     failed: float = 0.0
@@ -101,7 +101,7 @@ class World:
 
     @property
     def digest(self):
-        """Of all that happened, and of the next random number."""
+        """Digest of all that happened, and of the next random number."""
         self._digest.update(repr(self.rng.random()).encode())
         return self._digest.hexdigest()
 

@@ -1,4 +1,4 @@
-"""What a directory promises beyond the contract: writers that die, folders that come and go."""
+"""Promises of a directory beyond the contract: writers that die, folders that come and go."""
 
 import errno
 import fcntl

@@ -23,7 +23,7 @@ def no_store(url, config):
 
 
 def install(folder, value="acme_store:open_acme", package="acme-store", scheme="acme"):
-    """What ``pip install`` leaves: a module, and the metadata of a package that names it."""
+    """Writes the files that ``pip install`` leaves: a module, and the metadata of a package that names it."""
     folder.mkdir(exist_ok=True)
     (folder / "acme_store.py").write_text(MODULE + BROKEN)
     metadata = folder / f"{package.replace('-', '_')}-1.0.dist-info"

@@ -1,4 +1,4 @@
-"""What S3Store does on a server's bad days."""
+"""Bad days of a server, as S3Store meets them."""
 
 import os
 import socket
@@ -93,7 +93,7 @@ def test_an_answer_cut_short_is_read_again(open_store, proxy, count):
 def test_an_answer_that_breaks_off_amid_pieces_is_read_from_the_first_again(
     open_store, proxy, fault, is_private, monkeypatch
 ):
-    """By the connection behind boto3's body, and by the body where a release has no such connection."""
+    """The pieces come by the connection behind boto3's body, or by the body if a release has no such connection."""
     if not is_private:
         monkeypatch.setattr(s3_bodies, "StreamingBody", None)
     store, data = open_store(), os.urandom(6 * MIB)

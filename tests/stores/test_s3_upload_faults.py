@@ -1,4 +1,4 @@
-"""What becomes of S3Store's uploads on a server's bad days: taken up, made again, or ended without a trace."""
+"""Uploads of S3Store on a server's bad days: taken up, made again, or ended without a trace."""
 
 import itertools
 import os

@@ -21,7 +21,7 @@ from tiered_checkpoint_io.stores.silence import answer_within, local_work
 
 
 class Book(logging.Handler):
-    """What was logged, and what is to be done when some text is."""
+    """Log records, and an action for the record that has some text."""
 
     def __init__(self):
         super().__init__(logging.INFO)

@@ -23,7 +23,7 @@ INSTALLED = tuple(int(part) for part in lightning.__version__.split(".")[:2])
 
 
 class Trouble(Exception):
-    """What a story's model or callback raises."""
+    """Error that a story's model or callback raises."""
 
 
 class Tiny(LightningModule):
@@ -127,7 +127,7 @@ class Side:
         return trainer
 
     def train(self, *, fit: dict[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
-        """What one training by one callback leaves."""
+        """Trains once by one callback, and returns the results."""
         callback = self.callback(**arguments)
         self.fit(callback, **(fit or {}))
         return self.seen(callback)

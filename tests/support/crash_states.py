@@ -1,4 +1,4 @@
-"""What a file system may show after a crash: the operations on a folder recorded, and every legal state made of them.
+"""States that a file system may show after a crash: recorded operations on a folder, and every legal state.
 
 The model is the weakest that POSIX allows a program to rely on:
 

@@ -119,7 +119,7 @@ class Node:
 
 
 def readable(store, name):
-    """What a reader makes of a name: the bytes that some content of its manifest describes; None if absent."""
+    """Returns the bytes of a name that some content of its manifest describes; None if absent."""
     manifest = read_manifest(store, name)
     if manifest is not None and manifest.alias_of:
         manifest = read_manifest(store, manifest.alias_of)

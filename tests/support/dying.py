@@ -1,4 +1,4 @@
-"""What processes do until they are killed: see ``killing.py``, which counts and kills, and ``sweeping.py``, which judges."""
+"""Work of processes until they are killed: ``killing.py`` counts and kills, and ``sweeping.py`` judges."""
 
 import contextlib
 import logging
@@ -48,7 +48,7 @@ GOES_ON = 99
 
 
 def import_all():
-    """What a process would otherwise import while it is being watched, or each time anew."""
+    """Imports modules that a process would otherwise import while it is watched, or each time anew."""
     import torch.distributed.checkpoint as torch_dcp
 
     from tiered_checkpoint_io.engine import checkpointer  # noqa: F401

@@ -59,7 +59,7 @@ def answered_by_another(body):
 
 
 def lost_by_another(exchange):
-    """What a gateway that has lost its way to the server says of anything."""
+    """Answers any request as a gateway that has lost its way to the server does."""
     exchange.answer(404, b"default backend - 404", [("Content-Type", "text/plain; charset=utf-8")])
 
 
@@ -70,13 +70,13 @@ def odd_etag(exchange):
 
 
 def object_lock(exchange):
-    """What S3 says where a bucket has Object Lock: it takes no body without a checksum, nor one with a wrong one."""
+    """Answers as S3 does for a bucket with Object Lock: a body without a checksum, or a wrong one, is refused."""
     digest = base64.b64encode(hashlib.md5(exchange.body).digest()).decode()
     when(lambda it: it.headers.get("Content-MD5") != digest, refuse(400, "InvalidRequest"))(exchange)
 
 
 def directory_bucket(exchange):
-    """What a bucket of S3 Express does otherwise: it has a session for each client, and lists whole folders alone."""
+    """Answers as a bucket of S3 Express does: it has a session for each client, and lists whole folders alone."""
     query = parse_qs(urlsplit(exchange.path).query, keep_blank_values=True)
     prefix = query.get("prefix", [""])[0]
     if "session" in query:

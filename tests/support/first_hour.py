@@ -1,4 +1,4 @@
-"""What a stranger sees in the first hour: commands over a real S3 server, and their output, compared with a text."""
+"""First hour of a stranger: commands over a real S3 server, and their output, compared with a text."""
 
 import contextlib
 import difflib

@@ -481,7 +481,7 @@ def load(data, records):
 
 
 def same(left, right, pairs):
-    """Whether two values are the same in kind, content, and in which parts are one object."""
+    """Returns True if two values are the same in kind, content, and in which parts are one object."""
     if type(left) is not type(right):
         return False
     if isinstance(left, list | dict | tuple | set | collections.deque | torch.Tensor) or hasattr(left, "__dict__"):

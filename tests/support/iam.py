@@ -65,7 +65,7 @@ class Judge:
         return Asked(action, self.key_arn)
 
     def _needed(self, exchange):
-        """What AWS documents that a request needs."""
+        """Returns the permissions that a request needs, as AWS documents them."""
         parts = urlsplit(exchange.path)
         query = parse_qs(parts.query, keep_blank_values=True)
         bucket, _, key = unquote(parts.path).lstrip("/").partition("/")

@@ -251,13 +251,13 @@ def main():
 
 @dataclass
 class Run:
-    """What became of one order.
+    """Result of one order.
 
     Attributes:
-        killed: At which effect each role died: what was being done, kind of effect, path.
+        killed: Effect at which each role died: the work, kind of effect, path.
         effects: All effects of each role that came to its end, likewise.
-        done: What the process told to have done, in order.
-        answer: What the role gave; None where it died.
+        done: Reports of the process about finished work, in order.
+        answer: Answer of the role; None if it died.
     """
 
     killed: dict = field(default_factory=dict)

@@ -11,7 +11,7 @@ _PLACE = re.compile(r"%(?:\.\d+)?[sdrf]|…")
 
 @cache
 def messages():
-    """Of the whole package, callbacks included."""
+    """Returns the messages of the whole package, callbacks included."""
     found = set()
     for folder in ("tiered_checkpoint_io", "callbacks"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -31,5 +31,5 @@ def _text(node):
 
 
 def has_message(quoted):
-    """Whether some text of the code, filled in somehow, contains what is quoted; "…" stands for anything."""
+    """Returns True if some text of the code, filled in somehow, contains the quoted text; "…" stands for anything."""
     return any(quoted in text for text in messages())

@@ -37,7 +37,7 @@ class PerRank(DDPStrategy):
 
 
 def become_model_parallel(ranks, rank):
-    """What such a model tells NeMo when it is made."""
+    """Tells NeMo the facts that such a model tells when it is made."""
     state = AppState()
     state.tensor_model_parallel_size = state.model_parallel_size = ranks
     state.tensor_model_parallel_rank, state.data_parallel_rank = rank, 0

@@ -139,13 +139,13 @@ def small(*, full):
 
 
 class Moment:
-    """What a restart is judged by: the operations that were begun, those told to be done, and the durable tier."""
+    """Facts that judge a restart: the operations that were begun, the finished ones, and the durable tier."""
 
     def __init__(self, begun, told, durable):
         self.begun, self.told, self.durable = begun, told, durable
 
     def allowed(self, name, shown):
-        """What a name may show behind the restart, where it shows ``shown`` before."""
+        """Returns the saves that a name may show after the restart, if it shows ``shown`` before."""
         on_name = [number for number in self.told if _operations()[number][1] == name]
         floor = max(on_name, default=0)
         later = [number for number in range(floor + 1, self.begun + 1) if _operations()[number][1] == name]

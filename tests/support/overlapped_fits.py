@@ -437,7 +437,7 @@ def loaded(folder):
 
 
 def difference(one, other, at=""):
-    """Where two states differ in a bit; None where they do not."""
+    """Returns the place at which two states differ in a bit; None if they are equal."""
     if isinstance(one, torch.Tensor):
         one, other = (getattr(each, "full_tensor", lambda each=each: each)().detach() for each in (one, other))
         is_same = (one.dtype, one.shape) == (

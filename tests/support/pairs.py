@@ -29,7 +29,7 @@ KEEP_LAST = 2
 
 
 def import_all():
-    """What the roles need, with waits for peers that fit processes which are all here, or dead."""
+    """Imports the modules of the roles; waits for peers are short, as all processes are here, or dead."""
     # The first save of a DTensor would otherwise take seconds to import what it needs, in each process anew.
     import torch._dynamo
     import torch.distributed.device_mesh

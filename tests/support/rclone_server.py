@@ -25,7 +25,7 @@ _KEEPER = '"$@" </dev/null & server=$!; cat >/dev/null; kill -9 $server; wait $s
 
 
 class S3Server:
-    """What tests need to know of any S3 server: where it is, and the keys to it."""
+    """Facts about any S3 server for tests: its URL, and the keys to it."""
 
     def __init__(self, endpoint_url: str, access_key: str, secret_key: str) -> None:
         self.endpoint_url = endpoint_url

@@ -170,7 +170,7 @@ class World:
         return self.tiers[node]
 
     def tiers_of(self, node="n", store=None, dirpath=None):
-        """What a restore on a node is handed."""
+        """Returns the tiers of a restore on a node."""
         config = build(
             TieredCheckpointConfig, dirpath=self.store.url, memory_dir=str(self.base / node), wait_timeout_s=20
         )

@@ -81,7 +81,7 @@ def views_of(files):
 
 
 def readable(store, name):
-    """Which save a reader finds whole under a name, by its number (the step); None if absent.
+    """Returns the number (the step) of the save that a reader finds whole under a name; None if absent.
 
     All files of the content that is found must be there, and match.
     """

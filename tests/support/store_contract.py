@@ -32,7 +32,7 @@ BAD_KEYS = ["", "/absolute", "a/../../b", "../a", "a//b", "a/", "./a", "a/.", "n
 
 
 class StopHere(Exception):
-    """What a caller's own code raises in the middle of an upload."""
+    """Error that a caller's own code raises in the middle of an upload."""
 
 
 class MemoryJournal:

@@ -59,7 +59,7 @@ class Model:
         self._aliases = {alias: of for alias, of in self._aliases.items() if of != name}
 
     def is_real(self, name):
-        """Whether a checkpoint of this name was saved, in place of being an alias."""
+        """Returns True if the name is that of a saved checkpoint, and not of an alias."""
         return name in self._own
 
     def view(self):

@@ -27,7 +27,7 @@ LARGE = (8 << 20) + 5000
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one point: what was cut off, at which kind of effect, and what a restart found."""
+    """Result for one point: the work cut off, the kind of effect, and the finding of a restart."""
 
     doing: str
     effect: str
@@ -92,7 +92,7 @@ class Place:
 
 
 def verdict(killed, judge):
-    """What ``judge`` finds: it returns ``old`` or ``new``, or raises."""
+    """Returns the verdict of ``judge``, which returns ``old`` or ``new``, or raises."""
     doing, effect, path = killed
     try:
         return Verdict(doing, effect, judge())
@@ -103,7 +103,7 @@ def verdict(killed, judge):
 
 
 def restored(place, kind, allowed, **order):
-    """What a restart loads, which has to be one of the allowed steps, bit for bit."""
+    """Returns the step that a restart loads, which must be one of the allowed steps, bit for bit."""
     found = place.run("reader", kind, **order).answer
     if found.get("error"):
         raise Lost(found["error"])
@@ -138,7 +138,7 @@ def newest_durable(kind, count):
 
 
 def is_durable(operation):
-    """Whether a drain carries it out; whether what is removed is there, the trainer does not look."""
+    """Returns True if a drain carries out the operation; a trainer does not look if the target of a removal exists."""
     action, _, what = operation
     return action != "save" or what != "memory"
 

@@ -92,7 +92,7 @@ class Training:
 
 
 def loaded(place, kind, allowed):
-    """What both nodes load together, which has to be one of the allowed steps; 0 for nothing, where that is one."""
+    """Returns the step that both nodes load, which must be one of the allowed steps; 0 for nothing, if allowed."""
     done = place.run("pair-load", kind).done
     steps = set()
     for rank in (0, 1):

@@ -1,4 +1,4 @@
-"""What takes long in each process, and is the same in all of them: done once, before tests, and before ranks are forked."""
+"""Slow set-up that is the same in all processes: done once, before tests, and before ranks are forked."""
 
 import functools
 import gc

@@ -78,7 +78,7 @@ def interpreters():
 
 
 def required(wheel):
-    """What the wheel needs, without extras: the whole line, by name."""
+    """Returns the wheel's requirements without extras: the whole line, by name."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [each for each in archive.namelist() if each.endswith("METADATA")]
         lines = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist")

@@ -1,4 +1,4 @@
-"""What a user does with the installed wheel: trains, and goes on where the last run ended."""
+"""Training of a user with the installed wheel, which continues from the end of the last run."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What is easily mistyped; each is said before anything is done."""
+"""Common typing errors; each is reported before anything is done."""
 
 from omegaconf import OmegaConf
 
