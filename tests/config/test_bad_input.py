@@ -12,7 +12,7 @@ from support.training import Model, Runs
 
 from tiered_checkpoint_io import TieredStorageWriter
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, SaveError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, RestoreError, SaveError
 
 #: Nobody is left waiting for longer, whatever is wrong.
 BOUND_S = 30.0
@@ -25,24 +25,6 @@ def kept_on_s3(s3_url, memory_dir):
     yield kept
     kept.close()
     kept.still_loads()
-
-
-def refused(io, reason, said, *, resumes=False):
-    """Load and save each say what is wrong; the save stays in memory, and the end says that it does.
-
-    Where it ``resumes``, node memory carries a restart, and a load of what that has not says it.
-    """
-    started = time.monotonic()
-    if resumes:
-        assert io.load_checkpoint("tiered:latest")["global_step"] == 1
-    with failing(reason, match=said) as caught:
-        io.load_checkpoint("nowhere.ckpt" if resumes else "tiered:latest")
-    assert not caught.value.retryable
-    with pytest.raises(SaveError, match=rf"in memory, but not on the durable tier.*{said}"):
-        io.save_checkpoint(state(2), "epoch=0-step=2.ckpt")
-    with pytest.raises(SaveError, match=rf"{said}.*stays in node memory; retry with: tiered-ckpt flush --namespace "):
-        io.teardown()
-    assert time.monotonic() - started < BOUND_S
 
 
 # -------------------------------------------------------------------------------------- durable tier
@@ -60,8 +42,33 @@ def test_no_credentials_and_wrong_ones(kept_on_s3, monkeypatch, secret, said):
             env.delenv(key)
         if secret is not None:
             env.setenv(KEYS[1], secret)
-        refused(kept_on_s3.io(), "credentials", said, resumes=True)
+        io, started = kept_on_s3.io(), time.monotonic()
+        # Node memory carries a restart.
+        assert io.load_checkpoint("tiered:latest")["global_step"] == 1
+        with failing("credentials", match=said) as caught:
+            io.load_checkpoint("nowhere.ckpt")
+        assert not caught.value.retryable
+        with pytest.raises(SaveError, match=rf"in memory, but not on the durable tier.*{said}"):
+            io.save_checkpoint(state(2), "epoch=0-step=2.ckpt")
+        with pytest.raises(SaveError, match=rf"{said}.*stays in node memory; .* tiered-ckpt flush --namespace "):
+            io.teardown()
+        assert time.monotonic() - started < BOUND_S
     kept_on_s3.mended(2)
+
+
+def test_a_trainer_refuses_what_no_trainer_saved_and_its_advice_works(memory_dir, tmp_path):
+    class Warm(Model):
+        def on_fit_start(self):
+            self.loaded = self.trainer.strategy.checkpoint_io.load_checkpoint(KEPT)
+
+    runs, callback = Runs(str(tmp_path / "durable"), memory_dir, tmp_path), TieredModelCheckpoint()
+    (io := runs.io()).save_checkpoint(state(1), KEPT)
+    io.teardown()
+    for ckpt_path in (KEPT, "tiered:latest"):
+        with pytest.raises(RestoreError, match=f"^{KEPT} was not saved by a Trainer.*load its weights by Tiered.*"):
+            runs.fit(callback, ckpt_path=ckpt_path)
+    assert runs.fit(callback, model=Warm(), ckpt_path=None, max_steps=2)[1].loaded["global_step"] == 1
+    assert runs.fit(callback, max_steps=3)[0].global_step == 3
 
 
 # ---------------------------------------------------------------------------------- names and options

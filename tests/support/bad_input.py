@@ -1,9 +1,8 @@
 """A checkpoint that stands in both tiers, and must load from each, whatever is done beside it."""
 
-from pathlib import Path
-
 import torch
 from support.supporting import build
+from support.training import wipe
 
 from tiered_checkpoint_io import TieredCheckpointIO
 
@@ -45,12 +44,6 @@ class Kept:
         self.made.append(io)
         return io
 
-    def forget_memory(self):
-        for file in Path(self.options["memory_dir"]).rglob("saves/*/*/*"):
-            file.unlink()
-        for folder in Path(self.options["memory_dir"]).rglob("saves/*/rank-*"):
-            folder.rmdir()
-
     def close(self):
         for io in self.made:
             io.teardown()
@@ -63,4 +56,4 @@ class Kept:
             assert torch.equal(loaded["w"], state(1)["w"])
             assert io.checkpointer.restored.tier == tier
             io.teardown()
-            self.forget_memory()
+            wipe(self.options["memory_dir"])

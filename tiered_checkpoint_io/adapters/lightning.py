@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, RestoreError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory import forks
 from tiered_checkpoint_io.model import ids
@@ -28,6 +28,8 @@ from tiered_checkpoint_io.redaction import shown
 
 #: What Lightning's tuner keeps for a moment, to come back to it.
 _SCRATCH = (".lr_find_", ".scale_batch_size_")
+#: By this key Lightning knows a checkpoint of its own; without it, a Trainer fails with a KeyError.
+_VERSION = "pytorch-lightning_version"
 #: Where a whole training state has its optimizers: Lightning's key, and Megatron's.
 OPTIMIZERS = ("optimizer_states", "optimizer")
 
@@ -45,10 +47,20 @@ def is_resumable(checkpoint: Any, path: str | os.PathLike[str]) -> bool:
     """
     if is_of_tuner(path):
         return False
-    is_lightnings = isinstance(checkpoint, Mapping) and {"pytorch-lightning_version", "state_dict"} <= set(checkpoint)
+    is_lightnings = isinstance(checkpoint, Mapping) and {_VERSION, "state_dict"} <= set(checkpoint)
     if not is_lightnings:
         return True
     return any(key in checkpoint for key in OPTIMIZERS) and not _has_not_trained(checkpoint)
+
+
+def check_saved_by_trainer(checkpoint: Any, name: str) -> None:
+    """Raises RestoreError for a checkpoint that a Trainer can't start from, as of a loop without one."""
+    if not isinstance(checkpoint, Mapping) or _VERSION not in checkpoint:
+        raise RestoreError(
+            f"{name} was not saved by a Trainer: it has no {_VERSION!r}",
+            operation="load",
+            hint="load its weights by TieredCheckpointIO.load_checkpoint, and fit without ckpt_path",
+        )
 
 
 def _has_not_trained(checkpoint: Mapping[str, Any]) -> bool:
@@ -147,6 +159,8 @@ class TieredCheckpointIO(CheckpointIO):
         self.found_nothing = False
         #: What is saved beside each checkpoint, and has to be there to resume from it: see :class:`Selector`.
         self.companion = ""
+        #: Tells whether a path is what a Trainer restores from now; set by the guard.
+        self.is_for_trainer: Callable[[Any], bool] | None = None
         #: Whether what a trainer saves next has weights of one step and optimizers' states of another.
         self.mixes_steps = False
         self._has_said_where = False
@@ -258,8 +272,7 @@ class TieredCheckpointIO(CheckpointIO):
         place: Any = "cpu" if map_location is None else map_location
         if self._is_scratch(path):
             self.found_nothing = False
-            found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(str(path), place)
-            return found
+            return TorchCheckpointIO().load_checkpoint(str(path), place)
         state: dict[str, Any] = self.checkpointer.load(
             path,
             map_location=place,
@@ -268,7 +281,11 @@ class TieredCheckpointIO(CheckpointIO):
             alone=self._is_of_one_rank(path),
         )
         self.found_nothing = isinstance(state, NoCheckpoint)
-        return FreshStart(self.config.dirpath) if self.found_nothing else state
+        if self.found_nothing:
+            return FreshStart(self.config.dirpath)
+        if self.is_for_trainer is not None and self.is_for_trainer(path):
+            check_saved_by_trainer(state, getattr(self.checkpointer.restored, "name", str(path)))
+        return state
 
     def load_alone(self, path: str | os.PathLike[str]) -> Any:
         """Returns what a checkpoint holds, without the other ranks; the run does not count as resumed from it."""
@@ -313,7 +330,7 @@ class TieredCheckpointIO(CheckpointIO):
 
     def __getstate__(self) -> dict[str, Any]:
         # Launchers that spawn pickle the IO; each process opens its own engine.
-        return {**self.__dict__, "_checkpointer": None}
+        return {**self.__dict__, "_checkpointer": None, "is_for_trainer": None}
 
 
 def _signature() -> inspect.Signature:
@@ -381,8 +398,8 @@ class FreshStart(NoCheckpoint):
 
     def __init__(self, dirpath: str) -> None:
         """Takes where there is nothing."""
-        # By this key Lightning knows a checkpoint of its own release: with it alone, it skips every step of a restore.
-        super().__init__({"pytorch-lightning_version": lightning_version})
+        # With this key alone, Lightning skips every step of a restore.
+        super().__init__({_VERSION: lightning_version})
         self._dirpath = dirpath
 
     def keys(self) -> Any:

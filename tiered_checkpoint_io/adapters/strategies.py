@@ -30,6 +30,7 @@ from tiered_checkpoint_io.adapters.lightning import (
     AsyncCheckpointIO,
     FreshStart,
     TieredCheckpointIO,
+    check_saved_by_trainer,
     read_storage_options,
     require_tiered_io,
 )
@@ -526,6 +527,7 @@ class TieredSharding(_Base):
 
         def read(found: Restored) -> Any:
             state = found.load(trust, map_location="cpu")
+            check_saved_by_trainer(state, found.name)
             optimizers, states = self._trained_optimizers, state.get("optimizer_states", ())
             if optimizers and len(states) == len(optimizers):
                 pairs = zip(optimizers, states, strict=True)

@@ -79,7 +79,7 @@ class SafeDeletes(PortableState):
         if not (trainer.is_global_zero and self._landed):
             return []
         # What was saved again under its name, or lies elsewhere and so belongs to another run, is not deleted.
-        there = [path for path in self._withheld if not self._shows(path) and self._is_ours(path)]
+        there = [path for path in self._withheld if not self._shows(path) and is_below(path, self._engine.dirpath)]
         count = max(0, len(there) - sum(map(self._shows, self._lost)))
         due = [path for path in there[:count] if not self._is_restored(path)]
         self._withheld = [path for path in there if path not in due]
@@ -109,16 +109,10 @@ class SafeDeletes(PortableState):
             raise ConfigError(f"{type(self).__name__} is used before setup", operation="save")
         return self._io.checkpointer
 
-    def _is_ours(self, path: str) -> bool:
-        return is_below(path, self._engine.dirpath)
-
     def _is_restored(self, path: str) -> bool:
         restored = self._engine.restored
         return restored is not None and path == ids.join_url(self._engine.dirpath, restored.name)
 
-    def _named(self) -> set[str]:
-        return {self.best_model_path, self.last_model_path, *self.best_k_models} - {""}
-
     def _shows(self, path: str) -> bool:
-        """Whether :meth:`_named` has a path; as quick where it has very many."""
+        """Tells whether the callback names a path; quick where it names very many."""
         return path in self.best_k_models or path in (self.best_model_path, self.last_model_path)

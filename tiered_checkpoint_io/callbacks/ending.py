@@ -64,7 +64,7 @@ class EndOfTraining(Callback):
         strategy: Any = trainer.strategy
 
         def teardown() -> None:
-            self._let_go(trainer)
+            vars(trainer.strategy).pop("teardown", None)
             has_restored = trainer.ckpt_path is not None and trainer.state.status == TrainerStatus.RUNNING
             ends = _durable_ends(trainer) if has_restored and not self._has_trained else []
             for each in ends:
@@ -89,7 +89,7 @@ class EndOfTraining(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Lightning's tuner ends its trials by this hook; NeMo's time limit a training, without on_train_end.
-        self._let_go(trainer)
+        vars(trainer.strategy).pop("teardown", None)
         # No teardown follows an exception; that of a later evaluation is no end of the training.
         is_running = stage == "fit" and trainer.state.status == TrainerStatus.RUNNING
         if self._has_trained and not self._has_ended and is_running:
@@ -97,9 +97,6 @@ class EndOfTraining(Callback):
             for each in _durable_ends(trainer):
                 each._save_where_it_left(trainer, pl_module)
         trainer.callbacks = _others(trainer)  # type: ignore[attr-defined]
-
-    def _let_go(self, trainer: Trainer) -> None:
-        vars(trainer.strategy).pop("teardown", None)
 
 
 def _durable_ends(trainer: Trainer) -> list[DurableEnd]:

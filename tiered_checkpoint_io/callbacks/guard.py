@@ -101,6 +101,7 @@ class StrategyGuard(Callback):
             return
         check_strategy(trainer.strategy)
         train_here()
+        io.is_for_trainer = lambda path: path == trainer.ckpt_path
         _count_as_last(trainer, io)
         # Classes derived from it are their authors' business.
         stock = [each for each in trainer.checkpoint_callbacks if type(each) is ModelCheckpoint]
@@ -198,11 +199,8 @@ class StrategyGuard(Callback):
         ):
             self._held.load(pl_module)
 
-    def on_validation_batch_end(self, trainer: Trainer, *_: object) -> None:
-        """Notes the step: a long validation is no silence."""
-        io = tiered_io_of(trainer.strategy.checkpoint_io)
-        if io is not None:
-            self._recording.reach(trainer.global_step, io.checkpointer.session)
+    # A long validation is no silence.
+    on_validation_batch_end = on_train_batch_end  # type: ignore[assignment]
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuses an evaluation without a checkpoint, where training would start from scratch.

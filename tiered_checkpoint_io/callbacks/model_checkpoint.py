@@ -119,10 +119,8 @@ class TieredModelCheckpoint(DurableEnd):
             **if_known(save_on_exception=save_on_exception),
         )
         self.dirpath = None if dirpath is None else ids.normalize_dirpath(dirpath)
-        self.memory_every_n_train_steps, self.s3_every_n_train_steps = (
-            memory_every_n_train_steps,
-            s3_every_n_train_steps,
-        )
+        self.memory_every_n_train_steps = memory_every_n_train_steps
+        self.s3_every_n_train_steps = s3_every_n_train_steps
         self.save_on_train_end = save_on_train_end
         self._begin()
 
@@ -176,7 +174,7 @@ class TieredModelCheckpoint(DurableEnd):
 
     # ------------------------------------------------------------------------------------ hooks
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Takes the trainer's checkpoint IO; raises ConfigError or ConfigError if it can't save there."""
+        """Takes the trainer's checkpoint IO; raises ConfigError if it can't save there."""
         io = require_tiered_io(trainer.strategy, "TieredModelCheckpoint")
         check_strategy(trainer.strategy)
         root = io.config.dirpath
@@ -187,7 +185,8 @@ class TieredModelCheckpoint(DurableEnd):
             check_retention([self], io.config.retention)
             # Before anything is trained: whether another run writes there.
             on_rank_0(trainer, lambda: io.checkpointer.session.claims.claim(saves=False))
-            self._begin_fit()
+            # The same step may be another state now.
+            self._last_memory_step, self._last_checkpoint_saved, self._durable_save, self._landed = -1, "", None, False
             EndOfTraining.join(trainer)
         self._io = io
         self._asks_from = 0.0
@@ -304,10 +303,6 @@ class TieredModelCheckpoint(DurableEnd):
         super().to_yaml(filepath)
 
     # ----------------------------------------------------------------------------------- inside
-    def _begin_fit(self) -> None:
-        # The same step may be another state now.
-        self._last_memory_step, self._last_checkpoint_saved, self._durable_save, self._landed = -1, "", None, False
-
     def _promise_best(self) -> None:
         # In a process that has not trained, ckpt_path="best" finds what earlier ones saved.
         self.best_model_path = self.best_model_path or ids.best_url(self.monitor, self.mode)

@@ -120,7 +120,7 @@ class PreemptionCheckpoint(Callback):
             self._warn()
         if signal.SIGTERM in self.notice.signals:
             # Trainer composes its handler with ours; its own part may hang, see the head of this class.
-            trainer._signal_connector._sigterm_notifier_fn = _leave_it_to_us  # type: ignore[method-assign, assignment]
+            trainer._signal_connector._sigterm_notifier_fn = lambda *_: None  # type: ignore[method-assign]
 
     def on_train_start(self, *_: Any) -> None:
         if self._agreement is None:
@@ -348,7 +348,3 @@ def _was_requeued(io: TieredCheckpointIO, checkpoint_path: Any, connector: Any) 
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
         session.log.warning("could not look for %s, the last checkpoint of a requeued job: %s", name, error)
         return restarts not in ("", "0")
-
-
-def _leave_it_to_us(*_: Any) -> None:
-    """Does nothing, in place of Lightning's handler."""

@@ -20,12 +20,10 @@ from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.status import Progress, SaveReport, Standing, drain_command, tier_label
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError
-from tiered_checkpoint_io.logs import GIB
+from tiered_checkpoint_io.logs import GIB, names_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
-#: Names that a line of the summary lists.
-_NAMED = 3
 #: Loggers of which a failure was warned.
 _warned: WeakSet[Logger] = WeakSet()
 
@@ -171,10 +169,10 @@ def summary(standing: Standing, config: TieredCheckpointConfig) -> list[str]:
     durable = f"{standing.durable} on {where}" if standing.durable else f"none uploaded to {where} from this node"
     lines = [f"newest checkpoints: {memory}; {durable}"]
     if standing.pending:
-        count, names = len(standing.pending), ", ".join(each.name for each in standing.pending[:_NAMED])
+        count, names = len(standing.pending), names_text([each.name for each in standing.pending])
         what = "checkpoints are" if count > 1 else "checkpoint is"
         lines.append(
-            f"{count} {what} not on {where} yet ({names}{', ...' if count > _NAMED else ''}): uploaded by a drain that"
+            f"{count} {what} not on {where} yet ({names}): uploaded by a drain that"
             f" runs, or by the next start on this node, or by: {drain_command(config)}"
         )
     if standing.resumable:

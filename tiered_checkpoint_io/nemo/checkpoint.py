@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, is_resumable, tiered_io_of
 from tiered_checkpoint_io.callbacks.guard import note_other_weights
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
-from tiered_checkpoint_io.callbacks.trainer import failing_together, nemo_averages, on_rank_0
+from tiered_checkpoint_io.callbacks.trainer import failing_together, is_below, nemo_averages, on_rank_0
 from tiered_checkpoint_io.engine.drain.status import SaveReport, looking
 from tiered_checkpoint_io.engine.durable.commit import commit
 from tiered_checkpoint_io.engine.durable.manifests import current
@@ -248,7 +248,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
     def _awaits_uploads(self) -> bool:
         """Tells whether a file of this rank's, of the checkpoints that are kept, is not committed."""
-        session, named = self._engine.session, self._named()
+        session, named = self._engine.session, {self.best_model_path, self.last_model_path, *self.best_k_models} - {""}
         named |= {ids.companion_of(path, ids.EMA) for path in named}
 
         def is_open(path: str, save_id: str) -> bool:
@@ -290,7 +290,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         assert self._io is not None
         engine = self._engine
         # A resume keeps their order, which is part of this callback's state.
-        paths = [path for path in self.best_k_models if self._is_ours(path) and path not in self._lost]
+        paths = [path for path in self.best_k_models if is_below(path, engine.dirpath) and path not in self._lost]
         names = [ids.name_in(engine.dirpath, path) for path in paths]
         durable = [name for name in names if name in self._slim or not engine.session.is_pending(name)]
         # At least one keeps them: runs resume from it.
