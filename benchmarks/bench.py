@@ -33,12 +33,12 @@ from states import STATES
 
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 100.0
-#: What a benchmark that has taken longer gets to end in order, seconds.
+#: Time for a benchmark that is over its limit to end in order, seconds.
 END_S = 30.0
 #: The state of the peers. Ours are measured with the others too.
 COMMON = "64 tensors"
 OURS = [name for name in CONTENDERS if name.startswith("ours")]
-#: How many times as large the states are of which a goal is about 1 GiB, and that no peer is measured with: a step of
+#: Factor by which states of goals about 1 GiB are larger, if no peer is measured with them: a step of
 #: LoRA changes less of 256 MiB than the smallest piece that S3 copies.
 LARGE = 4
 #: The other benchmarks, with their options, and how many times as large their states are; 0: they take no sizes.

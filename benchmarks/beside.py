@@ -19,7 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
-#: What is ours in the table of each benchmark.
+#: Our row in the table of each benchmark.
 ROWS = {"stall": "ours", "sharded": "ours", "recovery": "from"}
 
 

@@ -5,7 +5,7 @@ in each round. Ours is the store as the drain uses it. Prints the medians of the
 round, and of processor seconds a GiB, without the server's; and, last, a line of JSON, with what the threads of ours
 spend their time on.
 
-obstore is used where it is installed; without it there is a row that says so.
+obstore is used if it is installed; without it there is a row that says so.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Bench:
             self.by_dcp(options)
 
     def check(self, way: str) -> None:
-        """Raises where the target is not the state, and clears it for the next."""
+        """Raises if the target is not the state, and clears it for the next."""
         for name, tensor in self.target.items():
             if not torch.equal(tensor, self.state[name]):
                 raise RuntimeError(f"{way}: {name} was not restored")

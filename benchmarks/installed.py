@@ -26,11 +26,11 @@ PATIENCE_S = 120.0
 class Contender:
     """Saves a state: ``save`` is what training waits for, ``finish`` returns when the bytes are where they shall be."""
 
-    #: Where ``finish`` has the bytes.
+    #: Place of the bytes after ``finish``.
     where = "tmpfs"
     #: The functions that its saves are split into; see ``parts.py``.
     functions: ClassVar[dict[str, list[str]]] = {}
-    #: Why it can't run on a machine without a GPU, in a sentence; "" where it can.
+    #: Why it can't run on a machine without a GPU, in a sentence; "" if it can.
     reason = ""
 
     def __init__(self, folder: str, url: str) -> None:

@@ -2,17 +2,17 @@
 
 One fit, one torch thread by default, so that a core is free; AdamW on linear layers. By turns, steps without a save,
 with an eager one before them, with an overlapped one, with an eager one that the drain then uploads, and with an eager
-one after which another process copies as many bytes from memory to memory, or uploads them by obstore (by boto3 where
+one after which another process copies as many bytes from memory to memory, or uploads them by obstore (by boto3 if
 that is not installed). The server is on this machine, where a real one is not: so it has the lowest priority, as has
 the process that copies. Prints, as medians over the run: forward and backward divided by the copy of the state; our
 share of the save's call (all that the IO does, or of sharded ones the strategy), by the clock and by the thread's
 processor time; how long the optimizer waited; and each step after a save divided by the median of the eight around it
 without one, which a machine's slow drift hits alike, with the standard error of that. Last comes a line of JSON: of an
-overlapped save ``share_ms`` and its parts; and by mode, where it was asked for, by how much the slower one of the two
+overlapped save ``share_ms`` and its parts; and by mode, if it was asked for, by how much the slower one of the two
 steps after the save is longer, ``inflation``, and the standard error of that, ``inflation_error``.
 
 The steps after a capture count too: their bytes are hashed there. ``--threads`` fills more cores. ``--sharded``: by
-TieredModelParallelStrategy, with FSDP2 and one rank. ``--accelerator gpu``: on a GPU; each step is waited for. Where
+TieredModelParallelStrategy, with FSDP2 and one rank. ``--accelerator gpu``: on a GPU; each step is waited for. If
 steps vary by 5 %, ``--modes overlapped --turns 120`` tells 2 % from noise.
 """
 

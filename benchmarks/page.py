@@ -157,7 +157,7 @@ def recoveries(found: dict[str, Any]) -> Iterator[list[str]]:
         yield [name, f"{seconds:.2f}"]
 
 
-#: What a step is beside, by what ``overlap.py`` calls it.
+#: Reference of a step, by the name that ``overlap.py`` has for it.
 BESIDE = {
     "overlapped": "beside its capture",
     "eager": "after an eager save",

@@ -7,7 +7,7 @@
     parts.seconds  # {"planning": 0.002}
 
 A function inside another one counts for itself alone, so that the parts add up. Only the thread that entered counts.
-Where many threads do the same, ``shares`` looks at them all every millisecond.
+If many threads do the same, ``shares`` looks at them all every millisecond.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-#: What ours does in a save of a full checkpoint.
+#: Functions of our save of a full checkpoint.
 OF_SAVE = {
     "planning": ["tiered_checkpoint_io.engine.save.full:plan"],
     "taking a slot": ["tiered_checkpoint_io.engine.save.part:PartSave.reserve"],
@@ -33,7 +33,7 @@ OF_SAVE = {
     "committing": ["tiered_checkpoint_io.engine.save.part:PartSave.seal"],
 }
 _DCP, _WRITER = "torch.distributed.checkpoint", "tiered_checkpoint_io.adapters.dcp_writer:TieredStorageWriter"
-#: What the call of an asynchronous sharded save consists of.
+#: Functions of the call of an asynchronous sharded save.
 OF_SHARDED = {
     "DCP's plans": [
         f"{_DCP}.default_planner:DefaultSavePlanner.{name}"
@@ -49,12 +49,12 @@ OF_SHARDED = {
     "copying": ["tiered_checkpoint_io.engine.save.part:PartSave.fill"],
     "committing": [f"{_WRITER}.finish"],
 }
-#: What DCP's load by our reader consists of.
+#: Functions of DCP's load by our reader.
 OF_DCP_LOAD = {
     "finding it": ["tiered_checkpoint_io.adapters.dcp_reader:open_shards"],
     "reading and hashing": ["tiered_checkpoint_io.adapters.dcp_reader:PlanReader.read"],
 }
-#: What a load of a full checkpoint consists of, beside the copy into the parameters.
+#: Functions of a load of a full checkpoint, beside the copy into the parameters.
 OF_LOAD = {
     "finding and hashing it": ["tiered_checkpoint_io.engine.checkpointer:restore"],
     "torch.load of the mapped file": ["tiered_checkpoint_io.engine.restore.restore:Restored.load"],
@@ -65,7 +65,7 @@ class Parts:
     """A context manager that times the functions of its names; a name that is gone is left out.
 
     Attributes:
-        seconds: What was found in each part since it was entered last; those that did not run have 0.
+        seconds: Seconds in each part since this was entered last; parts that did not run have 0.
     """
 
     def __init__(self, functions: Mapping[str, Sequence[str]]) -> None:
@@ -115,7 +115,7 @@ class Parts:
 
 
 def _owner_of(path: str) -> tuple[Any, str]:
-    """The module or class that has a function, and its name there; None where it is gone."""
+    """The module or class that has a function, and its name there; None if it is gone."""
     module, _, names = path.partition(":")
     *classes, name = names.split(".")
     try:
@@ -131,7 +131,7 @@ def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {part: statistics.median(each[part] for each in rounds) for part in rounds[0]} if rounds else {}
 
 
-#: What the threads of an upload do, by the file in which one is, the innermost that is known.
+#: Work of an upload's threads, by the innermost known file on a thread's stack.
 OF_UPLOAD = {
     "/ssl.py": "sending",
     "/http/client.py": "sending",

@@ -28,7 +28,7 @@ ENVIRONMENTS = {
 
 
 def python_for(contender: str) -> str:
-    """The Python that runs a contender: its environment's where it has one that is made, else this one."""
+    """The Python that runs a contender: its environment's if it has one that is made, else this one."""
     name = ENVIRONMENTS.get(contender)
     path = (NEMO if contender.startswith("NeMo") else ROOT / str(name)) / "bin" / "python"
     return str(path) if path.exists() else sys.executable

@@ -107,7 +107,7 @@ def train(way: str, folder: str, url: str, mebibytes: int, *, is_first: bool) ->
 def start(way: str, folder: str, url: str, mebibytes: int, *, is_first: bool) -> subprocess.Popen[str]:
     command = [sys.executable, "-W", "ignore", __file__, "--train", way, folder, url, "--mebibytes", str(mebibytes)]
     command += ["--first"] if is_first else []
-    # What it says on standard error is shown only where it fails.
+    # What it says on standard error is shown only if it fails.
     with open(f"{folder}/errors", "w") as errors:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
 

@@ -47,7 +47,7 @@ RAW_THREADS, RAW_RANGE = 8, 16 * MIB
 COPY, RAW = "memcpy into warm tensors", "raw boto3, readinto, 8 threads"
 DCP, IO = "dcp.load", "TieredCheckpointIO and copy"
 READ, MAP = "bare loop: read, hash", "bare loop: map, hash, copy"
-#: How the line of JSON names what the goals look at.
+#: Names in the line of JSON of the figures that the goals look at.
 KEYS = {
     "raw": RAW,
     "floor_read": READ,
@@ -131,7 +131,7 @@ class Bench:
                 folder.with_name("kept").rename(folder)
 
     def check(self) -> None:
-        """Raises where a restore did not restore, and makes the next one start from something else."""
+        """Raises if a restore did not restore, and makes the next one start from something else."""
         for name, target in self.target.items():
             if not torch.equal(target, self.state[name]):
                 raise RuntimeError(f"{name} was not restored")

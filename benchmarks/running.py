@@ -16,7 +16,7 @@ from typing import Any
 
 import tiered_checkpoint_io
 
-#: How long the second rank may take to end once the first has, seconds.
+#: Time for the second rank to end once the first has, seconds.
 _LAST_RANK_S = 60.0
 
 

@@ -26,7 +26,7 @@ class StoringServer:
     Attributes:
         url: Its endpoint.
         certificate: With ``tls``, the file of the certificate that clients have to trust; else "".
-        credentials: What boto3 needs to sign with; they are not checked.
+        credentials: Credentials with which boto3 signs; they are not checked.
     """
 
     credentials: ClassVar = {"aws_access_key_id": "bench", "aws_secret_access_key": "bench", "region_name": "us-east-1"}

@@ -33,7 +33,7 @@ from xml.sax.saxutils import escape, unescape
 from s3_state import Entry, Pages, RefusedError, Request, Span, State, Upload
 
 #: Keys of one answer to a listing.
-#: What the first version of a listing is asked with; its pages go on after the last key.
+#: Parameters of the first version of a listing; its pages go on after the last key.
 _FIRST_LISTING = {"prefix", "delimiter", "max-keys", "marker", "encoding-type"}
 _PAGE = 1000
 #: Headers that a server keeps with an object, and gives back.

@@ -138,7 +138,7 @@ class State:
         return found
 
     def put(self, asked: Request, entry: Entry) -> None:
-        """Puts an object where its conditions hold."""
+        """Puts an object if its conditions hold."""
         bucket, key, request = asked.bucket, asked.key, asked.headers
         with self.lock:
             found = self.objects.get((bucket, key))

@@ -21,7 +21,7 @@ from support.warm import warm_up
 S3_FIXTURES = {"s3_server", "s3_bucket", "s3_url"}
 #: A process that a test has ended may need a moment to be gone, on a busy machine.
 GONE_S = 30.0
-#: By these Lightning takes a process for one that a launcher has started, and starts no further ranks.
+#: Variables by which Lightning takes a process for one of a launcher, and starts no further ranks.
 LAUNCHED = ("GROUP_RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "WORLD_SIZE")
 
 # The workers take all cores: threads that torch would add on each of them mostly wait for each other, and spin.

@@ -39,33 +39,33 @@ class Timing:
     s3_connect_s: float = 10.0
     #: Bound of a silence of S3 within a request.
     s3_read_s: float = 60.0
-    #: How often other credentials are looked for while those in use are refused: it is a file to read, mostly.
+    #: Interval of looks for other credentials while those in use are refused: mostly a read of a file.
     credentials_again_s: float = 2.0
-    #: How often a wait for a store that does not answer is said.
+    #: Interval of log lines during a wait for a store that does not answer.
     silence_line_s: float = 5.0
     #: An older unfinished upload, or unlocked temporary file, is a dead process's: no upload of a file takes a day.
     abandoned_s: float = 24 * 3600.0
-    #: How long to wait for another process of the node that is reserving memory.
+    #: Bound of a wait for another process of the node that is reserving memory.
     space_wait_s: float = 120.0
-    #: How often to look whether it is done: it mostly takes milliseconds.
+    #: Interval of looks during such a wait: it mostly takes milliseconds.
     space_poll_s: float = 0.002
     #: A part's folder is renamed into place within milliseconds; an older one's writer is dead.
     half_made_s: float = 60.0
-    #: How often a run that has its lease looks whether another asks for it: one list of a few objects.
+    #: Interval at which a run that has its lease looks whether another asks for it: one list of a few objects.
     lease_beat_s: float = 15.0
-    #: How often a lease is written again where none asks: a bucket with versions keeps each.
+    #: Interval at which a lease is written again if no run asks: a bucket with versions keeps each.
     lease_rest_s: float = 3600.0
     #: A lease that is asked for, and not renewed for so long, has expired: four looks, so that a late request is none.
     lease_ttl_s: float = 60.0
-    #: How often another run's lease is read while it is unknown whether that run is alive.
+    #: Interval at which another run's lease is read while it is unknown whether that run is alive.
     lease_poll_s: float = 5.0
-    #: How long a first save waits for the first look: a store that is there answers well within.
+    #: Bound of a first save's wait for the first look: a store that is there answers well within.
     lease_first_look_s: float = 5.0
-    #: How long to wait for the store at the end: a lease that stays there expires.
+    #: Bound of a wait for the store at the end: a lease that stays there expires.
     lease_close_s: float = 5.0
-    #: How long another job in the same namespace of a node has to end: its last process may be about to.
+    #: Time for another job in the same namespace of a node to end: its last process may be about to.
     namespace_wait_s: float = 2.0
-    #: How often to look whether it has.
+    #: Interval of looks for that end.
     namespace_poll_s: float = 0.05
     #: Bound of one request to the store of torch.distributed: it answers at once, or its host is away.
     store_answer_s: float = 10.0
@@ -77,25 +77,25 @@ class Timing:
     accept_s: float = 120.0
     #: The same for a peer that has failed before; it may have come back.
     accept_again_s: float = 5.0
-    #: How often to look whether it has accepted, and whether a peer whose connection ended is back.
+    #: Interval of looks for an accepted offer, and for a peer whose connection ended.
     accept_poll_s: float = 0.02
-    #: How often a rank looks for offers, and for saves that are complete on all peers; see :meth:`pause_s`.
+    #: Interval at which a rank looks for offers, and for saves that are complete on all peers; see :meth:`pause_s`.
     offer_poll_s: float = 0.25
-    #: How long a rank whose part is sent waits for those of others before it sends that of a newer save.
+    #: Bound of the wait of a rank whose part is sent for other ranks' parts, before it sends that of a newer save.
     others_send_s: float = 120.0
     #: The same while the store of torch.distributed is away: the network may come back.
     offer_retry_s: float = 2.0
-    #: How long a rank that is done still receives what its sources send.
+    #: Time for which a rank that is done still receives what its sources send.
     replication_linger_s: float = 10.0
     #: Bound of the wait for replicas at the end of a process that did not close its session.
     replication_release_s: float = 10.0
     #: Ranks begin a local load within this time of each other, or are not waited for.
     local_patience_s: float = 60.0
-    #: How often a rank looks whether it is asked for a part, or whether there is news; see :meth:`pause_s`.
+    #: Interval at which a rank looks for requests for a part, and for news; see :meth:`pause_s`.
     local_poll_s: float = 0.1
     #: The longest pause between two such looks: well below the time that an offer stands.
     store_rest_s: float = 2.0
-    #: How long a rank that ends still serves parts to others.
+    #: Time for which a rank that ends still serves parts to others.
     local_linger_s: float = 10.0
     #: Bound of a silence of a peer that is read; the longest one of a reader that is served.
     peer_silence_s: float = 10.0
@@ -103,45 +103,45 @@ class Timing:
     peer_back_s: float = 10.0
     #: The same for a peer that serves as many readers as it can.
     peer_busy_s: float = 60.0
-    #: How long a trainer waits until its node's memory is served: a drain starts within seconds.
+    #: Bound of a trainer's wait until its node's memory is served: a drain starts within seconds.
     serve_s: float = 20.0
-    #: How often it looks whether another one has fetched a chunk: mostly a matter of milliseconds.
+    #: Interval at which a process looks whether another one has fetched a chunk: mostly a matter of milliseconds.
     chunk_poll_s: float = 0.005
     #: A folder of fetched chunks is removed within milliseconds; there is nothing to wait for beyond.
     chunk_folder_s: float = 60.0
-    #: Of the grace time, what is left at least for the way out of the interpreter.
+    #: Part of the grace time that is left at least for the way out of the interpreter.
     preemption_margin_s: float = 1.0
-    #: A last checkpoint is left to memory alone where less time is left: no upload fits into it.
+    #: A last checkpoint is left to memory alone if less time is left: no upload fits into it.
     preemption_upload_s: float = 2.0
-    #: How long the tries at the start of ``fit`` wait for the durable tier: it answers within a second.
+    #: Bound of the wait for the durable tier at the start of ``fit``: it answers within a second.
     preflight_s: float = 5.0
     #: Bound of Slurm's ``scontrol requeue``.
     requeue_s: float = 10.0
-    #: How often the model checkpoint callback looks what became of saves.
+    #: Interval at which the model checkpoint callback looks for outcomes of saves.
     outcome_poll_s: float = 1.0
     #: The future of an asynchronous save is waited for so much longer than ``wait_timeout_s``: it ends by that itself.
     future_slack_s: float = 5.0
     #: A writer of the operation log holds its lock for less than a millisecond, unless it is stopped.
     log_lock_s: float = 30.0
-    #: How often a writer that waits for that lock tries.
+    #: Interval of tries of a writer that waits for that lock.
     log_lock_poll_s: float = 0.0005
-    #: How often a process that waits for another file lock tries.
+    #: Interval of tries of a process that waits for another file lock.
     lock_poll_s: float = 0.02
-    #: How often parts are looked at without a change of the log: a trainer may have been killed between the two.
+    #: Interval of looks at parts without a change of the log: a trainer may have been killed between the two.
     full_look_s: float = 2.0
-    #: How often a drain with nothing to do looks at the log.
+    #: Interval at which a drain with nothing to do looks at the log.
     drain_rest_s: float = 0.1
     #: A process that asks whether a drain runs holds its lock for a moment; so long a new drain tries.
     drain_lock_s: float = 0.1
     #: A drain that was asked to leave and moves nothing for so long hangs: each of its requests fails well before that.
     drain_handover_s: float = 600.0
-    #: How long a drain without trainers tries on without any success.
+    #: Time for which a drain without trainers goes on without any success.
     drain_give_up_s: float = 900.0
-    #: What keeps the drain from its queue for longer is published to those who wait.
+    #: A longer cause that keeps the drain from its queue is published to processes that wait.
     drain_trouble_s: float = 3.0
-    #: How often the drain writes its progress while it uploads.
+    #: Interval at which the drain writes its progress while it uploads.
     heartbeat_s: float = 0.25
-    #: How often it does so while it does not.
+    #: Interval at which the drain writes its progress while it does not upload.
     idle_heartbeat_s: float = 1.0
     #: From the first failure of an operation to its next attempt; doubled at each further one.
     redo_first_s: float = 1.0
@@ -149,21 +149,21 @@ class Timing:
     redo_max_s: float = 30.0
     #: The time for errors that do not go away by retrying.
     redo_permanent_s: float = 60.0
-    #: How long what a server refuses is left alone, such as to delete what is locked, or to copy: that lasts, mostly.
+    #: Time for which a refused request is not repeated, such as a delete of a locked object, or a copy: refusals last.
     refused_again_s: float = 3600.0
     #: From the first look for other nodes' parts to the next; doubled at each further one.
     gather_first_s: float = 0.1
     #: The longest such time.
     gather_max_s: float = 2.0
-    #: How often a trainer that waits for the drain looks at the log.
+    #: Interval at which a trainer that waits for the drain looks at the log.
     wait_poll_s: float = 0.02
-    #: How long a trainer waits for a drain that is about to leave.
+    #: Bound of a trainer's wait for a drain that is about to leave.
     trainers_lock_s: float = 30.0
     #: The shortest time between two starts of a drain that dies; doubled at each.
     respawn_s: float = 1.0
     #: The longest such time.
     respawn_max_s: float = 30.0
-    #: How long a closing trainer waits for a drain with nothing to do to leave.
+    #: Bound of a closing trainer's wait for a drain with nothing to do to leave.
     reap_s: float = 2.0
     #: A save that waited in node memory for longer is no newer than what another run has put under its name since.
     left_over_s: float = 60.0
@@ -181,7 +181,7 @@ class Clock:
     """The time of this machine."""
 
     timing: Timing = field(default_factory=Timing)
-    #: Where random numbers and names come from.
+    #: Source of random numbers and names.
     rng: random.Random = field(default_factory=random.SystemRandom)
 
     def wall(self) -> float:
@@ -193,7 +193,7 @@ class Clock:
         return time.monotonic()
 
     def since_boot(self) -> float:
-        """As :meth:`monotonic`, and goes on while the machine sleeps, where the kernel tells that."""
+        """As :meth:`monotonic`, and goes on while the machine sleeps, if the kernel tells that."""
         return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
     def sleep(self, seconds: float) -> None:
@@ -231,5 +231,5 @@ class Clock:
         return self.rng.randbytes(size).hex()
 
 
-#: What is used where nothing else is handed in.
+#: Clock that is used if no other is handed in.
 SYSTEM = Clock()

@@ -41,17 +41,17 @@ class TieredCheckpointError(Exception):
     """Base of all errors of this package.
 
     Args:
-        message: What failed, in one sentence.
+        message: The failure, in one sentence.
         operation: The operation that failed, for example ``"upload"``.
         tier: ``"memory"`` or ``"durable"``.
         key: The key, path or URL that it was about.
         rank: The global rank on which it failed.
         step: The training step of the checkpoint.
-        hint: What the user can do about it.
+        hint: Advice for the user.
         reason: The kind of failure, if code distinguishes several of one class; see :data:`Reason`.
     """
 
-    #: The tier that errors of this class are about, where none is named.
+    #: The tier that errors of this class are about, if none is named.
     _tier: str | None = None
     #: The reason of errors of this class, if none is named.
     _reason: Reason | None = None

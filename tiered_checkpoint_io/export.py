@@ -68,7 +68,7 @@ _SAFETENSORS = {
 }
 #: The errors of a file system that has no files without names.
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
-#: Where Lightning's sharded strategies keep the model.
+#: Prefix of the model's keys in Lightning's sharded strategies.
 _MODEL_PREFIX = "state_dict."
 #: Bytes of tensors in one file of a folder, except a larger tensor: as Hugging Face's libraries choose.
 SHARD_SIZE = 5 * 10**9

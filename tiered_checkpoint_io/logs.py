@@ -19,7 +19,7 @@ _FORMAT = (
     "[%(asctime)s] [%(namespace)s] [%(name)s] [%(levelname)s] [%(filename)s:%(lineno)d] [Rank %(rank)s] %(message)s"
 )
 _NAME = "tiered_checkpoint_io"
-#: How many names a message lists.
+#: Number of names that a message lists.
 _NAMED = 3
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class CheckpointLogger(_Adapter):
 
 
 class DebugOnly(_Adapter):
-    """Logs, at their own levels, only where the logger takes DEBUG: for what is logged elsewhere in other words."""
+    """Logs, at their own levels, only if the logger takes DEBUG: for what is logged elsewhere in other words."""
 
     def isEnabledFor(self, level: int) -> bool:  # noqa: N802, ARG002
         return bool(self.logger.isEnabledFor(logging.DEBUG))
@@ -79,7 +79,7 @@ def get_logger(
     Args:
         namespace: The job's namespace.
         rank: The global rank.
-        log_dir: Where to append to ``{namespace}_checkpointing.log`` as well; made if absent.
+        log_dir: Folder of a further log, ``{namespace}_checkpointing.log``; made if absent.
         logger: The user's own logger to send everything to, in place of ours.
 
     Raises:
@@ -122,7 +122,7 @@ class _DefaultLevel(int):
 
 
 class _Ours(logging.Filter):
-    """Keeps to the root logger's level where the user set one there, and none on our own logger.
+    """Keeps to the root logger's level if the user set one there, and none on our own logger.
 
     That can't be known when the logger is made: ``logging.basicConfig`` may come later. The files of ``log_dir`` are
     asked for by themselves, and get what the root logger does not want.
@@ -158,9 +158,9 @@ class _Console(_StreamHandler):
 
 
 class _JobFile(logging.handlers.WatchedFileHandler):
-    """``{namespace}_checkpointing.log``, made anew where it was moved away; other jobs here have files of their own.
+    """``{namespace}_checkpointing.log``, made anew if it was moved away; other jobs here have files of their own.
 
-    Where it can't be written, as on a full disk, lines are lost, and no training; a line on stderr says so each
+    If it can't be written, as on a full disk, lines are lost, and no training; a line on stderr says so each
     time that this begins.
 
     Attributes:

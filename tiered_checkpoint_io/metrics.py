@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tiered_checkpoint_io.engine.session import Session
 
 PREFIX = "tiered_checkpoint_"
-#: How often the step that training has reached is noted, seconds: as often as metrics are asked for.
+#: Interval at which the step that training has reached is noted, seconds: as often as metrics are asked for.
 STEP_EVERY_S = 15.0
 
 

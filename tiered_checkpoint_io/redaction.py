@@ -24,7 +24,7 @@ def holds_secrets(text: str) -> bool:
 
 
 def shown(value: object, *, name: str = "") -> str:
-    """The value for an error's text; hidden altogether where ``name`` says that it is a secret.
+    """The value for an error's text; hidden altogether if ``name`` says that it is a secret.
 
     So are containers: what is in them is not known.
     """

@@ -7,7 +7,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
-#: What loads without a click, by element: all but links to follow.
+#: Attributes that load without a click, by element: all but links to follow.
 _LOADED = {
     "script": "src",
     "img": "src",
@@ -36,7 +36,7 @@ class _Page(HTMLParser):
 
 
 def main(site: Path) -> None:
-    """Ends with status 1, and a line for each fault, where there is one."""
+    """Ends with status 1, and a line for each fault, if there is one."""
     pages = sorted(site.rglob("*.html"))
     wrong = [] if len(pages) > 20 else [f"{site}: only {len(pages)} pages"]
     for page in pages:

@@ -23,7 +23,7 @@ PAGES = {
 }
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".sbatch": "bash", ".json": "json"}
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
-#: Of a page of the site, where it is in the repository.
+#: Origin in the repository of each page of the site.
 _ORIGINS = {site: origin for origin, site in PAGES.items()}
 
 

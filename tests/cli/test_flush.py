@@ -38,7 +38,7 @@ def in_memory_alone(node, name, number, rank=0):
 
 
 def test_the_newest_step_in_memory_becomes_durable_with_the_trainer_dead(node):
-    """Also where no drain ever ran over this memory."""
+    """Also if no drain ever ran over this memory."""
     node.save("old.ckpt", b"O", durable=False)
     node.save("new.ckpt", b"N" * 100, durable=False)
     node.save("weights.ckpt", b"W", durable=False, resumable=False)
@@ -177,7 +177,7 @@ def test_with_a_save_goes_all_of_its_step(node):
     """NeMo's averages are saved before the weights, and a restart takes no weights without them."""
     for step in (80, 90):
         for name in (f"step={step}-EMA.ckpt", f"step={step}.ckpt", f"mp_rank_01/step={step}.ckpt"):
-            # Of averages alone training can't resume, where they are saved without the optimizers.
+            # Of averages alone training can't resume, if they are saved without the optimizers.
             node.save(name, b"A" * 100, durable=False, step=step, resumable="EMA" not in name)
     # A name may have been saved twice at one step.
     node.save("step=90.ckpt", b"B" * 100, durable=False, step=90)

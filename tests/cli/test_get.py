@@ -168,7 +168,7 @@ def test_what_goes_wrong(run, memory_dir, tmp_path):
     ],
 )
 def test_an_empty_path_is_not_the_working_directory(arguments, tmp_path, monkeypatch):
-    # As of "$FOLDER", where that is not set.
+    # As of "$FOLDER", if that is not set.
     monkeypatch.chdir(tmp_path)
     values = {"{run}": str(tmp_path / "run"), "{empty}": ""}
     done = command(*(values.get(each, each) for each in arguments.split()))

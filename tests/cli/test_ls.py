@@ -69,7 +69,7 @@ def test_what_was_deleted_on_the_durable_tier_is_in_memory_alone(node, memory_di
     node.delete("1.ckpt")
     node.drain()
     assert listed(node, memory_dir)["1.ckpt"]["state"] == "memory_only"
-    # Also where the durable tier is not asked, by what the drain has noted.
+    # Also if the durable tier is not asked, by what the drain has noted.
     here = json.loads(command("ls", "--memory-dir", memory_dir, "--json").stdout)["checkpoints"]
     assert [(row["name"], row["state"]) for row in here] == [("2.ckpt", "durable"), ("1.ckpt", "memory_only")]
     # Another node's drain has deleted it.

@@ -35,7 +35,7 @@ class Use:
         unknown: The same, where they name what is not there.
         makes: The checkpoints that are durable behind it.
         removes: Those that are not, any more.
-        files: What it writes outside of the tiers.
+        files: Files that it writes outside of the tiers.
     """
 
     arguments: str

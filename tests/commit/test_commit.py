@@ -28,7 +28,7 @@ from tiered_checkpoint_io.errors import CheckpointNotFoundError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
-#: What was there, what is done, and which saves a reader may find under which name before and after.
+#: State before, operation, and the saves that a reader may find under each name before and after.
 STORIES = {
     "first": (lambda s, k: None, lambda s, k, j: save(s, "a", 2, j, kind=k), "a", (None, 2)),
     "overwrite": (

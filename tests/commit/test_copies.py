@@ -16,7 +16,7 @@ from tiered_checkpoint_io.stores.fallbacks import copy_to
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 from tiered_checkpoint_io.stores.s3_parts import MARK
 
-#: What is beyond one is copied in parts, where S3 itself would take 5 GiB at once.
+#: Limit above which a copy is made in parts; S3 itself takes 5 GiB at once.
 PART = 5 * MIB
 SIZE = 2 * PART + 5
 

@@ -36,7 +36,7 @@ ANOTHER_JOB = "ConfigError: another live job keeps its checkpoints in this node'
 
 
 TASK = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
-#: What two jobs have in their environments: nothing, a shell's own word, or tasks of Slurm that train each for itself.
+#: Environment that two jobs share: nothing, a shell's own word, or tasks of Slurm that train each for itself.
 SHARED = [
     [{}, {}],
     [{"TIERED_CHECKPOINT_OWNER": "a/b"}, {"TIERED_CHECKPOINT_OWNER": "a/b"}],
@@ -137,7 +137,7 @@ def test_one_process_of_each_node_leads_whatever_started_it(rank, environment, l
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(world, "current_rank", lambda: rank)
     assert world.leads_node() == leads
-    # Where nothing tells the first rank of a node, any may take up what the node has left.
+    # If nothing tells the first rank of a node, any may take up what the node has left.
     is_told = "LOCAL_RANK" in environment or str(rank) in (
         environment.get(name) for name in names if "LOCAL" not in name
     )

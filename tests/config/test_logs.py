@@ -117,7 +117,7 @@ def test_a_log_that_was_moved_away_is_made_anew(tmp_path, capfd):
     shutil.rmtree(logs)
     log.warning("three")
     assert [each["text"] for each in lines(file)] == ["three"]
-    # Where it can't be, a line is lost, and nothing else.
+    # If it can't be, a line is lost, and nothing else.
     shutil.rmtree(logs)
     logs.write_text("a file in its place")
     for _ in range(2):

@@ -154,7 +154,7 @@ def test_memory_too_small_is_an_error_only_where_nothing_can_be_saved(runs, tmp_
         assert "parameters and buffers alone take 12.00 MiB; memory can hold 8.00 MiB" in error.message
         assert (error.operation, error.key, trainer.global_step) == ("save", str(folder), 0)
         assert "spill_dir" in error.hint
-        # A named spill, which is made where it is missing, holds steps of memory alone, too.
+        # A named spill, which is made if it is missing, holds steps of memory alone, too.
         trainer, error, said = fit(runs, **{**small, "spill_dir": str(tmp_path / "disk" / "spill")})
         assert (error, trainer.global_step) == (None, 3)
         assert list((tmp_path / "disk").glob("spill/*/*/saves/*/rank-00000/part.json"))

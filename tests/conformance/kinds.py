@@ -18,7 +18,7 @@ from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO, TieredSt
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
-#: What a kind may be able to do; what it is not, its stories are skipped for.
+#: Abilities of a kind; a story for another ability is skipped.
 SENTINELS, METRICS, PARTS = "tiered:last", "best", "parts"
 SIZE = 16
 

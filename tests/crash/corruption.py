@@ -88,7 +88,7 @@ class World:
         self.store = open_store(TieredCheckpointConfig.from_any(dirpath=dirpath))
         self.durable = {entry.key: self.store.get(entry.key) for entry in sorted(self.store.list(""), key=str)}
         newest = max(path.parts[-3] for path in self.memory)
-        #: What may be damaged: (where, key).
+        #: Files and objects that may be damaged: (where, key).
         self.targets = [("memory", path) for path, data in self.memory.items() if newest in path.parts and data]
         self.targets += [(tier, key) for key in self.durable if re.search("step[_=]2|last", key)]
 

@@ -26,7 +26,7 @@ from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.memory.tier import namespace_root
 
 STATE_MIB = 4
-#: What counts as flat, a save: the measure's name, its unit, and the bound. A leaked state is STATE_MIB.
+#: Bounds of growth by one save: the measure's name, its unit, and the bound. A leaked state is STATE_MIB.
 BOUNDS = {
     "trainer, resident": ("KiB", 64.0),
     "trainer, descriptors": ("", 0.02),

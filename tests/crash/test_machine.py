@@ -52,7 +52,7 @@ class Checkpoints(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="tiered-machine-", dir="/dev/shm"))
         self.store = DirectoryStore(str(self.folder / "durable"))
         self.number = 0
-        #: What the durable tier shows once what was told is done, and what is still to be done, in order.
+        #: Content of the durable tier after all finished operations, and the pending operations in order.
         self.model = Model()
         #: (id of the operation, what the model is told of it)
         self.queue = []

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
 
-#: What a writer or reader is told; and whether the call gives a ``checkpoint_id``.
+#: Facts that a writer or reader is told; and True if the call gives a ``checkpoint_id``.
 TOLD = ("nothing", "step", "path")
 GIVEN = (False, True)
 USED = ("new", "again")

@@ -1,6 +1,6 @@
 """Sharded checkpoints into tensors on a GPU, by two buffers: the right bytes, each read once, or an error.
 
-Without a GPU, tensors of the CPU stand in for those on one: see ``device``. Where there is one, the same is tried on it.
+Without a GPU, tensors of the CPU stand in for those on one: see ``device``. If there is one, the same is tried on it.
 """
 
 import os
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 CHUNK = 512 << 10
 #: Bytes of a buffer, where four threads read node memory, a chunk each.
 BUFFER = 4 * CHUNK
-#: Of this type are the tensors that are on the CPU in any case.
+#: Type of the tensors that are on the CPU in any case.
 ON_HOST = torch.float16
 GPU = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -89,7 +89,7 @@ REFUSED = {
     "subclass": lambda: matrix().as_subclass(Tagged),
     "subclass of two": lambda: TwoTensor(matrix(), matrix() * 2),
 }
-#: What torch.save refuses itself.
+#: Kinds that torch.save refuses itself.
 NEVER = ("mkldnn",)
 
 

@@ -154,7 +154,7 @@ def told(reader, state, seed, rows=ROWS):
 
 
 def wait(job, timeout_s=60):
-    """Until the durable tier has all; what was said where it has not."""
+    """Until the durable tier has all; what was said if it has not."""
     said = ""
     try:
         writer(job).wait(timeout_s)

@@ -246,7 +246,7 @@ def test_it_stays_while_a_trainer_lives_and_leaves_with_the_last(node):
     ids=["unreachable", "no rights"],
 )
 def test_with_no_trainer_and_no_store_it_gives_up_and_leaves_all_to_the_next(node, store, caplog, error, patience_s):
-    """At once where it has no rights: the credentials are those of its trainer, and the next one may have better ones."""
+    """At once if it has no rights: the credentials are those of its trainer, and the next one may have better ones."""
     first, second = node.save("a.ckpt", b"A"), node.alias("last.ckpt", "a.ckpt")
     clock = Clock(Timing(drain_give_up_s=patience_s)) if patience_s else Clock()
     started = time.monotonic()

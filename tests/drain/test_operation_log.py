@@ -11,7 +11,7 @@ from tiered_checkpoint_io.engine.drain.log import OperationLog
 from tiered_checkpoint_io.memory.space import MemoryFullError
 
 BODY = "y" * 300
-#: Where the two halves of a log begin, and how long each is.
+#: Start of the two halves of a log, and the length of each.
 HALVES, HALF = 8192, 1 << 20
 
 

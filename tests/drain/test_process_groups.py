@@ -80,7 +80,7 @@ def test_no_delete_waits_for_a_save_that_may_have_no_successor(node, store, lost
 
 @pytest.mark.parametrize("named", ["stage0/step_{}", "checkpoint-{}"])
 def test_a_delete_waits_no_longer_where_another_rank_commits_or_no_step_is_known(node, store, named):
-    """After a restart on fewer nodes, another rank may coordinate; where the step is not known, each name is a series."""
+    """After a restart on fewer nodes, another rank may coordinate; if the step is not known, each name is a series."""
 
     def save(number, rank=0):
         name = named.format(number)

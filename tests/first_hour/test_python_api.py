@@ -5,7 +5,7 @@ from pathlib import Path
 from support.first_hour import blocks_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "python-api.md"
-#: What a reader has already, and hours that pass at once.
+#: Names that a reader has already, and hours that pass at once.
 PRELUDE = """
 import os
 import torch

@@ -12,7 +12,7 @@ from tiered_checkpoint_io.formats.image import Copies, gathering
 
 CHUNK, PIECE = 16 << 10, 4 << 10
 
-#: How many stretches, the longest, how many bytes there are between two at most, and how they are drawn.
+#: Number of stretches, the longest, the largest gap in bytes between two, and how they are drawn.
 LAYOUTS = st.tuples(
     st.integers(0, 300),
     st.sampled_from([1, 2, 5, 64, 300, 2047, 2048, 2049, 9000, 20_000]),

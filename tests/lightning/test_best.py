@@ -1,4 +1,4 @@
-"""The best checkpoints on the durable tier: where one does not get there, and where policies decide what stays."""
+"""The best checkpoints on the durable tier: if one does not get there, and where policies decide what stays."""
 
 import random
 import time

@@ -110,7 +110,7 @@ def test_a_class_refuses_a_key_that_another_one_reads(make, key, says, tmp_path)
 
 
 OURS = {"memory_every_n_train_steps", "s3_every_n_train_steps", "save_on_train_end"}
-#: What only newer releases of Lightning know.
+#: Options that only newer releases of Lightning know.
 NEWER = {"save_on_exception"}
 
 

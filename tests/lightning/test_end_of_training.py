@@ -82,7 +82,7 @@ class SavesTheEnd(Callback):
         trainer.save_checkpoint(f"{trainer.io.config.dirpath}/saved.ckpt")
 
 
-#: What may save where training ends: its end, an epoch's end, "last", the user.
+#: Causes of a save at the end of training: its end, an epoch's end, "last", the user.
 SAVING = {
     "end_of_training.ckpt": [memory_alone],
     "epoch={}-step={}.ckpt": [TieredModelCheckpoint],

@@ -91,7 +91,7 @@ def held(monkeypatch):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_finalize_fn_is_called_once_the_checkpoint_is_committed_and_never_for_one_that_failed(job, held, asynchronous):
-    """Also where the save does not wait for that any longer."""
+    """Also if the save does not wait for that any longer."""
     options = {"memory_dir": job.memory_dir, "drain": "thread", "pending_timeout_s": 1, "max_pending": 1}
     io = build(NeMoCheckpointIO, job.dirpath, async_checkpointing=asynchronous, on_save_error="warn", **options)
     called = []

@@ -18,7 +18,7 @@ class Ranks:
         self.io = build(NeMoCheckpointIO, job.dirpath, memory_dir=job.memory_dir, wait_timeout_s=60, drain="thread")
 
     def save(self, name, *steps, **changes):
-        """``steps``: that of each rank's shard, the first ranks' alone where there are fewer."""
+        """``steps``: that of each rank's shard, the first ranks' alone if there are fewer."""
         for rank, step in enumerate(steps):
             state = {"global_step": step, "pytorch-lightning_version": "2.4", "state_dict": {}, "optimizer_states": [1]}
             state |= changes

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from support.overlapped_fits import Fits
 
-#: Of CI, which tries a part of them.
+#: Variables of CI, which tries a part of them.
 ONE_OF, SEED = int(os.environ.get("ONE_OF") or 1), int(os.environ.get("SEED") or 0)
 COUNT, AT_ONCE = 240, 20
 #: Each of these finds a defect that was put into the code.

@@ -53,7 +53,7 @@ def tight(request, tmp_path):
         yield folder, lambda *_: fill(), tenant
 
 
-#: What memory has no room for is spilled, or else the save fails.
+#: Parts without room in memory are spilled, or else the save fails.
 spilling = pytest.mark.parametrize("spill", ["auto", pytest.param(None, marks=pytest.mark.matrix)])
 #: One of the two; :func:`test_what_fails_is_told_while_memory_is_full` takes both.
 space = pytest.mark.parametrize("tight", ["space", pytest.param("files", marks=pytest.mark.matrix)], indirect=True)
@@ -113,7 +113,7 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_save_by_dcp(spill, kind, beh
     folder, fill, tenant = tight
     where = {"dirpath": str(tmp_path / "durable"), "memory_dir": str(folder), "spill_dir": spill}
     options = {**where, "on_save_error": "raise", "drain": "thread", "save_to_s3": True, "wait_timeout_s": 60}
-    # Where not even folders can be made there is no tier to open, which is an error of its own.
+    # If not even folders can be made there is no tier to open, which is an error of its own.
     MemoryTier.open(str(folder), ids.namespace_of(where["dirpath"]))
     watch, saved = Watch(folder, monkeypatch, fill), []
 

@@ -249,6 +249,6 @@ def test_a_part_that_is_removed_while_it_is_being_opened_is_not_found(tier, monk
         return real(descriptor, flags)
 
     monkeypatch.setattr(fcntl, "flock", removed_just_before)
-    # Where it is not reused it is locked, and that may last.
+    # If it is not reused it is locked, and that may last.
     with pytest.raises(CheckpointNotFoundError), opened(stored, keep=keep):
         pass

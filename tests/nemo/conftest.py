@@ -1,4 +1,4 @@
-"""Tests with NeMo itself; where it is not installed (``make test-nemo`` has it) there are none."""
+"""Tests with NeMo itself; if it is not installed (``make test-nemo`` has it) there are none."""
 
 import importlib.util
 import warnings

@@ -4,7 +4,7 @@ import pytest
 
 #: Far below ``wait_timeout_s``, by which a rank that hears nothing gives up.
 SOON_S = 15.0
-#: Which rank fails, and where: node a has lost its memory; b and c have copies, and serve them.
+#: Rank that fails, and the place: node a has lost its memory; b and c have copies, and serve them.
 FULL = [
     (1, "engine.drain.client:DrainHandle.serve"),
     (0, "engine.restore.peers:Peers.part"),

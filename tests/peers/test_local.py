@@ -23,7 +23,7 @@ def test_a_node_that_lost_its_memory_gets_its_part_back_from_a_peer(ranks, lose,
 
 
 def test_a_node_that_comes_back_with_an_old_memory_does_not_take_all_back(ranks):
-    """As where a queue gives a job the same node again, after it ran on another one for a while."""
+    """As if a queue gives a job the same node again, after it ran on another one for a while."""
     options = {"replication_factor": 2}
     ranks("ab", *SAVES, **options)
     ranks("cb", ["load_local"], ["save_local", 3], ["save_local", 4], ["close"], **options)

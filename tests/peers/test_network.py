@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-#: What a save may take while the network is away: it has nothing to do with that.
+#: Bound of a save while the network is away: a save has nothing to do with that.
 AT_ONCE_S = 3.0
 _FLOATS = 20_000_000
 CABLE = "cable0"

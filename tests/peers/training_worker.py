@@ -45,9 +45,9 @@ class Watch(Callback):
     """Notes the weights of each step; kills the rank at one, once its copies are on peers."""
 
     def __init__(self):
-        #: None where there is nothing left to train.
+        #: None if there is nothing left to train.
         self.began_at = None
-        #: By step, what the weights are before it.
+        #: Weights before each step, by step.
         self.weights = {}
 
     def on_train_start(self, trainer, _):

@@ -39,7 +39,7 @@ CLOCK = Clock(Timing(peer_silence_s=0.5, peer_back_s=0.5, peer_busy_s=10.0, acce
 LOG = logging.getLogger("test")
 CONTENT = make_content("x.ckpt", DATA, 1, chunk=CHUNK)
 KEY = f"{CONTENT.save_id}/0"
-#: What each bound comes to at most, with what a busy machine adds.
+#: Upper limit of each bound, with the delays of a busy machine.
 SOON_S = 5.0
 
 

@@ -1,4 +1,4 @@
-"""Copies straight from a GPU into the slot. Skipped where there is no CUDA device."""
+"""Copies straight from a GPU into the slot. Skipped if there is no CUDA device."""
 
 import io
 import mmap

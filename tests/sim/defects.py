@@ -3,7 +3,7 @@
     make test-sim-defects                             all
     python tests/sim/defects.py alias               those whose description holds a text
 
-Prints the first seed that finds each, and fails where one is not found within the seeds that ``make test-sim`` runs.
+Prints the first seed that finds each, and fails if one is not found within the seeds that ``make test-sim`` runs.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ LEASES = "engine/leasing/lease_keeper.py"
 REPLICATOR, FATES, MEETING = (f"engine/replication/{name}.py" for name in ("replicator", "fates", "meeting"))
 RETENTION = "engine/staging/retention.py"
 OPERATIONS, EXECUTE = "engine/drain/operations.py", "engine/drain/execute.py"
-#: What is wrong; where; the text, and what stands there instead.
+#: Defect; file; the text, and the text that replaces it.
 DEFECTS = [
     (
         "an overwrite does not keep the old content beside the new while the switch changes (W4)",
@@ -187,7 +187,7 @@ DEFECTS = [
 
 
 def seed_that_finds(where, text, instead, folder):
-    """The first seed with a violation in a copy of the package with a defect; None where none has."""
+    """The first seed with a violation in a copy of the package with a defect; None if none has."""
     shutil.copytree(ROOT / "tiered_checkpoint_io", folder / "tiered_checkpoint_io")
     path = folder / "tiered_checkpoint_io" / where
     source = path.read_text()

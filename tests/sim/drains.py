@@ -49,7 +49,7 @@ def views_of(plan):
 
 
 def shown(world, name):
-    """The step that a reader finds complete under a name; None if it is absent; text where it finds none."""
+    """The step that a reader finds complete under a name; None if it is absent; text if it finds none."""
     try:
         return readable(Peek(world), name)
     except (AssertionError, TieredCheckpointError) as error:
@@ -108,7 +108,7 @@ def trainer(world, node, rank, ranks, plan):
 
 
 def drain(world, node, store=MemoryStore):
-    """A drain of a node, started anew where it was killed."""
+    """A drain of a node, started anew if it was killed."""
 
     def work(process):
         class Never:

@@ -40,7 +40,7 @@ def is_cut(world, one, other):
 
 # ------------------------------------------------------------------------------------- the store
 class Values:
-    """The store of a job; each request is carried out where its host and the network allow it."""
+    """The store of a job; each request is carried out if its host and the network allow it."""
 
     def __init__(self, job):
         self._job, self._world = job, job.world

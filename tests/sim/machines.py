@@ -88,7 +88,7 @@ class OsProcess:
         self.pid = self.world.pids = getattr(self.world, "pids", 1000) + 1
         self.owner = f"{self.world.rng.getrandbits(64):016x}"
         self.stopped_until = 0.0
-        #: How often something has befallen it that excuses what it does then.
+        #: Number of events that excuse its next failure.
         self.faults = 0
         self.is_over, self.ended_at = False, math.inf
         self.ended = threading.Event()

@@ -48,7 +48,7 @@ TIMEOUT_S = 60
 #: Four parts wait at most, each for two peers: to be accepted, for a link, and on their way, with requests between;
 #: and each for the other ranks' parts.
 SENT_S = 4 * (2 * (60.0 + 30.0 + TIMEOUT_S + 30.0 + 50.0) + 60.0 + 40.0)
-#: What is sent and received at the end, by the bounds of ``Timing``, and requests between.
+#: Time of sends and receives at the end, by the bounds of ``Timing``, and of requests between.
 CLOSE_S = 10.0 + 2 * (10.0 + 30.0) + (10.0 + 30.0) + 70.0
 #: To be asked by a rank that is busy, and to get a part from one, or two.
 FETCH_S = 60.0 + 2 * (30.0 + TIMEOUT_S + 60.0)
@@ -229,9 +229,9 @@ class Life:
         self.outside = Machine(world, "outside", f"{folder}/outside")
         for machine in (*self.machines, self.outside):
             machine.clock, machine.full_until = PeerClock(world, machine), 0.0
-            #: Where it is, saves outrun replication.
+            #: On a slow machine, saves outrun replication.
             machine.slow = self.rng.choice([1, 1, 8])
-        #: How likely a rank's parts are to reach the durable tier within a second.
+        #: Probability that a rank's parts reach the durable tier within a second.
         self.drained = self.rng.choice([0.05, 0.5])
         self.judge = Judge(self)
         self.ranks = []

@@ -18,9 +18,9 @@ class Judge:
         self.size = len(names)
         self.peers = peers_of_ranks(names, factor=life.factor)
         self._files = {}
-        #: By machine: which parts (of a save, a rank) lie there, own ones or replicas.
+        #: Parts (of a save, a rank) on each machine, own ones or replicas.
         self.held = [set() for _ in names]
-        #: By machine: saves that it has marked as replicated.
+        #: Saves that each machine has marked as replicated.
         self.marked = [set() for _ in names]
         #: The same, with what was removed or lost since all ranks started: ranks that still run do not know of a loss.
         self.came = [set() for _ in names]
@@ -109,7 +109,7 @@ class Judge:
         self._promise(stored.save_id)
 
     def _promise(self, save_id):
-        """From now on any machine may be lost, where all know that a save is on all peers, and it still is."""
+        """From now on any machine may be lost, if all know that a save is on all peers, and it still is."""
         all_know = all(save_id in marked for marked in self.marked)
         self._promised = self._promised or (all_know and self.is_placed(save_id, self.held))
 

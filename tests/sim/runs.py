@@ -4,7 +4,7 @@ Each run is one trainer on one machine. It loads a checkpoint, saves, aliases an
 preempted, or with its machine. The drains of the machines outlive it. What is judged:
 
 - what a load gives was saved, is of one save, and none that is newer was within reach;
-- a name never goes back to older content, and is gone only where it was deleted;
+- a name never goes back to older content, and is gone only if it was deleted;
 - what was reported to be durable is; in the end all is as the operations say, that were not lost with a machine;
 - no call takes longer than its bounds; of two runs at once one yields, never both, and never for nothing.
 """
@@ -57,7 +57,7 @@ class Run:
 
     number: int
     machine: Machine
-    #: Whether another may run at the same time; then it has names of its own.
+    #: True if another may run at the same time; then it has names of its own.
     alone: bool
     boot_id: str = ""
     process: object = None
@@ -65,9 +65,9 @@ class Run:
     #: When it has to have left, seconds; None before it is asked to.
     leave_by: float | None = None
     leaving_since: float | None = None
-    #: Whether it has asked for the dirpath: a run that saves to memory alone does not, and leaves no trace elsewhere.
+    #: True if it has asked for the dirpath: a run that saves to memory alone does not, and leaves no trace elsewhere.
     has_claimed: bool = False
-    #: Whether it has loaded the latest; one that loads by name looks at no other, and goes by its machine's clock.
+    #: True if it has loaded the latest; one that loads by name looks at no other, and goes by its machine's clock.
     has_looked: bool = False
     began: float = 0.0
     ended: float | None = None
@@ -118,7 +118,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def refusal(self):
-        """Takes note where another run has the dirpath."""
+        """Takes note if another run has the dirpath."""
         try:
             yield
         except ConfigError as error:

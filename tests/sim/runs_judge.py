@@ -51,7 +51,7 @@ class Operation:
 
 
 def content_of(store, name):
-    """The content that a reader finds whole under a name; None if it is absent, text where none is whole."""
+    """The content that a reader finds whole under a name; None if it is absent, text if none is whole."""
     manifest = read_manifest(store, name)
     if manifest is not None and manifest.alias_of:
         manifest = read_manifest(store, manifest.alias_of)
@@ -177,7 +177,7 @@ class Judge:
         return what == "tiered:latest" or (ids.is_last(name) if what == "tiered:last" else name == what)
 
     def _serving(self, what, numbers):
-        """Those of them of which a load has to give the newest: weights alone where they are asked for, or all there is."""
+        """Those of them of which a load has to give the newest: weights alone if they are asked for, or all there is."""
         resumable = [number for number in numbers if self.saves[number].resumable]
         if what == "tiered:latest":
             return resumable

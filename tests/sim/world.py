@@ -60,7 +60,7 @@ class World:
         return process
 
     def run(self, until, limit_s):
-        """Until it is so, looked at now and then, or something is violated; False where the time is up."""
+        """Until it is so, looked at now and then, or something is violated; False if the time is up."""
         end, turn = self.now + limit_s, 0
         while not self.violation:
             turn += 1

@@ -39,7 +39,7 @@ class Kept:
         other_node.teardown()
 
     def io(self, **options):
-        """An IO of this job, closed at the test's end where the test does not."""
+        """An IO of this job, closed at the test's end if the test does not."""
         io = build(TieredCheckpointIO, **{**self.support, **self.options, "on_save_error": "raise", **options})
         self.made.append(io)
         return io

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock, Timing
 
-#: How often tests look: bounds stay as they are, and what is there is seen sooner.
+#: Intervals of looks in tests: bounds stay as they are, and changes are seen sooner.
 LOOKS = {"drain_rest_s": 0.01, "wait_poll_s": 0.005, "lock_poll_s": 0.005, "namespace_poll_s": 0.01}
 LOOKS |= {"full_look_s": 0.1, "accept_poll_s": 0.01}
-#: How often a thread that waits by a virtual clock looks, beside being woken up.
+#: Interval of looks of a thread that waits by a virtual clock, beside being woken up.
 _LOOK_S = 0.001
 
 

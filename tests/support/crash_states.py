@@ -91,7 +91,7 @@ def _pieces(data, fate):
 
 @dataclass(eq=False)
 class Folder:
-    """An inode of a folder: for each name what it was, the safe state first, None where it is not there; and since when."""
+    """An inode of a folder: for each name what it was, the safe state first, None if it is not there; and since when."""
 
     names: dict = field(default_factory=dict)
     times: dict = field(default_factory=dict)
@@ -115,9 +115,9 @@ class Recorder:
         self.root = os.path.abspath(root)
         self.top = Folder()
         self._after = after
-        #: How often anything was found changed.
+        #: Number of changes found.
         self.time = 0
-        #: By device and number: the inode, and a descriptor by which it is read, and which keeps its number its own.
+        #: Inodes by device and number; each has a descriptor for reads, which also reserves its number.
         self._inodes = {}
         self._lock = threading.RLock()
         self._originals = {}

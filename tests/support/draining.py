@@ -135,7 +135,7 @@ def readable(store, name):
 
 
 def names(store):
-    """The checkpoints of a durable tier; where a reservation stands there is none."""
+    """The checkpoints of a durable tier; if a reservation stands there is none."""
     return sorted(names_of(store))
 
 

@@ -21,7 +21,7 @@ PATIENCE_S = 40
 NOWHERE = "http://127.0.0.1:9"
 #: Hundreds of lives would wait for the next look of a drain that has nothing to do.
 SOON = Clock(Timing(drain_rest_s=0.01, respawn_s=0.02, full_look_s=0.1))
-#: What a job does, operation by operation: action, name, and target of an alias or tiers of a save.
+#: Operations of a job: action, name, and target of an alias or tiers of a save.
 LIVES = {
     # Memory keeps two: the fourth save prunes. One overwrites, one goes whose alias stays, one is the newest and goes.
     "full": [

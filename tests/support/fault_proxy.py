@@ -195,7 +195,7 @@ def where(fault, *, operation=None, key="", part=None, calls=None):
     """A plan: ``fault`` for the requests that match.
 
     Args:
-        fault: What is done to them.
+        fault: Fault for these requests.
         operation: As :func:`operation_of` names it; any by default.
         key: Text that the request's path holds.
         part: The number of a part of an upload.
@@ -243,7 +243,7 @@ class FaultProxy:
         self.lock = threading.Lock()
         #: Method and path of each request.
         self.requests = []
-        #: How many were opened.
+        #: Number of opened connections.
         self.connections = 0
         #: Set at the end, so that nothing that is held up outlives the proxy.
         self.closing = threading.Event()

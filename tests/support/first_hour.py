@@ -25,7 +25,7 @@ _FOREIGN = re.compile(
     r"^(GPU available|TPU available|HPU available|💡 Tip|`Trainer[.(]|`weights_only` was not|Loaded model weights|Restor(ing|ed) |LOCAL_RANK|You are using|Testing: "
     r"|Adding \d+ callbacks|Detected KeyboardInterrupt|.*/site-packages/.*:\d+: |.*waiting until one of \d+ uploads |s3://\S+ has not answered for <time>; giving up|.*retrying: |[a-z ]+: <size> of <size>, <rate>)"
 )
-#: What differs from run to run, and what stands for it.
+#: Texts that differ from run to run, and their placeholders.
 _PLACEHOLDERS = [
     (r"\d\d\d\d-\d\d-\d\d[T ]\d\d:\d\d:\d\d([.,]\d+)?(\+00:00|Z| UTC)?", "<date>"),
     (r"\[<date>\] \[([\w-]+)\] \[[\w.]+\] \[(\w+)\] \[[\w.]+:\d+\] \[Rank (\d+)\] ", r"\2 "),
@@ -52,8 +52,8 @@ def normalized(text, places):
     """A command's output with times, sizes, paths and process ids replaced, and without Lightning's own lines.
 
     Args:
-        text: What it printed to stdout and stderr.
-        places: What stands for a path, a host or a port of this run, by what is printed of it.
+        text: Output on stdout and stderr.
+        places: Placeholders of this run's paths, hosts and ports, by the printed text.
     """
     for real, shown in sorted(places.items(), key=lambda place: -len(place[0])):
         text = text.replace(real, shown)
@@ -81,7 +81,7 @@ def compare(name, sections):
     """Compares what the commands of a story printed with ``expected/<name>.txt``, or writes that text anew.
 
     Args:
-        name: Of the story.
+        name: The story's name.
         sections: Each command with its lines. Those of the log may come in another order, and more than once: the
             drain and the trainer run side by side, and on a slow machine there are more lines of waiting.
     """

@@ -1,4 +1,4 @@
-"""Judges S3 requests by policies as AWS documents it, where moto does not: copies, keys of KMS, conditions, batches.
+"""Judges S3 requests by policies as AWS documents it, if moto does not: copies, keys of KMS, conditions, batches.
 
 A plan for a FaultProxy; what it lets pass, the server behind it answers.
 """

@@ -39,7 +39,7 @@ class Counter:
         self.roots = tuple(roots)
         self.report = report
         self.effects = []
-        #: What is being done, for the table.
+        #: Current work, for the table.
         self.phase = role
         self._own_phase = threading.local()
         self._lock = threading.Lock()

@@ -50,7 +50,7 @@ class Forked:
         return self
 
     def wait(self, timeout_s):
-        """Its status when it has ended, negative for a signal; None where that takes longer."""
+        """Its status when it has ended, negative for a signal; None if that takes longer."""
         self._until(lambda: self.returncode is not None, timeout_s)
         return self.returncode
 
@@ -126,8 +126,8 @@ def launch(folder, jobs, *, worker, deadline_s=DEADLINE_S, preload=()):
     """Runs a script once per job.
 
     Args:
-        folder: Where the workers' answers and logs lie.
-        jobs: What each rank is to do, by rank.
+        folder: Folder of the workers' answers and logs.
+        jobs: Steps of each rank, by rank.
         worker: The script that each rank runs.
         deadline_s: When all must be done, seconds.
         preload: Modules that all ranks need, and that take long to import.
@@ -182,7 +182,7 @@ def scripts(folder, script, *of_each, deadline_s=DEADLINE_S, cwd=None):
     """Runs a script once for each pair of arguments and environment, at once, as ``python SCRIPT`` would, less the imports.
 
     Returns:
-        What each gave: status, output, errors.
+        Results of each: status, output, errors.
     """
     started, files = [], []
     for number, (arguments, environment) in enumerate(of_each):

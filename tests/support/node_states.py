@@ -36,7 +36,7 @@ LOG = logging.getLogger("node-states")
 LOG.propagate = False
 LOG.addHandler(logging.NullHandler())
 SOON = Clock(Timing(drain_lock_s=0.0))
-#: What a job does, operation by operation; behind ``None`` the drain carries out what is queued. Memory keeps one: slots
+#: Operations of a job; after ``None`` the drain carries out the queue. Memory keeps one: slots
 #: are filled again. Names are overwritten, deleted and saved anew; an alias moves, and loses its target.
 LIFE = [
     *[("save", "a.ckpt", "both"), ("save", "b.ckpt", "both"), ("alias", "last.ckpt", "a.ckpt"), None],
@@ -123,7 +123,7 @@ class Spill(Disk):
 
 @contextlib.contextmanager
 def small(*, full):
-    """Slots and a log of some pages; memory that others have taken, where told; and no process of a drain."""
+    """Slots and a log of some pages; memory that others have taken, if told; and no process of a drain."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(slots, "_ROUND", crash_states.PAGE))
         stack.enter_context(mock.patch.object(operation_log, "_HALF", 1 << 14))

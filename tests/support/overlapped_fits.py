@@ -2,7 +2,7 @@
 
 Drawn are: how parameters lie in memory, and what else lies there; who changes that, when, and how; the optimizers, and
 who steps them; averages, late parameter groups, other weights for validation, objects of the state that are replaced;
-and whether something writes to a parameter where nothing may.
+and whether something writes to a parameter if nothing may.
 """
 
 import collections
@@ -50,7 +50,7 @@ OPTIMIZERS = {
     "before its closure": functools.partial(ExtrapolatedClosure, lr=0.01, momentum=0.9),
     "by hand": functools.partial(Sharp, lr=0.01, momentum=0.9),
 }
-#: Of sharded tensors and others at once, torch's own optimizers are one by one.
+#: Optimizers of torch that take sharded tensors and others one by one.
 SHARDED = ["AdamW", "SGD"]
 #: Hooks between the end of a batch, where saves are, and the optimizer's step, which waits for what they copy.
 BEFORE_STEP = ["on_train_batch_start", "training_step", "on_before_zero_grad", "on_after_backward"]
@@ -150,7 +150,7 @@ class Drawn(LightningModule):
         self.features = torch.nn.Embedding(4, 8, max_norm=draw.choice([None, 0.5]))
         self.late, self.late_at = torch.nn.Parameter(torch.randn(4)), draw.choice([None, 2, 5])
         self.weights = torch.nn.ParameterList()
-        #: What no optimizer changes, when that changes, and how.
+        #: State that no optimizer changes, and the time and way of its changes.
         self.others, self.kept, self.aliases = [], {}, []
         # LBFGS takes gradients without gaps alone.
         layouts = CONTIGUOUS if self.optimizer == "LBFGS" else LAYOUTS
@@ -322,7 +322,7 @@ class Fits:
     """Trains, and compares.
 
     Attributes:
-        counts: How saves were made, and how many checkpoints there were to compare.
+        counts: Number of saves of each way, and of the checkpoints to compare.
         defects: Checkpoints that are not as their copies, saves that failed without a reason, and such as were not loud.
     """
 

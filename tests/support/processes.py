@@ -18,7 +18,7 @@ def start(*arguments, run=("-m", "tiered_checkpoint_io"), env=(), **options):
 
 
 def at_a_terminal():
-    """Ctrl-C reaches the process; where a shell runs the tests in the background, it is ignored."""
+    """Ctrl-C reaches the process; if a shell runs the tests in the background, it is ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -67,7 +67,7 @@ class S3Server:
         try:
             return list(self.client.list_multipart_uploads(Bucket=bucket, Prefix=prefix).get("Uploads", ()))
         except self.client.exceptions.NoSuchUpload:
-            # rclone says so where there is none.
+            # rclone says so if there is none.
             return []
 
     def empty(self, bucket: str, prefix: str = "") -> None:
@@ -132,7 +132,7 @@ class RcloneServer(S3Server):
         return self
 
     def stop(self) -> None:
-        """Stops the server and removes its folder, where it is our own."""
+        """Stops the server and removes its folder, if it is our own."""
         if "client" in self.__dict__:
             self.__dict__.pop("client").close()
         process, self._process = self._process, None
@@ -168,7 +168,7 @@ class RcloneServer(S3Server):
 
 
 def find_rclone() -> str:
-    """The path of the rclone program: beside this Python, or on PATH; raises RuntimeError where there is none."""
+    """The path of the rclone program: beside this Python, or on PATH; raises RuntimeError if there is none."""
     beside = Path(sys.executable).parent / "rclone"
     found = str(beside) if beside.exists() else shutil.which("rclone")
     if found is None:

@@ -1,6 +1,6 @@
 """Measures the project beside its budgets; ``make size`` prints the table, ``make lint`` fails above a budget.
 
-The budgets stand in budgets.json. They only go down: ``--lower`` writes today's figures where these are smaller, and
+The budgets stand in budgets.json. They only go down: ``--lower`` writes today's figures if these are smaller, and
 removes the exceptions that are no longer needed.
 """
 
@@ -76,7 +76,7 @@ class Measures:
     Attributes:
         folders: Lines, code lines and modules of each folder of the package.
         figures: Each figure that has a budget, by its name.
-        exceptions: What is longer than a cap, by the cap and its name.
+        exceptions: Modules, functions and parameters above a cap, by the cap and the name.
     """
 
     def __init__(self) -> None:

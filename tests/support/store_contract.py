@@ -59,7 +59,7 @@ def stop_here(_: int) -> None:
 class OptionalContract:
     """Skips what a store has not."""
 
-    #: Whether what a ConditionalStore promises is tested: not where its server takes no notice of conditions.
+    #: True if the promises of a ConditionalStore are tested: not if its server takes no notice of conditions.
     keeps_conditions = True
 
     # --------------------------------------------------------------------------------- deletes of many
@@ -133,7 +133,7 @@ class OptionalContract:
     # --------------------------------------------------------------------------------- on a condition
     @pytest.fixture
     def conditional_store(self, store: Store) -> ConditionalStore:
-        """The store, where it is one; conditional writes are optional."""
+        """The store, if it is one; conditional writes are optional."""
         if not self.keeps_conditions or not isinstance(store, ConditionalStore):
             pytest.skip("this store does not write on a condition")
         return store

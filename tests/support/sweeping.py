@@ -1,8 +1,8 @@
 """Stories of processes that are killed at each of their effects, and what a restart then makes of it.
 
 Each story gives a verdict for each point: ``old`` or ``new``, as the restart found the state before or
-behind the operation that was cut off, whole and bit for bit; ``loss``, where something is missing that was
-told to be done, or does not work any more; or ``mixture``, where something is there that nobody saved.
+behind the operation that was cut off, whole and bit for bit; ``loss``, if something is missing that was
+told to be done, or does not work any more; or ``mixture``, if something is there that nobody saved.
 """
 
 import collections

@@ -14,7 +14,7 @@ import pytest
 
 @contextlib.contextmanager
 def mounted_tmpfs(folder, size, inodes=0):
-    """A real tmpfs of so many bytes, and files where told; skips the test where none can be mounted."""
+    """A real tmpfs of so many bytes, and files where told; skips the test if none can be mounted."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     options = f"size={size},mode=1777" + (f",nr_inodes={inodes}" if inodes else "")
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]

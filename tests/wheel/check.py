@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 OWN = f"{sys.version_info.major}.{sys.version_info.minor}"
-#: What only a trainer, or some kinds of configuration and URLs, import.
+#: Modules that only a trainer, or some kinds of configuration and URLs, import.
 HEAVY = {"torch", "lightning", "omegaconf", "s3fs", "aiobotocore"}
 TIMEOUT_S = 900
 RESOLVE_S = 300

@@ -14,7 +14,7 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import DrainError, SaveError
 from tiered_checkpoint_io.model import ids
 
-#: How many saves that have ended are kept for a caller that may ask for them.
+#: Number of ended saves that are kept for a caller that may ask for them.
 _KEPT = 32
 
 
@@ -22,16 +22,16 @@ class AsyncSave(Future[Any]):
     """A future of one save: done once it is on the durable tier, if it is to go there. ``async_save`` makes it.
 
     Args:
-        session: What this process holds of the job.
+        session: This process's session of the job.
         name: The checkpoint's name.
-        step: Its training step; -1 where it is not known.
+        step: Its training step; -1 if it is not known.
         groups: The groups that take part in it: process groups, or global ranks.
 
     Attributes:
         name: The checkpoint's name.
-        step: Its training step; -1 where it is not known.
+        step: Its training step; -1 if it is not known.
         groups: The global ranks of each group that takes part in it, sorted.
-        shown: Whether its failure, where it has one, was logged, raised, or asked for.
+        shown: True if its failure, if any, was logged, raised, or asked for.
     """
 
     def __init__(self, session: Session, name: str, step: int, groups: tuple[Any, ...] = ()) -> None:
@@ -156,10 +156,10 @@ def maybe_finalize_async_calls(blocking: bool = False, process_group: Any = None
     """Collects the asynchronous saves of this process that have ended, and shows each failure once.
 
     Args:
-        blocking: Whether to wait for those that have not, each within the ``wait_timeout_s`` of its
+        blocking: True to wait for those that have not, each within the ``wait_timeout_s`` of its
             configuration.
         process_group: Only saves that these ranks, as process group or replication group, took part in: a process
-            group, or global ranks. All where it is None.
+            group, or global ranks. All if it is None.
 
     Returns:
         Those that have ended since the last call, in the order of their beginning.

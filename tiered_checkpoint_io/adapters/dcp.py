@@ -29,7 +29,7 @@ from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, SaveError, TieredCheckpointError
 
 Kind = Literal["sharded", "local"]
-#: What :func:`save` takes: ``full`` gathers the state on one rank.
+#: Kinds that :func:`save` takes: ``full`` gathers the state on one rank.
 SaveKind = Literal["sharded", "local", "full"]
 
 #: More damaged checkpoints than this in a row are no accident.
@@ -69,14 +69,14 @@ def save(
         no_dist: As DCP takes it.
         coordinator_rank: The global rank that coordinates, or of ``replication_group`` saves; the first by default.
         kind: ``sharded``, ``local`` or ``full``.
-        replication_group: Of kind ``local``: the ranks that hold the same as this one, as a process group
+        replication_group: For kind ``local``: the ranks that hold the same as this one, as a process group
             or as global ranks. Only one of them saves, the lowest by default; the others do not wait for it.
         wait: False to return once node memory has the checkpoint. By default as the writer's ``wait``, or True.
         options: As :class:`TieredStorageWriter` takes them.
 
     Returns:
-        Of kind ``sharded`` the metadata, of kind ``local`` what this rank saved. None where the save failed
-        and ``on_save_error`` is ``warn``, and where another rank of the replication group saves.
+        The metadata for kind ``sharded``, this rank's part for kind ``local``. None if the save failed
+        and ``on_save_error`` is ``warn``, and if another rank of the replication group saves.
 
     Raises:
         TieredCheckpointError: The save failed, or an earlier asynchronous one did, and ``on_save_error`` is
@@ -156,9 +156,9 @@ def async_save(
     The tensors are copied once, straight to where the upload reads them; of kind ``sharded``, DCP's exchanges between
     the ranks come on top. Each rank then hashes such a part in the background, at several gigabytes a second and
     thread, and commits it in memory; a process that is killed meanwhile leaves the checkpoint before as the newest.
-    Where neither memory nor ``spill_dir`` has room for it, the call returns once it is on the durable tier.
+    If neither memory nor ``spill_dir`` has room for it, the call returns once it is on the durable tier.
 
-    A failure on the way to the durable tier is shown once: by the future, where it is asked, by
+    A failure on the way to the durable tier is shown once: by the future, if it is asked, by
     :func:`maybe_finalize_async_calls`, or at the next save, whatever comes first.
 
     Args:
@@ -177,7 +177,7 @@ def async_save(
         A future of what :func:`save` gives: done once the checkpoint is on the durable tier, if it is to go
         there, else once it is whole in memory; on ranks other than the coordinator (``local``: shard 0), once
         this rank's part is. It holds the exception of a captured save that did not get there, whatever
-        ``on_save_error`` says; None where nothing could be captured, and ``on_save_error`` is ``warn``.
+        ``on_save_error`` says; None if nothing could be captured, and ``on_save_error`` is ``warn``.
 
     Raises:
         TieredCheckpointError: The state could not be captured, or an earlier asynchronous save failed, and
@@ -224,12 +224,12 @@ def load(
 ) -> TieredStorageReader:
     """Loads a checkpoint of all ranks into ``state_dict``.
 
-    ``sharded``: as ``torch.distributed.checkpoint.load`` does. Where a checkpoint shows damage while it
+    ``sharded``: as ``torch.distributed.checkpoint.load`` does. If a checkpoint shows damage while it
     is read, and it was not asked for by its name, all ranks go on to the next one.
     ``local``: each rank its shard, without any collective; see ``engine/restore/local_restore.py``.
 
     Args:
-        state_dict: The state to load into. Where an error is raised, it may hold anything.
+        state_dict: The state to load into. If an error is raised, it may hold anything.
         checkpoint_id: Its name, path or URL; as ``tiered:latest``, the newest that is whole, of names in no folder,
             else of the only folder. ``stage1/tiered:latest`` is the newest of that folder. By default what the reader
             was given last, else the newest.

@@ -75,15 +75,15 @@ class TieredStorageReader(OverTiers, StorageReader):
 
         Args:
             config: As :class:`TieredStorageWriter` takes it.
-            step: The training step; the newest checkpoint where neither it nor a path is given. Both as ``load`` has
+            step: The training step; the newest checkpoint if neither it nor a path is given. Both as ``load`` has
                 it: of names in no folder, else of the only folder; of another with a path such as
                 ``stage1/tiered:latest``.
             path: Instead of a ``checkpoint_id``. A later ``checkpoint_id`` replaces it, as in ``FileSystemReader``.
-            no_dist: Whether this process loads alone; by default as DCP's ``load`` has it.
+            no_dist: True if this process loads alone; by default as DCP's ``load`` has it.
             process_group: The ranks that load together; by default the group that DCP's ``load``
                 was given.
             world_size: As the writer takes it; a checkpoint of any other world size loads.
-            logger: Where to log, in place of the package's own logger.
+            logger: Logger to use instead of the package's own.
             checkpoint_config: Another name for ``config``.
             _extension_registry: Stream transformations, as ``FileSystemReader`` takes them.
             options: Single keys of the configuration.
@@ -103,18 +103,18 @@ class TieredStorageReader(OverTiers, StorageReader):
         # Not in torch 2.6, whose files need none.
         known: Any = getattr(filesystem, "_StorageReaderTransforms", None)
         self._transforms = known and known(_extension_registry)
-        #: Which checkpoint is meant.
+        #: The wanted checkpoint.
         self.selector = Selector("latest", folder=ONE_FOLDER)
         self._rejected: dict[str, str] = {}
         self._metadata: Metadata | None = None
         self._joined: coordination.Group | None = None
         #: The checkpoint that is, or was last, loaded.
         self.opened: OpenShards | None = None
-        #: Where this node had its bytes from.
+        #: The tier from which this node had its bytes.
         self.tier: Tier = "durable"
-        #: Why the last load failed on this rank, where it did.
+        #: Why the last load failed on this rank, if it did.
         self.error: TieredCheckpointError | None = None
-        #: What went wrong on this rank before the load began, raised on all ranks.
+        #: Error of this rank before the load began, raised on all ranks.
         self.failed: Exception | None = None
         self.reset()
 
@@ -223,11 +223,11 @@ class TieredStorageReader(OverTiers, StorageReader):
     def reject(self) -> None:
         """Leaves the checkpoint that was loaded last out of account from now on."""
         if self.opened is not None and self.opened.save_id:
-            # Empty where another rank can't read it, which says why.
+            # Empty if another rank can't read it, which says why.
             self._rejected[self.opened.save_id] = f"{self.opened.name}: {self.error}" if self.error is not None else ""
 
     def release(self) -> None:
-        """Lets go of the checkpoint that is open, where the load ended before :meth:`read_data`."""
+        """Lets go of the checkpoint that is open, if the load ended before :meth:`read_data`."""
         self._leave()
         if self.opened is not None:
             self.opened.close()
@@ -371,7 +371,7 @@ class _Layout:
         return mine[:crc] == head[:crc] and mine[crc + _CRC_LENGTH :] == head[crc + _CRC_LENGTH :]
 
 
-#: What decides where a planner's bytes go: its own, and it may do anything.
+#: Methods that decide where a planner's bytes go: its own, and they may do anything.
 _RESOLVING = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 
 _Wanted = tuple[ReadItem, Any, _Layout | None]
@@ -396,7 +396,7 @@ class _Direct:
 
     @classmethod
     def of(cls, wanted: _Wanted, planner: LoadPlanner) -> _Direct | None:
-        """None where the bytes have to be converted; for a planner that resolves tensors as DCP's own does."""
+        """None if the bytes have to be converted; for a planner that resolves tensors as DCP's own does."""
         item, info, layout = wanted
         if layout is None:
             return None
@@ -429,7 +429,7 @@ class PlanReader:
     """Carries out one rank's load plan."""
 
     def __init__(self, metadata: Metadata, files: ShardFiles, transforms: Any, trust: Trust, log: Logger) -> None:
-        """Takes an open checkpoint, and DCP's ``_StorageReaderTransforms``; None where torch has none."""
+        """Takes an open checkpoint, and DCP's ``_StorageReaderTransforms``; None if torch has none."""
         self._log = log
         self._storage: dict[MetadataIndex, Any] = metadata.storage_data
         self._files = files
@@ -456,7 +456,7 @@ class PlanReader:
             reads.fill(basename, targets, [target for each in direct for target in each.on_device])
             for each in direct:
                 each.commit(planner)
-            # Where the bytes do not lie as expected, what was filled with them is filled anew.
+            # If the bytes do not lie as expected, what was filled with them is filled anew.
             for item, info, layout in (*rest, *((*each.wanted[:2], None) for each in direct if not each.fits)):
                 if layout is not None and layout.fits(view[info.offset : info.offset + info.length]):
                     _copy(view, item, info, layout, planner)
@@ -527,7 +527,7 @@ def _split(wanted: Sequence[_Wanted], planner: LoadPlanner) -> tuple[list[_Direc
 
     Args:
         wanted: Items of one file, in the order in which they lie there.
-        planner: Whose tensors they are.
+        planner: Owner of the tensors.
     """
     own = DefaultLoadPlanner
     if any(getattr(type(planner), name, None) is not getattr(own, name) for name in _RESOLVING):

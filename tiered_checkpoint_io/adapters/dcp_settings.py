@@ -32,7 +32,7 @@ _NOT_OURS = {
 }
 #: The keys that may be None.
 _NULLABLE = {each.name for each in fields(TieredCheckpointConfig) if "None" in str(each.type)}
-#: Where nothing was said.
+#: Defaults of values that are not given.
 _EVERY = {each.name: each.default for each in fields(TieredCheckpointConfig)}["s3_every_n_train_steps"]
 
 
@@ -41,18 +41,18 @@ class Settings:
     """A validated configuration, and what concerns sharded checkpoints alone: see :class:`TieredStorageWriter`."""
 
     config: TieredCheckpointConfig
-    #: Whether a durable tier was named.
+    #: True if a durable tier was named.
     has_durable: bool
     world_size: int | None
     save_to_s3: bool | None
     s3_every_n_steps: int | None
     logger: Logger | None
-    #: Whether a namespace was named.
+    #: True if a namespace was named.
     is_named: bool
 
     @property
     def durable_dirpath(self) -> str:
-        """The durable tier that was named; empty where none was."""
+        """The durable tier that was named; empty if none was."""
         return self.config.dirpath if self.has_durable else ""
 
     def is_durable(self, step: int, save_to_s3: bool | None) -> bool:
@@ -99,7 +99,7 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
 
     Args:
         config: In any of its forms.
-        options: Single keys that replace those of ``config``. None counts as a value where it is one; of a key for
+        options: Single keys that replace those of ``config``. None counts as a value if it is one; of a key for
             which it is none, as if it were not given.
 
     Raises:

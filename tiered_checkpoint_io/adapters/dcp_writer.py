@@ -48,9 +48,9 @@ class PlannedFile(NamedTuple):
 
     Attributes:
         image: The file.
-        indexes: What its items are to DCP, in their order.
-        placed: Where each lies.
-        names: Of each, as ``_StorageInfo`` takes them: what its bytes went through.
+        indexes: DCP's index of each item, in their order.
+        placed: Place of each item in the file.
+        names: Transforms of each item's bytes, as ``_StorageInfo`` takes them.
     """
 
     image: Image
@@ -100,10 +100,10 @@ class Save:
         settings: The settings that hold for it.
         located: The checkpoint; None before the first save is named.
         by_dcp: The arguments of DCP's function that saves; None if one of ours does.
-        has_begun: Whether DCP has begun it.
+        has_begun: True if DCP has begun it.
         rank: This rank.
-        coordinates: Whether this rank coordinates.
-        facts: What the coordinator has issued; None on other ranks.
+        coordinates: True if this rank coordinates.
+        facts: Facts that the coordinator has issued; None on other ranks.
     """
 
     settings: Settings
@@ -155,17 +155,17 @@ class TieredStorageWriter(OverTiers, StorageWriter):
                 save uses what an object says when the writer is made; each later save reads it again.
             step: The training step; wins over one that a path tells.
             path: Instead of a ``checkpoint_id``. A later ``checkpoint_id`` replaces it, as in ``FileSystemWriter``.
-            save_to_s3: Whether these saves go to the durable tier.
-            s3_every_n_steps: Where ``save_to_s3`` is not given: every so many steps they do; every save by default.
-            world_size: How many ranks save together; checked when they do.
-            thread_count: How many threads of a rank copy; its share of the node's cores by default.
+            save_to_s3: True if these saves go to the durable tier.
+            s3_every_n_steps: If ``save_to_s3`` is not given: every so many steps they do; every save by default.
+            world_size: Number of ranks that save together; checked when they do.
+            thread_count: Number of threads of a rank that copy; its share of the node's cores by default.
                 A rank writes one file, however many there are.
-            wait: Whether a durable save returns only when it is committed there, or nothing moves for
+            wait: True if a durable save returns only when it is committed there, or nothing moves for
                 30 s. By default a synchronous save does, and an asynchronous one does not. The
                 other ranks wait in a collective of DCP's: give their process group a timeout that is longer than
                 an upload takes.
-            require_step: Whether a checkpoint without a step is refused.
-            logger: Where to log, in place of the package's own logger.
+            require_step: True if a checkpoint without a step is refused.
+            logger: Logger to use instead of the package's own.
             checkpoint_config: Another name for ``config``.
             _extensions: Stream transformations, as ``FileSystemWriter`` takes them.
             options: Single keys of the configuration.
@@ -185,15 +185,15 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         self.facts: dict[str, Any] = {}
         #: The name and content of a small file beside the shards.
         self.extra: tuple[str, bytes] | None = None
-        #: What went wrong on this rank before the save began, raised where DCP carries it to all ranks.
+        #: Error of this rank before the save began, raised where DCP carries it to all ranks.
         self.failed: Exception | None = None
-        #: Whether a save returns once all ranks have captured the state, and hashes and commits it in the background.
+        #: True if a save returns once all ranks have captured the state, and hashes and commits it in the background.
         self.seals_in_background = False
-        #: Where this is on a background task, beside training: how.
+        #: The overlapped capture in progress, if any.
         self.overlapped: Overlapped | None = None
-        #: Whether a durable save returns only when it is committed there; None for the default.
+        #: True if a durable save returns only when it is committed there; None for the default.
         self.wait_option = wait
-        #: How many threads copy; None for the default.
+        #: Number of threads that copy; None for the default.
         self.threads = thread_count
         self._path = path
         self._require_step = require_step
@@ -457,7 +457,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
 
 
 def transforms_of(extensions: Sequence[Any] | None) -> Any:
-    """DCP's stream transformations by ``_extensions``; None where there are none.
+    """DCP's stream transformations by ``_extensions``; None if there are none.
 
     Raises:
         ConfigError: This torch has no such thing.
@@ -480,9 +480,9 @@ def file_of(
 
     Args:
         plan: Its items.
-        planner: What gives their data; one of ours may keep how they lie for the next save.
-        transforms: What the bytes of each go through; see :func:`transforms_of`.
-        config: Which objects a load will take.
+        planner: Planner that gives the items' data; one of ours may keep their layout for the next save.
+        transforms: Transforms of each item's bytes; see :func:`transforms_of`.
+        config: Configuration that tells which objects a load will take.
         warn: Gets the bytes of all objects.
     """
     # What else may happen to an item is not kept.

@@ -15,12 +15,12 @@ from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.save.uncoordinated import ShardRole
 from tiered_checkpoint_io.errors import ConfigError
 
-#: Earlier releases keep a rank's plan also where the save then fails, and lose its items from the next one.
+#: Earlier releases keep a rank's plan also if the save then fails, and lose its items from the next one.
 _KEEPS_WHAT_SUCCEEDED = "_pending_local_plan" in DefaultSavePlanner.finish_plan.__code__.co_names
 
 
 def world() -> Any:
-    """The process group of all ranks; None where this process is alone."""
+    """The process group of all ranks; None if this process is alone."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
@@ -28,9 +28,9 @@ class DcpArguments(NamedTuple):
     """Arguments of DCP's functions that it does not pass to a writer or reader.
 
     Attributes:
-        alone: Whether this process is alone.
+        alone: True if this process is alone.
         process_group: The ranks that take part.
-        in_background: Whether it is DCP's ``async_save`` that saves, in a thread or process of its own.
+        in_background: True if it is DCP's ``async_save`` that saves, in a thread or process of its own.
     """
 
     alone: bool
@@ -58,7 +58,7 @@ class Ranks(NamedTuple):
 
 
 def dcp_arguments(*functions: str) -> DcpArguments | None:
-    """The arguments of the DCP function that calls us; None where none does.
+    """The arguments of the DCP function that calls us; None if none does.
 
     Without ``no_dist`` we would wait for ranks that never come, with a process group for ranks that have no part in it.
     """
@@ -130,7 +130,7 @@ def rank_in_group(process_group: Any, coordinator_rank: int | None) -> int:
 
     Args:
         process_group: The ranks that save or load together; None for all.
-        coordinator_rank: A global rank of the group, as SMP and torch.distributed have it; where it is
+        coordinator_rank: A global rank of the group, as SMP and torch.distributed have it; if it is
             none of them, the rank in the group, as DCP has it. None for the first.
 
     Raises:
@@ -158,7 +158,7 @@ def shard_role_of(process_group: Any, replication_group: Any, writer: int | None
             default all ranks, but with a ``replication_group`` those that have this rank's place in theirs.
         replication_group: The ranks that hold the same shard: a process group, or their global ranks.
         writer: The global rank of the one that saves for them; by default the lowest.
-        alone: Whether this process has the whole state.
+        alone: True if this process has the whole state.
 
     Raises:
         ConfigError: The groups do not tell.
@@ -198,7 +198,7 @@ def shard_role_of(process_group: Any, replication_group: Any, writer: int | None
 
 
 def _in_regular_layout(ranks: list[int]) -> tuple[int, int]:
-    """The shard and the shard degree of a replication group, where all such groups lie as in a mesh."""
+    """The shard and the shard degree of a replication group, if all such groups lie as in a mesh."""
     count, size = dist.get_world_size(), len(ranks)
     stride = ranks[1] - ranks[0] if size > 1 else 1
     regular = ranks == list(range(ranks[0], ranks[0] + stride * size, stride))

@@ -155,7 +155,7 @@ class TieredCheckpointIO(CheckpointIO):
             self.config = TieredCheckpointConfig.from_any(None, dirpath=dirpath, **options)
         self._logger = logger
         self._checkpointer: Checkpointer | None = None
-        #: Whether the last load was of a sentinel, and found no checkpoint at all.
+        #: True if the last load was of a sentinel, and found no checkpoint at all.
         self.found_nothing = False
         #: What is saved beside each checkpoint, and has to be there to resume from it: see :class:`Selector`.
         self.companion = ""

@@ -37,10 +37,10 @@ def save_local_state(
     role = shard_role_of(*ranks[:3], alone=ranks.no_dist)
     writer.reset(checkpoint_id)
     session, located, settings = writer.session, writer.located, writer.settings
-    # Also where another rank of its replicas saves: that may be this one the next time.
+    # Also if another rank of its replicas saves: that may be this one the next time.
     repeat = count_save(session, located.name, located.step)
     if not ranks.no_dist:
-        # The one time that ranks wait for each other, where peers are to keep copies.
+        # The one time that ranks wait for each other, if peers are to keep copies.
         session.meet_peers(ranks.process_group, ids.series_of(located.name, located.step))
 
     earlier: list[Exception] = []

@@ -20,7 +20,7 @@ from tiered_checkpoint_io.model.manifest import FileEntry
 #: Bytes of one buffer, at most, unless a chunk is larger. From node memory, each thread reads a chunk at once.
 _MOST = 256 << 20
 
-#: Where in the file bytes begin, and where on a device they go: a flat tensor of bytes.
+#: Offset of bytes in the file, and their target on a device: a flat tensor of bytes.
 OnDevice = tuple[int, torch.Tensor]
 
 

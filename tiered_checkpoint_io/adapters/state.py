@@ -367,7 +367,7 @@ def _placement(dim: int | None, cut: int | None) -> Placement:
 
 #: As torch.save has it.
 _PROTOCOL = 2
-#: What torch.save writes apart from its pickle.
+#: Types that torch.save writes apart from its pickle.
 _APART = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 
 

@@ -22,7 +22,7 @@ def tiers_for_step(
         global_step: The optimizer step; 0 is never saved.
         memory_every_n_train_steps: Steps between memory checkpoints; None for none.
         s3_every_n_train_steps: Steps between durable checkpoints; None for none.
-        since: The step that the batch before ended with, where that is not the step before: multiples in between count.
+        since: The step that the batch before ended with, if that is not the step before: multiples in between count.
     """
     before = global_step - 1 if since is None else since
     if passes(s3_every_n_train_steps, before, global_step):

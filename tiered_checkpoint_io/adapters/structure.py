@@ -25,7 +25,7 @@ class _Container:
         self.kind = type(value)
         self.keys = _keys(value)
         children = [_Container(each) if _is_container(each) else None for each in _values(value)]
-        #: None where all values are leaves.
+        #: None if all values are leaves.
         self.children = children if any(children) else None
 
     def collect(self, value: Any, leaves: list[Any]) -> bool:
@@ -54,14 +54,14 @@ class Structure:
             state: The state.
             flat: The same, flattened.
             mappings: The path of each of its keys.
-            plan: What this rank would save of it.
+            plan: Plan of this rank's save of the state.
 
         Raises:
             UnknownStructureError: It is not known that a state with the same would be planned alike.
         """
         self.mappings = mappings
         self.plan = plan
-        #: What the writer keeps of it.
+        #: Layout that the writer keeps for it.
         self.layout: Any = None
         self._top = _Container(state)
         leaves: list[Any] = []
@@ -74,7 +74,7 @@ class Structure:
         self._specs = [leaf._spec for leaf in leaves if type(leaf) is DTensor]
 
     def flat(self, state: Any) -> dict[str, Any] | None:
-        """As DCP flattens it; None where the state's structure is another one."""
+        """As DCP flattens it; None if the state's structure is another one."""
         leaves: list[Any] = []
         if not self._top.collect(state, leaves) or list(map(type, leaves)) != self._kinds:
             return None

@@ -53,9 +53,9 @@ class CheckingSavePlanner(DefaultSavePlanner):
     With ``enable_plan_caching``, a state of the same structure is not planned again from the third save on.
     """
 
-    #: By upstream's key of the plan.
+    #: Structures by upstream's key of the plan.
     _structures: ClassVar[dict[str, Structure]] = {}
-    #: By the same, on the coordinator: upstream's memory before a plan that the ranks may not have got.
+    #: On the coordinator, upstream's memory before a plan that the ranks may not have got, by the same key.
     _before: ClassVar[dict[str, dict[str, Any]]] = {}
 
     #: The structure of the state that is saved, if it is known.
@@ -99,7 +99,7 @@ class CheckingSavePlanner(DefaultSavePlanner):
         return planned
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """As upstream, which counts on a plan from here on; where the save then fails, the ranks never get it."""
+        """As upstream, which counts on a plan from here on; if the save then fails, the ranks never get it."""
         if self._enable_plan_caching:
             key = self._cached_plans_key
             for name, value in self._before.pop(key, {}).items():
@@ -117,7 +117,7 @@ class CheckingSavePlanner(DefaultSavePlanner):
     def _create_local_plan(self) -> SavePlan:
         try:
             planned = super().create_local_plan()
-            # What the coordinator asks of each tensor, where an error would not say which.
+            # What the coordinator asks of each tensor, if an error would not say which.
             _size_of(planned)
         except Exception:
             for name, value in self.state_dict.items():

@@ -142,7 +142,7 @@ class DurableEnd(SafeDeletes):
     _resumable: Resumable
     #: The step that this training began with.
     _began_at: int
-    #: Whether training validates just now, perhaps with averaged weights.
+    #: True if training validates just now, perhaps with averaged weights.
     _is_amid_validation: bool
     #: Methods of :class:`TieredModelCheckpoint`.
     _siblings: Any
@@ -194,8 +194,8 @@ class DurableEnd(SafeDeletes):
         return report
 
     def _save_end(self, trainer: Trainer, module: LightningModule) -> None:
-        """Saves the last state to the durable tier, where the newest is in memory alone; all ranks call this."""
-        # Where nothing else was saved, upstream saves "last" now.
+        """Saves the last state to the durable tier, if the newest is in memory alone; all ranks call this."""
+        # If nothing else was saved, upstream saves "last" now.
         super().on_train_end(trainer, module)
         self._save_what_is_in_memory_alone(trainer)
 

@@ -79,13 +79,13 @@ class StrategyGuard(Callback):
         self._recording = Recording()
         self._held = HeldWeights()
         self._overlapping: OverlappedCapture | None = None
-        #: Whether a callback was Lightning's own when ckpt_path was resolved.
+        #: True if a callback was Lightning's own when ckpt_path was resolved.
         self._adopted = False
-        #: Whether room for a first save is still to be made, and the step that training began with.
+        #: True if room for a first save is still to be made, and the step that training began with.
         self._prepares, self._began_at = False, 0
         #: The last restore before an evaluation.
         self._restored: Restored | None = None
-        #: Lightning's own callbacks without a dirpath, where nothing is trained.
+        #: Lightning's own callbacks without a dirpath, if nothing is trained.
         self._without_dirpath: list[ModelCheckpoint] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -155,7 +155,7 @@ class StrategyGuard(Callback):
             self._warn_of_fresh_start(trainer, io)
 
     def _warn_of_fresh_start(self, trainer: Trainer, io: TieredCheckpointIO) -> None:
-        # In setup, Lightning does not show ckpt_path yet. Where tiered:latest finds nothing, there is nothing to name.
+        # In setup, Lightning does not show ckpt_path yet. If tiered:latest finds nothing, there is nothing to name.
         looked_for_last = trainer.ckpt_path in (ids.LAST, ids.LAST_URL) and io.found_nothing
         engine, session = io.checkpointer, io.checkpointer.session
         is_first = session.last_save is None and engine.restored is None and "ckpt_path" not in session.warned
@@ -203,7 +203,7 @@ class StrategyGuard(Callback):
     on_validation_batch_end = on_train_batch_end  # type: ignore[assignment]
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuses an evaluation without a checkpoint, where training would start from scratch.
+        """Refuses an evaluation without a checkpoint, if training would start from scratch.
 
         Raises:
             CheckpointNotFoundError: There is none.

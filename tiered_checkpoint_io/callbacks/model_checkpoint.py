@@ -135,7 +135,7 @@ class TieredModelCheckpoint(DurableEnd):
         stock._begin()
 
     def _begin(self) -> None:
-        #: Whether "last" is an alias, which is what a link would be, on every tier.
+        #: True if "last" is an alias, which is what a link would be, on every tier.
         self._links_last = self.save_last == "link"
         if self._links_last:
             self.save_last = True

@@ -42,7 +42,7 @@ class Notice:
         self.grace_seconds = seconds("grace_seconds", grace_seconds, above=0)
         self.received: signal.Signals | None = None
         self.leave_by: float | None = None
-        #: Of the job that is handled; None while none is.
+        #: Session of the job that is handled; None while none is.
         self._session: Session | None = None
         self._earlier: dict[signal.Signals, Any] = {}
 
@@ -129,7 +129,7 @@ class Agreement:
         self._session = session
         self._bound = timedelta(seconds=float(session.config.support.wait_timeout_s))
         self._group: Any = None
-        #: What this rank sent at the boundary before, and when.
+        #: This rank's message at the boundary before, and its time.
         self._told: tuple[torch.Tensor, Any, float] | None = None
         if current_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._bound)

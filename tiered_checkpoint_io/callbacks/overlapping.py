@@ -42,7 +42,7 @@ class OverlappedCapture(Callback):
 
     @classmethod
     def join(cls, trainer: Trainer, io: TieredCheckpointIO) -> OverlappedCapture | None:
-        """Makes one the trainer's first callback; None, with a line in the log, where its saves are eager."""
+        """Makes one the trainer's first callback; None, with a line in the log, if its saves are eager."""
         session, strategy = io.checkpointer.session, trainer.strategy
         sharded = strategy.may_overlap() if hasattr(strategy, "may_overlap") else None
         if sharded is None and not trainer.is_global_zero:

@@ -43,7 +43,7 @@ class PreemptionCheckpoint(Callback):
     """Saves once more, and stops, when a signal tells the job to end.
 
     A signal to any rank, or to several, stops all ranks at the same batch. The last checkpoint goes to memory, and from
-    there to the durable tier as far as the grace time goes; the drain, where it may, or the next start on this node
+    there to the durable tier as far as the grace time goes; the drain, if it may, or the next start on this node
     uploads the rest. ``tiered:latest`` finds it. Notice after the last batch ends the script on each rank that got it;
     the launcher has to end the others.
 
@@ -67,7 +67,7 @@ class PreemptionCheckpoint(Callback):
             grace_seconds: Time from the signal to the kill; 30 is what Kubernetes and Slurm have.
             signals: Signals that tell the job to end.
             name: Name of the checkpoint below dirpath, without its ending. It is overwritten by the next one.
-            requeue: Whether to have Slurm queue the job again; by default as Lightning's SLURMEnvironment is told.
+            requeue: True to have Slurm queue the job again; by default as Lightning's SLURMEnvironment is told.
 
         Raises:
             ConfigError: A value is not allowed. The name is not.
@@ -80,7 +80,7 @@ class PreemptionCheckpoint(Callback):
         self._io: TieredCheckpointIO | None = None
         self._agreement: Agreement | None = None
         self._validation_batches = 0.0
-        #: Whether this fit acts on the notice.
+        #: True if this fit acts on the notice.
         self._is_stopping = False
         #: All of the trainer's, while it is without those whose teardown is over.
         self._callbacks: list[Callback] = []
@@ -94,7 +94,7 @@ class PreemptionCheckpoint(Callback):
             number: The signal that was received; the exit status is 128 and its number.
 
         Returns:
-            Whether training runs, so that it stops at the next batch.
+            True if training runs, so that it stops at the next batch.
 
         Raises:
             ValueError: There is no such signal; training runs on.
@@ -336,7 +336,7 @@ def _was_requeued(io: TieredCheckpointIO, checkpoint_path: Any, connector: Any) 
     """Tells whether no checkpoint was named, and an earlier run has left one because it was queued again."""
     session, name = io.checkpointer.session, f"{_HPC}.ckpt"
     if checkpoint_path:
-        # Where default_root_dir is dirpath, Lightning finds it too, however much newer the others are.
+        # If default_root_dir is dirpath, Lightning finds it too, however much newer the others are.
         ours = str(checkpoint_path) == ids.join_url(session.dirpath, name)
         return ours and str(checkpoint_path) == connector._hpc_resume_path
     parts = [stored.part for stored in session.open().tier.parts()]

@@ -35,7 +35,7 @@ class Reporter:
         self._callback = callback
         #: Names that are queued for the durable tier, and the callback's path of each.
         self._expected: dict[str, str] = {}
-        #: Whether something became durable since the loggers were notified.
+        #: True if something became durable since the loggers were notified.
         self._news = False
         self._line = ""
         self._bar: Any = None

@@ -1,6 +1,6 @@
 """The command line ``tiered-ckpt``: run a drain, look at both tiers, verify, export, clean.
 
-Exit statuses: 0 where all is good; 1 for an error, or something damaged; 2 for wrong use; 130 after Ctrl-C; 141 where
+Exit statuses: 0 if all is good; 1 for an error, or something damaged; 2 for wrong use; 130 after Ctrl-C; 141 if
 what reads the output has ended, as for other commands in a pipe.
 """
 

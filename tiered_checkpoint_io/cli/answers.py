@@ -33,7 +33,7 @@ def is_waiting() -> bool:
 
 
 def counter(operation: str, key: str, stop: threading.Event, shown: Callable[[int], None]) -> Callable[[int], None]:
-    """Within :func:`ask`, what long work calls with the bytes that it has done; ends it where ``stop`` is set."""
+    """Within :func:`ask`, what long work calls with the bytes that it has done; ends it if ``stop`` is set."""
     heard = moving()
 
     def count(amount: int) -> None:
@@ -56,16 +56,16 @@ def ask(
     """Opens the durable tier of a configuration, or another with its options, and asks it what ``work`` asks.
 
     Args:
-        config: How to reach it.
-        work: What to ask.
+        config: Configuration that reaches the durable tier.
+        work: Requests to the store.
         dirpath: Another than the configured one.
-        stop: Is set where this leaves before ``work`` has ended, which has a moment to clear up; SIGTERM ends it as
+        stop: Is set if this leaves before ``work`` has ended, which has a moment to clear up; SIGTERM ends it as
             Ctrl-C does.
-        quiet: Whether nothing is shown while the server is silent.
+        quiet: True if nothing is shown while the server is silent.
 
     Raises:
         StoreError: It was silent for ``durable_timeout_s``; every five seconds of that are shown.
-        BaseException: What ``work`` raises.
+        BaseException: Errors of ``work``.
     """
     where = printable(dirpath or config.dirpath)
 
@@ -116,13 +116,13 @@ def raising(exception: type[BaseException]) -> Iterator[None]:
 def claimed(
     config: TieredCheckpointConfig, stop: threading.Event, dirpath: str | None = None, *, makes_room: bool = False
 ) -> Iterator[bool]:
-    """A block that holds the lease; gives whether it does: it does not where ``stop`` was set before.
+    """A block that holds the lease; gives whether it does: it does not if ``stop`` was set before.
 
     Args:
-        config: How to reach the durable tier.
+        config: Configuration that reaches the durable tier.
         stop: Ends the wait.
         dirpath: Another than the configured one.
-        makes_room: Whether the block only deletes: where there is no room for a lease, it then goes by those of others.
+        makes_room: True if the block only deletes: without room for a lease, it then goes by those of others.
 
     Raises:
         ConfigError: A live run holds it, or may hold it and there is no room to ask.

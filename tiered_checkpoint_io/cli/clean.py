@@ -199,7 +199,7 @@ def _left_over(root: Path, held: contextlib.ExitStack) -> list[Path]:
 
 
 def _spills(root: Path, config: TieredCheckpointConfig | None, named: Path | None) -> list[MemoryTier]:
-    """Returns the spills of a root that are there: by its configuration, or else by default, and where one is named."""
+    """Returns the spills of a root that are there: by its configuration, or else by default, and if one is named."""
     found: dict[Path, MemoryTier] = {}
     for spill_dir in (config.spill_dir if config is not None else AUTO, *([str(named)] if named is not None else [])):
         tier = MemoryTier(root)

@@ -153,7 +153,7 @@ class _Flush:
         rows: The state of each save.
         failures: Errors of other operations that failed meanwhile.
         error: The reason why not all is uploaded.
-        is_good: Whether all is uploaded that had to be.
+        is_good: True if all is uploaded that had to be.
     """
 
     def __init__(self, root: Path, *, name: str | None, everything: bool) -> None:
@@ -281,7 +281,7 @@ def _is_lost(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, sav
 
 
 def _upload(tier: MemoryTier, config: TieredCheckpointConfig, timeout: float, *, silent: bool) -> DrainError | None:
-    """Waits until all that is queued by now is uploaded, by a drain of its own where none runs; why it was not.
+    """Waits until all that is queued by now is uploaded, by a drain of its own if none runs; why it was not.
 
     What a trainer saves meanwhile is not waited for: it may never end.
     """

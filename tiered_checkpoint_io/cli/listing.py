@@ -30,7 +30,7 @@ PART_STATES: dict[PartState, str] = {
     "unknown": "not known here",
     "memory_only": "memory only",
 }
-#: Where an age in one unit ends, seconds, and how many of them the unit has.
+#: Limit of an age in one unit, seconds, the length of the unit, and its name.
 _UNITS = ((120, 1, "s"), (7200, 60, "min"), (48 * 3600, 3600, "h"), (float("inf"), 86400, "d"))
 
 

@@ -44,7 +44,7 @@ def write(text: str, *, err: bool = False) -> None:
     """Prints lines as they are.
 
     Raises:
-        SystemExit: What reads the output has ended; nothing more is printed.
+        SystemExit: The reader of the output has ended; nothing more is printed.
     """
     stream = sys.stderr if err else sys.stdout
     try:

@@ -25,7 +25,7 @@ from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
-#: How long a command has to end after SIGTERM, before it is killed, seconds: a container is killed after ten, mostly.
+#: Time for a command to end after SIGTERM before it is killed, seconds: a container is mostly killed after ten.
 _GRACE_S = 5.0
 _STDERR = 2
 _PREFIX = "TIERED_CKPT_"
@@ -110,7 +110,7 @@ class _CommandLine:
     """A command for a shell, run for one checkpoint at a time.
 
     Attributes:
-        failed: How often it failed.
+        failed: Number of failures.
     """
 
     def __init__(self, command: str, *, as_json: bool) -> None:
@@ -120,7 +120,7 @@ class _CommandLine:
         self.failed = 0
 
     def run(self, each: CheckpointInfo) -> None:
-        """Runs it, and waits for its end; where this is interrupted, the command and what it started are ended."""
+        """Runs it, and waits for its end; if this is interrupted, the command and what it started are ended."""
         began = time.monotonic()
         process = subprocess.Popen(
             ["/bin/sh", "-c", self._command, "tiered-ckpt", each.url],

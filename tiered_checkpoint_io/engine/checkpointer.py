@@ -48,7 +48,7 @@ def nothing_to_resume(selector: Selector, dirpath: str) -> str:
 
 
 def no_best(selector: Selector, dirpath: str) -> CheckpointNotFoundError:
-    """The error where no checkpoint tells the value by which the best is found."""
+    """The error if no checkpoint tells the value by which the best is found."""
     return CheckpointNotFoundError(
         f"no checkpoint at {dirpath} tells a value of {selector.monitor!r}",
         operation="load",
@@ -87,7 +87,7 @@ class Checkpointer:
     ) -> SaveReport | None:
         """Saves a state.
 
-        When this returns, later changes to the tensors do not affect the checkpoint; where a trainer has captures
+        When this returns, later changes to the tensors do not affect the checkpoint; if a trainer has captures
         overlap its training, that holds once it has waited for them. Threads may call it at once: each waits until the
         others have their states in node memory.
 
@@ -97,13 +97,13 @@ class Checkpointer:
             path: A path below dirpath, or a name relative to it.
             tiers: ``"memory"``, ``"durable"`` or both. What goes to the durable tier goes through
                 memory.
-            wait: Whether to return only when a durable save is committed there, or nothing moves for
+            wait: True to return only when a durable save is committed there, or nothing moves for
                 ``pending_timeout_s``: then it stays in node memory, queued.
-            metric: What a ModelCheckpoint monitored, and its value.
-            resumable: Whether training can resume from it; ``tiered:latest`` and ``tiered:last`` pass by what it can't.
+            metric: Value that a ModelCheckpoint monitored, and its name.
+            resumable: True if training can resume from it; ``tiered:latest`` and ``tiered:last`` skip all others.
 
         Returns:
-            None where the save failed and ``on_save_error`` is ``warn``, or where it is of memory alone and was
+            None if the save failed and ``on_save_error`` is ``warn``, or if it is of memory alone and was
             skipped, because there is no room for it.
 
         Raises:
@@ -124,7 +124,7 @@ class Checkpointer:
         """Makes room in node memory for a first save of about ``size`` bytes, in the background.
 
         That save then takes a fraction of the time, and one that comes meanwhile waits for nothing. Nothing is removed
-        for it, and it never fails: where it can't be done, or is not worth it, nothing is.
+        for it, and it never fails: if it can't be done, or is not worth it, nothing is.
         """
         if size < _LEAST_PREPARED:
             return
@@ -140,7 +140,7 @@ class Checkpointer:
         Args:
             path: A path below dirpath, or a name relative to it.
             target: A checkpoint, by the same.
-            copy: Whether it is to be an object of its own there, which anything can load: the durable tier copies it by
+            copy: True to make an object of its own there, which anything can load: the durable tier copies it by
                 itself. Of a sharded checkpoint it is an alias all the same.
         """
         name, session = ids.validate_new_name(ids.name_in(self.dirpath, path)), self.session
@@ -220,10 +220,10 @@ class Checkpointer:
             map_location: As ``torch.load`` takes it.
             weights_only: As ``torch.load`` takes it.
             companion: For sentinels: see :class:`Selector`.
-            alone: Whether this rank loads what no other needs, so that they are not to be waited for.
+            alone: True if this rank loads a checkpoint that no other needs, and waits for no other.
 
         Returns:
-            The state; a falsy :class:`NoCheckpoint` where a sentinel finds no checkpoint at all.
+            The state; a falsy :class:`NoCheckpoint` if a sentinel finds no checkpoint at all.
 
         Raises:
             CheckpointNotFoundError: There is none of that name.

@@ -65,9 +65,9 @@ def fetch(store: Readable, entry: FileEntry, view: memoryview, *, concurrency: i
     """Reads a file by ranged requests, one for each chunk, and verifies what has a hash.
 
     Args:
-        store: Where from.
-        entry: Which file; see :func:`unverified` for one without hashes.
-        view: Where to: ``entry.size`` writable bytes.
+        store: Store to read from.
+        entry: File to read; see :func:`unverified` for one without hashes.
+        view: Target: ``entry.size`` writable bytes.
         concurrency: Requests in flight at once, at most.
         write: See :func:`fetch_chunk`.
 
@@ -84,11 +84,11 @@ def fetch_chunk(
     """Reads one chunk into ``chunk``; raises as :func:`fetch`.
 
     Args:
-        store: Where from.
-        entry: Which file.
-        index: Which chunk.
-        chunk: Where to.
-        write: Writes to the file where ``chunk`` is a mapping of it whose pages were never touched.
+        store: Store to read from.
+        entry: File to read.
+        index: Chunk's number.
+        chunk: Target of the bytes.
+        write: Writes to the file if ``chunk`` is a mapping of it whose pages were never touched.
     """
     if not entry.hashes or not len(chunk):
         store.read_into(entry.path, index * entry.chunk_size, chunk)
@@ -208,9 +208,9 @@ def fetch_pieces(
     """Reads one chunk into buffers, one after the other, each hashed as soon as it is full; raises as :func:`fetch`.
 
     Args:
-        store: Where from.
+        store: Store to read from.
         entry: A file with hashes.
-        index: Which chunk.
+        index: Chunk's number.
         pieces: As long, in all, as the chunk. One buffer may be there several times.
         arrived: Called with the number of each that is full, before the next one is filled.
     """
@@ -218,7 +218,7 @@ def fetch_pieces(
 
     def filled(number: int) -> None:
         if number == 0:
-            # Where the request is repeated, so is this.
+            # If the request is repeated, so is this.
             digest.reset()
         digest.update(pieces[number])
         arrived(number)
@@ -238,10 +238,10 @@ def verify(
     """Compares a file in memory with its hashes.
 
     Args:
-        entry: Which file.
+        entry: File to verify.
         view: Its bytes.
         where: For errors.
-        indices: Which chunks; all of them where it is None.
+        indices: Chunks' numbers; None for all chunks.
         progress: Called with the bytes of each chunk that matches, from any thread.
 
     Raises:
@@ -258,7 +258,7 @@ def verify(
 
 
 def quarantine_damaged(tier: MemoryTier, stored: StoredPart) -> None:
-    """Verifies a part of which bytes did not arrive as they should be, and quarantines it where it is damaged here."""
+    """Verifies a part of which bytes did not arrive as they should be, and quarantines it if it is damaged here."""
     with contextlib.suppress(CheckpointNotFoundError, OSError):
         try:
             with reading(stored) as views:

@@ -83,7 +83,7 @@ class Problem(NamedTuple):
 
 
 def preflight(session: Session, need: Need) -> None:
-    """Tries what saves will need; rank 0 alone calls this, before the first batch. Does nothing where it is off.
+    """Tries what saves will need; rank 0 alone calls this, before the first batch. Does nothing if it is off.
 
     Raises:
         StoreError: The durable tier refuses what saves need, or does not exist as configured.
@@ -111,7 +111,7 @@ def preflight(session: Session, need: Need) -> None:
     if stopping is not None and config.preflight == "error":
         raise _refusal(stopping.error)
     for each in problems:
-        # A restart does without credentials, or a right to write, only where all nodes find it in memory.
+        # A restart does without credentials, or a right to write, only if all nodes find it in memory.
         reason = each.unless if each.permanent or not holds else ""
         if each.permanent and config.preflight == "error":
             reason = ", because node memory holds a checkpoint to resume from" + each.unless
@@ -232,7 +232,7 @@ def _asked(config: TieredCheckpointConfig, clock: Clock, ask: Callable[[Store], 
 
     Raises:
         StoreError: It is not done within ``preflight_s`` seconds; it ends by itself, later.
-        StoreError, ConfigError: Of ``ask``, or the store can't be opened.
+        StoreError, ConfigError: As ``ask`` raises, or the store can't be opened.
     """
     seconds = clock.timing.preflight_s
     bounds = replace(

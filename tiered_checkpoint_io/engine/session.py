@@ -67,17 +67,17 @@ class Session:
     Attributes:
         config: The configuration.
         dirpath: The durable tier.
-        clock: Of all that it opens.
+        clock: Clock of all that it opens.
         counts: See :attr:`Progress.counters`.
         last_save: The newest save of this process.
         save_ids: Gives out the ids of its operations.
-        known: Which names the durable tier has.
+        known: Names on the durable tier.
         background: The end of a save that runs while training goes on.
-        turn: Which thread saves.
-        claims: That no other run writes to the same place.
-        place: Where the durable tier is, by the environment when it is first asked for.
-        is_last: Whether no save follows: the durable tier takes it, however many wait for it.
-        is_preempted: Whether the job ends because it was told to: failures are logged alone, and its exit status stays.
+        turn: Turn of the thread that saves.
+        claims: Claims that keep other runs away from the same place.
+        place: Durable tier, by the environment when it is first asked for.
+        is_last: True if no save follows: the durable tier takes it, however many wait for it.
+        is_preempted: True if the job ends because it was told to: failures are logged alone, and its exit status stays.
     """
 
     place: functools.cached_property[Place] = functools.cached_property(lambda self: place_of(self.config))
@@ -161,7 +161,7 @@ class Session:
         return self._opened is not None
 
     def durable(self, dirpath: str | None = None) -> Store:
-        """The durable tier; another one where a dirpath is given."""
+        """The durable tier; another one if a dirpath is given."""
         wanted = self.dirpath if dirpath is None else dirpath
         with self._opening:
             # Threads that fetch ask for it all at once.
@@ -389,7 +389,7 @@ class Session:
             self.log.warning("%s", text, stacklevel=2)
 
     def count_failure(self, name: str, step: int, error: object, action: str = "save", *, shared: bool = False) -> None:
-        """Counts a failure where it is one of a save, and notes it: of one ``shared`` by all ranks, once a node."""
+        """Counts a failure if it is one of a save, and notes it: of one ``shared`` by all ranks, once a node."""
         self.counts["failed"] += action == "save"
         if not shared or leads_node():
             self.note("failed", name=name, step=step, error=str(error), action=action)

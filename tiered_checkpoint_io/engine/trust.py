@@ -50,7 +50,7 @@ class Trust:
 
         Args:
             file: A path, or an open file.
-            mapped: The bytes of a path's file, where they are mapped already: ``torch.load`` would map them once more.
+            mapped: The bytes of a path's file, if they are mapped already: ``torch.load`` would map them once more.
             options: As ``torch.load`` takes them.
 
         Raises:
@@ -73,9 +73,9 @@ class Trust:
 
         Args:
             file: A path, or an open file.
-            what: What it is, for the error.
+            what: Name of the file's kind, for the error.
             where: Further fields of the error.
-            verified: Whether its bytes are known to be those that were saved.
+            verified: True if its bytes are known to be those that were saved.
             options: As ``torch.load`` takes them.
 
         Raises:
@@ -135,18 +135,18 @@ class Trust:
 
 
 # ---------------------------------------------------------------------------------------- at the save
-#: Whose first save was looked at.
+#: Owners whose first save was looked at.
 _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def warn_at_first_save(owner: Any, config: TieredCheckpointConfig, log: Logger, what: str, content: Any) -> None:
-    """Warns, once for each ``owner``, where the configuration does not allow what is saved.
+    """Warns, once for each ``owner``, if the configuration does not allow what is saved.
 
     Args:
-        owner: What saves; its first save is looked at.
-        config: How it would be loaded.
-        log: Where to warn.
-        what: What is saved, for the warning.
+        owner: Owner of the save; its first save is looked at.
+        config: Configuration of a later load.
+        log: Logger of the warning.
+        what: Name of the saved object, for the warning.
         content: An :class:`Image`, or the bytes of files that ``torch.save`` wrote.
     """
     trust = Trust.of(config)

@@ -123,7 +123,7 @@ def parse_metadata(
         data: The file's content.
         tier: For errors.
         where: For errors.
-        shard_name: Where it may be of the SageMaker library, which names ranks and no files: the file of a rank.
+        shard_name: Gives the file of a rank, if it may be of the SageMaker library, which names ranks and no files.
 
     Raises:
         CorruptCheckpointError: It is not such a file, holds other things than DCP writes, or names

@@ -72,7 +72,7 @@ class Copies:
     """All copies into one buffer.
 
     Attributes:
-        calls: How many calls they take.
+        calls: Number of calls that they take.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Copies:
 
         Args:
             target: The buffer, which is not kept alive.
-            offsets: Where in it the bytes of each stretch belong; none overlap.
-            lengths: How many there are.
-            addresses: Where they lie.
-            piece: How many bytes of the buffer are filled at once.
+            offsets: Offset of each stretch's bytes in it; none overlap.
+            lengths: Length of each stretch.
+            addresses: Address of each stretch.
+            piece: Number of bytes of the buffer that are filled at once.
         """
         order = np.argsort(offsets, kind="stable")
         order = order[lengths[order] > 0]
@@ -102,7 +102,7 @@ class Copies:
         begins = (np.arange(len(rows)) - np.searchsorted(pieces, pieces)) % _AT_ONCE == 0
         batches = np.append(np.flatnonzero(begins), len(rows))
         self._batches = batches.tolist()
-        #: Which batch is the first of each piece.
+        #: First batch of each piece.
         self._pieces = np.searchsorted(pieces[batches[:-1]], np.arange(-(-len(target) // piece) + 1)).tolist()
         # A run of a batch's rows follows without a gap in the buffer.
         runs = np.flatnonzero(begins | np.append(True, lows[1:] != highs[:-1])[: len(rows)])
@@ -113,7 +113,7 @@ class Copies:
         single = np.diff(batches) <= (_FEW if self._gather is not None else _AT_ONCE)
         alone = np.flatnonzero(np.repeat(single, np.diff(batches)))
         self._alone = self._columns(alone)
-        #: Where the rows of each batch begin among those that are copied one by one.
+        #: Start of each batch's rows among those that are copied one by one.
         self._firsts = np.searchsorted(alone, batches).tolist()
         self.calls = len(alone) + int(np.count_nonzero(~single))
 
@@ -174,7 +174,7 @@ _MAX_THREADS = 8
 #: Bytes that are registered as pinned memory at once: meanwhile, the driver lets no thread launch anything on a GPU. It
 #: refuses one copy into two registrations, or into what is registered and what is not.
 PINNED_PIECE = 64 << 20
-#: Where stretches are shorter, bytes, one thread is faster than two.
+#: With shorter stretches, bytes, one thread is faster than two.
 _WORTH_A_THREAD = 20 << 10
 _ASKED_AT_ONCE = 256
 _CPU = torch.device("cpu")
@@ -212,7 +212,7 @@ class TensorRegion:
     offset: int
     nbytes: int
     tensor: torch.Tensor
-    #: How the elements lie in the file.
+    #: Stride of the elements in the file.
     stride: tuple[int, ...]
 
     @property
@@ -236,8 +236,8 @@ class Segments(Sequence[Segment]):
 
     Attributes:
         data: The bytes of all segments, one after the other.
-        offsets: Where in the file each begins.
-        cuts: Where in the row each begins, and its end.
+        offsets: Offset of each in the file.
+        cuts: Start of each in the row, and its end.
     """
 
     data: memoryview
@@ -268,8 +268,8 @@ class StorageRegions(Sequence[StorageRegion]):
     """Bytes of many storages.
 
     Attributes:
-        offsets: Where in the file the bytes of each belong.
-        lengths: How many bytes each has.
+        offsets: Offset of each one's bytes in the file.
+        lengths: Length of each in bytes.
         storages: The storages.
         starts: From which of its bytes on.
         devices: All devices that they are on.
@@ -327,7 +327,7 @@ class Filling:
         self._arrivals: list[tuple[int, Callable[[], None]]] = []
 
     def run(self, regions: Sequence[Region], threads: int) -> tuple[str, ...]:
-        """Copies everything; gives the hashes of the chunks, or nothing where they are made later.
+        """Copies everything; gives the hashes of the chunks, or nothing if they are made later.
 
         When it returns, no copy is under way, and no reference to the buffer is left.
         """
@@ -440,7 +440,7 @@ class Filling:
                 done.record()
 
             def wait() -> None:
-                # Another thread's device is the first, where it would get a context, of hundreds of megabytes.
+                # Another thread's device is the first, if it would get a context, of hundreds of megabytes.
                 with torch.cuda.device(storage.device):
                     done.synchronize()
 
@@ -456,7 +456,7 @@ class Filling:
 
 
 def cuts_of(start: int, end: int, pinned: int) -> list[tuple[int, int]]:
-    """The stretches between two offsets that a device may copy to at once, where the first bytes are ``pinned``."""
+    """The stretches between two offsets that a device may copy to at once, if the first bytes are ``pinned``."""
     found = []
     while start < end:
         stop = end if start >= pinned else min(end, pinned, (start // PINNED_PIECE + 1) * PINNED_PIECE)
@@ -528,11 +528,11 @@ class Image:
     """
 
     size: int
-    #: What is no tensor's, or what makes that when it is first asked for.
+    #: Bytes that are no tensor's, or a function that makes them when they are first asked for.
     around: Sequence[Segment] | Callable[[], Sequence[Segment]]
     regions: Sequence[Region]
     _: KW_ONLY
-    #: Whether tensors' bytes are copied straight from their storages; False where ``torch.save`` had to write the whole
+    #: True if tensors' bytes are copied straight from their storages; False if ``torch.save`` had to write the whole
     #: file beforehand.
     planned: bool = True
 
@@ -558,15 +558,15 @@ class Image:
         """Writes the whole file, and hashes it.
 
         Args:
-            view: Where to: writable, contiguous, at least ``size`` bytes. What follows is left as it is.
-            threads: By default as many as this process's share of the node's cores.
+            view: Target: writable, contiguous, at least ``size`` bytes. Bytes beyond that are left as they are.
+            threads: Number of threads; by default this process's share of the node's cores.
             pin: Called with the buffer before bytes are copied from a CUDA device, which is the current one then, so
                 that its owner can register it as pinned memory; it gives how many bytes, from the first on, are.
-            hashed: Whether to hash it on the way; see :meth:`hashes` for later.
-            untouched: What of the buffer is written by its file, and not through it. Only where :func:`is_plain`.
+            hashed: True to hash it on the way; see :meth:`hashes` for later.
+            untouched: Pages of the buffer that are written by its file, and not through it. Only if :func:`is_plain`.
 
         Returns:
-            xxh3-128 of each chunk of ``chunk_size`` bytes, as hexadecimal digits; nothing where not ``hashed``.
+            xxh3-128 of each chunk of ``chunk_size`` bytes, as hexadecimal digits; nothing if not ``hashed``.
 
         Raises:
             ConfigError: A storage has become smaller since the file was planned.

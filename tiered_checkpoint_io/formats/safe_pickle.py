@@ -354,7 +354,7 @@ class Allowed:
 
     Attributes:
         rules: Makers of values, by the name of the callable.
-        value: Returns what a name stands for where it is no call; None if nothing.
+        value: Returns what a name stands for if it is no call; None if nothing.
         named: Classes and functions that the user named.
         is_key: Tells whether a value may be a key, beside those of the user's classes.
     """
@@ -402,7 +402,7 @@ class Converter:
     def __init__(self, allowed: Allowed, load_storage: Callable[[Any], Any]) -> None:
         self.allowed = allowed
         self._load_storage = load_storage
-        #: What was converted, by the id of what the parser made; both are kept, so that no id is used again.
+        #: Converted objects, by the id of the parser's object; both are kept, so that no id is used again.
         self._done: dict[int, tuple[Any, Any]] = {}
         self._users = {each for each in allowed.named.values() if isinstance(each, type)}
 
@@ -629,7 +629,7 @@ def load(data: bytes, allowed: Allowed, load_storage: Callable[[Any], Any] = _no
 
     Args:
         data: The pickle.
-        allowed: What it may hold beside data.
+        allowed: Objects that it may hold beside data.
         load_storage: Loads a storage by its persistent id, as the parser made the id.
 
     Raises:

@@ -59,7 +59,7 @@ class Skeleton:
 
     #: Bytes of the file.
     length: int
-    #: What surrounds the elements; the last one goes on to the next item's beginning.
+    #: Bytes around the elements; the last segment goes on to the next item's beginning.
     segments: tuple[Segment, ...]
     data_offset: int
     data_nbytes: int
@@ -137,7 +137,7 @@ class TensorRow:
 def skeleton_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> Skeleton:
     """The skeleton of the file of a tensor without gaps between its elements; they lie row by row by default.
 
-    Its length is 0 where it is not known: this release of torch lays out its file in another way.
+    Its length is 0 if it is not known: this release of torch lays out its file in another way.
 
     Raises:
         SaveError: This process may not have the address space of such a tensor.

@@ -301,7 +301,7 @@ class _Format(NamedTuple):
         before: The records between the pickle and the tensors.
         after: The records between the tensors and the id.
         alignment: Records begin at multiples of so many bytes.
-        has_checksums: Whether the directory has checksums.
+        has_checksums: True if the directory has checksums.
     """
 
     prefix: bytes

@@ -35,7 +35,7 @@ def load(reader: Any, allowed: safe_pickle.Allowed, mapped: torch.UntypedStorage
 
     Args:
         reader: See :func:`reader_of`.
-        allowed: What it may hold beside data.
+        allowed: Objects that it may hold beside data.
         mapped: The bytes of the file, if they are mapped already.
         map_location: As ``torch.load`` takes it.
 

@@ -30,7 +30,7 @@ from tiered_checkpoint_io.stores.silence import answer_within
 
 _T = TypeVar("_T")
 _log = logging.getLogger("tiered_checkpoint_io.inventory")
-#: How often programs look by default, seconds: one list of a small prefix each time.
+#: Interval at which programs look by default, seconds: one list of a small prefix each time.
 EVERY_S = 10.0
 
 
@@ -43,7 +43,7 @@ def list_checkpoints(
         dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory.
         memory_dir: Also what this node's memory holds of it: the folder, mostly ``/dev/shm``. None for the durable tier
             alone.
-        options: Of the configuration, what the durable tier needs: ``endpoint_url``, ``region``, ``profile``,
+        options: Configuration that the durable tier needs: ``endpoint_url``, ``region``, ``profile``,
             ``s3_options``.
 
     Raises:
@@ -70,10 +70,10 @@ def find_latest(
     Args:
         dirpath: As for :func:`list_checkpoints`; so are the others.
         memory_dir: With it, a checkpoint that only this node's memory has counts as well.
-        options: Of the durable tier.
+        options: Options of the durable tier.
 
     Returns:
-        The checkpoint; None where there is none, also where there is nothing at this dirpath.
+        The checkpoint; None if there is none, also if there is nothing at this dirpath.
 
     Raises:
         CorruptCheckpointError: A newer release wrote a checkpoint, which may be the latest.
@@ -111,13 +111,13 @@ def new_checkpoints(
 
     Args:
         dirpath: The durable tier; it need not exist yet.
-        after: Where to begin: the greatest ``save_id`` that was worked on before a restart; "" for all that is there.
+        after: Start: the greatest ``save_id`` that was worked on before a restart; "" for all that is there.
             None for what becomes durable from now on.
         idle_timeout_s: End after so many seconds without a new one; None for never.
         stop: End when this is set.
-        every_s: How often to look, seconds.
+        every_s: Interval between looks, seconds.
         clock: For all waits.
-        options: Of the durable tier, as for :func:`list_checkpoints`.
+        options: Options of the durable tier, as for :func:`list_checkpoints`.
 
     Raises:
         ConfigError: As :func:`list_checkpoints`; or ``after`` is no save id, after which nothing would ever come;
@@ -170,7 +170,7 @@ class NewCheckpoints:
     def of(self, checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
         """The new ones of all that a look found, in the order of their saves."""
         first: dict[str, CheckpointInfo] = {}
-        # The checkpoint itself comes before its copies and aliases, which stand for it where it is gone.
+        # The checkpoint itself comes before its copies and aliases, which stand for it if it is gone.
         for each in sorted(checkpoints, key=lambda each: (each.order[0], not each.order[1], each.name)):
             if each.state == "durable" and "durable" in each.where:
                 first.setdefault(each.order[0], each)

@@ -35,7 +35,7 @@ _TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class DurableCheckpoint:
-    """A checkpoint by its name: its manifest, or why that can't be understood; neither where there is none."""
+    """A checkpoint by its name: its manifest, or why that can't be understood; neither if there is none."""
 
     name: str
     manifest: Manifest | None = None
@@ -106,7 +106,7 @@ def checkpoints(
 
 
 def newer(found: Sequence[DurableCheckpoint]) -> CorruptCheckpointError | None:
-    """Why one of them can't be understood, where a newer release wrote it: it may be the latest."""
+    """Why one of them can't be understood, if a newer release wrote it: it may be the latest."""
     return next((each.error for each in found if is_other_format(each.error)), None)
 
 
@@ -138,7 +138,7 @@ def resumable(
 
     Args:
         found: All that the durable tier has.
-        held: What this node's memory has of it.
+        held: Parts of it in this node's memory.
         aliases: The targets of those that are queued.
         accepts: See :func:`choose`.
         companion: See :class:`Selector`.
@@ -160,7 +160,7 @@ def resumable(
 
 
 def find(store: Store, name: str, *, operation: str, accepts: Kind | None = None) -> Manifest | None:
-    """The checkpoint that a user means: by its name, that of an alias, or ``tiered:latest``; None where there is none.
+    """The checkpoint that a user means: by its name, that of an alias, or ``tiered:latest``; None if there is none.
 
     Raises:
         CheckpointNotFoundError: It is ``tiered:latest``, and there is none to resume from.
@@ -193,18 +193,18 @@ def read_unchanged(
     *,
     operation: str,
 ) -> _T:
-    """Reads a checkpoint; anew, where a run has removed or overwritten it meanwhile: then nothing is damaged.
+    """Reads a checkpoint; anew, if a run has removed or overwritten it meanwhile: then nothing is damaged.
 
     Args:
         store: The durable tier.
         look: Finds the checkpoint, and what ``work`` takes of it; called before each try. No manifest is of what others
-            wrote, where a change is not seen.
-        work: Reads it; leaves nothing where it raises.
+            wrote, if a change is not seen.
+        work: Reads it; leaves nothing if it raises.
         operation: For the error.
 
     Raises:
         StoreError: It was removed or overwritten each time.
-        Exception: What ``look`` and ``work`` raise.
+        Exception: Errors of ``look`` and ``work``.
     """
     for left in reversed(range(_TRIES)):
         manifest, found = look()
@@ -230,7 +230,7 @@ class IncompleteSave:
 
     Attributes:
         save_id: Its id.
-        part: One of those parts; None where none can be read.
+        part: One of those parts; None if none can be read.
         ranks: The ranks whose parts are there.
         modified: When the last of them came, seconds since the epoch by the store's clock.
     """

@@ -394,7 +394,7 @@ def to_flush(
         without: Units that are not to be chosen.
 
     Returns:
-        By default, of each durable tier and payload the newest save that training can resume from and that is complete
+        By default: the newest save that training can resume from, for each durable tier and payload, if it is complete
         here. If parts of newer ones are on other nodes, this node can't tell which of them is complete: then these as
         well. With each of them, its whole unit.
     """

@@ -39,29 +39,29 @@ class CheckpointInfo:
 
     Attributes:
         name: Its path relative to dirpath. Of a damaged part whose name can't be read, the part's folder.
-        url: Where it lies on the durable tier, or will lie: dirpath and name.
+        url: URL on the durable tier, now or later: dirpath and name.
         dirpath: The durable tier that it belongs to.
-        save_id: Which save made it; as text, ids sort in the order of the saves. "" where it is not known.
+        save_id: Id of the save that made it; as text, ids sort in the order of the saves. "" if it is not known.
         state: ``durable``: committed on the durable tier. ``memory_only``: in node memory, and not to be uploaded.
             ``waiting``, ``uploading``: in node memory, on its way to the durable tier. ``incomplete``: a part of it is
-            on the durable tier; other nodes are uploading it, or it never became complete; or, where the durable tier
+            on the durable tier; other nodes are uploading it, or it never became complete; or, if the durable tier
             was not asked, only that can tell whether it did. ``corrupt``: it can't be read, or was found damaged, and
             no intact copy is known. ``newer_release``: a newer release of this package wrote it.
         where: The tiers that have it, or parts of it, without those that are known to be damaged. ``memory``: this
             node's; ``spill``: on its disk; ``replicas``: kept for other nodes.
-        step: The training step; None where it is not known. So is the epoch.
+        step: The training step; None if it is not known. So is the epoch.
         epoch: The epoch.
-        metric: What ModelCheckpoint monitored when it saved: ``monitor`` and ``value``; None where it did not.
-        size_bytes: Bytes of all its files; where the durable tier does not have it, of the parts on this node.
-        created: When it was saved, by the writer's clock (UTC); None where it is not known.
-        kind: ``full``, ``sharded`` or ``local``; None where it is not known.
-        resumable: Whether training can resume from it.
-        is_latest: Whether ``tiered:latest`` means this one, of what was found.
+        metric: Value that ModelCheckpoint monitored when it saved: ``monitor`` and ``value``; None if it did not.
+        size_bytes: Bytes of all its files; if the durable tier does not have it, of the parts on this node.
+        created: When it was saved, by the writer's clock (UTC); None if it is not known.
+        kind: ``full``, ``sharded`` or ``local``; None if it is not known.
+        resumable: True if training can resume from it.
+        is_latest: True if ``tiered:latest`` means this one, among those that were found.
         alias_of: For an alias, the name that it stands for.
         copy_of: For a copy, the id of the save that made its bytes.
-        parts: How many parts it has; 0 where that is not known.
-        parts_here: How many of them this node's memory has.
-        problem: What is wrong with it, or with one copy of it; "" where nothing is known to be.
+        parts: Number of its parts; 0 if that is not known.
+        parts_here: Number of its parts in this node's memory.
+        problem: Defect of it, or of one copy of it; "" if none is known.
     """
 
     name: str
@@ -288,7 +288,7 @@ class Looker:
 
         Args:
             store: The durable tier; None to look at memory alone.
-            with_incomplete: Whether to look for saves without a manifest as well.
+            with_incomplete: True to look for saves without a manifest as well.
 
         Raises:
             CheckpointNotFoundError: There is nothing at all at this dirpath.
@@ -390,7 +390,7 @@ def details_of(name: str, look: Look, store: Store | None) -> list[Details]:
 
     Args:
         name: The name, or ``tiered:latest``.
-        look: What the tiers hold.
+        look: Contents of the tiers.
         store: The durable tier, from which the index of a checkpoint of several parts is read; None not to.
 
     Raises:

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-#: Of the memory that this process may use, this part is left to others, up to a bound in bytes.
+#: Share of this process's memory that is left to others, up to a bound in bytes.
 _MARGIN_SHARE = 64
 _MAX_MARGIN = 1 << 30
-#: How the mount table has blanks and the like.
+#: Escapes of the mount table, for blanks and the like.
 _ESCAPED = re.compile(rb"\\([0-3][0-7]{2})")
-#: Kinds of file systems that no other node sees; "" where there is no mount table.
+#: Kinds of file systems that no other node sees; "" if there is no mount table.
 _LOCAL = frozenset(("", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "xfs", "zfs"))
 #: The overlay of a container without root.
 _LOCAL |= {"fuse-overlayfs", "fuse.fuse-overlayfs"}
@@ -25,7 +25,7 @@ _LOCAL |= {"fuse-overlayfs", "fuse.fuse-overlayfs"}
 def node_budget(percentage: int, memory_dir: str) -> int:
     """Bytes that checkpoints may take on this node.
 
-    ``percentage`` of the node's memory (of the cgroup's limit, where that is lower), but never more
+    ``percentage`` of the node's memory (of the cgroup's limit, if that is lower), but never more
     than the file system of ``memory_dir`` has in all.
     """
     file_system = os.statvfs(memory_dir)
@@ -63,7 +63,7 @@ def memory_left(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
 
 
 def unbounded() -> int:
-    """As :func:`memory_left`, where checkpoints lie on a disk."""
+    """As :func:`memory_left`, if checkpoints lie on a disk."""
     return sys.maxsize
 
 
@@ -83,7 +83,7 @@ class _Names(NamedTuple):
         return found
 
 
-#: Beyond memory.high the kernel ends no process, but slows each allocation down, for good where pages are of tmpfs.
+#: Beyond memory.high the kernel ends no process, but slows each allocation down, for good if pages are of tmpfs.
 _V2 = _Names(("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file"))
 _V1 = _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
 
@@ -156,7 +156,7 @@ def _kind(path: str) -> str:
 
 
 def memory_of(root: Path) -> str:
-    """Names a memory tier: equal where processes see the same files, also in containers of their own."""
+    """Names a memory tier: equal if processes see the same files, also in containers of their own."""
     facts = os.stat(root)
     return f"{this_boot()}/{facts.st_dev}/{facts.st_ino}"
 

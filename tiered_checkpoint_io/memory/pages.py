@@ -2,7 +2,7 @@
 
 To take and to touch 2 MiB in pages of 4 KiB costs several times what one huge page does, and each process that maps the
 file later pays again for each of them. Mounts of tmpfs rarely give huge pages by themselves, but the kernel makes one
-of a stretch of a file where it is asked to (Linux 6.1). Where it can't, or has none left, all goes on as without.
+of a stretch of a file if it is asked to (Linux 6.1). If it can't, or has none left, all goes on as without.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 HUGE = 2 << 20
 #: Less than that is quickly touched.
 LEAST = 4 * HUGE
-#: What is made huge by one call at most; the first ones are small, to see what it costs.
+#: Bytes made huge by one call at most; the first ones are small, to see what it costs.
 _STEP = 64 << 20
 #: Processor time of a huge page, seconds: beyond the first, small ones take less, so that who waits for them takes
 #: these; beyond the second, the kernel is not asked at all. It has to move others out of its way, or a virtual machine
 #: has to get the page from its host.
 _SLOW_S, _TOO_SLOW_S = 0.002, 0.05
-#: For how long it is not asked again then, or where it gave none, seconds.
+#: For how long it is not asked again then, or if it gave none, seconds.
 _REST_S = 60.0
 _SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _TMPFS = 0x01021994
@@ -35,7 +35,7 @@ _MADV_COLLAPSE = 25
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 
-#: By the monotonic clock: until when the kernel is not asked at all, and not by those who wait.
+#: Times of the monotonic clock until when the kernel is not asked at all, and not by those who wait.
 _resting_until = _slow_until = 0.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -51,17 +51,17 @@ class Mapped:
 
     Attributes:
         content: They stay mapped until this, and all that was made of it, is gone. No ``__del__`` may read them.
-        address: Where they lie.
+        address: Address of the pages.
     """
 
     def __init__(self, descriptor: int, size: int, *, start: int = 0, shared: bool) -> None:
         """Maps ``size`` bytes from ``start`` on, a multiple of :data:`HUGE`, for reading and writing.
 
         Args:
-            descriptor: The file; open for reading is enough where ``shared`` is False.
+            descriptor: The file; open for reading is enough if ``shared`` is False.
             size: 1 at least.
-            start: Where in the file.
-            shared: Whether what is written gets into the file.
+            start: Offset in the file.
+            shared: True if writes get into the file.
 
         Raises:
             OSError: There is no memory for it.
@@ -75,7 +75,7 @@ class Mapped:
             flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | _MAP_FIXED
             _map(self.address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, start)
         finally:
-            # Where it failed, what lies between may be another thread's by now.
+            # If it failed, what lies between may be another thread's by now.
             if self.address > found:
                 _libc.munmap(found, self.address - found)
             if found + around > end:
@@ -105,7 +105,7 @@ def take_space(descriptor: int, start: int, end: int, *, patient: bool = False) 
         descriptor: The file.
         start: Bytes from its start.
         end: The same.
-        patient: Whether nobody waits: huge pages are taken although small ones take less time.
+        patient: True if nobody waits: huge pages are taken although small ones take less time.
 
     Returns:
         The end of the bytes in huge pages; ``start`` if there are none.

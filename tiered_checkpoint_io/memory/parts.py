@@ -31,11 +31,11 @@ DRAINED = "drained"
 PINNED = "pinned"
 REPLICATED = "replicated"
 MARKERS = (DRAINED, PINNED, REPLICATED)
-#: What no file of a part can be called.
+#: Names that no file of a part can have.
 _RESERVED = {PART_FILE, *MARKERS, *(f".{name}" for name in MARKERS)}
-#: How the name of a folder ends that is still being made.
+#: End of the name of a folder that is still being made.
 NEW = ".new"
-#: How often, and how long apart, seconds, a file is asked for that another process has locked.
+#: Number of tries for a file that another process has locked, and the seconds between two.
 _LOOKS, _LOOK_S = 20, 0.005
 
 
@@ -44,10 +44,10 @@ class StoredPart:
     """A committed part in the memory tier.
 
     Attributes:
-        part: What it is.
-        folder: Where it lies.
-        drained: Whether the durable tier needs nothing more of it.
-        replicated: Whether all parts of its save are in the memory of other nodes as well.
+        part: The part's description.
+        folder: The part's folder.
+        drained: True if the durable tier needs nothing more of it.
+        replicated: True if all parts of its save are in the memory of other nodes as well.
     """
 
     part: Part
@@ -201,7 +201,7 @@ def is_read(stored: StoredPart) -> bool:
 
 
 def _share(descriptor: int, stored: StoredPart) -> None:
-    """Locks a part's file for reading; raises CheckpointNotFoundError where its owner has taken it back."""
+    """Locks a part's file for reading; raises CheckpointNotFoundError if its owner has taken it back."""
     for left in reversed(range(_LOOKS)):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -284,7 +284,7 @@ def clear_half_made(folder: Path, clock: Clock) -> None:
                 if rank.name.endswith(NEW) and rank.stat(follow_symlinks=False).st_mtime < begun:
                     shutil.rmtree(rank.path, ignore_errors=True)
             if save.stat(follow_symlinks=False).st_mtime < begun:
-                # Succeeds only where nothing is left in it.
+                # Succeeds only if nothing is left in it.
                 os.rmdir(save.path)
 
 

@@ -111,7 +111,7 @@ def opening(root: Path) -> Iterator[None]:
 
 
 def by_warning(text: str) -> None:
-    """Says what is to be said once, where there is no log for it."""
+    """Says what is to be said once, if there is no log for it."""
     warnings.warn(text, stacklevel=2)
 
 

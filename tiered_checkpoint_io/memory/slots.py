@@ -24,7 +24,7 @@ from tiered_checkpoint_io.memory.private import inode_at, inode_of
 from tiered_checkpoint_io.memory.space import MemoryFullError, needs_space
 
 _ROUND = 2 << 20
-#: What is prepared at once: who acquires the slot waits for it, and others get at the memory map's lock between two.
+#: Bytes prepared at once: a save waits for them, and others get the memory map's lock between two pieces.
 _PIECE = 8 << 20
 #: Between two pieces that are pinned, so that training launches what it has to.
 _PIN_PAUSE_S = 0.05
@@ -38,7 +38,7 @@ class Slot:
     """A mapped file of this process, filled and then committed.
 
     Attributes:
-        path: Where the file lies now.
+        path: Present path of the file.
         capacity: Bytes that are mapped. Address space costs nothing, so there are more of them
             than the file has: a state that grows a little keeps its mapping.
         reserved: Bytes, from the start, whose space is taken. Nothing beyond may be touched.
@@ -125,7 +125,7 @@ class SlotPool:
         """Makes an empty pool.
 
         Args:
-            folder: Where free slots lie.
+            folder: Folder of free slots.
             room: Bytes that the budget still allows, beyond what is in use.
             clock: For waits and names.
             unmap: Told of each mapping that loses pages, and how many bytes keep theirs: what is registered as pinned
@@ -135,7 +135,7 @@ class SlotPool:
         self._room = room
         self._clock = clock
         self.unmap = unmap
-        #: What allows so many bytes, and what to do where that is too few; see :meth:`bounded_by_disk`.
+        #: Cause of the limit of bytes, and advice if that is too few; see :meth:`bounded_by_disk`.
         self._bound = "the budget and the node's free memory allow"
         self._hint = "give memory_dir more space, raise memory_allocation_percentage, or name a spill_dir"
         self._lock = threading.Lock()
@@ -183,7 +183,7 @@ class SlotPool:
             return any(min(slot.reserved, slot.touched) >= size and not slot.small(size) for slot in self._free)
 
     def prepare(self, size: int, stopped: Callable[[], bool], pin: Callable[[memoryview], bool] | None = None) -> None:
-        """Makes a free slot of ``size`` bytes and touches its pages, where there is room and need, until ``stopped``.
+        """Makes a free slot of ``size`` bytes and touches its pages, if there is room and need, until ``stopped``.
 
         Piece by piece, and the slot can be acquired as far as it is: that waits for one piece at most. Likewise,
         ``pin`` is then called with the bytes of the slot, as often as it says that there is another piece.
@@ -242,7 +242,7 @@ class SlotPool:
         is_touched = mapped.advise(_MADV_POPULATE_WRITE, start, end - start)
         with self._lock:
             if slot in self._free:
-                # Where the kernel can't, the first copy does it.
+                # If the kernel can't, the first copy does it.
                 slot.touched = end if is_touched else size
         return True
 
@@ -264,7 +264,7 @@ class SlotPool:
         fcntl.flock(slot.descriptor, fcntl.LOCK_UN)
 
     def recycle(self, path: str) -> bool:
-        """Takes the file at ``path`` back as a free slot; unlinks it where it can't be reused.
+        """Takes the file at ``path`` back as a free slot; unlinks it if it can't be reused.
 
         A file that a reader has mapped (which then holds a shared lock on it) is unlinked: its bytes
         stay for that reader, unchanged.

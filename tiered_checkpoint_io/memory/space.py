@@ -26,10 +26,10 @@ def needs_space(what: str, *, operation: str, key: str, hint: str = FULL_HINT) -
     """A block that takes space of the memory tier.
 
     Args:
-        what: What it is that there is no space for, as a sentence.
-        operation: What was being done.
+        what: The thing that has no space, as a sentence.
+        operation: The operation in progress.
         key: The path.
-        hint: What to do.
+        hint: Advice for the user.
 
     Raises:
         MemoryFullError: There is none; any other error stays what it is.

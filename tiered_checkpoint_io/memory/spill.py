@@ -50,10 +50,10 @@ class _Claim(NamedTuple):
         os.ftruncate(self.descriptor, os.pwrite(self.descriptor, owner.encode(), 0))
 
 
-#: What this process has claimed, by the path that was asked for.
+#: Claims of this process, by the path that was asked for.
 _claims: dict[Path, _Claim] = {}
 _guard = threading.Lock()
-#: How often a spill that is another's is looked at: its owner may be dead, and a process that just looks may lock it.
+#: Number of looks at another's spill: its owner may be dead, and a process that just looks may lock it.
 _TRIES = 5
 
 
@@ -64,7 +64,7 @@ def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
         base: Its path, or ``base-2`` and so on if a live process uses that for another memory.
         memory: The root of the node memory.
         clock: For ids, and waits.
-        make: Whether to make one if there is none for this memory; otherwise that is None.
+        make: True to make one if there is none for this memory; otherwise that is None.
 
     Raises:
         MemoryTierError: A folder is open to others, or its lock can't be had.
@@ -132,7 +132,7 @@ def _owner_of(folder: Path) -> str:
 
 
 def _take(folder: Path, owner: str, clock: Clock, *, tries: int) -> _Claim | None:
-    """Claims one spill; None where it is another live memory's, as often as it is tried."""
+    """Claims one spill; None if it is another live memory's, as often as it is tried."""
     deadline = clock.monotonic() + clock.timing.space_wait_s
     while True:
         private_folder(folder)
@@ -210,9 +210,9 @@ def disk_left(root: Path, used: int, *, is_shared: bool, is_bound: bool = True) 
 
     Args:
         root: The spill.
-        used: What it takes already.
-        is_shared: Whether the user did not name the disk for it, so that half of what is free without it stays free.
-        is_bound: Whether the memory that this process may take bounds a spill on a tmpfs; not for one that only looks.
+        used: Bytes that the spill takes already.
+        is_shared: True if the user did not name the disk for it, so that half of the disk's free space stays free.
+        is_bound: True if the memory that this process may take bounds a spill on a tmpfs; not for one that only looks.
     """
     facts = os.statvfs(root)
     free = facts.f_bavail * facts.f_frsize
@@ -236,7 +236,7 @@ class Spill:
 
         Args:
             memory: The memory tier's root.
-            folders: What a root has in it.
+            folders: Folders in the root.
             tier_at: Gives the tier of a spill's root.
             clock: For waits.
             say: Warns.
@@ -264,7 +264,7 @@ class Spill:
         return self.tier
 
     def open(self, *, make: bool = True) -> MemoryTier | None:
-        """See :meth:`MemoryTier.open_spill`; made only where ``make`` says so."""
+        """See :meth:`MemoryTier.open_spill`; made only if ``make`` says so."""
         base = self._base
         if base is None:
             return None

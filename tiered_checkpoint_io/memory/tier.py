@@ -100,7 +100,7 @@ class MemoryTier:
         self._pool = SlotPool(str(root / "slots"), self.room, clock, unmap)
         #: Called with each part that is saved here, once it is committed.
         self.on_commit: Callable[[StoredPart], None] | None = None
-        #: The saves of which no part may go, as they are being replicated; fewer where room is urgent (True).
+        #: The saves of which no part may go, as they are being replicated; fewer if room is urgent (True).
         self.awaited: Callable[[bool], Collection[str]] = lambda _: ()
         #: Rung when there is something new for the drain.
         self.bell: Callable[[], None] = lambda: None
@@ -121,7 +121,7 @@ class MemoryTier:
     ) -> MemoryTier:
         """Opens the tier, making its folders, and clears what dead processes left incomplete; ``say`` warns.
 
-        Raises MemoryTierError where a folder is not ours alone, MemoryTierError where it can't be used.
+        Raises MemoryTierError if a folder is not ours alone, MemoryTierError if it can't be used.
         """
         root = namespace_root(memory_dir, namespace)
         with opening(root):
@@ -137,7 +137,7 @@ class MemoryTier:
         return tier
 
     def mend(self) -> bool:
-        """Makes the folders anew where they were removed; whether that was so. Raises as :meth:`open`."""
+        """Makes the folders anew if they were removed; whether that was so. Raises as :meth:`open`."""
         if self._parts.is_dir():
             return False
         with opening(self.root):
@@ -168,7 +168,7 @@ class MemoryTier:
         return self._spill.find()
 
     def open_spill(self) -> MemoryTier | None:
-        """The spill, made where it is missing; None where there is none, or, with one warning, it can't be used."""
+        """The spill, made if it is missing; None if there is none, or, with one warning, it can't be used."""
         return self._spill.open()
 
     def _spill_at(self, root: Path) -> MemoryTier:
@@ -279,9 +279,9 @@ class MemoryTier:
 
         Args:
             part: Its description.
-            slots: By basename, its filled slots, which belong to the tier afterwards, and small files as bytes.
-            drained: Whether the durable tier has it already.
-            saved: Whether this is a save, of which peers are to get copies, and not what a restore brought.
+            slots: Its filled slots by basename, which belong to the tier afterwards, and small files as bytes.
+            drained: True if the durable tier has it already.
+            saved: True for a save, of which peers are to get copies; False for a part that a restore brought.
 
         Raises:
             MemoryFullError: The file system is full; nothing is left of the part, nor of its slots.
@@ -362,7 +362,7 @@ class MemoryTier:
             mark(stored.folder, REPLICATED)
 
     def remove(self, stored: StoredPart) -> None:
-        """Removes a part; its files become free slots where this process filled them."""
+        """Removes a part; its files become free slots if this process filled them."""
         name = f"{self._parts.name}.{stored.save_id}.{stored.folder.name}.{os.getpid()}"
         home = self._home(stored.folder)
         trash = home.root / "trash" / name
@@ -433,7 +433,7 @@ def note_budget(tier: MemoryTier) -> None:
 
 
 def noted_budget(root: Path) -> int | None:
-    """The budget of the last trainer over a memory tier, bytes; None where none was noted."""
+    """The budget of the last trainer over a memory tier, bytes; None if none was noted."""
     with contextlib.suppress(OSError, ValueError):
         return int((root / BUDGET_FILE).read_bytes())
     return None

@@ -19,7 +19,7 @@ from tiered_checkpoint_io.model.s3_options import S3Options
 from tiered_checkpoint_io.model.support import Support
 from tiered_checkpoint_io.redaction import shown, without_secrets
 
-#: What S3 serves a second and prefix, and the headroom that is left for others.
+#: Requests that S3 serves a second and prefix, and the headroom that is left for others.
 PUTS_PER_SECOND = 3_500
 GETS_PER_SECOND = 5_500
 HEADROOM = 1.15
@@ -338,7 +338,7 @@ def as_mapping(block: object, what: str = "s3_checkpointing") -> dict[str, Any]:
     if block is None:
         return {}
     if isinstance(block, TieredCheckpointConfig):
-        # One that was made from dirpath follows where that is replaced.
+        # One that was made from dirpath follows if that is replaced.
         values = {key: value for key, value in asdict(block).items() if key in keys()}
         return {**values, **({} if block.is_named else {"namespace": ids.AUTO_NAMESPACE})}
     if type(block).__module__.partition(".")[0] == "omegaconf":

@@ -16,7 +16,7 @@ from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.version import __version__
 
 FORMAT = "tiered-checkpoint"
-#: Of all documents: manifests, indexes, descriptions of parts.
+#: Format of all documents: manifests, indexes, descriptions of parts.
 FORMAT_VERSION = 1
 #: Hexadecimal digits of a digest.
 DIGEST_LENGTH = 32

@@ -33,8 +33,8 @@ class Totals:
     """Sums of events. Steps are -1 and times 0 if none is known; times are seconds since the epoch.
 
     Attributes:
-        running: Whether a training began that has not ended by itself; one that was killed counts as running.
-        has_start: Whether starts and ends of trainings are noted; a loop of one's own notes saves only.
+        running: True if a training began that has not ended by itself; one that was killed counts as running.
+        has_start: True if starts and ends of trainings are noted; a loop of one's own notes saves only.
         active_at: The last sign of training: its start or end, a step, or a save.
         trained_to: Up to when training is counted in ``durable_age_s``; 0 while nothing trains.
         failed: Failed attempts of saves and uploads, of each rank; ``failed_other``: of all else.
@@ -143,7 +143,7 @@ class Totals:
             self.durable_age_s = min(self.durable_age_s, max(0.0, self.active_at - self.durable_at))
 
     def _reach(self, step: int, t: float) -> None:
-        """Training is at a step. Where it went back, the steps since the resumed checkpoint are repeated."""
+        """Training is at a step. If it went back, the steps since the resumed checkpoint are repeated."""
         self.durable_age_s += max(0.0, t - self.trained_to) if self.trained_to else 0.0
         self.active_at, self.trained_to = t, t if self.running else 0.0
         # Only what begins right after a load resumes from it.
@@ -156,7 +156,7 @@ class Totals:
             since = self.resumed_created if resumed == self.resumed_step else self.step_at
             self.repeated_s += max(0.0, self.step_at - max(since, self.began))
             if from_durable and resumed == self.resumed_step:
-                # Also where a later one was committed: training has left that behind.
+                # Also if a later one was committed: training has left that behind.
                 self.durable_step, self.durable_at = resumed, min(self.resumed_created, t)
                 self.durable_age_s = 0.0
         self.step, self.step_at = step, t

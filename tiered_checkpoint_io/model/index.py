@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from tiered_checkpoint_io.model.manifest import Part
 
-#: What a file is mostly called: a name that needs no closer look.
+#: Usual names of files: they need no closer look.
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]{0,199}\Z")
 _MAX_TOTAL_SIZE = 1 << 62
 
@@ -42,7 +42,7 @@ class IndexRef:
 
     #: Bytes of the index.
     size: int
-    #: Of the index, as it is stored.
+    #: Digest of the index, as it is stored.
     digest: str
     #: Bytes of all files that it lists.
     total: int
@@ -71,7 +71,7 @@ class Index:
     #: The checkpoint's.
     name: str
     save_id: str
-    #: By rank; of a checkpoint of one part, that part, whichever rank wrote it.
+    #: Rows by rank; a checkpoint of one part has that part, whichever rank wrote it.
     rows: Mapping[int, IndexRow]
 
     @property
@@ -125,6 +125,6 @@ def _file(raw: object, name: str) -> tuple[str, int]:
 
 
 def check_digest(data: bytes, digest: str, what: str, *, key: str) -> None:
-    """Raises CorruptCheckpointError where an object differs from the digest that another one holds of it."""
+    """Raises CorruptCheckpointError if an object differs from the digest that another one holds of it."""
     if hash_bytes(data) != digest:
         raise CorruptCheckpointError(f"{what} differs from its digest", operation="read", tier="durable", key=key)

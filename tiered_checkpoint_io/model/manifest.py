@@ -58,7 +58,7 @@ class FileEntry:
         return chunk_ranges(self.size, self.chunk_size)
 
     def check_chunk(self, index: int, data: memoryview | bytes, *, tier: str, where: str) -> None:
-        """Raises CorruptCheckpointError where chunk ``index`` differs from its hash."""
+        """Raises CorruptCheckpointError if chunk ``index`` differs from its hash."""
         self.check_digest(index, hash_bytes(data), tier=tier, where=where)
 
     def check_digest(self, index: int, digest: str, *, tier: str, where: str) -> None:
@@ -109,9 +109,9 @@ class Metric:
 class Content:
     """Content that one save put under a name."""
 
-    #: Which save; as text, ids sort in the order of the saves.
+    #: Id of the save; as text, ids sort in the order of the saves.
     save_id: str
-    #: The global training step, and the epoch; -1 where the state does not tell.
+    #: The global training step, and the epoch; -1 if the state does not tell.
     step: int
     epoch: int
     #: The payload's format; for adapters.
@@ -122,22 +122,22 @@ class Content:
     world_size: int
     #: Versions of the software that wrote it.
     writer: Mapping[str, str]
-    #: All files of the checkpoint (manifest), or of one rank (part); none where there is an index.
+    #: All files of the checkpoint (manifest), or of one rank (part); none if there is an index.
     files: tuple[FileEntry, ...]
-    #: What ModelCheckpoint monitored, where it did.
+    #: Value that ModelCheckpoint monitored, if it did.
     metric: Metric | None = None
-    #: How many parts the checkpoint has.
+    #: Number of the checkpoint's parts.
     parts: int = 1
-    #: The rank whose drain commits the save; -1 where this rank does not know.
+    #: The rank whose drain commits the save; -1 if this rank does not know.
     coordinator: int = -1
-    #: The basename of the file whose change turns the old content of a name into the new one; None where the manifest
+    #: The basename of the file whose change turns the old content of a name into the new one; None if the manifest
     #: alone does.
     switch: str | None = None
-    #: Whether training can resume from it; weights alone can't be resumed from.
+    #: True if training can resume from it; weights alone can't be resumed from.
     resumable: bool = True
-    #: The namespace that saved it; empty where that is not known.
+    #: The namespace that saved it; empty if that is not known.
     namespace: str = ""
-    #: Of a copy of another checkpoint, the id of the save that made its bytes.
+    #: Id of the save that made the bytes, for a copy of another checkpoint.
     copy_of: str = ""
     #: In a manifest: the object that lists the files in place of it; see ``engine/durable/files.py``.
     index: IndexRef | None = None
@@ -147,7 +147,7 @@ class Content:
         return "" if self.kind == "full" else ids.series_of(name, self.step)
 
     def switch_path(self, name: str) -> str | None:
-        """The key of the switch of a checkpoint of this name; None where it has none."""
+        """The key of the switch of a checkpoint of this name; None if it has none."""
         return name if self.kind == "full" else f"{name}/{self.switch}" if self.switch is not None else None
 
     @property
@@ -211,14 +211,14 @@ class Manifest:
     #: The checkpoint's: its path relative to dirpath.
     name: str
     content: Content
-    #: What the same objects may still hold while an overwrite is under way, the newest first. A reader takes whichever
-    #: of ``content`` and these the bytes match.
+    #: Contents that the objects may still hold during an overwrite, the newest first. A reader takes the one of
+    #: ``content`` and these that the bytes match.
     previous: tuple[Content, ...] = ()
     #: Names of aliases that may point here.
     aliases: tuple[str, ...] = ()
     #: For an alias, the name of the checkpoint whose files it names.
     alias_of: str | None = None
-    #: The mark of a reservation that this name once had, see :func:`reservation`; empty where it never had one.
+    #: The mark of a reservation that this name once had, see :func:`reservation`; empty if it never had one.
     reserved: str = ""
 
     @property
@@ -295,11 +295,11 @@ class Part(AtPlace):
     content: Content
     #: The durable tier that it belongs to.
     dirpath: str
-    #: Whether it is to be drained to that. A committed part with this set *is* the request to upload it.
+    #: True if it is to be drained to that. A committed part with this set *is* the request to upload it.
     durable: bool
-    #: Of an S3 one, the server.
+    #: Server of an S3 durable tier.
     server: Server | None = None
-    #: What those that the same ranks save before and after it have in common; "" for all saves of one job.
+    #: Common part of the names that the same ranks save before and after it; "" for all saves of one job.
     series: str = ""
     _raw: bytes = field(default=b"", init=False, repr=False, compare=False)
 

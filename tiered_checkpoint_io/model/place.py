@@ -13,12 +13,12 @@ from tiered_checkpoint_io.model.documents import value_of
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An S3 server. Two are the same where their endpoints are: region and profile only say how to reach it.
+    """An S3 server. Two are the same if their endpoints are: region and profile only say how to reach it.
 
     Attributes:
         endpoint_url: Its URL; "" for AWS's own.
-        region: AWS region; "" where none is set.
-        profile: Profile in the AWS configuration files; "" where none is set.
+        region: AWS region; "" if none is set.
+        profile: Profile in the AWS configuration files; "" if none is set.
     """
 
     endpoint_url: str
@@ -30,7 +30,7 @@ class Server:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Server:
-        """The inverse of :meth:`to_json`; raises CorruptCheckpointError where it can't be understood."""
+        """The inverse of :meth:`to_json`; raises CorruptCheckpointError if it can't be understood."""
         return cls(*(value_of(raw, key, str, "") for key in ("endpoint_url", "region", "profile")))
 
 
@@ -54,7 +54,7 @@ def endpoint_text(url: str) -> str:
 
 
 class Place(NamedTuple):
-    """A durable tier: checkpoints belong together where this is the same, and not dirpath alone.
+    """A durable tier: checkpoints belong together if this is the same, and not dirpath alone.
 
     Attributes:
         dirpath: Its URL or directory.
@@ -66,7 +66,7 @@ class Place(NamedTuple):
 
     @property
     def endpoint(self) -> str:
-        """The URL of its server; "" for AWS's own, and where there is none."""
+        """The URL of its server; "" for AWS's own, and if there is none."""
         return self.server.endpoint_url if self.server is not None else ""
 
     def __str__(self) -> str:
@@ -78,8 +78,8 @@ class SeriesKey(NamedTuple):
 
     Attributes:
         place: The durable tier.
-        series: What the saves have in common, see :attr:`Part.series`.
-        coordinator: The rank that commits them, among those that save together; -1 where that is not known.
+        series: Common part of the saves, see :attr:`Part.series`.
+        coordinator: The rank that commits them, among those that save together; -1 if that is not known.
     """
 
     place: Place

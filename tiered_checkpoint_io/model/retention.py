@@ -36,7 +36,7 @@ class Checkpoint:
     Attributes:
         name: Its name.
         save_id: Id of its save; as text, ids sort in the order of the saves.
-        step: The training step; -1 where it is not known.
+        step: The training step; -1 if it is not known.
         created: Seconds since the epoch, by the writer's clock.
         kind: The payload.
         resumable: True if training can resume from it.
@@ -195,7 +195,7 @@ def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy]) -> dict[
     for policy in policies:
         for unit in policy.keeps(units):
             give(unit, policy.text)
-    # Such a step is no copy where it is not among the best.
+    # Such a step is no copy if it is not among the best.
     named_last = [each for each in good if ids.is_last(each.name)]
     give(named_last[-1:], "the newest that is named last")
     moved_on = _moved_on(there)

@@ -1,8 +1,8 @@
 """Limits of S3, in bytes and parts; other servers may take less, and say so themselves."""
 
-#: Of every part of an upload but the last.
+#: Least size of every part of an upload but the last.
 MIN_PART = 5 << 20
-#: Of every part of an upload.
+#: Largest size of every part of an upload.
 MAX_PART = 5 << 30
 #: Parts of one upload.
 MAX_PARTS = 10_000

@@ -30,8 +30,8 @@ class Support:
     Attributes:
         drain: Upload from a ``process`` of its own, or from a ``thread`` of the trainer, as always for ``memory://``.
         max_pending: Checkpoints that may wait for the durable tier at once; a further one stays in memory.
-        durable_timeout_s: How long a restart waits for a durable tier that does not answer, seconds.
-        pending_timeout_s: How long a save waits for a durable tier that does not answer, seconds. Then the checkpoint
+        durable_timeout_s: Bound of a restart's wait for a durable tier that does not answer, seconds.
+        pending_timeout_s: Bound of a save's wait for a durable tier that does not answer, seconds. Then the checkpoint
             stays in memory, and training continues.
         wait_timeout_s: Bound of every wait for the durable tier, seconds.
         sweep_age_s: Age at which objects that no manifest names are removed, seconds.

@@ -1,7 +1,7 @@
 """Checkpoints of NVIDIA NeMo through both tiers.
 
 Importing this package makes NeMo's ``exp_manager`` work with trainers whose checkpoint IO is ours; all
-others it leaves to NeMo. Where NeMo is not installed, using a public name raises ModuleNotFoundError, which
+others it leaves to NeMo. If NeMo is not installed, using a public name raises ModuleNotFoundError, which
 says what to install; the modules that need Lightning alone import all the same.
 """
 

@@ -16,7 +16,7 @@ from tiered_checkpoint_io.model.config import GETS_PER_SECOND, HEADROOM, PUTS_PE
 from tiered_checkpoint_io.nemo.layouts import rank_folder_of
 
 _FULL_STATE = ("optimizer_states", "lr_schedulers")
-#: NeMo's own behaviour, where the user says nothing: which steps are saved is a matter of its callback, and saves wait.
+#: NeMo's own behaviour, if the user says nothing: which steps are saved is a matter of its callback, and saves wait.
 NEMO_DEFAULTS: Mapping[str, Any] = {
     "memory_every_n_train_steps": None,
     "s3_every_n_train_steps": None,
@@ -28,7 +28,7 @@ class NeMoCheckpointIO(TieredCheckpointIO):
     """A TieredCheckpointIO that understands what NeMo's callbacks and strategies pass to a checkpoint IO.
 
     ``storage_options`` may hold ``finalize_fn``, called on the ranks that saved once each tier that was asked for has
-    the checkpoint, never where one does not get it, and ``include_optimizer``. A path in a folder such as
+    the checkpoint, never if one does not get it, and ``include_optimizer``. A path in a folder such as
     ``mp_rank_00/`` belongs to one rank.
     """
 
@@ -125,7 +125,7 @@ class S3CheckpointIO(NeMoCheckpointIO):
             chunk_size_MB: Size of one part of an upload, MiB; None for 64.
             max_read_concurrency: Ranges in flight at once; None for ``auto``.
             max_write_concurrency: Parts in flight at once; None for ``auto``.
-            async_checkpointing: Whether a save returns once the checkpoint is in node memory.
+            async_checkpointing: True if a save returns once the checkpoint is in node memory.
             options: Any other key of :class:`TieredCheckpointConfig`, such as ``namespace``.
 
         Raises:

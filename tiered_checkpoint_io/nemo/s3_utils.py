@@ -57,7 +57,7 @@ class S3Utils:
 
     @staticmethod
     def remove_object(s3_path: StrPath, **options: Any) -> None:
-        """Removes an object; succeeds where there is none."""
+        """Removes an object; succeeds if there is none."""
         with _object(s3_path, **options) as (store, key):
             store.delete(key)
 

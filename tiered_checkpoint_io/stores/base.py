@@ -29,7 +29,7 @@ from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, Rea
 
 
 def validate_key(key: str) -> str:
-    """Gives ``key`` back where it names an object below a store's root, and can name no other.
+    """Gives ``key`` back if it names an object below a store's root, and can name no other.
 
     Raises:
         ConfigError: Empty, absolute, or with an empty, ``.`` or ``..`` component.
@@ -86,7 +86,7 @@ class Metrics:
     Names are ``requests.<operation>`` (``list``, ``get``, ``put``, ``head``, ``delete``,
     ``part`` ... one per request that went out, retries included), ``answers`` (one per request that
     need not be repeated), ``bytes.up``, ``bytes.down``, ``retries``, and, of S3, ``bytes.sent``: those
-    that have left for an upload, counted as they leave, and once where an attempt sends them again.
+    that have left for an upload, counted as they leave, and once if an attempt sends them again.
 
     Attributes:
         retrying: Why a request is being repeated; empty once one was answered.
@@ -139,7 +139,7 @@ class ServerCopy:
 
     Attributes:
         source: Their key.
-        size: How many they are.
+        size: Number of these bytes.
         check: Called once it is settled which bytes are copied, and before the target changes. What it raises ends the
             copy: the object may have been replaced by another of its size.
     """
@@ -219,9 +219,9 @@ class Store(Readable, Protocol):
         """Writes a large object, atomically, over what may be there.
 
         Args:
-            key: Where to.
+            key: Key of the object.
             data: The whole content, unchanged until the call returns.
-            journal: Where to note what a later call, in this process or another, can resume.
+            journal: Journal for notes with which a later call, in this process or another, can resume.
             progress: Called with the number of further bytes that were written, from any thread.
         """
         ...
@@ -231,7 +231,7 @@ class Store(Readable, Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Removes an object; succeeds where there is none."""
+        """Removes an object; succeeds if there is none."""
         ...
 
     def close(self) -> None:
@@ -244,11 +244,11 @@ class ConditionalStore(Store, Protocol):
     """A store that can also write on the condition that an object is as it was read; not all can.
 
     The *tag* of an object is text that changes when its content does, such as S3's ETag. ``expected`` is the tag of
-    what is replaced; None where there must be nothing.
+    what is replaced; None if there must be nothing.
     """
 
     def tag(self, key: str) -> str | None:
-        """The tag of an object; None where there is none."""
+        """The tag of an object; None if there is none."""
         ...
 
     def get_tagged(self, key: str) -> tuple[bytes, str]:
@@ -280,7 +280,7 @@ class ConditionalStore(Store, Protocol):
         """As ``upload``; raises as :meth:`put_if`, and what ``look`` raises; then, too, nothing was written.
 
         It is called right before the object appears, which for a large one is long after the upload began. It is needed
-        where a tag is a digest, and so is the same again once the same bytes are there again.
+        if a tag is a digest, and so is the same again once the same bytes are there again.
         """
         ...
 

@@ -23,7 +23,7 @@ from tiered_checkpoint_io.stores.files import FileStore, reason_of
 
 _T = TypeVar("_T")
 _SLICE = 8 << 20
-#: How often folders are made again that others, who had emptied them, removed under our hands.
+#: Number of times that folders are made again which others, who had emptied them, removed under our hands.
 _ATTEMPTS = 100
 #: In the scratch folder, where what no process has locked is removed.
 _LOCK = "conditional-write"
@@ -33,7 +33,7 @@ _FOLDER = os.O_PATH | os.O_DIRECTORY
 #: The request of linux/fs.h that has two files share their blocks, until one is written to.
 _FICLONE = 0x40049409
 _SENT_AT_ONCE = 1 << 30
-#: What a hard link is called until it takes the place of the file that it stands for.
+#: End of a hard link's name until it takes the place of the file that it stands for.
 _LINK = ".link"
 
 
@@ -247,7 +247,7 @@ class DirectoryStore(FileStore):
 
     @contextlib.contextmanager
     def _unchanged(self, operation: str, key: str, path: str, expected: str | None) -> Iterator[None]:
-        """A block that no other conditional write comes between; entered where the file is as expected."""
+        """A block that no other conditional write comes between; entered if the file is as expected."""
         with self._alone(makes_room=operation == "delete"):
             if self._tag_at(path) != expected:
                 raise changed(operation, key)
@@ -255,7 +255,7 @@ class DirectoryStore(FileStore):
 
     @contextlib.contextmanager
     def _alone(self, *, makes_room: bool) -> Iterator[None]:
-        """A block that holds the lock of conditional writes; what ``makes_room`` needs none where there is no room."""
+        """A block that holds the lock of conditional writes; what ``makes_room`` needs none if there is no room."""
         lock = f"{self._scratch}/{_LOCK}"
         while True:
             try:
@@ -265,7 +265,7 @@ class DirectoryStore(FileStore):
                     raise
                 break
             try:
-                # Held for a rename. Where there are no locks, another writer may come between.
+                # Held for a rename. If there are no locks, another writer may come between.
                 _lock(descriptor, fcntl.LOCK_EX)
                 if not os.fstat(descriptor).st_nlink:
                     continue
@@ -369,7 +369,7 @@ class DirectoryStore(FileStore):
         descriptor = _open_in(folder, name, os.O_WRONLY)
         try:
             locked = _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Where there are no locks, an abandoned file is known by its age.
+            # If there are no locks, an abandoned file is known by its age.
             if locked or self._clock.wall() - os.fstat(descriptor).st_mtime > self._clock.timing.abandoned_s:
                 # Under the lock: a writer that waits for it will see that its file is gone.
                 os.unlink(name, dir_fd=folder)
@@ -459,7 +459,7 @@ def _duplicate(origin: int, descriptor: int, folder: int, name: str) -> None:
         try:
             _link_over(origin, folder, name)
         except OSError:
-            # By the kernel, or by the server of a network file system where it can.
+            # By the kernel, or by the server of a network file system if it can.
             done = 0
             while sent := os.sendfile(descriptor, origin, done, _SENT_AT_ONCE):
                 done += sent
@@ -506,7 +506,7 @@ def _sync_folder(path: str, above: int | None = None) -> None:
 
 
 def _lock(descriptor: int, how: int) -> bool:
-    """Locks a file; False where the file system has no locks."""
+    """Locks a file; False if the file system has no locks."""
     try:
         fcntl.flock(descriptor, how)
     except OSError as error:

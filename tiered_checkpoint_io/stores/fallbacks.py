@@ -66,12 +66,12 @@ class Unconditional:
 
 
 def conditional(store: Store) -> ConditionalStore | Unconditional:
-    """The same store for writes on a condition; where it can't, they are unconditional."""
+    """The same store for writes on a condition; if it can't, they are unconditional."""
     return store if isinstance(store, ConditionalStore) else Unconditional(store)
 
 
 def folders_of(store: Store, prefix: str) -> set[str]:
-    """The folders below a prefix that ends with a slash: few answers where a store can list them, else a list of all.
+    """The folders below a prefix that ends with a slash: few answers if a store can list them, else a list of all.
 
     Raises:
         StoreError: The listing failed.
@@ -84,10 +84,10 @@ def folders_of(store: Store, prefix: str) -> set[str]:
 
 
 def children_of(store: Store, prefix: str) -> set[str]:
-    """The names right below a prefix, those of folders with a slash: few answers where a store can list them so.
+    """The names right below a prefix, those of folders with a slash: few answers if a store can list them so.
 
     Args:
-        store: Where to look.
+        store: Store to look at.
         prefix: Empty, or ends with a slash.
 
     Raises:
@@ -129,8 +129,8 @@ def read_pieces(
 ) -> None:
     """Fills several buffers, one after the other, from byte ``offset`` of an object on; raises as ``read_into``.
 
-    ``filled(index)`` is called right after each, in their order, while its bytes are in the processor's cache. Where an
-    attempt fails, the next one begins again with index 0. Only where the store has ``read_pieces`` itself do the bytes
+    ``filled(index)`` is called right after each, in their order, while its bytes are in the processor's cache. If an
+    attempt fails, the next one begins again with index 0. Only if the store has ``read_pieces`` itself do the bytes
     go there straight from the connection or the disk.
     """
     read = getattr(store, "read_pieces", None)

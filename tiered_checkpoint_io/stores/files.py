@@ -33,7 +33,7 @@ _SCRATCH = ids.META_PREFIX + "tmp"
 
 _MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-#: What network file systems say when their server is away or busy for a while.
+#: Errors of network file systems whose server is away or busy for a while.
 _RETRYABLE_ERRNO = {
     errno.EAGAIN,
     errno.EBUSY,
@@ -69,7 +69,7 @@ _CONNECTION_LOST = {
 class FileStore(ABC):
     """A store of files. Uploads cannot be resumed, so journals stay empty."""
 
-    #: What calls of the file system raise.
+    #: Errors that calls of the file system raise.
     _errors: type[Exception] = Exception
     _access_hint = "check the credentials, and their rights on this place"
     _network_hint = "check the network and the server"
@@ -83,9 +83,9 @@ class FileStore(ABC):
         self._clock = clock
         self._retry = Retry(self.metrics, clock)
         self._cleaned = False
-        #: What makes the calls, where that has credentials.
+        #: Object that makes the calls, if it has credentials.
         self._fs: Any = None
-        #: Held during each call, where one connection serves all.
+        #: Held during each call, if one connection serves all.
         self._turn: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -167,7 +167,7 @@ class FileStore(ABC):
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Copies an object without reading it here, where the file system can; see :func:`fallbacks.copy_to`."""
+        """Copies an object without reading it here, if the file system can; see :func:`fallbacks.copy_to`."""
         origin, path, cancelled = self._path(source), self._path(target), threading.Event()
 
         def once() -> None:
@@ -263,7 +263,7 @@ class FileStore(ABC):
 
     @contextlib.contextmanager
     def _guarded(self, operation: str, key: str) -> Iterator[None]:
-        """Calls of the file system, one at a time where need be, with its errors made ours."""
+        """Calls of the file system, one at a time if need be, with its errors made ours."""
         try:
             with self._turn:
                 yield
@@ -349,7 +349,7 @@ def _own_reason(error: Exception) -> tuple[Reason | None, bool]:
     if number in _FULL:
         return "full", True
     if number is None and type(error) is OSError and _is_raised_by(error, "gcsfs.retry"):
-        # All that gcsfs says where a request is forbidden.
+        # All that gcsfs says if a request is forbidden.
         return "access", True
     return None, status is not None or number is not None
 

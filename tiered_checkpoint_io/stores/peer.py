@@ -83,7 +83,7 @@ class PeerStore:
 
     # ------------------------------------------------------------------------------------ reading
     def get(self, key: str) -> bytes:
-        """Returns the description of a part; with an empty key, nothing, where the peer is there.
+        """Returns the description of a part; with an empty key, nothing, if the peer is there.
 
         Raises:
             StoreNotFoundError: The peer has none.
@@ -169,7 +169,7 @@ class PeerStore:
                 raise _OwnError from error
 
     def _ask(self, key: str, work: Callable[[_Connection], _T]) -> _T:
-        """Does ``work`` over a connection, again where the connection ended: another drain may be taking over."""
+        """Does ``work`` over a connection, again if the connection ended: another drain may be taking over."""
         clock, timing, began = self._clock, self._clock.timing, self._clock.monotonic()
         while not self._lost:
             patience_s, why = 0.0, ""

@@ -14,7 +14,7 @@ class Refusals(list[StoreError]):
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """A block that ends where something in it is refused, so that its caller goes on with what is behind it.
+        """A block that ends if something in it is refused, so that its caller goes on with what is behind it.
 
         Raises:
             StoreError: The store does not answer, or is not there: then nothing else will be done either.
@@ -27,7 +27,7 @@ class Refusals(list[StoreError]):
             self.append(error)
 
     def raise_first(self) -> None:
-        """Raises the first, where there is one."""
+        """Raises the first, if there is one."""
         if self:
             raise self[0]
 

@@ -27,7 +27,7 @@ _BLOCK = 64 * _MIB
 _MAX_BLOCKS = 9_000
 #: Object stores, where what is written appears when the file is closed, whole.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
-#: Where one connection serves all calls.
+#: Schemes with one connection for all calls.
 _ONE_AT_A_TIME = {"ftp", "sftp", "ssh"}
 
 
@@ -35,7 +35,7 @@ class RemoteStore(FileStore):
     """Objects as files of an fsspec file system.
 
     In object stores a write appears whole, when it is closed. Elsewhere it goes to another name
-    and is moved; where a file system cannot move onto what is there, the old file is removed right
+    and is moved; if a file system cannot move onto what is there, the old file is removed right
     before. No commit depends on create-only writes, which fsspec does not have.
     """
 
@@ -69,7 +69,7 @@ class RemoteStore(FileStore):
             now = self._clock.monotonic()
             if self._fs is refused and now - self._opened_at >= self._clock.timing.credentials_again_s:
                 self._opened_at = now
-                # Where there are none just now, the refusal tells more.
+                # If there are none just now, the refusal tells more.
                 with contextlib.suppress(Exception):
                     self._fs, _ = self._open()
             return self._fs is not refused
@@ -149,7 +149,7 @@ class RemoteStore(FileStore):
 
     def _copy(self, key: str, source: str, path: str, size: int, check: Callable[[], None]) -> None:
         # By way of another name, so that the target changes at once, and only to what was checked. One for each target:
-        # what a crash leaves in a bucket, where nothing is cleared up, is replaced by the next copy.
+        # what a crash leaves in a bucket, if nothing is cleared up, is replaced by the next copy.
         scratch = f"{self._scratch}/copy-{hash_bytes(path.encode())}"
         try:
             with self._guarded("copy", key):
@@ -217,7 +217,7 @@ class RemoteStore(FileStore):
     def _check_bucket(self) -> None:
         """Distinguishes an empty prefix from a missing bucket."""
         bucket = self._root.lstrip("/").partition("/")[0]
-        # gcsfs says that a bucket is missing also where it may not look at it.
+        # gcsfs says that a bucket is missing also if it may not look at it.
         for look in (self._fs.info, self._fs.ls):
             try:
                 look(bucket)

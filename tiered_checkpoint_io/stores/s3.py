@@ -24,7 +24,7 @@ __all__ = ["MIB", "S3Store"]
 
 #: Up to this size an object is copied by one request (S3 allows 5 GiB), and beyond it in parts.
 _COPY_WHOLE = 1024 * MIB
-#: How the names of directory buckets (S3 Express) end, and those of their access points.
+#: Ends of the names of directory buckets (S3 Express), and of their access points.
 _DIRECTORY_BUCKETS = ("--x-s3", "--xa-s3")
 #: As many keys as S3 takes in one request to delete.
 _DELETES = 1000
@@ -126,7 +126,7 @@ class S3Store:
             self._client.ask("delete_object", key)
 
     def delete_all(self, keys: Sequence[str]) -> None:
-        """Removes many objects, a thousand a request; one by one where that is refused.
+        """Removes many objects, a thousand a request; one by one if that is refused.
 
         Raises:
             StoreError: Some could not be removed, and all others are. Repeat the call to finish.
@@ -290,7 +290,7 @@ class S3Store:
     def abort_stale_uploads(self, older_than_s: float | None = None) -> int:
         """Aborts uploads below this prefix that began long ago, whose journal is lost.
 
-        Nothing is done where the root is a whole bucket: others may be uploading to it. Gives their number; the age,
+        Nothing is done if the root is a whole bucket: others may be uploading to it. Gives their number; the age,
         a day by default, is by the server's clock.
         """
         age = self._clock.timing.abandoned_s if older_than_s is None else older_than_s

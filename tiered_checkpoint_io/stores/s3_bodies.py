@@ -83,9 +83,9 @@ class _Extent:
 
     Attributes:
         start: The first one.
-        stop: Behind the last one; None where only the end of the answer tells it.
-        size: Of the object; None where the answer does not tell it.
-        is_chunked: Whether reading an answer that is cut short fails; else it just ends.
+        stop: Behind the last one; None if only the end of the answer tells it.
+        size: Size of the object; None if the answer does not tell it.
+        is_chunked: True if reading an answer that is cut short fails; else it just ends.
     """
 
     start: int
@@ -118,7 +118,7 @@ class _Extent:
 def _reading(body: Any, key: str, *, whole: bool) -> Iterator[Callable[[memoryview], int]]:
     """Yields a reader of the rest of a body into a buffer; for a ``whole`` body, from its connection if possible.
 
-    boto3's body copies through a buffer of its own. Its connection is not part of its interface, so where anything is
+    boto3's body copies through a buffer of its own. Its connection is not part of its interface, so if anything is
     not as expected, the body itself is read.
     """
     raw: Any = getattr(body, "_raw_stream", None)

@@ -59,9 +59,9 @@ class S3Client:
 
         Args:
             url: ``s3://bucket/prefix``.
-            connections: How many may be open at once.
+            connections: Number of connections that may be open at once.
             clock: With the bounds of requests and of their repetition.
-            endpoint_url: Of a server other than AWS.
+            endpoint_url: URL of a server other than AWS.
             region: AWS region.
             profile: Profile of the AWS configuration files.
             credentials: ``aws_access_key_id`` and its kin, in place of boto3's ordinary chain.
@@ -73,11 +73,11 @@ class S3Client:
         self.metrics = Metrics()
         self._always = dict(always or {})
         self._retry = Retry(self.metrics, clock)
-        #: Whether bodies need an MD5 sum: those to a bucket with Object Lock do, which is learned from a refusal.
+        #: True if bodies need an MD5 sum: those to a bucket with Object Lock do, which is learned from a refusal.
         self._needs_md5 = False
-        #: Whether it takes many deletes by one request, too.
+        #: True if it takes many deletes by one request, too.
         self._has_batches = True
-        #: Whether the server takes conditions of writes, which is learned from a refusal, too.
+        #: True if the server takes conditions of writes, which is learned from a refusal, too.
         self._has_conditions = True
         config = botocore.config.Config(
             # Retries are counted and bounded by Retry alone.
@@ -123,10 +123,10 @@ class S3Client:
         """Sends a request, repeated as need be; gives boto3's answer, or what ``receive`` makes of it.
 
         Args:
-            method: Of boto3's client.
-            key: Of an object; None for a request about the bucket.
-            arguments: Of the method, besides bucket and key.
-            body: What to send.
+            method: Method of boto3's client.
+            key: Key of an object; None for a request about the bucket.
+            arguments: Arguments of the method, besides bucket and key.
+            body: Body to send.
             cancelled: See :class:`Retry`.
             doubt: Called after each attempt that may have been done all the same; what it raises is final.
             receive: Reads the body of an answer, as a part of the attempt.
@@ -173,7 +173,7 @@ class S3Client:
         body: memoryview | None = None,
         doubt: Callable[[], None] | None = None,
     ) -> Any:
-        """:meth:`ask` for a write on the condition that the object has this tag; where it is None, that there is none.
+        """:meth:`ask` for a write on the condition that the object has this tag; if it is None, that there is none.
 
         Of a server that refuses conditions as such, or refuses what they allow, it is asked without one. Some take no
         notice of them.
@@ -206,7 +206,7 @@ class S3Client:
         return answer
 
     def tag(self, key: str) -> str | None:
-        """The ETag of an object; None where there is none."""
+        """The ETag of an object; None if there is none."""
         try:
             return str(self.ask("head_object", key)["ETag"])
         except StoreNotFoundError:
@@ -215,7 +215,7 @@ class S3Client:
     def delete_many(self, keys: Sequence[str]) -> list[str]:
         """Removes up to a thousand objects by one request; gives those that are to be asked for one by one.
 
-        Where all of it is refused, by the server or for want of rights, no such request is sent again.
+        If all of it is refused, by the server or for want of rights, no such request is sent again.
 
         Raises:
             StoreError: It did not answer, or could not remove some.
@@ -252,7 +252,7 @@ class S3Client:
         receive: Callable[[Any], Any] | None = None,
         sent: Progress | None = None,
     ) -> Any:
-        """Sends a request once; see :meth:`ask`. Where credentials are refused, once more with others, if there are."""
+        """Sends a request once; see :meth:`ask`. If credentials are refused, once more with others, if there are."""
         client, send = self.boto, functools.partial(self._send, method, key, arguments, body, receive, sent)
         try:
             return send(client)

@@ -23,7 +23,7 @@ import botocore.session
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import StoreError
 
-#: What botocore reads of AWS's services, by where it looks: a client that finds it read takes a tenth of the time.
+#: AWS's service models that botocore has read, by its search path: a client that finds one is ten times as fast.
 _models: dict[str | None, botocore.loaders.Loader] = {}
 
 
@@ -44,7 +44,7 @@ def configured_endpoint(profile: str | None) -> str | None:
 
 
 class Connection:
-    """A client of boto3, which is replaced where its credentials are refused and there are others.
+    """A client of boto3, which is replaced if its credentials are refused and there are others.
 
     Attributes:
         client: The client. One that was replaced may still be used, with the credentials that it has.
@@ -67,7 +67,7 @@ class Connection:
         Args:
             url: ``s3://bucket/prefix``, for errors.
             clock: With the time between two looks for other credentials.
-            config: Of the client.
+            config: Config of the client.
             on_send: Called as boto3's event ``before-send.s3`` is.
             endpoint_url: See :class:`S3Client`, as all that follows.
             region: As above.
@@ -107,7 +107,7 @@ class Connection:
             ) from error
 
     def refresh(self, client: Any) -> None:
-        """Has a client get new credentials where those that it has are about to expire.
+        """Has a client get new credentials if those that it has are about to expire.
 
         Raises:
             StoreError: They can't be had, for a reason for which botocore has no error of its own.

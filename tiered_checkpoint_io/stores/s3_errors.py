@@ -15,7 +15,7 @@ from tiered_checkpoint_io.errors import CorruptCheckpointError, Reason, StoreErr
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.base import store_error
 
-#: What requests are called in metrics (``requests.<name>``) and errors where it is not the method's first word.
+#: Names of requests in metrics (``requests.<name>``) and errors if that is not the method's first word.
 _REQUESTS = {
     "create_session": "session",
     "list_multipart_uploads": "list_uploads",
@@ -73,7 +73,7 @@ _CONNECTION = (
     ConnectionError,
     TimeoutError,
 )
-#: What boto3's client, or reading its answers, raises.
+#: Errors that boto3's client, or reading its answers, raises.
 CLIENT_ERRORS = (
     botocore.exceptions.BotoCoreError,
     botocore.exceptions.ClientError,
@@ -98,14 +98,14 @@ _BAD_KEYS = {
 }
 #: The time of a request is too far from the server's: 15 minutes on AWS.
 _CLOCK = "RequestTimeTooSkewed"
-#: What Glacier holds is to be restored there before it can be read, which takes hours.
+#: Code of an object in Glacier: it must be restored there before a read, which takes hours.
 _ARCHIVED = "InvalidObjectState"
-#: MinIO's code where its disks are full, and what the codes hold where a quota is used up. Ceph and versitygw send that
+#: MinIO's code if its disks are full, and what the codes hold if a quota is used up. Ceph and versitygw send that
 #: with HTTP 403, though no right is missing.
 _FULL, _QUOTA = "XMinioStorageFull", "QuotaExceeded"
 _NO_REASON = {"400", "Bad Request"}
 _ELSEWHERE = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
-#: AWS says ConditionalRequestConflict where another write on a condition is under way: only later it is known which of
+#: AWS says ConditionalRequestConflict if another write on a condition is under way: only later it is known which of
 #: them holds. BadDigest and its kin, and IncompleteBody, are for a body that was damaged, or cut short, on its way.
 _BUSY = {
     "BadDigest",
@@ -119,11 +119,11 @@ _BUSY = {
     "XAmzContentChecksumMismatch",
     "XAmzContentSHA256Mismatch",
 }
-#: How servers refuse a body without a checksum. AWS says the first of many other things as well.
+#: Codes with which servers refuse a body without a checksum. AWS says the first of many other things as well.
 _NO_CHECKSUM = {"InvalidRequest", "MissingContentMD5"}
-#: How servers say that a condition of a write is not met.
+#: Code with which servers say that a condition of a write is not met.
 _CHANGED = {"PreconditionFailed"}
-#: How they say that they know no conditions of writes. AWS says some of it of many other things as well.
+#: Codes of servers that know no conditions of writes. AWS says some of these of many other things as well.
 _NO_CONDITIONS = {"InvalidArgument", "InvalidRequest", "NotImplemented", "UnsupportedHeader"}
 #: Failures of a server, or a gateway (52x is Cloudflare's), that a repetition will not mend: what it does not
 #: implement, a version of HTTP that it does not speak, and no space left.
@@ -133,9 +133,9 @@ _BUSY_STATUS = {408, 429, *range(500, 600)} - _LASTING
 _PAGES = {"text/html", "text/plain"}
 #: Requests of which S3 servers say so in plain text: rclone of a copy, that there is nothing to copy.
 _PLAIN = {"head", "copy"}
-#: What such a page means. By 404 S3 would say that there is no such object, a gateway that it has lost its way there.
+#: Meaning of such a page. By 404 S3 would say that there is no such object, a gateway that it has lost its way there.
 _FOREIGN: dict[int, Reason] = {401: "access", 403: "access", 404: "unavailable"}
-#: What S3 says of a success, by boto3's methods: one of these at least. Without any, a list would be an empty one.
+#: Keys of a success of S3, by boto3's methods: one at least must be there. Without any, a list would be an empty one.
 _SAID = {
     "list_objects_v2": {"Name", "IsTruncated", "KeyCount", "MaxKeys", "Contents", "CommonPrefixes"},
     "get_object": {"ETag", "LastModified"},
@@ -166,7 +166,7 @@ def of_s3(method: str, answer: Any) -> Any:
 
 
 def translated(error: Exception, method: str, url: str, key: str | None) -> StoreError | CorruptCheckpointError:
-    """Our error for one of ``CLIENT_ERRORS``, about an object, or the bucket where ``key`` is None."""
+    """Our error for one of ``CLIENT_ERRORS``, about an object, or the bucket if ``key`` is None."""
     request = request_of(method)
     if isinstance(error, botocore.exceptions.ClientError):
         answer: Any = error.response
@@ -190,13 +190,13 @@ def translated(error: Exception, method: str, url: str, key: str | None) -> Stor
 def refusal(
     request: str, *, code: str, status: int, url: str, key: str | None, region: str | None = None
 ) -> StoreError:
-    """The error for an answer that is not a success; the code is the status as text where it has no body (HEAD)."""
+    """The error for an answer that is not a success; the code is the status as text if it has no body (HEAD)."""
     meaning = _meaning(request, code, status, ids.parse_s3_url(url)[0], region)
     return _error(meaning, request, _label(code, status), url, key)
 
 
 def _no_credentials(operation: str, code: str, status: int, url: str) -> StoreError:
-    """The error where another service, or S3 itself, did not give what a request was to be signed with.
+    """The error if another service, or S3 itself, did not give what a request was to be signed with.
 
     Its operation is the one that failed, as botocore has it, which is no name of a request.
     """
@@ -219,7 +219,7 @@ def _error(meaning: _Meaning, request: str, label: str, url: str, key: str | Non
 
 
 def answer_of(error: StoreError) -> Mapping[str, Any]:
-    """The server's answer for which one of our errors was raised, as boto3 has it; empty where there was none."""
+    """The server's answer for which one of our errors was raised, as boto3 has it; empty if there was none."""
     cause = error.__cause__
     return cause.response if isinstance(cause, botocore.exceptions.ClientError) else {}
 

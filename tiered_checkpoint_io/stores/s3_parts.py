@@ -12,13 +12,13 @@ from tiered_checkpoint_io.stores.base import UploadJournal
 
 MIB = 1 << 20
 _MIN_PART = 8 * MIB
-#: The user metadata of an object by which an upload knows it again. An ETag tells nothing of the content where the
+#: The user metadata of an object by which an upload knows it again. An ETag tells nothing of the content if the
 #: bucket encrypts by KMS, in directory buckets (S3 Express), and on some servers.
 MARK = "tiered-upload"
 
 
 def mark_of(found: Mapping[str, Any]) -> str | None:
-    """The mark that an object bears, by the answer to a HEAD of it; None where it bears none."""
+    """The mark that an object bears, by the answer to a HEAD of it; None if it bears none."""
     # Some servers, and proxies, write the names of metadata in other cases.
     return next((value for name, value in found.get("Metadata", {}).items() if name.lower() == MARK), None)
 
@@ -64,7 +64,7 @@ class Upload:
 
     @classmethod
     def journaled(cls, journal: UploadJournal | None, url: str, key: str) -> Upload | None:
-        """The upload of ``key`` that a journal tells of; None where it tells of none, or is another store's."""
+        """The upload of ``key`` that a journal tells of; None if it tells of none, or is another store's."""
         state = (journal.read() if journal is not None else None) or {}
         match state:
             case {
@@ -102,7 +102,7 @@ class Copied:
     """Bytes that the server has under another key, for an upload whose parts it copies from there.
 
     Attributes:
-        arguments: Which object, for requests that copy: they fail where its ETag has changed.
+        arguments: Source object, for requests that copy: they fail if its ETag has changed.
         etag: Its ETag.
         size: Its bytes.
         check: Called before the upload is completed: some servers ignore the ETag.

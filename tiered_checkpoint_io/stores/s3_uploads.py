@@ -96,7 +96,7 @@ class MultipartUploads:
         journal.clear()
 
     def _let_go(self, upload: Upload) -> None:
-        """Aborts an upload that is of no use; where that is not allowed, it stays on the server."""
+        """Aborts an upload that is of no use; if that is not allowed, it stays on the server."""
         try:
             self._abort(upload.key, upload.upload_id)
         except StoreError as error:
@@ -185,7 +185,7 @@ class MultipartUploads:
             return len(arrived) == len(upload.numbers) and self._made(upload)
         except BaseException as error:
             is_changed = isinstance(error, StoreError) and error.reason == "changed"
-            # So it is as well where the answer to the first of two such requests was lost.
+            # So it is as well if the answer to the first of two such requests was lost.
             if is_changed and self._made(upload):
                 return True
             # With a journal, what has arrived is taken up by the next attempt, maybe with other credentials. Without
@@ -236,7 +236,7 @@ class MultipartUploads:
         return upload, {}
 
     def _arrived(self, upload: Upload) -> dict[int, dict[str, Any]] | None:
-        """The parts that the server holds; None where the upload is gone, or is not what we sent."""
+        """The parts that the server holds; None if the upload is gone, or is not what we sent."""
         arrived: dict[int, dict[str, Any]] = {}
         try:
             for page in self._client.pages("list_parts", upload.key, {"UploadId": upload.upload_id}):

@@ -30,7 +30,7 @@ class Question(Generic[_T]):
         """Begins; ``ask`` must do no more than ask stores, because it may still run when its caller has left."""
         self._clock = clock
         self._answered_at = clock.monotonic()
-        #: How many of its threads work on this machine, see :func:`local_work`.
+        #: Number of its threads that work on this machine, see :func:`local_work`.
         self._local, self._lock = 0, threading.Lock()
         self._trouble = ("", "")
         self._ended = threading.Event()
@@ -111,7 +111,7 @@ _asking: contextvars.ContextVar[Question[Any] | None] = contextvars.ContextVar("
 
 
 def current_question() -> Question[Any] | None:
-    """The question that this thread asks for; None where its caller waits without a bound."""
+    """The question that this thread asks for; None if its caller waits without a bound."""
     return _asking.get()
 
 
@@ -140,15 +140,15 @@ def answer_within(
     """Returns the result of ``ask``, or raises if its store is silent for too long.
 
     Args:
-        seconds: How long a silence may be, seconds; each answer to a request begins a new one.
+        seconds: Longest silence, seconds; each answer to a request begins a new one.
         ask: Asks a store, and does nothing else: it may still run when this has raised.
-        what: What errors call the store.
+        what: Name of the store in errors.
         clock: For all waits.
         count_down: Called every 5 s of silence, with its length and the seconds that are left.
 
     Raises:
         StoreError: The store was silent for ``seconds``.
-        Exception: What ``ask`` raised.
+        Exception: Errors of ``ask``.
     """
     question = Question(ask, clock=clock)
     try:

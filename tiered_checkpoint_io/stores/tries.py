@@ -16,8 +16,8 @@ def try_requests(store: Store, key: str, *, multipart: bool) -> list[TieredCheck
 
     Args:
         store: The durable tier.
-        key: Of an object to be written, read and deleted.
-        multipart: Whether to begin an upload in parts, and end it, where the store has such.
+        key: Key of an object to be written, read and deleted.
+        multipart: True to begin an upload in parts, and end it, if the store has such.
     """
     failures: list[TieredCheckpointError] = []
     content = key.encode()
@@ -38,7 +38,7 @@ def try_requests(store: Store, key: str, *, multipart: bool) -> list[TieredCheck
         return failures
     if not done(lambda: store.put(key, content)) and not failures[-1].retryable:
         return failures
-    # Where there was no answer, it may have been written.
+    # If there was no answer, it may have been written.
     if not failures or _lacks_a_right(failures):
         done(read_back)
         begin = getattr(store, "try_multipart", None)

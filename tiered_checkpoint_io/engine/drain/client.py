@@ -43,7 +43,7 @@ class DrainHandle:
         self._log = logger
         self._clock = clock
         self.queue = Queue(tier.root, clock=clock)
-        #: What the drain last said of itself.
+        #: The drain's last report about itself.
         self.progress = self.queue.progress
         self._standstill = Standstill(self.progress, clock)
         self.runner = DrainRunner(tier.root, self.queue, config, logger, clock)
@@ -65,7 +65,7 @@ class DrainHandle:
 
     # ----------------------------------------------------------------------------------- life
     def keep_up(self) -> None:
-        """Starts again a drain that has died with work left, where this process had one run."""
+        """Starts again a drain that has died with work left, if this process had one run."""
         runner = self.runner
         if not runner.is_announced or self.leave_by is not None or runner.is_foreign or runner.is_running:
             return
@@ -198,7 +198,7 @@ class DrainHandle:
         Args:
             op_id: Its id.
             timeout_s: Seconds to wait in all.
-            is_hopeless: Whether another rank has said that its part of the save will not come.
+            is_hopeless: True if another rank has reported that its part of the save will not come.
             moving_s: Seconds to wait while the drain moves nothing; 0 once the process has to end.
 
         Raises:
@@ -293,7 +293,7 @@ class DrainHandle:
             raise self._error(f"the drain can't get at its queue: {trouble}", str(self._tier.root), hint, tier="memory")
 
     def _stuck_by(self, left: list[Request]) -> Outcome | None:
-        """The first failure where all that is left has failed, or waits for what has."""
+        """The first failure if all that is left has failed, or waits for what has."""
         failed = {operation.op_id: outcome for operation in left if (outcome := self._failure(operation.op_id))}
         stuck = failed.keys() | blocked_by_failures(left, failed)
         return next(iter(failed.values())) if failed and all(each.op_id in stuck for each in left) else None

@@ -22,7 +22,7 @@ EVENTS_FILE = "events.jsonl"
 _MAX_BYTES = 1 << 20
 #: Characters of a text that are kept.
 _SHORT = 300
-#: Who writes a line holds the lock for less than a millisecond; who can't have it appends all the same.
+#: Bound of a wait for the lock: a writer holds it for under a millisecond; after the bound, it appends all the same.
 _PATIENCE_S = 0.05
 _POLL_S = 0.001
 

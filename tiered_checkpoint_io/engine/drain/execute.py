@@ -238,7 +238,7 @@ class Executor:
         for each in retention.removed(store, policies, survey, needed=needed, clock=self.clock):
             if each.is_gone:
                 self.log.info("retention removed %s: no policy keeps it", each.checkpoint.name)
-            # There may be thousands, where the policies are new.
+            # There may be thousands, if the policies are new.
             if self.stop.is_set() or self._has_save():
                 self.begun.setdefault(operation.op_id, Begun(is_cleanup=True))
                 raise _Stopped
@@ -274,7 +274,7 @@ class Executor:
         if begun is None and commit.is_sent(self.queue.journal(operation.op_id)):
             # An earlier drain sent it.
             begun = self.begun.waits(stored.part, self.clock)
-        # Once more, where it could not be committed since: then the queue would grow.
+        # Once more, if it could not be committed since: then the queue would grow.
         if begun is None or begun.arrivals is None or begun.failures > begun.failures_when_spared:
             return False
         try:

@@ -11,7 +11,7 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.memory.private import inode_at, inode_of
 from tiered_checkpoint_io.memory.space import needs_space
 
-#: By descriptor, the locked files' paths and identities.
+#: Paths and identities of the locked files, by descriptor.
 _held: dict[int, tuple[Path, tuple[int, int]]] = {}
 _guard = threading.Lock()
 

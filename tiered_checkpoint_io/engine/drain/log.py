@@ -87,7 +87,7 @@ class OperationLog:
             return {key[len(prefix) :]: value for key, value in self._state.items() if key.startswith(prefix)}
 
     def get(self, key: str) -> Any:
-        """The value of a key; None where there is none."""
+        """The value of a key; None if there is none."""
         with self._guard:
             self._take_up()
             return self._state.get(key)
@@ -105,7 +105,7 @@ class OperationLog:
 
     # ----------------------------------------------------------------------------------- writing
     def open(self) -> None:
-        """Makes the file where it is missing, so that all later writes have their space.
+        """Makes the file if it is missing, so that all later writes have their space.
 
         Raises:
             MemoryFullError: There is no space for it.
@@ -117,8 +117,8 @@ class OperationLog:
         """Sets keys to JSON values, or removes those whose value is None: all of them, or none.
 
         Args:
-            changes: What to set, and to remove.
-            leaves_room: Whether it leaves to others the room that :data:`_SPARE` tells.
+            changes: Entries to set, and to remove.
+            leaves_room: True to leave the room that :data:`_SPARE` tells to others.
 
         Raises:
             MemoryFullError: There is no space for the file, or too much in it.
@@ -232,7 +232,7 @@ class OperationLog:
 
 
 def _unsealed(raw: bytes) -> tuple[int, int, int] | None:
-    """Generation, length and checksum that a head tells; zeros where none was written yet, None where it is damaged."""
+    """Generation, length and checksum that a head tells; zeros if none was written yet, None if it is damaged."""
     if not any(raw):
         return (0, 0, 0)
     facts, checksum = raw[: _HEAD.size], raw[_HEAD.size :]

@@ -69,17 +69,17 @@ _FILES = (
 )
 #: Variables that list folders, of which an empty one is the current folder.
 _FOLDERS = ("AWS_DATA_PATH", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "SSL_CERT_DIR")
-#: Where this package is.
+#: Folder of this package.
 _PLACE = Path(__file__).absolute().parents[3]
 #: Those that this process has started, and that may outlive their handle: reaped when they have ended.
 _children: list[subprocess.Popen[bytes]] = []
-#: How often a drain that stands by looks whether it is needed, seconds.
+#: Interval at which a drain that stands by looks whether it is needed, seconds.
 _STAND_BY_S = 1.0
-#: How much lower than the trainer's its priority is. Where training fills all cores, it still gets a tenth of one.
+#: Lower priority than the trainer's, by so much. If training fills all cores, the drain still gets a tenth of one.
 _NICENESS = 10
-#: How long the work may take to end after a signal, seconds: half of what containers are given before they are killed.
+#: Time for the work to end after a signal, seconds: half of what containers are given before they are killed.
 GRACE_S = 5.0
-#: How long the last line may take, where nothing reads it.
+#: Time for the last line, if nothing reads it.
 _LAST_LINE_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 #: No signal's number.
@@ -232,7 +232,7 @@ class DrainRunner:
                 write_over(path, text)
 
     def ensure(self) -> None:
-        """Starts a drain where none runs; one that dies again and again is started ever more rarely."""
+        """Starts a drain if none runs; one that dies again and again is started ever more rarely."""
         if self.is_foreign or self.is_running:
             return
         now, timing = self._clock.monotonic(), self._clock.timing

@@ -34,7 +34,7 @@ from tiered_checkpoint_io.model.place import server_in
 LOG_FILE = "operations.log"
 _REQUEST, _OUTCOME, _NOTE = "request/", "outcome/", "note/"
 _DRAIN, _LEAVE = "drain", "leave"
-#: Outcomes that are kept, of the newest saves: they take a third of the log at most. And how many where it is full.
+#: Outcomes that are kept, of the newest saves: they take a third of the log at most. And how many if it is full.
 _KEEP, _LEAST = 512, 32
 #: Characters of an error that are kept.
 _SHORT = 1000
@@ -48,7 +48,7 @@ class DrainProgress:
     """Present work of the drain.
 
     Attributes:
-        pid: Its process; 0 where none has run.
+        pid: Its process; 0 if none has run.
         heartbeat: Time of its last report, seconds since the epoch.
         pending: Operations that wait, the current one included.
         name: The checkpoint in work, or "".
@@ -80,9 +80,9 @@ class Queue:
         self._root = root
         self._clock = clock
         self._log = OperationLog(root / LOG_FILE, clock=clock)
-        #: Makes the log where it is missing, or raises MemoryFullError.
+        #: Makes the log if it is missing, or raises MemoryFullError.
         self.open = self._log.open
-        #: What differs from the last call where there is anything new: a cheap look, for those who wait.
+        #: Bytes that differ from the last call's if there is anything new: a cheap look, for processes that wait.
         self.version = self._log.poll
         #: The same, for those to whom what the drain says of itself is new too.
         self.poll_with_heartbeat = self._log.poll_with_heartbeat
@@ -162,7 +162,7 @@ class Queue:
         """Notes an outcome; with a final one, the request and the note of its work go, in the same write.
 
         Raises:
-            MemoryFullError: It has no room; the request and the note are gone all the same, where there is a log.
+            MemoryFullError: It has no room; the request and the note are gone all the same, if there is a log.
         """
         done: dict[str, Any] = {}
         if final:
@@ -226,7 +226,7 @@ class Queue:
         if said and said != self._said:
             self._said = said
             with contextlib.suppress(ValueError, TypeError):
-                # Nothing is said where a drain is just writing it.
+                # Nothing is said if a drain is just writing it.
                 self._last = DrainProgress(**json.loads(said))
         return self._last
 

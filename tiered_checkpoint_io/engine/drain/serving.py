@@ -228,7 +228,7 @@ class _Reader:
         self._descriptors: dict[str, int] = {}
 
     def request(self) -> bytes:
-        """Returns the head of the next request; nothing where the connection has ended."""
+        """Returns the head of the next request; nothing if the connection has ended."""
         silence_s, data = self._clock.timing.peer_silence_s, b""
         deadline = self._clock.monotonic() + silence_s
         while not data.endswith(b"\r\n\r\n"):
@@ -311,7 +311,7 @@ class _Reader:
                 return
 
     def _ready(self, deadline: float) -> Iterator[None]:
-        """Yields whenever the reader takes more; raises TimeoutError where it has not taken all by the deadline."""
+        """Yields whenever the reader takes more; raises TimeoutError if it has not taken all by the deadline."""
         silence_s = self._clock.timing.peer_silence_s
         self._connection.settimeout(silence_s)
         poll = select.poll()

@@ -188,8 +188,8 @@ def say_outcome(
         log: The trainer's log.
         outcome: The drain's note.
         config: The job's.
-        leads: Whether this process speaks for its node; all others log failures at DEBUG.
-        inherited: Whether an earlier start queued it: then a failure is a warning.
+        leads: True if this process speaks for its node; all others log failures at DEBUG.
+        inherited: True if an earlier start queued it: then a failure is a warning.
 
     Returns:
         The failure, if it is one.

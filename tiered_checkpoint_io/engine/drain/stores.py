@@ -47,7 +47,7 @@ class Stores:
 
     @property
     def config(self) -> TieredCheckpointConfig:
-        """The configuration as it is now; raises OSError where there is none, ConfigError where it is not valid."""
+        """The configuration as it is now; raises OSError if there is none, ConfigError if it is not valid."""
         stamp = self._path.stat().st_mtime_ns
         if self._config is None or stamp != self._stamp:
             self.close()
@@ -61,7 +61,7 @@ class Stores:
         return self._place if self.config else None
 
     def get(self, place: Place) -> Store:
-        """The store of a place; raises as :attr:`config` does, and where it can't be opened."""
+        """The store of a place; raises as :attr:`config` does, and if it can't be opened."""
         config = self.config
         if place not in self._stores:
             self._stores[place] = self._open_store(config_at(config, place), place.dirpath)

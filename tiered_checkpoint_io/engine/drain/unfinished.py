@@ -22,7 +22,7 @@ from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores.base import Store
 
-#: How often a live save is shown to be alive within the age at which a sweep takes it for dead.
+#: Number of refreshes of a live save within the age at which a sweep takes it for dead.
 REFRESHES = 4
 #: After so many, any backoff is at its bound.
 _DOUBLINGS = 32
@@ -36,13 +36,13 @@ class Begun:
         is_cleanup: A delete or a retention run; scheduled after new work.
         due: The moment of its next turn, by the monotonic clock.
         failures: Failures so far.
-        permanent: Whether it will fail again unless something is mended.
-        arrivals: The parts that have come; None where it does not wait for any.
+        permanent: True if it fails again unless the cause is removed.
+        arrivals: The parts that have come; None if it does not wait for any.
         began: First attempt of a part of several.
         sent_s: Seconds for which this drain has sent it, without the wait for others.
         size: Bytes of the whole checkpoint; 0 until all parts have come.
         moved: Arrival of the last one.
-        is_late: Whether the wait was reported as a failure.
+        is_late: True if the wait was reported as a failure.
         pause: Seconds between looks for other parts.
         failures_when_spared: Failure count when a cancel was ignored because all parts had arrived.
     """

@@ -50,12 +50,12 @@ class Drain:
 
         Args:
             root: ``<memory_dir>/tiered-<uid>/<namespace>``.
-            logger: Where to log.
+            logger: Logger to use.
             stop: Set from elsewhere to end the drain after the part in flight.
-            stay: Whether to wait for further work when no trainer lives.
-            for_trainer: Whether a trainer has started it: it leaves when a later trainer asks it to.
+            stay: True to wait for further work when no trainer lives.
+            for_trainer: True if a trainer has started it: it leaves when a later trainer asks it to.
             open_store: Makes the store for a dirpath.
-            clock: Of all that it does.
+            clock: Clock of all its work.
         """
         self._root = root
         self._clock = clock
@@ -81,7 +81,7 @@ class Drain:
             once: Return as soon as nothing is left that could be done now.
 
         Returns:
-            False where another drain holds the lock, and nothing was done.
+            False if another drain holds the lock, and nothing was done.
         """
         # A process that asks whether a drain runs holds its lock for a moment.
         lock = try_lock(self._root / LOCK_FILE, patience_s=self._clock.timing.drain_lock_s, clock=self._clock)
@@ -132,7 +132,7 @@ class Drain:
     def _loop(self, *, once: bool) -> None:
         clock, troubled_at, is_new = self._clock, None, True
         self._report.last_success = clock.monotonic()
-        # Where somebody removed this memory, another drain may work on what is there in its place.
+        # If somebody removed this memory, another drain may work on what is there in its place.
         while not (self._stop.is_set() or (self._lock is not None and is_lost(self._lock))):
             try:
                 if is_new:
@@ -154,7 +154,7 @@ class Drain:
                 clock.wait(self._stop, clock.timing.drain_rest_s)
 
     def _prepare(self) -> None:
-        """Makes folders and log where they are missing, and says that this drain begins."""
+        """Makes folders and log if they are missing, and says that this drain begins."""
         # Of a root on a disk, a power loss may have left some.
         make_folders(self._root, FOLDERS, self._log.warning)
         try:

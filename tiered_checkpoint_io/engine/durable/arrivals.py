@@ -51,7 +51,7 @@ class Arrivals:
         """Looks for those that are missing, by one list for each thousand of them, and reads their descriptions.
 
         Returns:
-            Whether any has come since the last look.
+            True if any has come since the last look.
 
         Raises:
             CorruptCheckpointError: A description is damaged.

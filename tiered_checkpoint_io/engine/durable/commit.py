@@ -54,7 +54,7 @@ _Progress = Callable[[int], None] | None
 _Source = UploadContent | ServerCopy
 _SENT = "sent"
 _UPLOAD = "upload"
-#: That W4 may have been written.
+#: Journal section that says that W4 may have been written.
 _HELD = "held"
 _DESCRIPTION = "part.json"
 #: Bytes of a manifest beyond which the files of a checkpoint of one part are listed beside it, too.
@@ -182,16 +182,16 @@ def commit(
     """Makes a checkpoint exist, whose other parts have all arrived.
 
     Args:
-        store: Where.
+        store: Durable tier.
         part: The coordinator's part; of several, after :func:`put_part`.
         files: The bytes of its files, by basename; of those that were sent, only the switch is needed.
-        rows: All parts, by rank, as :class:`Arrivals` found them; not needed where there is only this one.
+        rows: All parts, by rank, as :class:`Arrivals` found them; not needed if there is only this one.
         journal: The one of :func:`put_part`; cleared at the end.
         progress: See :meth:`Store.upload`.
         clock: Tells how long a save of another run has waited.
 
     Returns:
-        ``sent`` where this call made it exist; ``committed`` where an earlier one had; ``replaced`` where a later save
+        ``sent`` if this call made it exist; ``committed`` if an earlier one had; ``replaced`` if a later save
         has taken its name.
 
     Raises:

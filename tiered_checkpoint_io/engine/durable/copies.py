@@ -43,21 +43,21 @@ def put_copy(
     """Makes ``name`` a copy of ``target``, which the store makes by itself.
 
     A target of several files, which no store copies at once, gets an alias; and so does one that is being overwritten
-    now. Where the store can't copy, the bytes are uploaded from node memory, or else it is an alias.
+    now. If the store can't copy, the bytes are uploaded from node memory, or else it is an alias.
 
     Args:
-        store: Where.
+        store: Durable tier.
         name: The name to set. A checkpoint saved as that later than the copy was asked for is left alone.
         target: A checkpoint that is no alias itself.
         save_id: The copy's own: that of the request.
         dirpath: The durable tier.
-        in_memory: Where the bytes of the target's save are, if the store refuses.
+        in_memory: Parts in memory with the bytes of the target's save, if the store refuses.
         journal: Notes what has arrived, and what is still to be removed.
         progress: See :meth:`Store.upload`.
         clock: Tells how long a request of another run has waited.
 
     Returns:
-        Why the store did not copy; None where it did, or where it was not asked to.
+        Why the store did not copy; None if it did, or if it was not asked to.
 
     Raises:
         CheckpointNotFoundError: ``target`` does not exist. What ``name`` was is as it was.
@@ -125,7 +125,7 @@ def put_alias(store: Store, alias: str, target: str, *, before: str | None = Non
     """Makes ``alias`` point to ``target``; uploads nothing. Aliases that pointed to ``alias`` go.
 
     Args:
-        store: Where.
+        store: Durable tier.
         alias: The name to set.
         target: A checkpoint that is no alias itself.
         before: The id of the request. A checkpoint saved as ``alias`` later than it is left alone, and so is an

@@ -21,7 +21,7 @@ _Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """The first damage of a content; ``rank`` and ``file`` where it is in a file."""
+    """The first damage of a content; ``rank`` and ``file`` if it is in a file."""
 
     error: str
     rank: int | None = None
@@ -58,10 +58,10 @@ def _has_switch(store: Store, name: str, content: Content) -> bool:
 
 
 def content_or_damage(store: Store, manifest: Manifest, progress: _Progress = lambda _: None) -> Content | Damage:
-    """The content that a checkpoint's bytes are; or what is wrong with them, where they are none that they may be.
+    """The content that a checkpoint's bytes are; or what is wrong with them, if they are none that they may be.
 
     Args:
-        store: Where it is.
+        store: Store that has it.
         manifest: Its own; of an alias, better the one of what it stands for.
         progress: Called with the bytes of each chunk that was read, from any thread.
 

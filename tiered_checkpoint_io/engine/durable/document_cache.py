@@ -31,8 +31,8 @@ class DocumentCache(Generic[_T]):
     """The documents below a prefix, as they were read last.
 
     Attributes:
-        prefix: Where they are.
-        parse: Makes one of its bytes and its key; raises CorruptCheckpointError where they can't be understood.
+        prefix: Prefix of the documents' keys.
+        parse: Makes one of its bytes and its key; raises CorruptCheckpointError if they can't be understood.
     """
 
     prefix: str

@@ -22,7 +22,7 @@ class Files:
     """The files of one save; descriptions are read when they are asked for. For many threads."""
 
     def __init__(self, store: Store, content: Content, index: Index | None) -> None:
-        """Takes what :func:`files_of` has read: the content lists the files where there is no index."""
+        """Takes what :func:`files_of` has read: the content lists the files if there is no index."""
         self._store = store
         self._content = content
         self._index = index
@@ -53,7 +53,7 @@ class Files:
         return self._read.get(rank, ())
 
     def entry(self, basename: str) -> FileEntry | None:
-        """One file; None where there is none of this basename. Raises as :meth:`of_rank`."""
+        """One file; None if there is none of this basename. Raises as :meth:`of_rank`."""
         files = self._content.files
         if self._index is not None:
             rank = self._owners.get(basename)
@@ -115,7 +115,7 @@ def read_description(store: Store, name: str, save_id: str, rank: int, digest: s
     """A part, by its description.
 
     Raises:
-        CorruptCheckpointError: It is not the one that has the ``digest``, where that is given. It is that of another
+        CorruptCheckpointError: It is not the one that has the ``digest``, if that is given. It is that of another
             part, or names files outside of its checkpoint.
         StoreError: It is not there, or the tier could not be asked.
     """
@@ -142,7 +142,7 @@ def check_paths(part: Part) -> None:
 
 
 def paths_in(store: Store, contents: Iterable[Content]) -> set[str] | None:
-    """The keys of all files of some contents; None where the index of one is damaged, so that they are unknown.
+    """The keys of all files of some contents; None if the index of one is damaged, so that they are unknown.
 
     Raises:
         StoreError: The tier could not be asked.

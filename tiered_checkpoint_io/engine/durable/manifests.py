@@ -30,12 +30,12 @@ _LAST = 8
 _MAX_RESERVATION = 400
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
-#: How often an operation begins anew at once: two drains that meet at one name are done within two or three turns.
+#: Number of turns of an operation that begins again at once: two drains at one name are done within two or three.
 _TURNS = 4
 
 
 def repeated(operation: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Has an operation begin anew where what it has read is changed by another, a few times."""
+    """Has an operation begin anew if what it has read is changed by another, a few times."""
 
     @functools.wraps(operation)
     def repeat(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -54,7 +54,7 @@ class Manifests:
     """The manifests of a durable tier as one operation sees them. It changes only what is as it has read it first.
 
     Attributes:
-        store: Where they are.
+        store: Store that has the manifests.
         conditional: The same, for writes on a condition.
     """
 
@@ -96,7 +96,7 @@ class Manifests:
         self._put(manifest.name, manifest.to_json())
 
     def delete(self, name: str) -> None:
-        """Removes the manifest that was read; where none was, there is nothing to do. Raises as :meth:`put`."""
+        """Removes the manifest that was read; if none was, there is nothing to do. Raises as :meth:`put`."""
         tag = self._tags[name]
         if self._reserved[name]:
             if self._read[name] is not None:
@@ -116,11 +116,11 @@ class Manifests:
         self._reserved[name] = mark
 
     def reserved(self, name: str) -> str:
-        """The mark of the last reservation of a name that was read; empty where it never had one."""
+        """The mark of the last reservation of a name that was read; empty if it never had one."""
         return self._reserved[name]
 
     def look(self, name: str) -> None:
-        """Does nothing where a manifest is as it was read, or written last.
+        """Does nothing if a manifest is as it was read, or written last.
 
         Raises:
             StoreError: It is not: what this operation is about to write is not what the others expect.
@@ -161,7 +161,7 @@ def if_intact(read: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T
 
 
 def read_manifest(store: Store, name: str) -> Manifest | None:
-    """The manifest of a checkpoint; None where there is no such checkpoint.
+    """The manifest of a checkpoint; None if there is no such checkpoint.
 
     Raises:
         CorruptCheckpointError: It can't be understood.
@@ -208,7 +208,7 @@ def _listed(store: Store) -> dict[str, ObjectInfo]:
 
 
 def names_of(store: Store) -> set[str]:
-    """All names that have a manifest, by one list; where a reservation may stand, it is read.
+    """All names that have a manifest, by one list; if a reservation may stand, it is read.
 
     Raises:
         StoreError: The tier could not be asked.

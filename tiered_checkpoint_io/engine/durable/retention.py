@@ -37,7 +37,7 @@ def removed(
     Args:
         store: The durable tier.
         policies: Without one, nothing is removed.
-        survey: What earlier calls saw; what is refused is noted there.
+        survey: State that earlier calls saw; refusals are noted there.
         needed: Names that stay whatever the policies say.
         clock: Tells which holds have expired.
 
@@ -80,14 +80,14 @@ def remove(store: Store, checkpoint: Checkpoint, *, clock: Clock = SYSTEM) -> Re
         if error.reason != "held":
             raise
         return RemovalAttempt(checkpoint, is_gone=False)
-    # Where it is not this one object that is refused, as with credentials that have expired, this raises too.
+    # If it is not this one object that is refused, as with credentials that have expired, this raises too.
     manifest = current(store, checkpoint.name)
     is_there = manifest is not None and manifest.content.save_id == checkpoint.save_id
     return RemovalAttempt(checkpoint, not is_there, refused[0])
 
 
 def remove_all(store: Store, going: Iterable[Checkpoint], stop: threading.Event) -> list[RemovalAttempt]:
-    """Removes checkpoints, the oldest first, until ``stop`` is set; where one is refused, so stay others of its step.
+    """Removes checkpoints, the oldest first, until ``stop`` is set; if one is refused, so stay others of its step.
 
     Raises:
         StoreError: The server does not answer, or refuses all deletes. Repeat the call to finish.

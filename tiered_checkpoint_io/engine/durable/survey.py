@@ -107,7 +107,7 @@ class Survey:
         return self._left_alone.get(checkpoint.unit, -math.inf) > clock.monotonic()
 
     def other_run(self, store: Store, owner: str, *, clock: Clock = SYSTEM) -> str | None:
-        """Another launch than ``owner`` that holds a lease on this tier; None where there is none."""
+        """Another launch than ``owner`` that holds a lease on this tier; None if there is none."""
         for lease in self._leases.read(store, clock).values():
             # What can't be read may be held.
             if isinstance(lease, CorruptCheckpointError):

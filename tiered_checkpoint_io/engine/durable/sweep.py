@@ -76,7 +76,7 @@ class Remains:
     records: frozenset[str] = frozenset()
     #: Tags of the files that later saves may write to.
     tags: Mapping[str, str | None] = field(default_factory=dict)
-    #: Whether a file may have the name of a file of another save.
+    #: True if a file may have the name of a file of another save.
     has_common_names: bool = False
 
     @classmethod
@@ -179,10 +179,10 @@ def remove_aliases(manifests: Manifests, target: Manifest) -> StoreError | None:
 
 
 def delete_all(store: Store, keys: Iterable[str]) -> None:
-    """Removes objects, some of which may not be there: by few requests where the store has them, else by one each.
+    """Removes objects, some of which may not be there: by few requests if the store has them, else by one each.
 
     Raises:
-        StoreError: Some are still there: where they are refused, all others are gone. Repeat the call to finish.
+        StoreError: Some are still there: if they are refused, all others are gone. Repeat the call to finish.
     """
     todo, batched = sorted(keys), getattr(store, "delete_all", None)
     if batched is not None:

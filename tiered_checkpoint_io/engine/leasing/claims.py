@@ -60,7 +60,7 @@ class Claims:
         ``durable_timeout_s`` at most. A rank other than 0 that torch.distributed does not know yet claims nothing.
 
         Args:
-            saves: Whether a save comes next, which has to sort after those that are there.
+            saves: True if a save comes next, which has to sort after the saves that are there.
 
         Raises:
             ConfigError: Another live run writes there.
@@ -87,7 +87,7 @@ class Claims:
             self._clock.join(looking, max(0.0, began + patience_s - self._clock.monotonic()))
 
     def _look_for_newest(self) -> threading.Thread | None:
-        """Begins the look, where it is not known what is there: of a clock that is behind, new saves would be older."""
+        """Begins the look, if it is not known what is there: of a clock that is behind, new saves would be older."""
         if self._looking is not None or self._follows():
             return None
         self._looking = look = object()
@@ -110,7 +110,7 @@ class Claims:
             self.newest = newest
 
     def check(self) -> None:
-        """Looks how the claim went, where one was made; and, once, whose the memory of this namespace is.
+        """Looks how the claim went, if one was made; and, once, whose the memory of this namespace is.
 
         Raises:
             ConfigError: Another live run writes to the same dirpath, or, on this node, another live job to the same
@@ -133,7 +133,7 @@ class Claims:
 
     @property
     def owner(self) -> str | None:
-        """The launch that this process claimed the dirpath for; None where it has claimed none."""
+        """The launch that this process claimed the dirpath for; None if it has claimed none."""
         return None if self._lease is None else self._lease.owner
 
     def met_others(self) -> bool:
@@ -143,7 +143,7 @@ class Claims:
         return is_new
 
     def show(self) -> None:
-        """As :meth:`check`, where an error of the lease was not raised yet."""
+        """As :meth:`check`, if an error of the lease was not raised yet."""
         if self._lease is not None:
             self._lease.show()
 

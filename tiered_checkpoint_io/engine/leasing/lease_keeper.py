@@ -29,7 +29,7 @@ from tiered_checkpoint_io.stores.refusals import Refusals
 _MAX_BYTES = 1 << 16
 #: So many processes, each started by the one before, are known to belong together.
 _ANCESTORS = 32
-#: Where a process keeps its owner, so that those which it starts know that they belong to it.
+#: Variable with a process's owner, so that child processes know that they belong to it.
 _OWNER_VARIABLE = "TIERED_CHECKPOINT_OWNER"
 #: In which of the scheduler's jobs that was: a job that a process submits inherits its environment, but is another run.
 _JOB_VARIABLE = "TIERED_CHECKPOINT_OWNER_JOB"
@@ -44,7 +44,7 @@ def owner_of_process(clock: Clock) -> str:
     by the store of torch.distributed. See :func:`model.launches.are_one`.
 
     Raises:
-        ConfigError: That store does not answer.
+        ConfigError: The store does not answer.
     """
     pid = os.getpid()
     job, recorded = job_of(os.environ), os.environ.get(_JOB_VARIABLE)
@@ -60,9 +60,9 @@ def owner_of_process(clock: Clock) -> str:
 
 
 def launch_rank() -> int:
-    """This process' rank by what its launcher says, where torch.distributed does not know it yet.
+    """This process' rank by what its launcher says, if torch.distributed does not know it yet.
 
-    Slurm counts its tasks whether or not they are to meet: they are where it is said at which address.
+    Slurm counts its tasks whether or not they are to meet: they are if it is said at which address.
     """
     names = ["RANK", "LOCAL_RANK", *(["SLURM_PROCID"] if os.environ.get("MASTER_ADDR") else [])]
     ranks = [os.environ.get(name, "") for name in names]
@@ -95,15 +95,15 @@ class LeaseKeeper:
         self._written = self._answered = 0.0
         #: When each lease but ours was written, as of the last list.
         self._seen: dict[str, float] = {}
-        #: Of each lease of others, when it was last seen to change.
+        #: Time of the last change of each lease of others.
         self._watched: dict[str, _Watched] = {}
-        #: How often others have come or gone, or other launches have written theirs again; or may have, while we were
+        #: Number of times that others have come or gone, or have written their leases again; or may have, while we were
         #: cut off.
         self.met = 0
         self._looked = threading.Event()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        #: Whether the store answered the last time.
+        #: True if the store answered the last time.
         self._is_answered: bool | None = None
         self._refusal: ConfigError | None = None
         #: Why the last look failed.
@@ -137,12 +137,12 @@ class LeaseKeeper:
             raise self._refusal
 
     def show(self) -> None:
-        """As :meth:`check`, where the error was not raised yet."""
+        """As :meth:`check`, if the error was not raised yet."""
         if not self._was_shown:
             self.check()
 
     def close(self, timeout_s: float) -> None:
-        """Gives the lease back, where the store answers, and within ``timeout_s`` seconds."""
+        """Gives the lease back, if the store answers, and within ``timeout_s`` seconds."""
         if os.getpid() != self._pid or self._thread is None:
             return
         self._stop.set()
@@ -167,7 +167,7 @@ class LeaseKeeper:
                 break
             self._clock.wait(self._stop, pause)
         if self._is_answered and (self._lease.held or self._refusal is not None):
-            # Where that fails, the lease expires. So does that of a run which ends before it knows of another, and may
+            # If that fails, the lease expires. So does that of a run which ends before it knows of another, and may
             # have saved beside it: it stays, or the other, which looks now and then, might never learn of that.
             with contextlib.suppress(Exception):
                 self._open().delete(self._key)

@@ -1,7 +1,7 @@
 """Leases: their text, and a process's judgement of other leases. Pure, except for facts about this process.
 
 Every process that saves to a dirpath keeps one small object of its own there, its lease. Every ``lease_beat_s`` it
-lists what is there, and writes its own again where another launch's that is not held has come, or was written again:
+lists what is there, and writes its own again if another launch's that is not held has come, or was written again:
 that is how a newcomer asks whether it is alive. Else it does so every ``lease_rest_s``, for a bucket with versions
 keeps each. No process writes to the object of another that lives, so nothing has to be exclusive: a process first
 writes its own lease and then looks at all there are. Of two that begin at the same time at least one sees the other,
@@ -51,7 +51,7 @@ class Lease:
 
     @classmethod
     def from_json(cls, data: bytes) -> Lease | None:
-        """The lease; None where it can't be understood: then only its beats show that its process is alive."""
+        """The lease; None if it can't be understood: then only its beats show that its process is alive."""
         try:
             raw = json.loads(data)
             if raw.pop("format_version") != _VERSION:
@@ -79,8 +79,8 @@ class Other:
 
     Attributes:
         key: The object.
-        lease: What it says; None where that can't be read, or not be understood.
-        beats: Whether it was written again since we first saw it.
+        lease: Its content; None if that can't be read or understood.
+        beats: True if it was written again since we first saw it.
         quiet: For how long it was not, as far as we have seen, seconds.
     """
 

@@ -29,7 +29,7 @@ class NamespaceLock:
     def __init__(self, root: Path, dirpath: str, owner: str, log: Logger, clock: Clock) -> None:
         """Locks the namespace, for the launch ``owner`` with its durable checkpoints at ``dirpath``.
 
-        Where the lock can't be taken for want of space or descriptors, this warns, and nothing is held.
+        If the lock can't be taken for want of space or descriptors, this warns, and nothing is held.
 
         Raises:
             ConfigError: A live job of another launch has it.
@@ -72,7 +72,7 @@ class NamespaceLock:
 
 
 def _lock(root: Path, mine: dict[str, Any], clock: Clock) -> tuple[int | None, dict[str, Any]]:
-    """A shared lock, or None where another job has it, and that job; the first process of a job writes whose it is."""
+    """A shared lock, or None if another job has it, and that job; the first process of a job writes whose it is."""
     held = try_lock(root / LOCK_FILE)
     is_first = held is not None
     if held is None:

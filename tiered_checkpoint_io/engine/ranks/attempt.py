@@ -29,13 +29,13 @@ class LeftBehindError(ConfigError):
 
 
 def enter(client: StoreClient, rank: int, token: str) -> str:
-    """Enters a rank into its attempt; PeerError where the store does not answer within a bound.
+    """Enters a rank into its attempt; PeerError if the store does not answer within a bound.
 
     Args:
         client: Asks the store.
         rank: The rank, among all.
-        token: Of this process, and the same where it asks again, as an answer may have been lost. What the attempt is
-            named, where this rank is the first.
+        token: Id of this process, and the same if it asks again, as an answer may have been lost. The attempt is
+            named so if this rank is the first.
 
     Returns:
         The attempt's name.

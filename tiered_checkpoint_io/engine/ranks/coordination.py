@@ -31,7 +31,7 @@ from tiered_checkpoint_io.memory.node import memory_of, this_boot
 
 _T = TypeVar("_T")
 
-#: Names the machine where its boot id does not: virtual ones that fail as one, or machines that are simulated.
+#: Names the machine if its boot id does not: virtual ones that fail as one, or machines that are simulated.
 MACHINE = "TIERED_CHECKPOINT_MACHINE"
 
 
@@ -44,13 +44,13 @@ class Group:
 
     Attributes:
         rank: This process.
-        world_size: How many there are.
-        node: Which node this is; equal for processes that share a memory tier.
+        world_size: Number of ranks.
+        node: Id of this node; equal for processes that share a memory tier.
     """
 
     rank = 0
     world_size = 1
-    #: Whether the ranks have nothing more to exchange: some rank has failed, or they lost each other.
+    #: True if the ranks have nothing more to exchange: some rank has failed, or they lost each other.
     _is_over = False
 
     def __init__(self, node: str) -> None:
@@ -58,7 +58,7 @@ class Group:
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """A block in which no rank goes on where another one fails."""
+        """A block in which no rank goes on if another one fails."""
         self._is_over = False
         try:
             yield
@@ -130,7 +130,7 @@ class GivenGroup(Group):
 
         Args:
             node: See :class:`Group`.
-            process_group: Of torch.distributed. Groups of our own would need a rendezvous in which ranks outside it
+            process_group: Group of torch.distributed. Our own groups would need a rendezvous in which ranks outside it
                 have to take part.
         """
         import torch.distributed as dist
@@ -206,7 +206,7 @@ class TorchGroup(GivenGroup):
             node: See :class:`Group`.
             clock: With the bound of the wait for ranks that are still to come.
             timeout_s: Bound of each later collective: a node may fetch as long, seconds.
-            what: What the ranks do together, for errors.
+            what: The ranks' common work, for errors.
 
         Raises:
             ConfigError: Some rank did not call this in time, or this thread does not train.
@@ -288,10 +288,10 @@ def ready_together(
         clock: As :class:`TorchGroup` takes it.
         timeout_s: As :class:`TorchGroup` takes it.
         what: As :class:`TorchGroup` takes it.
-        alone: Whether this process does it without the others.
+        alone: True if this process does it without the others.
 
     Raises:
-        TieredCheckpointError: What some rank met, in opening its memory tier or in the block; on all ranks.
+        TieredCheckpointError: Error of some rank, in opening its memory tier or in the block; on all ranks.
         ConfigError: As :class:`TorchGroup`.
     """
     root, error = Path("/"), None
@@ -337,7 +337,7 @@ def raise_first(errors: Iterable[Exception | None], own: Exception | None = None
 
 
 def portable(error: Exception | None, rank: int) -> TieredCheckpointError | None:
-    """The same error where it survives a pickle; its text where it may not."""
+    """The same error if it survives a pickle; its text if it may not."""
     if error is None or isinstance(error, TieredCheckpointError):
         return error
     return RestoreError(f"{type(error).__name__}: {error}", operation="load", rank=rank)

@@ -9,7 +9,7 @@ knows by itself: the series of the name, the step, and how often the series has 
 So
 
 - after a restart the store is a new one, or its keys are those of another attempt (see ``attempt``), and so are the run
-  and all ids: parts of two starts never mix, even where both saved the same name at the same step. The run's id begins
+  and all ids: parts of two starts never mix, even if both saved the same name at the same step. The run's id begins
   with the time, and sorts after all ids that its maker has seen, so that later starts count as newer;
 - a name that is saved again gets another id, because its step does not grow: that is a repeat;
 - a save that fails on one rank, or is skipped, does not put later ones out of step: each rank counts it before anything
@@ -20,7 +20,7 @@ Steps may fall only together: a rank that goes back alone makes parts that no ot
 
 *Saves that miss a part.* Retention in memory takes a save for complete by what one node holds. A rank that has no room
 there, or whose save fails, sets a key for that save. The others get it at their next save, before they remove older
-ones, and a drain that waits for all parts gives up. Where nothing fails, each save but the first gets one key.
+ones, and a drain that waits for all parts gives up. If nothing fails, each save but the first gets one key.
 
 *Synchronous saves.* The rank that saves shard 0 waits for the commit, and sets a key to what became of it. The others
 look for that key once their own parts are uploaded. The keys of the last few saves stay, for ranks that are late.
@@ -28,7 +28,7 @@ look for that key once their own parts are uploaded. The keys of the last few sa
 *What no step changes.* A rank whose tensors are those of an earlier save counts itself, by a key of the save.
 
 *Loads.* The first rank that has an intact file sets a key to its save id. The others load their files of that save. Of
-what lies in memory alone, each rank first counts itself where its node has its file, so that none is chosen that some
+what lies in memory alone, each rank first counts itself if its node has its file, so that none is chosen that some
 rank can't get. All these are keys of the attempt as well: the next one must not load what this one did.
 """
 
@@ -62,7 +62,7 @@ _T = TypeVar("_T")
 class Run:
     """One start of a job, as one process takes part in it.
 
-    Its methods raise ``ConfigError`` where the store does not answer within a bound, or the job has gone on without it.
+    Its methods raise ``ConfigError`` if the store does not answer within a bound, or the job has gone on without it.
     """
 
     def __init__(self, store: Any, clock: Clock = SYSTEM) -> None:
@@ -71,7 +71,7 @@ class Run:
         self._clock = clock
         #: Makes the requests, in the process of that id.
         self._client: tuple[int, StoreClient] | None = None
-        #: Which start it is, in this process.
+        #: Number of the start, in this process.
         self.number = next(_numbers)
         self._lock = threading.Lock()
         self._token = clock.token(8)
@@ -90,8 +90,8 @@ class Run:
 
         Args:
             namespace: The job's.
-            series: Which saves belong together, see :func:`ids.series_of`.
-            step: The training step; -1 where it is not known.
+            series: Key of the saves that belong together, see :func:`ids.series_of`.
+            step: The training step; -1 if it is not known.
         """
         with self._lock:
             last, repeat = self._saved.get((namespace, series), (-1, 0))
@@ -105,10 +105,10 @@ class Run:
 
         Args:
             namespace: The job's.
-            series: Which saves belong together.
+            series: Key of the saves that belong together.
             step: The training step.
-            repeat: What :meth:`count_save` has given.
-            new_run_id: Makes the id of a run, where this rank is the first.
+            repeat: Result of :meth:`count_save`.
+            new_run_id: Makes the id of a run, if this rank is the first.
         """
         with self._lock:
             attempt = self.attempt
@@ -131,7 +131,7 @@ class Run:
     def watching(self, save_id: str, log: Logger, clock: Clock) -> Iterator[Callable[[], bool]]:
         """Tells in the block whether some part of a save will not come to the durable tier, while training runs.
 
-        Where the store does not answer within a bound, this warns once, and no save counts as given up.
+        If the store does not answer within a bound, this warns once, and no save counts as given up.
         """
         client: StoreClient | None = None
         if self.store is not None:
@@ -207,7 +207,7 @@ class Run:
         return self._add(f"{load}/held/{save_id}", 0) >= world_size
 
     def first(self, key: str, mine: str) -> str:
-        """The value that the first rank gave to ``key``: ``mine``, where that is this one."""
+        """The value that the first rank gave to ``key``: ``mine``, if that is this one."""
         if self.store is None:
             return mine
         return self._ask(lambda client: client.swap(key, "", mine))
@@ -272,7 +272,7 @@ _current: Run | None = None
 
 
 def current_run() -> Run:
-    """The run of this process: a new one where torch.distributed was initialised anew."""
+    """The run of this process: a new one if torch.distributed was initialised anew."""
     import torch.distributed as dist
 
     global _current

@@ -40,19 +40,19 @@ class StoreClient:
 
         Args:
             origin: The store. This makes a connection of its own, because a call locks the one it is made over.
-            prefix: Of all keys.
+            prefix: Prefix of all keys.
             timeout_s: Bound of each request, seconds.
         """
         self._origin = origin
         self._prefix = prefix
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        #: Of the connection that is open.
+        #: Requests of the open connection.
         self._requests: _Requests | None = None
         self._thread: threading.Thread | None = None
 
     def get(self, key: str) -> str | None:
-        """The value of a key; None where it has none."""
+        """The value of a key; None if it has none."""
         # The store's own get waits for a key that is not there, as one that goes after a look whether it is.
         found = self.swap(key, _NO_VALUE, _NO_VALUE)
         return found if found != _NO_VALUE else None
@@ -72,7 +72,7 @@ class StoreClient:
         return total
 
     def forget(self, *keys: str) -> None:
-        """Removes keys that no rank asks for any more. They stay where the store can't, or does not answer."""
+        """Removes keys that no rank asks for any more. They stay if the store can't, or does not answer."""
         with contextlib.suppress(LostStoreError):
             self.ask(lambda store: [store.delete_key(key) for key in keys])
 

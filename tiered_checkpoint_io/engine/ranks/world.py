@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-#: Of launchers that say no LOCAL_RANK, the variables that tell a process its rank, and that within its node.
+#: Variables of launchers without LOCAL_RANK that tell a process its rank, and its rank within its node.
 _LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -38,7 +38,7 @@ def leads_node() -> bool:
 
 
 def may_lead_node() -> bool:
-    """As :func:`leads_node`; also where no launcher says which ranks are on this node."""
+    """As :func:`leads_node`; also if no launcher says which ranks are on this node."""
     rank = str(current_rank())
     told = "LOCAL_RANK" in os.environ or any(os.environ.get(of_all) == rank for of_all, _ in _LAUNCHERS)
     return leads_node() or not told

@@ -60,7 +60,7 @@ class Fates:
         self._tier = tier
         self._lock = threading.Lock()
         self._replicated = dict(replicated)
-        #: By rank, its part that is being replicated; at most one of each.
+        #: The part of each rank that is being replicated; at most one of each.
         self._open: dict[int, Part] = {}
         #: Saves of which this rank has counted no part, and will not.
         self._dropped: deque[Part] = deque(maxlen=_MAX_DROPPED)
@@ -77,7 +77,7 @@ class Fates:
         """A rank's part is about to be replicated, so that rank's earlier part is not waited for any longer.
 
         Returns:
-            Whether it is of any use: not where the save is given up, or the rank's newer one is being replicated.
+            True if that is of any use: not if the save is given up, or the rank's newer one is being replicated.
         """
         earlier = self._open.get(part.rank)
         if earlier is not None and earlier.save_id != part.save_id:

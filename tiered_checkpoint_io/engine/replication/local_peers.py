@@ -5,7 +5,7 @@ key-value store of torch.distributed what their node's memory holds, and where i
 which lacks one finds its holders by few requests, and in counts. The waits are bounded:
 
 - for ranks that have not begun to load, until all have, or ``local_patience_s`` is over;
-- where the node holds nothing of the newest save that all nodes together hold, since it has lost its memory or was not
+- if the node holds nothing of the newest save that all nodes together hold, since it has lost its memory or was not
   part of the job when that was made: for another rank's choice of what to load, while some rank may still choose.
 """
 
@@ -34,7 +34,7 @@ class LocalPeers:
         self._store, self._clock = member.store, member.clock
         self._timing = member.clock.timing
         self._load = ""
-        #: Whether this rank may choose what all load, since its node's memory holds something.
+        #: True if this rank may choose what all load, since its node's memory holds something.
         self._may_choose = False
 
     def begin(self, load: str, held: Mapping[tuple[str, int], int]) -> None:

@@ -68,7 +68,7 @@ class Peering:
 
         Args:
             config: The configuration.
-            counts: Of ``replicated`` and ``unreplicated`` parts.
+            counts: Counts of ``replicated`` and ``unreplicated`` parts.
             clock: The session's.
             serve: Has this node's drain serve its memory.
         """
@@ -77,11 +77,11 @@ class Peering:
         self._counts = counts
         self._clock = clock
         self._pid = os.getpid()
-        #: By which ranks save together, in which start of the job.
+        #: Replicators by the ranks that save together, and the start of the job.
         self._replicators: dict[object, Replicator] = {}
         self._local: tuple[object, LocalPeers] | None = None
         self._interface_in_use: Interface | None = None
-        #: Who sends what is saved now.
+        #: Replicator that sends the present saves.
         self._current: Replicator | None = None
 
     def meet(
@@ -89,14 +89,14 @@ class Peering:
     ) -> None:
         """Has the ranks agree on their peers, once, and starts replication; all call this, on the threads that train.
 
-        Does nothing where ``replication_factor`` is 1, or these ranks have met before.
+        Does nothing if ``replication_factor`` is 1, or these ranks have met before.
 
         Args:
             open_tier: Opens this node's memory.
-            logger: Where to log.
-            process_group: The ranks that save together; all of them where it is None.
-            series: Of the save that has them meet, see :attr:`Part.series`. Where other ranks may save side by side,
-                parts of an earlier start that are of another series are theirs; None where that is not known.
+            logger: Logger to use.
+            process_group: The ranks that save together; all of them if it is None.
+            series: Series of the save that has them meet, see :attr:`Part.series`. If others may save side by side,
+                parts of an earlier start that are of another series are theirs; None if that is not known.
 
         Raises:
             ConfigError: There are fewer machines than copies, or some rank did not come; on all ranks.
@@ -177,7 +177,7 @@ class Peering:
         for stored in own:
             key, is_newest = (stored.save_id, group.rank), stored is own[-1]
             was_replicated = stored.save_id in replicated.values()
-            # Where all have their part of the newest, it may become replicated now.
+            # If all have their part of the newest, it may become replicated now.
             counts = is_newest and not was_replicated and newest.count(stored.save_id) == stored.part.content.parts
             lacks = any(key not in gathered[peer].replicas for peer in peers[group.rank])
             if counts or (lacks and (is_newest or was_replicated)):
@@ -290,7 +290,7 @@ class Peering:
 
 
 def _of_group(held: Sequence[StoredPart], series: str | None) -> list[StoredPart]:
-    """The parts of the ranks that have saved a series, by the folder that is theirs; all of them where it is None."""
+    """The parts of the ranks that have saved a series, by the folder that is theirs; all of them if it is None."""
     return [each for each in held if series is None or _group(each.part.series_key.series) == _group(series)]
 
 

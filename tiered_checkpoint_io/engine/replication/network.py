@@ -48,13 +48,13 @@ def choose(interfaces: Sequence[Interface], *, environment: str, host: str, sour
     """Chooses the interface to use; pure.
 
     Args:
-        interfaces: What this host has.
+        interfaces: Interfaces of this host.
         environment: The value of ``GLOO_SOCKET_IFNAME``.
-        host: The host of the store of torch.distributed, as it was given; "" where it has none.
+        host: The host of the store of torch.distributed, as it was given; "" if it has none.
         source: The address from which this host reaches that one.
 
     Returns:
-        None where there is nothing to choose from.
+        None if there is nothing to choose from.
 
     Raises:
         ConfigError: This host has no interface of the name that was given, or no address on it.
@@ -99,9 +99,9 @@ def address_here() -> str:
 
 
 def interface_towards(host: str) -> Interface | None:
-    """The same in a job whose store is on this host; "" where that is not known."""
+    """The same in a job whose store is on this host; "" if that is not known."""
     interfaces: list[Interface] = []
-    # Where a sandbox does not say, gloo chooses; a name that was given is refused all the same.
+    # If a sandbox does not say, gloo chooses; a name that was given is refused all the same.
     with contextlib.suppress(OSError):
         interfaces = interfaces_here()
     return choose(
@@ -120,7 +120,7 @@ def _host_of(store: Any) -> str:
 
 
 def _source_for(host: str) -> str | None:
-    """The address from which this host reaches another one; sends nothing. None where there is no way to it."""
+    """The address from which this host reaches another one; sends nothing. None if there is no way to it."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
@@ -154,14 +154,14 @@ def interfaces_here() -> list[Interface]:
 
 
 def megabits_of(name: str, root: Path = Path("/sys/class/net")) -> int:
-    """The rate of an interface as its driver has it, Mbit/s; 0 where it does not know."""
+    """The rate of an interface as its driver has it, Mbit/s; 0 if it does not know."""
     with contextlib.suppress(OSError, ValueError):
         return max(0, int((root / name / "speed").read_text()))
     return 0
 
 
 def rate_text(megabits: int) -> str:
-    """A rate, such as "25 Gbit/s"; "" where it is not known."""
+    """A rate, such as "25 Gbit/s"; "" if it is not known."""
     if not megabits:
         return ""
     return f"{megabits / 1000:g} Gbit/s" if megabits >= 1000 else f"{megabits} Mbit/s"

@@ -1,7 +1,7 @@
 """Placement of replicas: pure functions tell which rank keeps whose parts, by the ranks' nodes.
 
 Nodes form cliques, as NVRx has them: with a factor of 2, nodes 0 and 1 keep each other's parts, then 2 and 3.
-Where the number of nodes does not allow cliques of equal size, the nodes form a ring: each keeps copies
+If the number of nodes does not allow cliques of equal size, the nodes form a ring: each keeps copies
 for as many others as any other does, whatever their number.
 """
 
@@ -45,9 +45,9 @@ def peers_of_ranks(nodes: Sequence[str], *, factor: int) -> list[tuple[int, ...]
 
 
 def sender_of(part: int, node: str, nodes: Sequence[str]) -> int:
-    """The rank that sends its peers a part which a node holds: the part's own, where that runs there.
+    """The rank that sends its peers a part which a node holds: the part's own, if that runs there.
 
-    Where ranks have come to other nodes, or are fewer than they were, the others of the node share those that are left.
+    If ranks have come to other nodes, or are fewer than they were, the others of the node share those that are left.
 
     Args:
         part: The part's number.
@@ -62,7 +62,7 @@ def node_peers(count: int, *, factor: int) -> list[tuple[int, ...]]:
     """The nodes that keep copies for each of ``count`` nodes; each node keeps ``factor - 1``.
 
     Args:
-        count: How many nodes there are; ``factor`` or more.
+        count: Number of nodes; ``factor`` or more.
         factor: See :func:`peers_of_ranks`.
     """
     if count % factor == 0:

@@ -1,7 +1,7 @@
 """Copies of parts in the memory of other nodes: a rank offers its part, and its peers read it from its node's drain.
 
 An *offer* is a key of the store of torch.distributed: the save, and where its node's memory is served. A rank that
-keeps copies looks at that key a few times a second, and every two seconds where nothing has come for long. It reads
+keeps copies looks at that key a few times a second, and every two seconds if nothing has come for long. It reads
 the part as a restore does, commits it as a replica, and answers by another key; while it reads, the answer says how
 far it is. A part is replicated once all peers have answered that they keep it. No rank sends bytes.
 """
@@ -46,7 +46,7 @@ class Member:
         rank: This one.
         world_size: The number of ranks.
         config: For bounds.
-        log: Where to log.
+        log: Logger to use.
         clock: The session's.
         serve: Has this node's drain serve its memory.
     """
@@ -85,7 +85,7 @@ class Replicator:
             member: This rank.
             peers: The ranks that keep replicas of each rank's parts, by rank.
             counts: ``replicated`` and ``unreplicated`` parts.
-            replicated: What any rank knows to be replicated.
+            replicated: Saves that any rank knows to be replicated.
         """
         self._store, fates = member.store, Fates(member.store, member.tier, replicated)
         self._keeper = Keeper(member, [rank for rank, theirs in enumerate(peers) if member.rank in theirs], fates)
@@ -381,7 +381,7 @@ class Keeper:
             self._log.warning("receiving no replicas for now: %s", unreachable)
 
     def _take(self, source: int, offer: str) -> None:
-        """Reads one part, where it is wanted, and answers. Its source warns of a failure; here it is logged."""
+        """Reads one part, if it is wanted, and answers. Its source warns of a failure; here it is logged."""
         number, save_id, rank, *where = json.loads(offer)
         said_at = self._clock.monotonic()
 

@@ -52,7 +52,7 @@ class Tiers(AtPlace):
 
     ``store`` opens the durable tier, on rank 0 and where bytes are fetched; ``on_listed`` gets all its names, where
     this rank listed them. ``store_at`` opens that of another dirpath, whose run may have saved what is asked for by its
-    name; None where no other is looked at. ``serve`` has the drain serve this node's memory to others.
+    name; None if no other is looked at. ``serve`` has the drain serve this node's memory to others.
     """
 
     config: TieredCheckpointConfig
@@ -77,7 +77,7 @@ class Tiers(AtPlace):
         self.log.error("skipping this copy, trying the next: %s", note)
 
     def say_whose(self, content: Content) -> None:
-        """Logs that a checkpoint was saved under another namespace, where it tells so: perhaps by another job."""
+        """Logs that a checkpoint was saved under another namespace, if it tells so: perhaps by another job."""
         if content.namespace not in ("", self.config.namespace):
             text = "this checkpoint was saved under namespace %s; this job's is %s"
             self.log.info(text, content.namespace, self.config.namespace)
@@ -90,7 +90,7 @@ class Tiers(AtPlace):
 
     @contextlib.contextmanager
     def lock(self, which: str = "") -> Iterator[None]:
-        """One process of a node at a time verifies or fetches, also where no group orders them.
+        """One process of a node at a time verifies or fetches, also if no group orders them.
 
         Raises:
             RestoreError: Another process did not finish within ``wait_timeout_s``.
@@ -135,11 +135,11 @@ class DurableCatalog:
     rejected: list[str] = field(default_factory=list)
     #: Names of manifests that were listed, but not read yet, in the order to read them.
     rest: list[str] = field(default_factory=list)
-    #: What others wrote under the wanted name, without a manifest: nothing can verify it.
+    #: Content of another tool under the wanted name, without a manifest: nothing can verify it.
     foreign: Content | None = None
-    #: Where the wanted file has a manifest, if not here: a run saved it under a name with folders, or with fewer.
+    #: Place of the wanted file's manifest, if not here: a run saved it under a name with folders, or with fewer.
     elsewhere: ids.Split | None = None
-    #: All names there, where they were listed.
+    #: All names there, if they were listed.
     listed: set[str] | None = None
     #: Names of manifests whose objects were removed: by hand, or by a lifecycle rule.
     gone: set[str] = field(default_factory=set)
@@ -160,11 +160,11 @@ def discover(
     touched: see :class:`Question`.
 
     Args:
-        tiers: Where to look.
-        selector: What is wanted.
+        tiers: Tiers to look at.
+        selector: Request for a checkpoint.
         queued: Aliases that are not on the tier yet, and their targets.
         accepts: The payload that is wanted, of which others may have written a checkpoint of that name.
-        known: What an earlier call gave, to read more manifests.
+        known: Result of an earlier call, to read more manifests.
     """
     found = DurableCatalog(rest=known.rest if known is not None else [])
     try:
@@ -275,7 +275,7 @@ class Versions:
         self._weights |= {each.name for each in manifests if not each.content.resumable}
 
     def say_weights(self, tiers: Tiers, selector: Selector, nodes: Iterable[NodeCatalog]) -> None:
-        """Warns where there is nothing to resume from but weights alone: a caller may count on them."""
+        """Warns if there is nothing to resume from but weights alone: a caller may count on them."""
         names = sorted(
             self._weights | {each.name for node in nodes for each in node.held if not each.content.resumable}
         )
@@ -284,7 +284,7 @@ class Versions:
             tiers.log.warning(text, tiers.dirpath, names_text(names))
 
     def changed(self, tiers: Tiers, name: str) -> set[str] | None:
-        """The saves of which it has the content under a name by now; None where they are as they were, or not known.
+        """The saves of which it has the content under a name by now; None if they are as they were, or not known.
 
         What could not be read as its manifest says may have been overwritten or removed meanwhile: the drain of the run
         before may still be at work, and have committed its next checkpoint.
@@ -335,12 +335,12 @@ class NodeCatalog:
     #: Parts that can't be read, and why; and those that earlier restores found corrupt.
     damaged: list[str] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
-    #: Why a part can't be read, where a newer release wrote it; and why memory can't be looked at.
+    #: Why a part can't be read, if a newer release wrote it; and why memory can't be looked at.
     newer: CorruptCheckpointError | None = None
     error: TieredCheckpointError | None = None
     #: Aliases that are queued for the durable tier: the operation's id, and the target.
     aliases: dict[str, tuple[str, str]] = field(default_factory=dict)
-    #: Where the wanted file belongs by a part or an alias of another dirpath.
+    #: Place of the wanted file, by a part or an alias of another dirpath.
     elsewhere: ids.Split | None = None
 
 
@@ -354,9 +354,9 @@ def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
     """Lists this node's memory, and takes out of it what can't be read.
 
     Args:
-        tiers: Whose memory, and for which durable tier.
+        tiers: Tiers with the memory to look at, and the durable tier that it is for.
         rank: This one, for notes of what can't be read.
-        name: What is asked for by its name, which another run may have saved; empty for none.
+        name: Name that is asked for, which another run may have saved; empty for none.
     """
     here, tier, place = NodeCatalog(), tiers.memory, tiers.place
     elsewhere = other_names(place, name) if name and tiers.store_at is not None else {}

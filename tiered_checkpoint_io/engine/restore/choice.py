@@ -16,7 +16,7 @@ from tiered_checkpoint_io.logs import names_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content, Kind, Manifest, newest_first
 
-#: Where a node has a checkpoint from: its own memory (its own parts, and copies that it keeps for others), the
+#: Source of a checkpoint for a node: its own memory (its own parts, and copies that it keeps for others), the
 #: memory of another node, or the durable tier.
 Tier = Literal["memory", "peer", "durable"]
 
@@ -31,14 +31,14 @@ class Selector:
 
     Attributes:
         kind: ``latest``: the newest of all that training can resume from; ``last``: the newest such that is called
-            "last", or where those are all weights alone, the newest of them; ``name``: the newest of one name;
+            "last", or if those are all weights alone, the newest of them; ``name``: the newest of one name;
             ``best``: the one with the best monitored value.
         name: For ``name``.
         monitor: For ``best``: which value.
         mode: For ``best``: which end of it is the best.
-        step: For ``latest``: only checkpoints of this training step, where it is given.
+        step: For ``latest``: only checkpoints of this training step, if it is given.
         also: For ``last``: names that count as such beside those that a callback called "last".
-        companion: Where it is given, ``x.ckpt`` counts only together with ``x<companion>.ckpt`` of the same
+        companion: If it is given, ``x.ckpt`` counts only together with ``x<companion>.ckpt`` of the same
             step, which is never meant by itself.
         folder: For ``latest``: only names in this folder, as :func:`ids.folder_of` gives it; None for any. Process
             groups, or averaged weights, may be saved side by side: the newest of all may be another's.
@@ -152,18 +152,18 @@ class Candidate:
 
     name: str
     content: Content
-    #: What its manifest says; None where it is not on the durable tier.
+    #: Content by its manifest; None if it is not on the durable tier.
     durable: Content | None = None
     #: For each node whose memory has parts of it: their ranks, and whether the node owns them.
     held: Mapping[str, Mapping[int, bool]] = field(default_factory=dict)
-    #: By basename, the rank whose part has a file, as far as memory has it.
+    #: Rank whose part has a file, by basename, as far as memory has it.
     files: Mapping[str, int] = field(default_factory=dict)
     #: Nodes whose memory has the coordinator's part.
     coordinators: tuple[str, ...] = ()
-    #: Whether the memory of the nodes has all its parts, and whether that of other nodes is known to.
+    #: True if the memory of the nodes has all its parts; and True if that of other nodes is known to.
     in_memory: bool = False
     replicated: bool = False
-    #: Whether a node knows that it was on the durable tier.
+    #: True if a node knows that it was on the durable tier.
     committed: bool = False
 
     @property
@@ -201,15 +201,15 @@ def choose(
 ) -> list[Candidate]:
     """The complete checkpoints that are meant, in the order in which to try them.
 
-    One is complete where there is its manifest, or where all its parts are seen.
+    One is complete if there is its manifest, or if all its parts are seen.
 
     Args:
-        catalog: What the tiers hold.
-        selector: What is wanted.
+        catalog: Contents of the tiers.
+        selector: Request for a checkpoint.
         accepts: The payload that is wanted: see :func:`refuse_other_kind` for the others. None for any.
-        own: Where a rank looks at its own node alone: the part that it needs. Of a checkpoint that is asked for by
+        own: The part that this rank needs, if it looks at its own node alone. For a checkpoint that is asked for by
             name it suffices.
-        replicas: Whether the mark that all parts are in the memory of other nodes counts, because they can be asked.
+        replicas: True to count the mark that all parts are in the memory of other nodes, because they can be asked.
     """
     wanted = {target for alias, target in catalog.aliases.items() if selector.wants(alias)}
     on_durable = {
@@ -266,7 +266,7 @@ def _candidate(parts: Sequence[tuple[str, Held]], durable: tuple[str, Content] |
     )
 
 
-#: What a search for a payload passes over: local checkpoints are steps of memory beside others, each loaded by
+#: Payloads that a search for a payload skips: local checkpoints are steps of memory beside others, each loaded by
 #: the rank that made it. A full and a sharded one in one place are one run's, which must not go back to the older one.
 _PASSED_OVER: Mapping[str, tuple[Kind, ...]] = {"sharded": ("local",), "local": ("full", "sharded")}
 

@@ -1,6 +1,6 @@
 """Owner of a file: the run at any folder above the file may have saved it. Only that run's manifest can verify it.
 
-A restore looks at one dirpath. Where neither its tier nor memory knows the name there, and a run at another dirpath has
+A restore looks at one dirpath. If neither its tier nor memory knows the name there, and a run at another dirpath has
 saved the file, all ranks look once more, at that one.
 """
 

@@ -19,8 +19,8 @@ class Found:
     Attributes:
         name: Its name.
         dirpath: The durable tier that it belongs to.
-        content: The facts of the save; None where others wrote it, so that nothing verified it.
-        rejected: What was tried before it, and why it was not taken.
+        content: The facts of the save; None if others wrote it, so that nothing verified it.
+        rejected: Copies that were tried before it, and why they were not taken.
         newest_save_id: The newest save that was seen in any tier; later runs count on from there.
     """
 
@@ -42,7 +42,7 @@ class Found:
 
     @property
     def step(self) -> int:
-        """The training step; -1 where the checkpoint does not tell."""
+        """The training step; -1 if the checkpoint does not tell."""
         if self.content is not None:
             return self.content.step
         step = ids.step_in_name(self.name)
@@ -55,12 +55,12 @@ def why_nothing(
     """Why nothing was found.
 
     Args:
-        tiers: Where it was looked for.
-        selector: What was wanted.
+        tiers: Tiers that were searched.
+        selector: Request for a checkpoint.
         accepts: The payload that was wanted.
-        rejected: What was tried, or could not be read, and why it was not taken.
-        suspects: What else of memory can't be read, or was found corrupt earlier; it may have been what is meant.
-        rank: That of this process, for the error.
+        rejected: Copies that were tried, or could not be read, and why they were not taken.
+        suspects: Other parts in memory that can't be read, or were found corrupt earlier; one may be the wanted one.
+        rank: Rank of this process, for the error.
     """
     what = "checkpoint" if accepts == "full" else f"{accepts} checkpoint"
     key, by_name = tiers.dirpath, selector.kind == "name"

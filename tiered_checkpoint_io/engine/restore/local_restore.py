@@ -3,9 +3,9 @@
 A checkpoint is taken if it is known to be complete: it is committed on the durable tier, or this node's memory holds
 the parts of all its shards, or knows that all of them were replicated. The first rank that has an intact file of one
 publishes which save that is, see ``local_run``; all others take theirs of that save: from their node's memory, else
-from a peer's, see ``local_peers``, else from the durable tier. Where peers can be asked, a node that was not part of
+from a peer's, see ``local_peers``, else from the durable tier. If peers can be asked, a node that was not part of
 the job for a while may hold an old one: only ranks whose node has a part of the newest that all nodes together hold
-choose. Where no peer can be asked, a checkpoint of memory alone is passed over if some rank's node lacks that rank's
+choose. If no peer can be asked, a checkpoint of memory alone is passed over if some rank's node lacks that rank's
 file: the ranks of one node may have saved it for replicas on others, or ranks may be on other nodes than they were. A
 checkpoint that several nodes hold in memory alone, without replicas, is loaded by its name: no node can see that it is
 complete, but a rank that lacks its part says so. The replicas that a node keeps for others count as what it holds.
@@ -36,7 +36,7 @@ class LocalRestorer:
     """Finds the local checkpoint to load, and fetches this rank's file of it to this node."""
 
     def __init__(self, tiers: Tiers, role: ShardRole, peers: LocalPeers | None = None, *, alone: bool = False) -> None:
-        """Takes where to look, which shard this rank has, and the peers that may have it; None where none load.
+        """Takes where to look, which shard this rank has, and the peers that may have it; None if none load.
 
         ``alone`` says that no other rank takes part in the load.
         """
@@ -149,7 +149,7 @@ class LocalRestorer:
         return fetched
 
     def _fetch(self, candidate: Candidate, tier: Tier, search: Search) -> FetchedPart | None:
-        """This rank's file from one tier; None where it is not intact there."""
+        """This rank's file from one tier; None if it is not intact there."""
         if tier != "peer":
             attempt = self._fetcher.fetch(candidate, tier, search)
             search.share(attempt, FetchedPart.brief)
@@ -157,7 +157,7 @@ class LocalRestorer:
         return self._from_peers(candidate.save_id, search)
 
     def _from_peers(self, save_id: str, search: Search) -> FetchedPart | None:
-        """This rank's file from another node's memory; None where none gives it."""
+        """This rank's file from another node's memory; None if none gives it."""
         if self._peers is None:
             return None
         # The drain sees whether the durable tier has it, and then uploads nothing.

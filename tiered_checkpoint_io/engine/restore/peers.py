@@ -38,9 +38,9 @@ class Peers:
         Args:
             tiers: For the clock, and where to log.
             candidate: The save.
-            endpoints: Where each node's memory is served.
+            endpoints: Endpoint that serves each node's memory.
             node: This node.
-            readers: How many ranks of this node read.
+            readers: Number of ranks of this node that read.
         """
         self._tiers, self._candidate = tiers, candidate
         self.rejected: list[str] = []
@@ -61,7 +61,7 @@ class Peers:
         return able[first:] + able[:first]
 
     def part(self, rank: int) -> Part | None:
-        """Returns the description of a rank's part; None where no other node has it."""
+        """Returns the description of a rank's part; None if no other node has it."""
         if rank not in self._parts:
             self._parts[rank] = next(self._described(rank), None)
         return self._parts[rank]
@@ -115,7 +115,7 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class PartMove:
-    """A rank's part that goes to the node of a rank; where ``adopts``, it is there as a replica already."""
+    """A rank's part that goes to the node of a rank; if ``adopts``, it is there as a replica already."""
 
     part: int
     target: int
@@ -125,7 +125,7 @@ class PartMove:
 def moves_to_owners(candidate: Candidate, nodes: list[str]) -> list[PartMove]:
     """Plans where the replicas of parts go that no node owns; pure.
 
-    A part goes to the node of the rank that it belongs to; where the job has another number of ranks, a node that
+    A part goes to the node of the rank that it belongs to; if the job has another number of ranks, a node that
     has a replica becomes its owner. A restart would load from the replicas where they lie just as well. But then the
     next lost node might take the last copy, and no node would upload what the lost one was to upload.
     """

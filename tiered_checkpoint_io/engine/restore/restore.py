@@ -1,7 +1,7 @@
 """Restoring a checkpoint's file of one part: fetched to the node, verified, and held until it is loaded.
 
 Of a checkpoint of one file, all ranks load the same: the lowest rank of each node verifies or fetches it, the others
-map the same pages. A node that has no copy reads that of one that has, and only where none has the durable tier's.
+map the same pages. A node that has no copy reads that of one that has, and only if none has the durable tier's.
 A bad copy leads to the next source, then to the next candidate; it is quarantined and reported, never loaded.
 """
 
@@ -47,13 +47,13 @@ class Restored(Found):
     """A checkpoint's file that lies, verified, on this node, and stays there until it is released.
 
     Attributes:
-        tier: Where this node had it from.
-        is_durable: Whether it is known to be on the durable tier, wherever this node had it from.
+        tier: Tier from which this node had it.
+        is_durable: True if it is known to be on the durable tier, from whatever tier this node had it.
         path: The local file.
-        seconds: How long it took to find, fetch and verify.
+        seconds: Time to find, fetch and verify it.
         bytes_read: Bytes that this process read from the durable tier.
-        mapped: The file's bytes, where it lies in node memory: tensors may be made of them, and what is written to
-            these never gets into the file. Where this process has verified them there, each page is touched once.
+        mapped: The file's bytes, if it lies in node memory: tensors may be made of them, and what is written to
+            these never gets into the file. If this process has verified them there, each page is touched once.
     """
 
     tier: Tier
@@ -109,11 +109,11 @@ class NodeFetcher:
     """Verifies and fetches for one node."""
 
     def __init__(self, tiers: Tiers, *, part_rank: int | None = None) -> None:
-        """Takes the tiers, and whose part to fetch where each rank has one file; None where there is one in all."""
+        """Takes the tiers, and whose part to fetch if each rank has one file; None if there is one in all."""
         self.tiers = tiers
         self._rank = part_rank
         self._started = tiers.clock.monotonic()
-        #: What was verified last in node memory, as it is mapped, and which file that is; open until it is held.
+        #: File that was verified last in node memory, as it is mapped, and its identity; open until it is held.
         self._mapped: tuple[torch.UntypedStorage, os.stat_result] | None = None
         self._open = contextlib.ExitStack()
 
@@ -214,9 +214,9 @@ class NodeFetcher:
 
         Args:
             fetched: The file.
-            search: What found it.
-            keep: Whether mappings of it may outlive that.
-            is_durable: Whether the durable tier has it too, where it came from elsewhere.
+            search: Search that found it.
+            keep: True if mappings of it may outlive the block.
+            is_durable: True if the durable tier has it too, if it came from another tier.
         """
         part = fetched.part
         restored = Restored(
@@ -344,7 +344,7 @@ def restore(
     error. ``rejected`` has the ids of saves that it can't take, and why.
 
     Returns:
-        The checkpoint, to be released once it is loaded; None where no tier holds any, and
+        The checkpoint, to be released once it is loaded; None if no tier holds any, and
         each has said so.
 
     Raises:
@@ -368,7 +368,7 @@ def _restore(tiers: Tiers, selector: Selector, group: Group, rejected: Mapping[s
 
 
 def _try(fetcher: NodeFetcher, candidate: Candidate, search: Search) -> Restored | None:
-    """Has every node's leader fetch a candidate; None where some node could not get it intact."""
+    """Has every node's leader fetch a candidate; None if some node could not get it intact."""
     # Of what only replicas are left, one node takes over what the lost one would have done.
     takes_over = candidate.orphaned and search.group.rank == 0
     sources = candidate.sources(search.group.node)

@@ -54,7 +54,7 @@ _S = TypeVar("_S")
 _T = TypeVar("_T")
 _DELETED = "%s is in node memory alone, and was deleted from %s: it is passed by; to have it again, %s"
 
-#: What shows that a copy is bad, rather than that reading is.
+#: Errors that show that a copy is bad, rather than that reading is.
 DAMAGE = (CorruptCheckpointError, CheckpointNotFoundError, StoreNotFoundError)
 
 
@@ -116,7 +116,7 @@ class Search:
         self._rank = group.rank if own is None else own
         #: The node of each rank.
         self.nodes: list[str] = []
-        #: What was tried, or could not be read, and why it was not taken.
+        #: Copies that were tried, or could not be read, and why they were not taken.
         self.rejected: list[str] = []
         #: The newest save that was seen in any tier; later runs count on from there.
         self.newest: str | None = None
@@ -130,7 +130,7 @@ class Search:
         self._why: dict[str, str] = {}
         #: Those that were tried while no manifest of theirs was known: the durable tier may have them intact.
         self._tried_in_memory: set[str] = set()
-        #: What the durable tier had under each name, and whether that has changed since.
+        #: Saves under each name on the durable tier, and True if that has changed since.
         self._versions, self._has_changed = Versions(), False
         self._notes: list[str] = []
 
@@ -142,7 +142,7 @@ class Search:
             rejected: Ids of saves that this rank can't take, and why.
 
         Returns:
-            What this rank listed; nothing where another rank of its node did.
+            Parts that this rank listed; nothing if another rank of its node did.
         """
         gathered: list[tuple[str, dict[str, str]]] = self.group.all_gather((self.group.node, dict(rejected or {})))
         self.nodes = [node for node, _ in gathered]
@@ -187,13 +187,13 @@ class Search:
         """Tries one candidate after the other; every rank calls this, after :meth:`look`.
 
         Args:
-            attempt: Called on all ranks with the same candidate; None where it is not intact on some node.
+            attempt: Called on all ranks with the same candidate; None if it is not intact on some node.
 
         Returns:
-            What ``attempt`` returned; None where nothing is left to try: see :attr:`nothing`.
+            Result of ``attempt``; None if nothing is left to try: see :attr:`nothing`.
 
         Raises:
-            RestoreError: What is meant has another payload.
+            RestoreError: The wanted checkpoint has another payload.
             Elsewhere: It is another dirpath's: see :func:`at_its_place`.
             StoreError: The durable tier could not be asked, and memory does not suffice.
             CorruptCheckpointError: A newer release wrote what would have to be chosen.
@@ -216,7 +216,7 @@ class Search:
                 return found
 
     def attempt(self, candidate: Candidate, tier: str, read: Callable[[], _T | None]) -> Attempt[_T]:
-        """Reads a copy. Raises only where ranks lost each other: the others wait for the outcome, whatever it is."""
+        """Reads a copy. Raises only if ranks lost each other: the others wait for the outcome, whatever it is."""
         try:
             return Attempt(read())
         except DAMAGE as error:
@@ -234,11 +234,11 @@ class Search:
         """Returns each rank's result, by rank.
 
         Args:
-            mine: How this rank fared.
-            brief: What all others get of its value: that has to be small, as for :meth:`Group.all_gather`.
+            mine: Result of this rank.
+            brief: Gives the part of its value for all others: that has to be small, as for :meth:`Group.all_gather`.
 
         Raises:
-            TieredCheckpointError: On all ranks, what ended the attempts of the first one where something did.
+            TieredCheckpointError: On all ranks, what ended the attempts of the first one if something did.
         """
         told = None if mine.value is None else brief(mine.value)
         attempts: list[Attempt[_S]] = self.group.all_gather(Attempt(told, mine.rejected, mine.error))
@@ -247,7 +247,7 @@ class Search:
         return [each.value for each in attempts]
 
     def together(self, work: Callable[[], _T], undo: Callable[[_T], None]) -> _T:
-        """Does what all ranks do now; where one of them fails, all raise its error, and undo what they did."""
+        """Does what all ranks do now; if one of them fails, all raise its error, and undo what they did."""
         done, failed = list[_T](), None
         try:
             done.append(work())
@@ -407,7 +407,7 @@ class Search:
 
 
 def _go(places: Iterable[ids.Split | None]) -> None:
-    """Raises :class:`Elsewhere` for the first place, where there is one."""
+    """Raises :class:`Elsewhere` for the first place, if there is one."""
     for each in places:
         if each is not None:
             raise Elsewhere(each)

@@ -1,7 +1,7 @@
 """The bytes of a sharded checkpoint, as one rank reads them: only what it needs, and all of it verified.
 
 A file lies in this node's memory as a rank's part, or is fetched from a peer or the durable tier, a hashed
-chunk at a time, into a file that all ranks of the node map. Where memory has no room for them,
+chunk at a time, into a file that all ranks of the node map. If memory has no room for them,
 the ranks of the node have such a file in the spill, or in the folder for temporary files: *aside*.
 """
 
@@ -50,8 +50,8 @@ class ShardFiles:
         Args:
             tiers: This node's memory, and the durable tier.
             candidate: The save.
-            readers: How many ranks of this node read, and share the requests that may be in flight.
-            peers: What the memory of other nodes has of it; closed with this.
+            readers: Number of ranks of this node that read, and share the requests that may be in flight.
+            peers: Parts of it in the memory of other nodes; closed with this.
         """
         self._tiers = tiers
         self._content = candidate.durable
@@ -65,7 +65,7 @@ class ShardFiles:
             self._exits.callback(peers.close)
         self._held: dict[str, _HeldFile] = {}
         self._fetched: dict[str, FetchedFile] = {}
-        #: Where memory has no room.
+        #: Folder for chunks without room in memory.
         self._aside: SharedFolder | None = None
         url = ids.join_url(tiers.dirpath, candidate.name)
         key = candidate.save_id or hashlib.sha256(url.encode()).hexdigest()[:32]
@@ -108,7 +108,7 @@ class ShardFiles:
         return files_of(self._tiers.store(), self._content) if self._content is not None else None
 
     def verified(self, basename: str, spans: Iterable[Span]) -> memoryview:
-        """A file in this node's memory, of which spans are verified; where it is damaged, it is no longer held.
+        """A file in this node's memory, of which spans are verified; if it is damaged, it is no longer held.
 
         Raises:
             CorruptCheckpointError: It is damaged, or not held.
@@ -168,7 +168,7 @@ class ShardFiles:
         Chunks that other ranks of this node read too are fetched now, by all of these ranks at once.
 
         Returns:
-            The file, and how many of its chunks :meth:`fill` reads at once. It reads none twice where each time it is
+            The file, and how many of its chunks :meth:`fill` reads at once. It reads none twice if each time it is
             given all targets of a chunk.
 
         Raises:
@@ -222,7 +222,7 @@ class ShardFiles:
             each.copy_to(self._fetched_file(name))
 
     def _with_room(self, basename: str, work: Callable[[FetchedFile], None]) -> FetchedFile:
-        """Works on a fetched file; where memory has no room for it, aside."""
+        """Works on a fetched file; if memory has no room for it, aside."""
         try:
             file = self._fetched_file(basename)
             work(file)
@@ -248,7 +248,7 @@ class ShardFiles:
         return fetched
 
     def _entry(self, basename: str) -> FileEntry | None:
-        """Returns a file that is not in this node's memory; None where it is nowhere else either."""
+        """Returns a file that is not in this node's memory; None if it is nowhere else either."""
         entry = self._expected.get(basename)
         if entry is None and self._peers is not None:
             entry = self._peers.entry(basename)

@@ -33,10 +33,10 @@ class OpenShards(Found):
     Attributes:
         small: ``.metadata`` until it is parsed, and the other files beside the shards, by name; verified where they
             can be.
-        files: The bytes that it names; None where they are not read piece by piece.
-        scattered: Whether its bytes lie in the memory of several nodes.
-        shared: Whether it comes from the durable tier, and several ranks of a node read it.
-        is_durable: Whether it is known to be on the durable tier, wherever its bytes come from.
+        files: The bytes that it names; None if they are not read piece by piece.
+        scattered: True if its bytes lie in the memory of several nodes.
+        shared: True if it comes from the durable tier, and several ranks of a node read it.
+        is_durable: True if it is known to be on the durable tier, from whatever tier its bytes come.
     """
 
     small: dict[str, bytes | memoryview] = field(default_factory=dict)
@@ -51,10 +51,10 @@ class OpenShards(Found):
         return self.small[METADATA]
 
     def expect(self, sizes: Mapping[str, int]) -> None:
-        """Expects the files that ``.metadata`` names, where others wrote them, so that no manifest does.
+        """Expects the files that ``.metadata`` names, if others wrote them, so that no manifest does.
 
         Args:
-            sizes: How many bytes of each file it names, by basename.
+            sizes: Bytes of each file that it names, by basename.
         """
         if self.content is None and self.files is not None:
             for basename, size in sizes.items():
@@ -72,8 +72,8 @@ def open_shards(
     """Chooses a sharded checkpoint; every rank of ``group`` calls this, and all get the same, or the same error.
 
     Args:
-        tiers: Where to look.
-        selector: What is wanted.
+        tiers: Tiers to look at.
+        selector: Request for a checkpoint.
         group: The ranks that load together.
         rejected: Ids of saves that this rank can't take, and why.
 
@@ -118,7 +118,7 @@ def share_reads(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]
 
 
 def _try(tiers: Tiers, candidate: Candidate, search: Search) -> OpenShards | None:
-    """Opens a candidate on all ranks; None where what lies beside its shards is intact on none."""
+    """Opens a candidate on all ranks; None if what lies beside its shards is intact on none."""
     scattered = candidate.in_memory and len(set(search.nodes)) > 1
     peers = search.peers(candidate) if scattered else None
     if candidate.in_memory:

@@ -52,7 +52,7 @@ class SharedFolder:
             # Each time: who was removing a folder may have died on the way.
             clear_reads(root)
             with contextlib.suppress(FileExistsError):
-                # Even exist_ok raises that, where another one removes the folder at this moment.
+                # Even exist_ok raises that, if another one removes the folder at this moment.
                 os.makedirs(self.path, mode=0o700)
             self._descriptor = _hold(self.path, fcntl.LOCK_SH)
             if self._descriptor is not None:
@@ -91,7 +91,7 @@ def _remove(folder: Path) -> None:
 
 
 def _hold(folder: Path, kind: int) -> int | None:
-    """A descriptor that locks ``folder``; None where that is another's, or the folder is being removed."""
+    """A descriptor that locks ``folder``; None if that is another's, or the folder is being removed."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -119,7 +119,7 @@ class FetchedFile:
         """Maps the node's file; fetches nothing yet.
 
         Args:
-            copies: Where to read it; without hashes, nothing can be verified.
+            copies: Copies to read from; without hashes, nothing can be verified.
             folder: A :class:`SharedFolder`'s path.
             concurrency: Requests in flight at once, at most.
             timeout_s: Bound of the wait for the next chunk that another rank fetches, seconds.
@@ -246,7 +246,7 @@ class FetchedFile:
 
 
 def _lock(descriptor: int, kind: int, byte: int) -> bool:
-    """Locks or unlocks one byte for this open file, whichever thread asks; False where another has it."""
+    """Locks or unlocks one byte for this open file, whichever thread asks; False if another has it."""
     request = struct.pack("hhqqi0q", kind, os.SEEK_SET, byte, 1, 0)
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)

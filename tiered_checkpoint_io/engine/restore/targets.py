@@ -1,6 +1,6 @@
 """Bytes of a file straight to where they are needed: each chunk is read once, in pieces, and hashed while in cache.
 
-A *target* is ``(offset in the file, buffer)``. It has its bytes before the chunk's hash is known: where that differs,
+A *target* is ``(offset in the file, buffer)``. It has its bytes before the chunk's hash is known: if that differs,
 the targets hold anything, and have to be filled from another source, or the restore fails.
 """
 
@@ -64,10 +64,10 @@ def read_chunk(entry: FileEntry, index: int, descriptor: int, targets: Sequence[
 
     Args:
         entry: The file.
-        index: Which chunk.
+        index: Chunk's number.
         descriptor: The file, open.
-        targets: What is needed of this chunk, as :func:`by_chunk` gives it.
-        where: Of the file, for errors; None where the chunk was verified before.
+        targets: Pieces of this chunk that are needed, as :func:`by_chunk` gives them.
+        where: The file's place, for errors; None if the chunk was verified before.
 
     Raises:
         CorruptCheckpointError: The chunk differs from its hash, or the file is short.

@@ -12,7 +12,7 @@ from tiered_checkpoint_io.model.manifest import METADATA
 if TYPE_CHECKING:
     from tiered_checkpoint_io.engine.restore.ending import Found
 
-#: What Lightning's checkpoints end with.
+#: End of the names of Lightning's checkpoints.
 _ENDING = ".ckpt"
 
 
@@ -57,7 +57,7 @@ def plain_checkpoints(entries: Iterable[str]) -> list[str]:
 
 
 def warn_of_later(log: Logger, dirpath: str, latest: Found, entries: Iterable[str]) -> None:
-    """Warns where one of the names is a Lightning checkpoint's of a later step than what was loaded as the latest."""
+    """Warns if one of the names is a Lightning checkpoint's of a later step than what was loaded as the latest."""
     steps = {name: ids.step_in_name(name) for name in plain_checkpoints(entries)}
     later = next((name for name, step in steps.items() if step is not None and step > latest.step), None)
     if later is not None:

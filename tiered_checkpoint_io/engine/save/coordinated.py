@@ -41,7 +41,7 @@ class _Captured:
 
     Attributes:
         part: The part.
-        background: Whether it is sealed in the background.
+        background: True if it is sealed in the background.
         small: Makes its other files; None for the coordinator's, until the other ranks have reported.
     """
 
@@ -54,7 +54,7 @@ class CoordinatedSaver:
     """Saves one process' parts of checkpoints that several ranks save together.
 
     Attributes:
-        overlap: Which captures may go on when a save has returned; None where all end before.
+        overlap: Captures that may go on when a save has returned; None if all end before.
     """
 
     def __init__(self, session: Session, *, one_series: bool = False) -> None:
@@ -62,14 +62,14 @@ class CoordinatedSaver:
 
         Args:
             session: Both tiers.
-            one_series: Whether all names are one job's, however they are made; by default process
+            one_series: True if all names are one job's, however they are made; by default process
                 groups that save side by side keep their own, by the form of their names.
         """
         self._session = session
         self._one_series = one_series
         self._lock = threading.Lock()
         self._captured: _Captured | None = None
-        #: By series of names; the oldest first.
+        #: Completed saves, by series of names; the oldest first.
         self._completed: dict[str, list[str]] = {}
         #: On the coordinator, the save that was issued last, while memory may never hold all of it; and earlier such.
         self._incomplete: str | None = None
@@ -77,9 +77,9 @@ class CoordinatedSaver:
         #: The save that this process finished in the background, and that other ranks may still be sealing.
         self._finished: SaveFacts | None = None
         self._agreeing: SaveFacts | None = None
-        #: The background task of the last save, where it has one: its result is the :attr:`op_id` of the sealed part.
+        #: The background task of the last save, if it has one: its result is the :attr:`op_id` of the sealed part.
         self.sealing: Future[str | None] | None = None
-        #: The drain's operation that uploads this rank's part of the last save; None where none does.
+        #: The drain's operation that uploads this rank's part of the last save; None if none does.
         self.op_id: str | None = None
         self.overlap: Overlap | None = None
         self._why_eager = OF_PARTS
@@ -134,13 +134,13 @@ class CoordinatedSaver:
         Args:
             name: The checkpoint's name.
             step: The training step.
-            world_size: How many ranks contribute.
-            durable: Whether it is to go to the durable tier, where there is room.
+            world_size: Number of ranks that contribute.
+            durable: True to save it to the durable tier, if there is room.
             rank: The coordinator's rank.
             epoch: The epoch.
-            metric: What a ModelCheckpoint monitored, and its value.
-            resumable: Whether training can resume from it.
-            dirpath: The durable tier of all ranks; empty where none is named.
+            metric: Value that a ModelCheckpoint monitored, and its name.
+            resumable: True if training can resume from it.
+            dirpath: The durable tier of all ranks; empty if none is named.
 
         Raises:
             ConfigError: Another live run writes to the same dirpath.
@@ -189,14 +189,14 @@ class CoordinatedSaver:
     ) -> None:
         """Makes the checkpoint exist; called by the coordinator once every rank has reported.
 
-        Where it was captured with ``background``, that is left to :meth:`seal_in_background`.
+        If it was captured with ``background``, that is left to :meth:`seal_in_background`.
 
         Args:
-            save_id: Which save.
-            metadata: Makes the content of ``.metadata``; in the background, where the part is sealed there.
-            wait: Whether to return only when a durable save is committed there; not with ``background``.
+            save_id: Id of the save.
+            metadata: Makes the content of ``.metadata``; in the background, if the part is sealed there.
+            wait: True to return only when a durable save is committed there; not with ``background``.
             extra: The name and content of a small file that goes with it; see :meth:`SaveFacts.name_beside`.
-            in_memory: Whether all ranks have their parts on their nodes.
+            in_memory: True if all ranks have their parts on their nodes.
 
         Raises:
             SaveError: The save was given up, or did not reach the durable tier while we waited.
@@ -221,7 +221,7 @@ class CoordinatedSaver:
             with self._lock:
                 self._captured = captured
             self._finished = facts
-            # Where a rank fails to seal its part now, that rank alone knows.
+            # If a rank fails to seal its part now, that rank alone knows.
             self._incomplete = None
             return
         try:
@@ -261,13 +261,13 @@ class CoordinatedSaver:
         Args:
             facts: From the coordinator.
             rank: This rank, in the group that saves.
-            image: The file that it contributes, planned; None where there is nothing.
-            threads: How many threads copy.
-            background: Whether the part is hashed and sealed by :meth:`seal_in_background`.
-            overlapped: Where this is on a background task, beside training: how.
+            image: The file that it contributes, planned; None if there is nothing.
+            threads: Number of threads that copy.
+            background: True if the part is hashed and sealed by :meth:`seal_in_background`.
+            overlapped: The overlapped capture in progress, if any.
 
         Returns:
-            Whether this node has it. Without room for a save of memory alone, that is skipped, with one warning.
+            True if this node has it. Without room for a save of memory alone, that is skipped, with one warning.
 
         Raises:
             SaveError: Neither memory nor the spill has room for a durable save.

@@ -29,7 +29,7 @@ from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Ki
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.version import __version__
 
-#: Where the newest facts that this thread has unpickled are kept; see :func:`arrived`.
+#: Newest facts that this thread has unpickled; see :func:`arrived`.
 _arrivals = threading.local()
 
 
@@ -40,20 +40,20 @@ class SaveFacts:
     Attributes:
         name: The checkpoint's name.
         save_id: The save's id.
-        step: The training step; -1 where it is not known.
-        world_size: How many ranks the job has; of a checkpoint of several parts, how many save one.
-        durable: Whether it is to go to the durable tier.
+        step: The training step; -1 if it is not known.
+        world_size: Number of ranks of the job; for a checkpoint of several parts, of ranks that save one.
+        durable: True if it is to go to the durable tier.
         payload: The payload format.
-        taken: Whether another save may have the checkpoint's name: see :func:`may_be_taken`.
+        taken: True if another save may have the checkpoint's name: see :func:`may_be_taken`.
         completed: The newest saves of this run that are complete, the oldest first.
-        epoch: The epoch; -1 where it is not known.
-        metric: What a ModelCheckpoint monitored.
-        series: Which names these ranks save one after the other, see :func:`ids.series_of`; empty for all names.
+        epoch: The epoch; -1 if it is not known.
+        metric: Value that a ModelCheckpoint monitored.
+        series: Key of the names that these ranks save in turn, see :func:`ids.series_of`; empty for all names.
             ``memory_keep_last`` applies to these together, and a later one replaces an earlier one.
-        coordinator: The rank whose drain commits; -1 where ranks need not know.
-        resumable: Whether training can resume from it.
-        left_out: Whether it was to go to the durable tier, where too many saves wait: see :mod:`engine.save.room`.
-        dirpath: The coordinator's durable tier; empty where it names none, or ranks need not know.
+        coordinator: The rank whose drain commits; -1 if ranks need not know.
+        resumable: True if training can resume from it.
+        left_out: True if too many saves wait for the durable tier to take it: see :mod:`engine.save.room`.
+        dirpath: The coordinator's durable tier; empty if it names none, or ranks need not know.
         lacking: Earlier saves that memory will never hold completely, the oldest first.
     """
 
@@ -102,7 +102,7 @@ class SaveFacts:
         return self.name if self.payload == "full" else f"shard {rank} of {self.name}"
 
     def name_beside(self, basename: str) -> str:
-        """The name of another file: its own, where no other save of this checkpoint's name can have it."""
+        """The name of another file: its own, if no other save of this checkpoint's name can have it."""
         stem, dot, ending = basename.partition(".")
         return f"{stem}-{self.mark}{dot}{ending}" if self.taken else basename
 
@@ -162,12 +162,12 @@ def arrived() -> SaveFacts | None:
 
 
 def agreed(facts: object, located: ids.Located, dirpath: str, rank: int) -> SaveFacts:
-    """The coordinator's facts, where this rank saves the same checkpoint to the same durable tier.
+    """The coordinator's facts, if this rank saves the same checkpoint to the same durable tier.
 
     Args:
-        facts: What has reached this rank.
-        located: Which checkpoint it saves.
-        dirpath: Its durable tier; empty where it names none.
+        facts: Facts that have reached this rank.
+        located: Checkpoint that this rank saves.
+        dirpath: Its durable tier; empty if it names none.
         rank: This rank.
 
     Raises:
@@ -206,7 +206,7 @@ def alone(
     metric: Metric | None = None,
     resumable: bool = True,
 ) -> SaveFacts:
-    """The facts of a save of one rank that has the whole state; ConfigError where it can't be named so."""
+    """The facts of a save of one rank that has the whole state; ConfigError if it can't be named so."""
     check_file_name(ids.validate_new_name(name))
     step, epoch = position(state, name)
     return SaveFacts(
@@ -228,14 +228,14 @@ def may_be_taken(session: Session, name: str, step: int, *, durable: bool) -> bo
 
     What is known of the durable tier does not settle it: a part that an earlier run left on another node may be
     uploaded at any time. A name that tells the step of its save counts as free all the same, so that others find the
-    files by the names that they know; where a run saves the step of an earlier one again, which another node uploads
+    files by the names that they know; if a run saves the step of an earlier one again, which another node uploads
     meanwhile, one of the two is refused.
 
     Args:
         session: Both tiers.
         name: The checkpoint's name.
-        step: The training step; -1 where it is not known.
-        durable: Whether the save is to go to the durable tier, which is asked then.
+        step: The training step; -1 if it is not known.
+        durable: True if the save is to go to the durable tier, which is asked then.
     """
     if ids.step_in_name(name) != step:
         return True
@@ -281,10 +281,10 @@ def uncoordinated(
     Args:
         session: Both tiers.
         name: The checkpoint's name.
-        step: The training step; -1 where it is not known.
+        step: The training step; -1 if it is not known.
         repeat: See :func:`count_save`.
-        degree: How many ranks save.
-        durable: Whether it is to go to the durable tier.
+        degree: Number of ranks that save.
+        durable: True if it is to go to the durable tier.
         held: All parts in this node's memory.
 
     Raises:
@@ -307,7 +307,7 @@ def versions() -> dict[str, str]:
 
 
 def position(state: Any, name: str) -> tuple[int, int]:
-    """The step and the epoch of a state, as it says, or else its name; -1 where neither does."""
+    """The step and the epoch of a state, as it says, or else its name; -1 if neither does."""
     said = state if isinstance(state, dict) else {}
     step = _count(said.get("global_step"))
     return step if step >= 0 else _count(ids.step_in_name(name)), _count(said.get("epoch"))

@@ -1,6 +1,6 @@
 """Saving a full checkpoint: one rank has the whole state.
 
-The state is captured before a save returns; or, where :mod:`overlap` allows that, on a background task while training
+The state is captured before a save returns; or, if :mod:`overlap` allows that, on a background task while training
 goes on.
 """
 
@@ -27,13 +27,13 @@ class FullSaver:
     """Saves full checkpoints of one process.
 
     Attributes:
-        overlap: Which captures may go on when a save has returned; None where all end before.
+        overlap: Captures that may go on when a save has returned; None if all end before.
     """
 
     def __init__(self, session: Session) -> None:
         """Takes the tiers."""
         self._session = session
-        #: What saves that were left to the background have raised.
+        #: Errors of saves that were left to the background.
         self._errors: list[Exception] = []
         self.overlap: Overlap | None = None
         self._has_looked = False

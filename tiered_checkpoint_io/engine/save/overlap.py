@@ -37,9 +37,9 @@ from tiered_checkpoint_io.engine.staging.latch import Latch
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.image import Image, StorageRegions
 
-#: Of a save that never overlaps.
+#: Reason for a save that never overlaps.
 OF_PARTS = "of sharded and local checkpoints, only asynchronous ones of TieredModelParallelStrategy overlap training"
-#: Of the saves after one that failed for it.
+#: Reason for the saves after one that failed for a changed state.
 FOUND_CHANGED = "a capture has found the state changed"
 #: Set to anything, what was copied is compared, once it is, with another copy that was made when the save began.
 CHECK = "TIERED_CHECKPOINT_CHECK_STAGING"
@@ -47,7 +47,7 @@ _SLOW = "see whether the node is out of memory or of processor time; or use stag
 #: A sparse tensor, for one, has no memory of its own.
 _UNCOMMON = "it holds what can't be copied as it is: {}"
 _NO_ROOM = "the GPU has no room for the copies that an overlapped save makes there"
-#: Where more than this part of a file is not the optimizers' alone, an eager copy into a slot is faster.
+#: If more than this part of a file is not the optimizers' alone, an eager copy into a slot is faster.
 _MOST_EAGER = 1 / 3
 #: So many tensors, so many bytes of each, are compared with what was captured.
 _SAMPLES, _SAMPLE_BYTES = 4, 64
@@ -64,17 +64,17 @@ class Overlapped:
     """One capture that goes on when the save has returned.
 
     Attributes:
-        tensors: What only the optimizers change, and this save leaves where it is; all else is copied already.
-        addresses: Where they begin.
+        tensors: Tensors that only the optimizers change, and this save leaves in place; all else is copied already.
+        addresses: Their addresses.
         sharded: The sharded tensors among those that the optimizers hold, which have version counters of their own.
-        copies: Of a full checkpoint, copies of all else, by what was copied: storages, by their identity.
+        copies: For a full checkpoint, copies of all else, by the storage that was copied.
         copied: Set once nothing of the live state is needed any more.
         wanted: Set once training waits for that.
         size: Bytes of the state, of a sharded one.
-        stall_s: How long the save's caller waited, seconds.
-        made: What the caller was told of the save.
-        is_late: Whether training has gone on before the copy was done.
-        is_checked: Whether :data:`CHECK` is set.
+        stall_s: Time for which the save's caller waited, seconds.
+        made: Report that the caller got about the save.
+        is_late: True if training has gone on before the copy was done.
+        is_checked: True if :data:`CHECK` is set.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -115,8 +115,8 @@ class Overlapped:
 
         Args:
             found: All that is saved: storages, of which each byte is; or tensors.
-            begins: Where each begins; 0 where it has no memory of its own.
-            ends: Where each ends.
+            begins: Start of each; 0 if it has no memory of its own.
+            ends: End of each.
 
         Returns:
             The numbers of those that are to be copied.
@@ -203,7 +203,7 @@ class Overlapped:
 
 
 class Overlap:
-    """Overlapped captures of one process; where the save is to be eager, it says why, once for each reason."""
+    """Overlapped captures of one process; if the save is to be eager, it says why, once for each reason."""
 
     def __init__(self, session: Session, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
         """Takes the tiers.
@@ -211,7 +211,7 @@ class Overlap:
         Args:
             session: Both tiers.
             tensors: Called at each save: what nothing but an optimizer's step changes from now on, of any shape, dtype
-                and device; nothing where this save is to be eager.
+                and device; nothing if this save is to be eager.
         """
         self._session = session
         self._tensors = tensors
@@ -302,7 +302,7 @@ class Overlap:
     def wait(self) -> None:
         """Waits until nothing of the live state is needed any more: to be called before it may change.
 
-        Where that takes longer than ``wait_timeout_s``, training goes on, and the save fails.
+        If that takes longer than ``wait_timeout_s``, training goes on, and the save fails.
 
         Raises:
             SaveError: It takes longer, and ``on_save_error`` is ``raise``.
@@ -325,7 +325,7 @@ class Overlap:
 
 
 def say_eager(session: Session, why: str) -> None:
-    """Tells once, where overlapped captures are asked for, why a save is none."""
+    """Tells once, if overlapped captures are asked for, why a save is none."""
     staging = session.config.staging
     if staging != "eager" and f"staging: {why}" not in session.warned:
         session.warned.add(f"staging: {why}")

@@ -1,7 +1,7 @@
 """One rank's part of a save, carried out: capture, seal, wait, report.
 
-The same for all payloads: a planned file is *captured* into a slot of node memory, or of the spill where that has no
-room; *sealed*, that is hashed, described and renamed into place, from when on the part exists, and where it is durable
+The same for all payloads: a planned file is *captured* into a slot of node memory, or of the spill if that has no
+room; *sealed*, that is hashed, described and renamed into place, from when on the part exists, and if it is durable
 its upload is queued; and reported. If neither has room, the save fails.
 """
 
@@ -34,16 +34,16 @@ class PartSave:
 
     Attributes:
         session: Both tiers.
-        facts: Of the save.
-        rank: Whose part it is.
-        image: Its file, planned; None where the rank has none.
-        threads: How many copy and hash.
+        facts: Facts of the save.
+        rank: Rank of the part.
+        image: Its file, planned; None if the rank has none.
+        threads: Number of threads that copy and hash.
         started: When the save began, by the monotonic clock; now by default.
-        slot: Where the file lies, until the part exists.
-        hashes: Of its chunks; empty where they are still to be made.
-        spilled: Whether it lies in the spill.
-        capture_s: How long the copy took, seconds.
-        overlapped: How it is captured beside training; None where it is not.
+        slot: Slot of the file, until the part exists.
+        hashes: Hashes of its chunks; empty if they are still to be made.
+        spilled: True if it lies in the spill.
+        capture_s: Time of the copy, seconds.
+        overlapped: The overlapped capture in progress, if any.
     """
 
     session: Session
@@ -63,7 +63,7 @@ class PartSave:
 
     @property
     def op_id(self) -> str | None:
-        """The drain's operation that uploads it; None where none does."""
+        """The drain's operation that uploads it; None if none does."""
         if not self.facts.durable:
             return None
         return ids.part_op_id(self.facts.save_id, self.rank, commits=self.rank == self.facts.coordinator)
@@ -79,7 +79,7 @@ class PartSave:
 
         Args:
             retained: Ids of saves that must not make room for it.
-            hashed: Whether it is hashed while it is copied, and not by :meth:`seal`.
+            hashed: True if it is hashed while it is copied, and not by :meth:`seal`.
 
         Raises:
             MemoryFullError: Neither memory nor the spill has room; the save is of memory alone.
@@ -125,7 +125,7 @@ class PartSave:
         self.capture_s += session.clock.monotonic() - began
 
     def fill_beside(self, overlapped: Overlapped) -> None:
-        """As :meth:`fill`, on a background task; raises ``ChangedError`` where the state is not what it was."""
+        """As :meth:`fill`, on a background task; raises ``ChangedError`` if the state is not what it was."""
         # The training has the cores.
         self.threads = 1
         with overlapped.on_side_streams():
@@ -167,7 +167,7 @@ class PartSave:
     def _retain_durable(self) -> None:
         """Queues that retention is applied once the save is committed, by the rank that commits it.
 
-        Only where there are policies, and where this run has claimed the dirpath.
+        Only if there are policies, and if this run has claimed the dirpath.
         """
         session, facts = self.session, self.facts
         owner = session.claims.owner
@@ -179,7 +179,7 @@ class PartSave:
             session.submit("retain", RETENTION + owner, facts.save_id)
 
     def prepare_next(self) -> None:
-        """Makes a slot for the next save in the background, where this one was in memory."""
+        """Makes a slot for the next save in the background, if this one was in memory."""
         if self.image is not None and not self.spilled:
             self.session.open().capturer.prepare(self.image.size)
 
@@ -206,7 +206,7 @@ class PartSave:
         """Waits until the durable tier has what the drain uploads; for ``is_hopeless`` see :meth:`DrainHandle.wait`.
 
         Returns:
-            Whether it has; not where nothing moves for ``pending_timeout_s``, or the job has to end.
+            True if it has; not if nothing moves for ``pending_timeout_s``, or the job has to end.
 
         Raises:
             SaveError: It does not get there; or nothing moves or it was left out, and ``on_save_error`` is ``raise``.
@@ -248,7 +248,7 @@ class PartSave:
 
         Args:
             small: Bytes of its other files.
-            waited: Whether the upload has been waited for.
+            waited: True if the upload has been waited for.
         """
         session, facts = self.session, self.facts
         report = self.make_report(small=small, waited=waited)

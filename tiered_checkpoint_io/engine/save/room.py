@@ -24,7 +24,7 @@ from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.model import ids
 
-#: Where the votes that this thread has unpickled are kept; as :func:`facts.arrived` tells, plans may be replaced.
+#: Votes that this thread has unpickled; as :func:`facts.arrived` tells, plans may be replaced.
 _arrivals = threading.local()
 
 
@@ -33,7 +33,7 @@ class Vote:
     """Answer of a rank about its node, before a save that is to go to the durable tier.
 
     Attributes:
-        free: Whether its queue has room for one more.
+        free: True if its queue has room for one more.
         given_up: The save that was cancelled there for that; empty for none.
     """
 
@@ -63,7 +63,7 @@ def vote(session: Session, *, durable: bool) -> Vote | None:
 
     Args:
         session: Both tiers.
-        durable: Whether the save is to go to the durable tier, and this rank is not the coordinator.
+        durable: True if the save is to go to the durable tier, and this rank is not the coordinator.
     """
     _arrivals.votes = ()
     if not durable or _is_last(session):
@@ -76,16 +76,16 @@ def vote(session: Session, *, durable: bool) -> Vote | None:
 def admit(
     session: Session, facts: SaveFacts, held: Collection[StoredPart] = (), votes: Collection[Vote] = ()
 ) -> SaveFacts:
-    """The same facts, for memory alone where too many saves wait for the durable tier already.
+    """The same facts, for memory alone if too many saves wait for the durable tier already.
 
     Waits for room on the way to the durable tier. The last save of a training, or of a
     preempted job, neither waits for that nor is skipped: no save follows it.
 
     Args:
         session: Both tiers.
-        facts: What is to be saved.
-        held: Parts in this node's memory; where one is of this save, another rank has decided.
-        votes: What other ranks of the save say: see :func:`vote`.
+        facts: Facts of the save.
+        held: Parts in this node's memory; if one is of this save, another rank has decided.
+        votes: Votes of the other ranks of the save: see :func:`vote`.
     """
     if not facts.durable:
         return facts
@@ -102,7 +102,7 @@ def admit(
 def why_left_out(session: Session, facts: SaveFacts) -> str | None:
     """Why a save that is waited for is an error: it was left out of the durable tier, and is not queued for it.
 
-    None where training is to continue all the same.
+    None if training is to continue all the same.
     """
     if not facts.left_out or session.config.on_save_error != "raise" or session.is_preempted:
         return None

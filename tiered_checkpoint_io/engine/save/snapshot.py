@@ -32,7 +32,7 @@ class Snapshot:
     Attributes:
         state: The same keys and values, in dictionaries and lists of its own.
         size: Bytes of its tensors, as far as this rank has them.
-        copied_size: Of those, bytes of the tensors that :meth:`copy` copies.
+        copied_size: Bytes of the tensors that :meth:`copy` copies.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Snapshot:
             UncopiedError: An object can't be copied.
         """
         self._memo: dict[int, Any] = {}
-        #: Where each tensor stands, in what was made.
+        #: Place of each tensor in the copied state.
         self._places: list[tuple[Any, Any]] = []
         self._tensors: list[torch.Tensor] = []
         self.state: dict[str, Any] = self._of(state)

@@ -34,8 +34,8 @@ class ShardRole:
 
     Attributes:
         shard: Its number, from 0 on.
-        degree: How many shards make the state.
-        writes: Whether this rank saves it: one of those that hold the same.
+        degree: Number of shards of the state.
+        writes: True if this rank saves it: one of those that hold the same.
     """
 
     shard: int = 0
@@ -48,8 +48,8 @@ class LocalSave:
     """Result of a local save.
 
     Attributes:
-        report: Where the part is, or is on its way to.
-        op_id: The drain's operation that uploads it; None where none does.
+        report: Report on the part, which is in memory or on its way.
+        op_id: The drain's operation that uploads it; None if none does.
     """
 
     report: SaveReport
@@ -76,16 +76,16 @@ def save_local(
         surface: Raises failures of earlier saves, which stop this one. It is called here, as ``planned`` is, so that
             the other ranks hear of a failure: they then remove nothing for this save.
         planned: Plans the state's file.
-        role: Which shard it is.
+        role: Shard of this rank.
         name: The checkpoint's name.
-        step: The training step; -1 where it is not known.
+        step: The training step; -1 if it is not known.
         repeat: See :func:`count_save`, which is called first of all, on ranks that do not save as well.
-        durable: Whether it is to go to the durable tier, where there is room on the way.
-        wait: Whether to return, on all ranks, only when the checkpoint is committed there; see :meth:`PartSave.wait`.
-        threads: How many threads copy.
+        durable: True to save it to the durable tier, if there is room on the way.
+        wait: True to return, on all ranks, only when the checkpoint is committed there; see :meth:`PartSave.wait`.
+        threads: Number of threads that copy.
 
     Returns:
-        None where it is of memory alone and was skipped, because there is no room for it.
+        None if it is of memory alone and was skipped, because there is no room for it.
 
     Raises:
         SaveError: Neither memory nor the spill has room for a durable save; or the save did not reach the durable tier
@@ -152,7 +152,7 @@ def _answered(session: Session, ask: Callable[[], _T]) -> _T:
     """Returns the result of ``ask``; if the store of torch.distributed fails, asks again for ``pending_timeout_s``.
 
     Raises:
-        ConfigError: It has not answered for so long; at once where this rank was left behind.
+        ConfigError: It has not answered for so long; at once if this rank was left behind.
     """
     clock, began, is_said = session.clock, session.clock.monotonic(), False
     while True:
@@ -239,7 +239,7 @@ class _RunWide:
         return end == "committed"
 
     def _end(self, part: PartSave) -> str | None:
-        """See :meth:`Run.end_of`; ``queued`` where the store does not answer, and training is to continue."""
+        """See :meth:`Run.end_of`; ``queued`` if the store does not answer, and training is to continue."""
         try:
             return _answered(self._session, lambda: self._run.end_of(self._facts.save_id))
         except ConfigError as error:
@@ -251,7 +251,7 @@ class _RunWide:
             return "queued"
 
     def lacking(self, save_ids: Collection[str]) -> set[str] | None:
-        """Those of which some node's memory has no part; None where that can't be known."""
+        """Those of which some node's memory has no part; None if that can't be known."""
         try:
             return self._run.lacking(sorted(save_ids))
         except ConfigError as error:

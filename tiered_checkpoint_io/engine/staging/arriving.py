@@ -1,4 +1,4 @@
-"""Parts that other nodes hold, read whole into this node's memory: verified, and from the next copy where one fails."""
+"""Parts that other nodes hold, read whole into this node's memory: verified, and from the next copy if one fails."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class SlotDestination:
 
         Args:
             tier: This node's memory, or its replicas.
-            part: What arrives.
-            drained: Whether this node has nothing to do for it to get to the durable tier.
+            part: Part that arrives.
+            drained: True if this node has nothing to do for it to get to the durable tier.
             acquire: Gives a slot of a size; by default, as the tier does.
         """
         self._tier = tier
@@ -72,7 +72,7 @@ class SlotDestination:
             yield views
 
     def fresh(self, basename: str) -> int | None:
-        """A descriptor of a file, where none of its pages was touched yet."""
+        """A descriptor of a file, if none of its pages was touched yet."""
         slot = self._slots.get(basename)
         return slot.descriptor if slot is not None and not slot.touched else None
 
@@ -112,7 +112,7 @@ def copies_of(part: Part, entry: FileEntry, stores: Sequence[PeerStore]) -> list
 
 
 def not_taken(note: Callable[[str], None]) -> Callable[[Readable, FileEntry, Exception], None]:
-    """Returns what notes that a copy is not read any more; where it is damaged, its node is to verify it."""
+    """Returns what notes that a copy is not read any more; if it is damaged, its node is to verify it."""
 
     def skipped(store: Readable, entry: FileEntry, error: Exception) -> None:
         note(f"{store.url}: {error}")
@@ -134,7 +134,7 @@ def read_part(
     Args:
         part: Its description.
         stores: The peers that hold it, in the order in which to read them.
-        destination: Where to put it.
+        destination: Destination of the part.
         progress: Called with the number of each chunk that has come, from any thread.
         note: Called with why a peer's copy is not taken.
 

@@ -30,7 +30,7 @@ class BackgroundTask:
         self._log = log
         self.lost: set[str] = set()
         self._followers: deque[Future[None]] = deque()
-        #: By name, what is done once a later durable save has succeeded.
+        #: Work that follows a later durable save that has succeeded, by name.
         self._put_off: dict[str, Callable[[], None]] = {}
         self._tasks: dict[Future[Any], str] = {}
         self._pool: ThreadPoolExecutor | None = None
@@ -46,12 +46,12 @@ class BackgroundTask:
         return self._submit(name, work)
 
     def after(self, name: str, work: Callable[[], None], *, needs: str = "") -> None:
-        """Does something with ``name`` after what runs; at once where nothing does. :meth:`show` shows its failure.
+        """Does something with ``name`` after what runs; at once if nothing does. :meth:`show` shows its failure.
 
         Args:
             name: A checkpoint's name.
-            work: What to do. Where the last durable save is :attr:`lost`, it waits for the next; see :meth:`saved`.
-            needs: A name: where that is lost, it is not done at all.
+            work: Work to do. If the last durable save is :attr:`lost`, it waits for the next; see :meth:`saved`.
+            needs: A name: if that is lost, it is not done at all.
         """
 
         def unless_lost() -> None:
@@ -74,7 +74,7 @@ class BackgroundTask:
 
         Args:
             name: Its own; what was to be done with an earlier checkpoint of that name is not done any more.
-            durable: Whether it goes to the durable tier.
+            durable: True if it goes to the durable tier.
         """
         self._put_off.pop(name, None)
         if durable:
@@ -86,7 +86,7 @@ class BackgroundTask:
         """Waits for what runs; on its own thread, looks at what has ended.
 
         Raises:
-            Exception: What was done :meth:`after` a task has failed.
+            Exception: Work :meth:`after` a task has failed.
             DrainError: It has not ended in time.
         """
         self.wait()

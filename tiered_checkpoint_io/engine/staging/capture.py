@@ -23,7 +23,7 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 
 #: Slots are rounded up to this many bytes.
 _ROUND = 2 << 20
-#: Where huge pages are slow, who saves again within so many seconds had better not wait for a piece of them.
+#: If huge pages are slow, a caller that saves again within so many seconds does not wait for a piece of them.
 _PAUSE_S = 0.25
 #: The lowest priority.
 _IDLE = 19
@@ -38,7 +38,7 @@ class Capturer:
         """Takes an open tier.
 
         Args:
-            tier: Where to.
+            tier: Memory tier of the slots.
             pins: The register of pinned memory that the tier tells of ending mappings.
             clock: Starts the thread that prepares slots.
         """
@@ -52,10 +52,10 @@ class Capturer:
         """A slot for a file.
 
         Args:
-            size: Of the file, bytes.
-            scope: The save; where there is no room, what it may remove goes, the oldest first.
+            size: Size of the file, bytes.
+            scope: The save; if there is no room, what it may remove goes, the oldest first.
             retained: Ids of saves that must not go for it.
-            spills: Whether it goes to the spill where memory has no room.
+            spills: True if it goes to the spill when memory has no room.
 
         Returns:
             It is the caller's to fill, or to give back.
@@ -68,13 +68,13 @@ class Capturer:
         return self._acquire(size, scope, retained, spills=spills)
 
     def fill(self, image: Image, slot: Slot, *, threads: int | None = None, hashed: bool = True) -> tuple[str, ...]:
-        """Copies a planned file into a slot, which is given back where that fails.
+        """Copies a planned file into a slot, which is given back if that fails.
 
         Args:
             image: The file.
-            slot: Of :meth:`acquire`; the caller's to commit or to give back.
-            threads: How many threads copy; see :meth:`Image.fill`.
-            hashed: Whether to hash it while it is copied.
+            slot: Slot from :meth:`acquire`; the caller's to commit or to give back.
+            threads: Number of threads that copy; see :meth:`Image.fill`.
+            hashed: True to hash it while it is copied.
 
         Returns:
             The hashes of its chunks, or none.
@@ -101,8 +101,8 @@ class Capturer:
         Args:
             parts: All in this node's memory.
             scope: See :func:`removable`, as for the next two.
-            keep: How many stay.
-            evidence: What is known.
+            keep: Number of checkpoints that stay.
+            evidence: Facts about the saves in memory.
             size: The file that needs the room, bytes: nothing goes for one that does not fit even then, nor is spilled.
         """
         going = removable(parts, scope, keep, evidence, self._tier.awaited(False))
@@ -116,11 +116,11 @@ class Capturer:
     def prepare(self, size: int, *, first: bool = False) -> None:
         """Makes a slot for the next file of this size, in the background; the next save takes what there is by then.
 
-        It is pinned, too, where the state is on a GPU.
+        It is pinned, too, if the state is on a GPU.
 
         Args:
             size: Bytes of the file.
-            first: Whether the thread that trains asks for it, before the first save: it is made at the lowest priority,
+            first: True if the thread that trains asks for it, before the first save: it is made at the lowest priority,
                 which may take long.
         """
         self._stopped.set()
@@ -142,7 +142,7 @@ class Capturer:
                 return
             self._tier.prepare(size, stopped.is_set)
 
-        # Where no thread is left for it, the next save takes its pages itself, and this one is there.
+        # If no thread is left for it, the next save takes its pages itself, and this one is there.
         with contextlib.suppress(OSError):
             self._preparing = touching = self._clock.start(touch, "tiered-prepare")
             device = self._pins.device
@@ -202,7 +202,7 @@ class Capturer:
 
 
 def acquire_for(tier: MemoryTier, size: int, going_for: Callable[[int], list[StoredPart]]) -> Slot:
-    """A slot of ``size`` bytes; where there is no room, ``going_for`` says which parts go for the bytes that lack.
+    """A slot of ``size`` bytes; if there is no room, ``going_for`` says which parts go for the bytes that lack.
 
     Raises:
         MemoryFullError: There is no room even so.

@@ -24,7 +24,7 @@ class DurableNameCache:
         Args:
             list_names: The names on the durable tier, by one LIST, on a thread of its own.
             queued: Those whose upload is queued.
-            has_worked: Whether a drain has ever worked for this node's memory.
+            has_worked: True if a drain has ever worked for this node's memory.
             clock: For waits.
         """
         self._list_names = list_names
@@ -48,7 +48,7 @@ class DurableNameCache:
     def may_be_durable(self, name: str) -> bool:
         """Returns True if the durable tier may have a name; asks nothing.
 
-        A process that has not listed the names can't know what earlier ones saved, where a drain has worked for them.
+        A process that has not listed the names can't know what earlier ones saved, if a drain has worked for them.
         """
         if name in self._saved:
             return True
@@ -58,7 +58,7 @@ class DurableNameCache:
         """All names on the durable tier, or queued for it: one LIST at first use, none later.
 
         Args:
-            patience_s: How long a silence of the durable tier is waited for, seconds; by default until its store
+            patience_s: Bound of a silence of the durable tier, seconds; by default until its store
                 gives up.
 
         Raises:

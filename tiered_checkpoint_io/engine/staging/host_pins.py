@@ -21,21 +21,21 @@ class HostPins:
     """Registers slots as pinned memory, once each, so that a GPU copies into them at full speed.
 
     Attributes:
-        device: By whose context it was done last: a thread's own is that of the first GPU, in which most ranks have
+        device: GPU of the last call's context: a thread's own is that of the first GPU, in which most ranks have
             none, and would get one, of hundreds of megabytes.
     """
 
     def __init__(self) -> None:
         self.device: int | None = None
         self._lock = threading.Lock()
-        #: By the address of each piece: how many bytes, and by whose context.
+        #: Bytes and context of each piece, by its address.
         self._pinned: dict[int, tuple[int, int]] = {}
 
     def pin(self, view: memoryview) -> int:
         """Registers the whole pages of ``view``, a :data:`PINNED_PIECE` at a time, as far as they are not yet.
 
         Returns:
-            How many bytes, from the first on, are registered. A refusal only costs speed.
+            Number of bytes, from the first on, that are registered. A refusal only costs speed.
         """
         return self._pin(view, len(view))[0]
 
@@ -94,10 +94,10 @@ def beside_graphs() -> Iterator[bool]:
     """Lets this thread use a GPU while another one captures a CUDA graph, and tells whether that was possible.
 
     By default, a capture forbids all threads of the process what might wait for it, as to register memory or to wait
-    for an event, and fails itself where one tries to.
+    for an event, and fails itself if one tries to.
     """
     mode, driver = ctypes.c_int(_RELAXED), None
-    # There is none where torch's GPUs are others than NVIDIA's.
+    # There is none if torch's GPUs are others than NVIDIA's.
     with contextlib.suppress(OSError, AttributeError):
         found = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
         if found(ctypes.byref(mode)) == 0:

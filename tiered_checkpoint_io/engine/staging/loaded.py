@@ -20,9 +20,9 @@ from tiered_checkpoint_io.model.manifest import Part
 
 
 def slot_for(tier: MemoryTier, part: Part, size: int) -> Slot:
-    """A slot of ``size`` bytes for a part that a load brings; where there is no room, what loads have brought goes.
+    """A slot of ``size`` bytes for a part that a load brings; if there is no room, what loads have brought goes.
 
-    Where memory has none even so, it is one of the spill.
+    If memory has none even so, it is one of the spill.
 
     Raises:
         MemoryFullError: There is no room there either.

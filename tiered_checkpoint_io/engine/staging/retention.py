@@ -28,9 +28,9 @@ class Scope(AtPlace):
         payload: Its payload format.
         dirpath: Its durable tier.
         series: To which names the count applies, see :func:`ids.series_of`; empty for all names.
-        own_rank_only: Whether parts of other ranks stay whichever run wrote them; by default those of earlier
+        own_rank_only: True if parts of other ranks stay whichever run wrote them; by default those of earlier
             runs, whose ranks may be gone, do not.
-        server: Of the durable tier, see :class:`Place`.
+        server: Server of the durable tier, see :class:`Place`.
     """
 
     save_id: str
@@ -94,7 +94,7 @@ class Evidence:
     Attributes:
         completed: Saves that are complete, the oldest first.
         lacking: Saves of which the memory of some node has no part, so that it will never hold all of them.
-        covers_earlier_runs: Whether it is enough to remove what earlier runs have saved.
+        covers_earlier_runs: True if it is enough to remove the parts of earlier runs.
     """
 
     completed: tuple[str, ...]
@@ -103,21 +103,21 @@ class Evidence:
 
 
 def all_complete(held: Iterable[StoredPart], scope: Scope) -> Evidence:
-    """The evidence where each save has one part: all that this rank has in memory is complete."""
+    """The evidence if each save has one part: all that this rank has in memory is complete."""
     return Evidence(
         tuple(sorted({each.save_id for each in held if scope.covers(each) and each.part.rank == scope.rank}))
     )
 
 
 def complete_here(held: Iterable[StoredPart], scope: Scope, lacking: Collection[str] = ()) -> Evidence:
-    """The evidence of one node, where ranks do not talk: saves of which each rank seen here has its part.
+    """The evidence of one node, if ranks do not talk: saves of which each rank seen here has its part.
 
     Ranks that train together are never more than one save apart, since each step needs all of them. What earlier
     runs have saved goes only once this run has completed two.
 
     Args:
         held: All parts in this node's memory.
-        scope: Of the save that begins.
+        scope: Scope of the save that begins.
         lacking: See :class:`Evidence`.
     """
     ranks: dict[str, set[int]] = {}
@@ -141,9 +141,9 @@ def removable(
 
     Args:
         held: The parts in memory.
-        scope: Which of them this is about.
-        keep: How many checkpoints stay, one at least. What this run has not completed, earlier saves fill up.
-        evidence: What is known to be complete.
+        scope: Scope of the retention.
+        keep: Number of checkpoints that stay, one at least. Earlier saves fill up for those that are not complete.
+        evidence: Facts about complete saves.
         retained: Ids of saves that stay as well.
     """
     covered = [each for each in held if scope.covers(each)]
@@ -175,7 +175,7 @@ def removable(
 def room_for(
     missing: int, held: Iterable[StoredPart], scope: Scope, retained: Collection[str] = ()
 ) -> list[StoredPart]:
-    """The parts to remove, the oldest saves first, so that ``missing`` bytes come free; none where that is not enough.
+    """The parts to remove, the oldest saves first, so that ``missing`` bytes come free; none if that is not enough.
 
     The newest save of this durable tier that training can resume from stays whatever happens, or else the newest; with
     all of its step; and the newest that is safe with peers. The same holds for what another run has left of another
@@ -184,7 +184,7 @@ def room_for(
     Args:
         missing: Bytes.
         held: The parts in memory.
-        scope: Of the save that needs room.
+        scope: Scope of the save that needs room.
         retained: Ids of saves that stay as well.
     """
     held = list(held)
@@ -215,7 +215,7 @@ def spill_room_for(
     Args:
         missing: Bytes.
         held: The parts in the spill.
-        scope: Of the save that needs room.
+        scope: Scope of the save that needs room.
         retained: Ids of saves that stay, but for such parts.
     """
     held = list(held)
@@ -235,7 +235,7 @@ def outdated_replicas(held: Iterable[StoredPart], *, keep: int) -> list[StoredPa
 
     Args:
         held: Replicas of one durable tier.
-        keep: How many saves stay.
+        keep: Number of saves that stay.
     """
     held = list(held)
     outdated: list[StoredPart] = []

@@ -29,10 +29,10 @@ class SaveIds:
 
         Args:
             clock: When a run begins.
-            log: Where to log.
+            log: Logger to use.
             held: Those in this node's memory.
             learnt: The newest on the durable tier, once another thread knows it.
-            met_others: Whether other runs may have saved since the last call.
+            met_others: True if other runs may have saved since the last call.
         """
         self._clock = clock
         self._log = log

@@ -15,11 +15,11 @@ HOLDS_PREFIX = META_PREFIX + "holds/"
 #: Small objects that are written, read and deleted to see whether that is possible.
 PREFLIGHT_PREFIX = META_PREFIX + "preflight/"
 
-#: Of a manifest's key, after the checkpoint's name.
+#: End of a manifest's key, after the checkpoint's name.
 MANIFEST_SUFFIX = ".json"
 _PART_SUFFIX = ".json"
 _INDEX = "index.json"
-#: Of the digits of a rank in a key, how many end it in a listing of one prefix: a page of S3 has 1,000 keys.
+#: Number of a rank's digits that end its key in a listing of one prefix: a page of S3 has 1,000 keys.
 _PAGE_DIGITS = 3
 
 

@@ -59,7 +59,7 @@ _MAX_STEP = 1 << 62
 
 
 def known(number: int) -> int | None:
-    """A step or epoch for people and programs: None where it is below 0, which is how an unknown one is stored."""
+    """A step or epoch for people and programs: None if it is below 0, which is how an unknown one is stored."""
     return number if number >= 0 else None
 
 
@@ -205,7 +205,7 @@ def form_of(name: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def loose_form_of(name: str) -> str:
-    """The same of a name or a series, where a number after a word for a step is taken for one: ``checkpoint-#``."""
+    """The same of a name or a series, if a number after a word for a step is taken for one: ``checkpoint-#``."""
     return series_of(_OF_STEP.sub(r"\g<word>#", name))
 
 
@@ -285,7 +285,7 @@ def namespace_of(dirpath: str) -> str:
 
 
 def validate_namespace(namespace: str) -> str:
-    """Gives a namespace back; raises ConfigError where it is empty, too long, or has other characters."""
+    """Gives a namespace back; raises ConfigError if it is empty, too long, or has other characters."""
     if not isinstance(namespace, str) or not _NAMESPACE.match(namespace) or len(namespace) > _MAX_NAMESPACE:
         raise ConfigError(
             f"invalid namespace {namespace!r}",

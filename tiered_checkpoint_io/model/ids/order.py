@@ -29,7 +29,7 @@ def rank_of(folder: str) -> int | None:
 def new_run_id(after: str | None = None, now: float | None = None, *, clock: Clock = SYSTEM) -> str:
     """A run's id; ids sort, as text, in the order in which runs began.
 
-    It sorts after ``after``, a save id seen in any tier, even where this machine's clock is behind that of the machine
+    It sorts after ``after``, a save id seen in any tier, even if this machine's clock is behind that of the machine
     that gave it (a Lamport clock).
     """
     stamp = datetime.fromtimestamp(clock.wall() if now is None else now, timezone.utc)
@@ -60,7 +60,7 @@ def save_id_of_ranks(run_id: str, series: str, repeat: int, step: int) -> str:
     """The id of a save that ranks make without talking: all who know the same give the same id.
 
     Within a series (see :func:`series_of`), ids sort by the repeat, which counts how often the series has gone back to
-    a step that it had saved, and then by the step, -1 where it is not known. Those of another series differ, and so do
+    a step that it had saved, and then by the step, -1 if it is not known. Those of another series differ, and so do
     those of another run.
     """
     random = run_id.partition("-")[2]

@@ -12,7 +12,7 @@ from tiered_checkpoint_io.redaction import holds_secrets
 
 #: The scheme of what stands for a choice of checkpoint.
 SENTINELS = "tiered"
-#: What a user passes as ``ckpt_path`` to resume from the newest intact checkpoint, or from scratch.
+#: ``ckpt_path`` to resume from the newest intact checkpoint, or from scratch.
 LATEST = "tiered:latest"
 #: The same for the newest checkpoint that a callback called "last"; used by ``ckpt_path="last"``.
 LAST = "tiered:last"
@@ -20,7 +20,7 @@ LAST = "tiered:last"
 LAST_URL = "tiered://last"
 #: The checkpoint whose monitored value is the best: ``tiered://best?mode=min&monitor=val_loss``.
 _BEST_URL = "tiered://best"
-#: What a load takes, for its errors.
+#: Values that a load takes, for its errors.
 LOADABLE = f"{LATEST}, {LAST}, {_BEST_URL}?mode=min&monitor=val_loss, a name, a path or a URL"
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)\Z", re.DOTALL)
@@ -30,19 +30,19 @@ _MANGLED_S3 = re.compile(r"s3:/(?!/)")
 _ACCESS_POINT = r"arn:aws[a-z-]*:s3:[a-z0-9-]*:\d{12}:accesspoint[:/][A-Za-z0-9.-]+"
 _BUCKET = re.compile(rf"(?:[A-Za-z0-9][A-Za-z0-9._-]{{1,254}}|{_ACCESS_POINT})\Z")
 _BUCKET_AND_KEY = re.compile(rf"(?P<bucket>{_ACCESS_POINT}(?=/|\Z)|[^/]*)/?(?P<key>.*)\Z", re.DOTALL)
-#: What was meant to begin with ``s3://``.
+#: Misspelt ``s3://``.
 _MISSPELT_S3 = re.compile(r"s3(?:[an]:)?(?://+|:/?(?!/))(?P<rest>.*)\Z", re.DOTALL | re.IGNORECASE)
-#: What was meant to begin with another scheme, and would be a folder of the working directory; no drive's letter.
+#: Misspelt scheme, which would be a folder of the working directory; no drive's letter.
 _MISSPELT = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<rest>[^/].*)\Z", re.DOTALL)
 #: The schemes of folders on this machine.
 _LOCAL = ("file", "local")
-#: What OmegaConf or a shell would have replaced.
+#: Variables that OmegaConf or a shell would have replaced.
 _VARIABLE = re.compile(r"\$(?:\{|[A-Z_][A-Z0-9_]+)")
 #: The hosts at which AWS serves buckets; the bucket is in the host or begins the path.
 _AWS_HOST = re.compile(
     r"(?:(?P<bucket>.+)\.)?s3[.-](?:dualstack\.)?(?:(?P<region>[a-z0-9-]+)\.)?amazonaws\.com(?:\.cn)?\Z"
 )
-#: What Python makes of bytes that are not valid in the locale's encoding; only folders may have such names.
+#: Characters that Python makes of bytes not valid in the locale's encoding; only folders may have such names.
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 StrPath = str | os.PathLike[str]
