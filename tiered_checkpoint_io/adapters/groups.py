@@ -151,7 +151,7 @@ def rank_in_group(process_group: Any, coordinator_rank: int | None) -> int:
 
 
 def shard_role_of(process_group: Any, replication_group: Any, writer: int | None, *, alone: bool = False) -> ShardRole:
-    """Which shard this rank has, and whether it saves it; asks no other rank.
+    """Returns this rank's shard, and whether this rank saves the shard; asks no other rank.
 
     Args:
         process_group: The sharding group: ranks that hold one state among them, each another shard. By

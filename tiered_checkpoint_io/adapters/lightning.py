@@ -26,11 +26,11 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import NOT_OF_IO, IOKeys, TieredCheckpointConfig, keys, refuse_keys_of_others
 from tiered_checkpoint_io.redaction import shown
 
-#: What Lightning's tuner keeps for a moment, to come back to it.
+#: Names of files that Lightning's tuner keeps for a moment, to come back to them.
 _SCRATCH = (".lr_find_", ".scale_batch_size_")
-#: By this key Lightning knows a checkpoint of its own; without it, a Trainer fails with a KeyError.
+#: Key by which Lightning knows a checkpoint of its own; without it, a Trainer fails with a KeyError.
 _VERSION = "pytorch-lightning_version"
-#: Where a whole training state has its optimizers: Lightning's key, and Megatron's.
+#: Keys of the optimizers in a whole training state: Lightning's, and Megatron's.
 OPTIMIZERS = ("optimizer_states", "optimizer")
 
 
@@ -141,7 +141,7 @@ class TieredCheckpointIO(CheckpointIO):
         Args:
             dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory. Or a :class:`TieredCheckpointConfig`:
                 then each further argument that is given replaces the configuration's.
-            logger: Where to log, instead of the package's own logger.
+            logger: Logger to use instead of the package's own.
             options: Keys of :class:`TieredCheckpointConfig`, which says what each is; not those that only
                 ``TieredModelCheckpoint`` or :meth:`from_config` reads.
 
@@ -157,11 +157,11 @@ class TieredCheckpointIO(CheckpointIO):
         self._checkpointer: Checkpointer | None = None
         #: True if the last load was of a sentinel, and found no checkpoint at all.
         self.found_nothing = False
-        #: What is saved beside each checkpoint, and has to be there to resume from it: see :class:`Selector`.
+        #: Suffix of a file beside each checkpoint, without which training can't resume from it: see :class:`Selector`.
         self.companion = ""
         #: Tells whether a path is what a Trainer restores from now; set by the guard.
         self.is_for_trainer: Callable[[Any], bool] | None = None
-        #: Whether what a trainer saves next has weights of one step and optimizers' states of another.
+        #: True if the trainer's next save has weights of one step and optimizers' states of another.
         self.mixes_steps = False
         self._has_said_where = False
 
@@ -453,7 +453,7 @@ def require_tiered_io(strategy: Strategy, user: str) -> TieredCheckpointIO:
 
 
 def of_other_package(user: str) -> ConfigError:
-    """What is raised where ``user`` is in a trainer of pytorch_lightning: plugins=[...] would be refused there, too."""
+    """Returns the error for ``user`` in a trainer of pytorch_lightning: plugins=[...] would be refused there, too."""
     return ConfigError(
         f"{user} in a trainer of pytorch_lightning, whose classes are others than those of lightning",
         operation="setup",
