@@ -52,14 +52,14 @@ class DrainHandle:
         self._serving = threading.Lock()
         #: The save that the last :meth:`has_room` gave up.
         self.given_up = ""
-        #: The operations that were queued here before.
+        #: Operations that were queued before this process began.
         self._inherited = frozenset(self.pending())
-        #: Since when its saves alone are left, for parts of other nodes.
+        #: Time since which only saves that wait for other nodes' parts are left.
         self._stuck_since = math.inf
         #: Nothing is waited for beyond this, by the monotonic clock: the process has to end.
         self.leave_by: float | None = None
         self._news = NewOutcomes(self.queue)
-        #: When what had failed before our time did so: it is about to be tried again, perhaps with better luck.
+        #: Times of failures before this process began: these operations are tried again, perhaps with success.
         self._earlier = {each.op_id: each.finished for each in self.queue.outcomes() if each.state == "failed"}
         tier.bell = self.queue.ring
 
@@ -116,11 +116,11 @@ class DrainHandle:
             self.start()
 
     def pending(self) -> list[str]:
-        """Ids of all that waits for the drain, in order."""
+        """Returns the ids of all operations that wait for the drain, in order."""
         return [operation.op_id for operation in self.queue.look(self._tier)]
 
     def pending_saves(self) -> list[str]:
-        """Ids of the saves of which parts of this node wait for the drain, in order."""
+        """Returns the ids of the saves of which parts of this node wait for the drain, in order."""
         return sorted({ids.save_id_of_op(each.op_id) for each in self.queue.look(self._tier) if each.action in SAVES})
 
     def is_inherited(self, outcome: Outcome) -> bool:
@@ -150,7 +150,7 @@ class DrainHandle:
             }
             orphans = self._orphans(waiting)
             failed = [save_id for save_id in waiting if save_id in lost.keys() | orphans]
-            # A drain that is held up by its store frees what was cancelled only later: that, too, is bounded.
+            # A drain that its store holds up frees cancelled parts only later: that wait is bounded, too.
             if failed and len(cancelled) < max_pending:
                 wanted = needed(self.queue.look(self._tier))
                 oldest = min(failed, key=lambda save_id: (save_id in wanted, save_id))
@@ -203,13 +203,13 @@ class DrainHandle:
 
         Raises:
             StandstillError: Nothing has moved for ``moving_s``, or the process has to end. The operation stays queued.
-            DrainError: It had none within ``timeout_s`` seconds, it is hopeless, or how it ended is not known.
+            DrainError: No outcome within ``timeout_s`` seconds, a hopeless save, or an unknown outcome.
         """
         self._standstill.begin()
         for _ in self._looks(timeout_s):
             is_pending = op_id in self.pending()
             outcome = self.queue.outcome(op_id)
-            # The outcome is written first; what waits for it may then look at the memory tier.
+            # The outcome is written first: then its waiters may look at the memory tier.
             if outcome is None and not is_pending:
                 error = "the operation log was lost, so how it ended is not known: see the durable tier"
                 outcome = Outcome(
@@ -233,7 +233,7 @@ class DrainHandle:
         raise self._too_slow(f"operation {op_id}", timeout_s)
 
     def flush(self, timeout_s: float, *, only: Collection[str] | None = None) -> None:
-        """Waits until nothing is queued that can be done now; with ``only``, nothing of these operations.
+        """Waits until no queued operation can be done now; with ``only``, none of these operations.
 
         Raises:
             DrainError: Something is queued after ``timeout_s`` seconds, or fails.
@@ -247,11 +247,11 @@ class DrainHandle:
             first = self._stuck_by(left)
             if first is not None:
                 raise self._fails(f"{first.name} did not reach the durable tier: {first.error}", first.name)
-            # Who names operations means to wait for them.
+            # A caller that names operations wants to wait for them.
             saves = {ids.save_id_of_op(each.op_id) for each in left if each.action in SAVES and only is None}
             orphans = self._orphans(saves)
             if orphans and {each.op_id for each in left} <= orphans | blocked_by_failures(left, orphans):
-                # Not said by any outcome.
+                # No outcome reports this.
                 url = ids.join_url(self._config.dirpath, left[0].name)
                 raise self._error(f"{left[0].name}: {_ORPHANED}", url, "the drain keeps looking for them")
         raise self._too_slow(f"{len(left)} operations", timeout_s)
@@ -293,20 +293,20 @@ class DrainHandle:
             raise self._error(f"the drain can't get at its queue: {trouble}", str(self._tier.root), hint, tier="memory")
 
     def _stuck_by(self, left: list[Request]) -> Outcome | None:
-        """The first failure if all that is left has failed, or waits for what has."""
+        """Returns the first failure if all remaining operations have failed, or wait for failed ones."""
         failed = {operation.op_id: outcome for operation in left if (outcome := self._failure(operation.op_id))}
         stuck = failed.keys() | blocked_by_failures(left, failed)
         return next(iter(failed.values())) if failed and all(each.op_id in stuck for each in left) else None
 
     def _failure(self, op_id: str) -> Outcome | None:
-        """The failure of an operation, as far as it is of our time."""
+        """Returns the failure of an operation, unless it failed before this process began."""
         outcome = self.queue.outcome(op_id)
         if outcome is None or outcome.state != "failed" or outcome.finished == self._earlier.get(op_id):
             return None
         return outcome
 
     def _late(self, op_id: str) -> Outcome | None:
-        """The failure of a save whose other parts have not come, also of an earlier time: a drain notes it once."""
+        """Returns the failure of a save whose other parts have not come, also an earlier one: a drain notes it once."""
         outcome = self.queue.outcome(op_id)
         is_late = outcome is not None and outcome.state == "failed" and outcome.error_type == "DrainError"
         return outcome if is_late else None

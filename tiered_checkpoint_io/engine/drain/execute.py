@@ -56,11 +56,11 @@ class _Stopped(Exception):  # noqa: N818 - not an error: the way out of what goe
 
 @dataclass
 class Executor:
-    """Carries out one operation after the other, and remembers those that it could not finish.
+    """Carries out one operation after the other, and remembers the unfinished ones.
 
     Attributes:
-        begun: Those.
-        refused: Durable tiers that do not copy objects, of which this was said.
+        begun: Unfinished operations.
+        refused: Durable tiers that do not copy objects, and for which this was logged.
         surveys: Knowledge of the sweep and of retention, by durable tier.
     """
 
@@ -101,7 +101,7 @@ class Executor:
         except _Stopped:
             return
         except Exception as error:
-            # Whatever it is, it is this operation's: the drain has others to carry out.
+            # Any error is this operation's own: the drain has others to carry out.
             self._failed(operation, error, self.clock.monotonic() - started)
             return
         if fate == "waits":
@@ -131,7 +131,7 @@ class Executor:
         if not any(each.failures for each in self.begun.values()):
             self.report.now.last_error = ""
         if stored is None or stored.part.commits:
-            # One drain looks for what those of all nodes have left: the coordinator's, which has most other requests.
+            # One drain looks for the remains of all nodes' drains: the coordinator's, which has most other requests.
             self.stores.abort_abandoned(operation.place)
 
     def _save(self, stored: StoredPart) -> commit.Fate | Literal["waits"]:
@@ -155,7 +155,7 @@ class Executor:
         return fate
 
     def _sweep(self, store: Store, committed: Part) -> None:
-        """Removes what no manifest names, now and then after a commit; an error does not undo the commit."""
+        """Removes saves that no manifest names, now and then after a commit; an error does not undo the commit."""
         survey, now, age_s = self._survey(committed.place), self.clock.monotonic(), self._age_s()
         if now < survey.due:
             return
@@ -177,14 +177,14 @@ class Executor:
         return float(self.stores.config.support.sweep_age_s)
 
     def keep_alive(self) -> None:
-        """Shows other drains, now and then, that the saves of several parts in which this one has a part are alive."""
+        """Refreshes, now and then, the live saves of several parts of which this drain has one."""
         self.begun.alive.refresh(self.stores.get, self._age_s, self.clock)
 
     def _survey(self, place: Place) -> Survey:
         return self.surveys.setdefault(place, Survey())
 
     def _copy(self, operation: Request, store: Store, journal: UploadJournal) -> None:
-        """Makes a name a copy of another; says once for each durable tier why that can't do so."""
+        """Makes a name a copy of another; logs once for each durable tier why the tier can't copy."""
 
         @contextlib.contextmanager
         def in_memory(save_id: str) -> Iterator[memoryview | None]:
@@ -224,7 +224,7 @@ class Executor:
             raise CheckpointNotFoundError(text, operation="drain", tier="durable", key=delete.name)
 
     def _retain(self, operation: Request, operations: list[Request], store: Store) -> tuple[OutcomeState, str]:
-        """Applies the policies; what is to be said of that: why it was not done, or what the server has refused."""
+        """Applies the policies; returns the message about that: why it was not done, or what the server refused."""
         if operation.place != self.stores.place:
             return "skipped", f"{operation.dirpath} is another dirpath than that of the run which is here now"
         policies = policies_from(self.stores.config.retention)
@@ -274,13 +274,13 @@ class Executor:
         if begun is None and commit.is_sent(self.queue.journal(operation.op_id)):
             # An earlier drain sent it.
             begun = self.begun.waits(stored.part, self.clock)
-        # Once more, if it could not be committed since: then the queue would grow.
+        # A save that failed after it was spared is not spared again: else the queue would grow.
         if begun is None or begun.arrivals is None or begun.failures > begun.failures_when_spared:
             return False
         try:
             begun.arrivals.look(self.stores.get(operation.place))
         except Exception as error:
-            # Whatever it is, the queue stays bounded.
+            # Whatever the error, the queue stays bounded.
             self.log.warning("could not look for the parts of %s: %s", operation.name, error)
             return False
         if begun.arrivals.missing:
@@ -289,7 +289,7 @@ class Executor:
         return True
 
     def _give_up(self, operation: Request, reason: str, *, answers: bool = False) -> None:
-        """Ends an operation that will not be carried out; ``answers``: the durable tier did so just now."""
+        """Ends an operation that will not be carried out; with ``answers``, the durable tier answered just now."""
         stored, journal = operation.stored, self.queue.journal(operation.op_id)
         assert stored is not None, operation
         if journal.read() is not None and (answers or not self.begun.get(operation.op_id, Begun()).failures):
@@ -338,7 +338,7 @@ class Executor:
         if final:
             self.begun.pop(operation.op_id, None)
         sent_s, mine = (seconds if begun.began is None else begun.sent_s), 0
-        if state == "committed":  # Of what an earlier drain has sent, the rate is not known.
+        if state == "committed":  # The rate of an earlier drain's uploads is not known.
             mine = content.size if content is not None else 0
             self.report.succeeded(mine if sent_s else 0, sent_s)
         outcome = Outcome(
@@ -373,7 +373,7 @@ class Executor:
         try:
             self.queue.finish(outcome, final=final)
         except MemoryFullError as full:
-            # No log could be made: memory was full already when this drain started. To go on frees it.
+            # No log could be made: memory was full already when this drain started. Further work frees memory.
             self.log.error("could not note the outcome of %s: %s", operation.name, full)
 
     def _mark_drained(self, stored: StoredPart) -> None:

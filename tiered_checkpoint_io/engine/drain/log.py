@@ -1,13 +1,13 @@
 """The operation log: one preallocated file through which the trainers and the drain of a node talk.
 
 It holds a dictionary. Each write puts all of it into the half that is not in use, and that half's head last. So a
-writer that dies at any point leaves a file that reads as it did before, and who reads beside a writer reads again.
+writer that dies at any point leaves a file that reads as it did before, and a reader that meets a writer reads again.
 
 ::
 
     0      head of half 0, head of half 1   each: generation, length and checksum of its data, its own checksum
-    40     bell: rung for what has changed elsewhere
-    4096   heartbeat: what the drain last said of itself; apart, so that it wakes no reader
+    40     bell: rung for changes outside the log
+    4096   heartbeat: the drain's last report about itself; apart, so that it wakes no reader
     8192   half 0, half 1: JSON
 
 All space is taken when the file is made, and a process keeps one descriptor open: a write needs neither space, nor an
@@ -45,7 +45,7 @@ _BEAT_AT, _BEAT_SIZE = 4096, 4096
 _HALVES_AT = 8192
 #: Room for the outcomes that are kept, and for some thousand requests. Taken from the memory tier, so no more.
 _HALF = 1 << 20
-#: One part in so many of a half is left to the writes by which it empties.
+#: Share of a half that is left to the writes that empty the log.
 _SPARE = 8
 
 _log = logging.getLogger("tiered_checkpoint_io.drain")
@@ -75,19 +75,19 @@ class OperationLog:
             return os.pread(file, _BELL_AT + _BELL_SIZE, 0) if file is not None else b""
 
     def poll_with_heartbeat(self) -> bytes:
-        """As :meth:`poll`, and what differs where :meth:`beat` has written."""
+        """As :meth:`poll`; the bytes also differ after a :meth:`beat`."""
         with self._guard:
             file = self._opened()
             return os.pread(file, _BEAT_AT + _BEAT_SIZE, 0) if file is not None else b""
 
     def entries(self, prefix: str) -> dict[str, Any]:
-        """All that the log holds below a prefix, by what follows it."""
+        """Returns all values below a prefix, by the rest of their keys."""
         with self._guard:
             self._take_up()
             return {key[len(prefix) :]: value for key, value in self._state.items() if key.startswith(prefix)}
 
     def get(self, key: str) -> Any:
-        """The value of a key; None if there is none."""
+        """Returns the value of a key; None if there is none."""
         with self._guard:
             self._take_up()
             return self._state.get(key)
@@ -139,14 +139,14 @@ class OperationLog:
             self._heads = os.pread(file, _BELL_AT, 0)
 
     def ring(self) -> None:
-        """Has those who poll look again: something has changed that is not in the log."""
+        """Wakes processes that poll: something has changed that is not in the log."""
         with self._guard:
             file = self._opened()
             if file is not None:
                 os.pwrite(file, os.urandom(_BELL_SIZE), _BELL_AT)
 
     def beat(self, data: bytes) -> None:
-        """Writes the heartbeat: of the one drain, so without a lock. What is too long is left out."""
+        """Writes the heartbeat without a lock, as there is one drain; a text that is too long is left out."""
         with self._guard:
             file = self._opened()
             if file is not None and len(data) + _BEAT.size <= _BEAT_SIZE:
@@ -204,7 +204,7 @@ class OperationLog:
             fcntl.flock(file, fcntl.LOCK_UN)
 
     def _take_up(self) -> None:
-        """Takes up what others wrote."""
+        """Reads the writes of other processes."""
         file = self._opened()
         while file is not None and (heads := os.pread(file, _BELL_AT, 0)) != self._heads:
             halves = [_unsealed(heads[side * _HEAD_SIZE :][:_HEAD_SIZE]) for side in (0, 1)]
@@ -218,7 +218,7 @@ class OperationLog:
                 is_damaged = True
             if os.pread(file, _BELL_AT, 0) != heads:
                 continue
-            # Nothing of it was written over meanwhile.
+            # No other process has overwritten the half meanwhile.
             self._heads, self._state, self._generation = heads, state, found
             if is_damaged and found:
                 _log.warning("%s: a write was cut off, or one half is damaged; going on with the other", self._path)
@@ -232,7 +232,7 @@ class OperationLog:
 
 
 def _unsealed(raw: bytes) -> tuple[int, int, int] | None:
-    """Generation, length and checksum that a head tells; zeros if none was written yet, None if it is damaged."""
+    """Returns a head's generation, length and checksum; zeros if none was written yet, None if it is damaged."""
     if not any(raw):
         return (0, 0, 0)
     facts, checksum = raw[: _HEAD.size], raw[_HEAD.size :]

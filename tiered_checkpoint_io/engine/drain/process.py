@@ -31,9 +31,9 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 #: The arguments of the command; the root is last.
 FOR_TRAINER = ["drain", "--for-trainer", "--root"]
-#: The status of one that can't import what it needs: no other would.
+#: Exit status of a drain that can't import a module: another drain would fail, too.
 CANNOT_IMPORT = 3
-#: It runs the code of this package that its trainer runs, whatever else is installed, and looks for all other modules
+#: The drain runs its trainer's code of this package, whatever else is installed, and looks for all other modules
 #: where its trainer does. The package is loaded from its own place: that, put first, might hide the standard library.
 _CODE = """\
 # tiered_checkpoint_io drain, of a trainer
@@ -53,7 +53,7 @@ except ImportError as error:
     print(f"{{type(error).__name__}}: {{error}}", file=sys.stderr)
     sys.exit({status})
 """
-#: Variables that name one file or folder: what S3 and fsspec's packages are reached by.
+#: Variables that name one file or folder, for access to S3 and for fsspec's packages.
 _FILES = (
     "AWS_CA_BUNDLE",
     "AWS_CONFIG_FILE",
@@ -71,7 +71,7 @@ _FILES = (
 _FOLDERS = ("AWS_DATA_PATH", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "SSL_CERT_DIR")
 #: Folder of this package.
 _PLACE = Path(__file__).absolute().parents[3]
-#: Those that this process has started, and that may outlive their handle: reaped when they have ended.
+#: Drains that this process has started, and that may outlive their handle: reaped when they have ended.
 _children: list[subprocess.Popen[bytes]] = []
 #: Interval at which a drain that stands by looks whether it is needed, seconds.
 _STAND_BY_S = 1.0
@@ -84,7 +84,7 @@ _LAST_LINE_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 #: No signal's number.
 _ENDED = 0
-#: The status of what Ctrl-C has ended, as shells have it.
+#: Exit status after Ctrl-C, as shells have it.
 _INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -109,12 +109,12 @@ def start_process(root: Path, log: Logger) -> subprocess.Popen[bytes]:
 
 
 def elsewhere() -> dict[str, str]:
-    """This process' environment for one in another folder: what is named relatively is named from here."""
+    """Returns this process' environment for one in another folder: relative paths are made absolute from here."""
     found = dict(os.environ)
     try:
         here = os.getcwd()
     except FileNotFoundError:
-        # The folder is gone, and with it all that is named from it.
+        # The folder is gone, and so are all paths relative to it.
         return found
     for name in _FILES:
         if found.get(name):
@@ -130,15 +130,15 @@ def module_path() -> list[str]:
     found = [each for each in sys.path if isinstance(each, str)]
     with contextlib.suppress(FileNotFoundError):
         here = os.getcwd()
-        # What is no file or folder is a word of installers', and stays one.
+        # An entry that is no file or folder is an installer's own word, and stays one.
         found = [path if os.path.exists(path := os.path.join(here, each)) else each for each in found]
-    # A folder put first would hide what this process had imported before that.
+    # A folder put first would hide modules that this process has imported already.
     standard = os.path.dirname(os.__file__)
     return sorted(found, key=lambda each: each not in (standard, os.path.join(standard, "lib-dynload")))
 
 
 def reap() -> None:
-    """Forgets those that have ended."""
+    """Forgets drains that have ended."""
     _children[:] = [child for child in _children if child.poll() is None]
 
 
@@ -153,7 +153,7 @@ def _open_log(root: Path, log: Logger) -> BinaryIO:
 
 
 def _from(folder: str, path: str) -> str:
-    # What boto3 expands is left to it.
+    # Values that boto3 expands are left to boto3.
     if os.path.isabs(os.path.expandvars(os.path.expanduser(path))):
         return path
     return os.path.join(folder, path) if path else folder
@@ -190,7 +190,7 @@ class DrainRunner:
             self._write_config()
             is_first = self._join()
             if is_first:
-                # What an earlier job asked for.
+                # An earlier job may have asked for another address.
                 ask_to_serve(self._root, "")
             if is_first and self._config.support.drain == "process":
                 self._follow(self._queue.announced())
@@ -228,7 +228,7 @@ class DrainRunner:
             except MemoryFullError:
                 if not path.exists():
                     raise
-                # It has a page of its own.
+                # The file has a page of its own.
                 write_over(path, text)
 
     def ensure(self) -> None:
@@ -251,7 +251,7 @@ class DrainRunner:
                 self._child = start_process(self._root, self._log)
                 return
             self._stop = threading.Event()
-            # What it says is said of its outcomes, whether it is a thread or a process.
+            # Outcomes tell the drain's messages, both of a thread and of a process.
             quiet = DebugOnly(self._log, {})
             drain = Drain(self._root, logger=quiet, stop=self._stop, stay=True, clock=self._clock)
             self._thread = self._clock.start(functools.partial(self._run, drain), "tiered-drain")
@@ -348,7 +348,7 @@ def run(worker: Drain, root: Path, log: Logger, stop: threading.Event, *, stay: 
 
 
 def give_way(niceness: int) -> None:
-    """Lowers this process' priority: what else runs on the node is to have the cores."""
+    """Lowers this process' priority: other work on the node is to have the cores."""
     with contextlib.suppress(OSError):
         niceness = os.nice(niceness)
         if os.getsid(0) == os.getpid():

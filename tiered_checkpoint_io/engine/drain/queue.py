@@ -2,7 +2,7 @@
 
 A committed part that is marked durable is itself the request to upload it. Aliases, deletes and cancels are entries
 of the log. Operations are numbered by one counter a run, and as text their ids sort in the order in which they were
-made. What became of each is an entry, too, and so are the notes of work in progress.
+made. Outcomes are entries, too, and so are the notes of work in progress.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tiered_checkpoint_io.model.place import server_in
 LOG_FILE = "operations.log"
 _REQUEST, _OUTCOME, _NOTE = "request/", "outcome/", "note/"
 _DRAIN, _LEAVE = "drain", "leave"
-#: Outcomes that are kept, of the newest saves: they take a third of the log at most. And how many if it is full.
+#: Number of outcomes kept, of the newest saves: a third of the log at most. And the number if the log is full.
 _KEEP, _LEAST = 512, 32
 #: Characters of an error that are kept.
 _SHORT = 1000
@@ -84,7 +84,7 @@ class Queue:
         self.open = self._log.open
         #: Bytes that differ from the last call's if there is anything new: a cheap look, for processes that wait.
         self.version = self._log.poll
-        #: The same, for those to whom what the drain says of itself is new too.
+        #: The same, for callers to whom the drain's reports are new, too.
         self.poll_with_heartbeat = self._log.poll_with_heartbeat
         self._outcomes: tuple[bytes, list[Outcome]] = b"", []
         self._understood: dict[str, tuple[Any, Outcome]] = {}
@@ -93,9 +93,9 @@ class Queue:
         self._said, self._last = b"", DrainProgress()
 
     def ring(self) -> None:
-        """Has those who wait look again: something has changed that is not in the log.
+        """Wakes waiting processes: something has changed that is not in the log.
 
-        They look by themselves every few seconds, so a bell that can't be rung is no error.
+        Waiting processes look by themselves every few seconds, so a bell that can't be rung is no error.
         """
         with contextlib.suppress(OSError):
             self._log.ring()
@@ -112,8 +112,8 @@ class Queue:
         self._log.write({_REQUEST + request.op_id: _facts(request)}, leaves_room=request.action != "cancel")
 
     def requests(self) -> list[Request]:
-        """Returns what is queued, in order."""
-        # While the durable tier is away, some thousand may be, and each save and each look at progress reads them.
+        """Returns the queued requests, in order."""
+        # While the durable tier is away, some thousand may be queued; each save and each look at progress reads them.
         known, entries = self._requests, sorted(self._log.entries(_REQUEST).items())
         self._requests = understood = {
             op_id: last if (last := known.get(op_id)) and last[0] == raw else (raw, _parsed(Request, raw))
@@ -122,7 +122,7 @@ class Queue:
         return [each for _, each in understood.values()]
 
     def look(self, tier: MemoryTier) -> list[Request]:
-        """All that waits for the drain, in order."""
+        """Returns all operations that wait for the drain, in order."""
         # A trainer may add to both while we look. A request that follows a save must not be carried out
         # without that save: an alias would find no target, and be given up.
         seen = {request.op_id for request in self.requests()}
@@ -162,7 +162,7 @@ class Queue:
         """Notes an outcome; with a final one, the request and the note of its work go, in the same write.
 
         Raises:
-            MemoryFullError: It has no room; the request and the note are gone all the same, if there is a log.
+            MemoryFullError: The log has no room; the request and the note are gone all the same, if there is a log.
         """
         done: dict[str, Any] = {}
         if final:
@@ -175,16 +175,16 @@ class Queue:
             except MemoryFullError:
                 self._log.write({**self._forgotten(outcome, _LEAST), **said, **done})
         except MemoryFullError:
-            # Else it would be done again and again.
+            # Else the operation would be done again and again.
             self._log.write(done)
             raise
 
     def _forgotten(self, news: Outcome, count: int) -> dict[str, None]:
-        """The change by which about ``count`` outcomes stay, of the newest saves, beside another one."""
+        """Returns the change that keeps about ``count`` outcomes of the newest saves, beside another one."""
         kept = sorted(self._log.entries(_OUTCOME))
         if len(kept) <= count:
             return {}
-        # Those of one save stay or go together. What deletes wait for stays, however much has failed since.
+        # Outcomes of one save stay or go together. Those that deletes wait for stay, however much has failed since.
         first = ids.save_id_of_op(kept[-count])
         outcomes = [*(each for each in self.outcomes() if each.op_id != news.op_id), news]
         needed = {ids.save_id_of_op(each.op_id) for each in first_unreplaced(outcomes)}
@@ -197,10 +197,10 @@ class Queue:
         return _parsed(Outcome, raw) if raw is not None else None
 
     def outcomes(self) -> list[Outcome]:
-        """All outcomes that are still kept, in order."""
+        """Returns all outcomes that are still kept, in order."""
         version = self._log.poll()
         if self._outcomes[0] != version:
-            # Hundreds are kept, and few are new at each look: what was understood once is not parsed again.
+            # Hundreds are kept, and few are new at each look: each outcome is parsed once.
             known, entries = self._understood, sorted(self._log.entries(_OUTCOME).items())
             self._understood = {
                 op_id: last if (last := known.get(op_id)) and last[0] == raw else (raw, _parsed(Outcome, raw))
@@ -216,7 +216,7 @@ class Queue:
 
     # ---------------------------------------------------------------------------------- progress
     def write_progress(self, progress: DrainProgress) -> None:
-        """Says what the drain is doing."""
+        """Writes the drain's progress."""
         short = replace(progress, last_error=progress.last_error[:_SHORT], trouble=progress.trouble[: _SHORT // 2])
         self._log.beat(json.dumps(asdict(short), ensure_ascii=False).encode())
 
@@ -226,15 +226,15 @@ class Queue:
         if said and said != self._said:
             self._said = said
             with contextlib.suppress(ValueError, TypeError):
-                # Nothing is said if a drain is just writing it.
+                # The drain may be writing its report just now.
                 self._last = DrainProgress(**json.loads(said))
         return self._last
 
 
 class Note:
-    """A note of work in progress: see :class:`UploadJournal`. What finds no room in the log is kept here alone.
+    """A note of work in progress: see :class:`UploadJournal`. A note without room in the log is kept here alone.
 
-    What a later process does not find is done again, or left for it to clear up.
+    A later process that finds no note does the work again, or clears up its remains.
     """
 
     def __init__(self, log: OperationLog, key: str) -> None:
@@ -260,7 +260,7 @@ class Note:
 
 
 def operations_of(parts: Iterable[StoredPart], requests: Iterable[Request]) -> list[Request]:
-    """All that waits for the drain, in order."""
+    """Returns all operations that wait for the drain, in order."""
     saves = []
     for stored in parts:
         if stored.pending:

@@ -2,7 +2,7 @@
 
 A trainer that wants its node to be read notes the address to listen on; the drain notes the port and the token, and
 serves for as long as it runs. Both notes are files that only this user can read. A next drain takes the same port and
-token if it can, so that readers find it again.
+token if it can, so that readers find the node again.
 
 Parts are named by save id, rank and file number; no path comes from outside. Each request shows the token, which is
 compared in constant time. Connections, requests, and all waits are bounded; bytes go from tmpfs to the socket by
@@ -61,14 +61,14 @@ def ask_to_serve(root: Path, address: str) -> None:
 
 
 def endpoint_of(root: Path) -> Endpoint | None:
-    """Returns where this node's memory was last served."""
+    """Returns the endpoint that last served this node's memory."""
     with contextlib.suppress(OSError, ValueError):
         return Endpoint.from_json((root / _ENDPOINT_FILE).read_bytes())
     return None
 
 
 def served_at(root: Path, address: str, clock: Clock) -> Endpoint | None:
-    """Returns where this node's memory is served, if that was asked for at this address, and a server answers now."""
+    """Returns the endpoint of this node's memory, if it was asked for at this address and a server answers now."""
     found = endpoint_of(root)
     if found is None or found.address != address or _wish(root) != address:
         return None
@@ -155,7 +155,7 @@ class Server:
         listener, self._listener, self._address = self._listener, None, ""
         if listener is not None:
             with contextlib.suppress(OSError):
-                # Wakes up who accepts.
+                # Wakes up the thread that accepts.
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
 
@@ -174,7 +174,7 @@ class Server:
             with self._lock:
                 self._connections.add(connection)
                 count = len(self._connections)
-            # As many more are told that they have to wait.
+            # As many further readers are told to wait.
             is_busy, is_too_many = count > _MAX_CONNECTIONS, count > 2 * _MAX_CONNECTIONS
             try:
                 if is_too_many:

@@ -86,7 +86,7 @@ class SaveReport:
         return "durable" in self.tiers and not self.queued
 
     def line(self, dirpath: str, what: str = "") -> str:
-        """Returns the line to log: where it is by now, and what is still to be done; ``what`` replaces the name."""
+        """Returns the line to log: the checkpoint's tiers by now, and the pending work; ``what`` replaces the name."""
         places = "the node's disk" if self.spilled else "memory"
         if self.is_durable:
             places = f"{places} and {tier_label(dirpath)}"
@@ -150,7 +150,7 @@ def standing_of(
     place: Place,
     last_save: SaveReport | None = None,
 ) -> Standing:
-    """Returns what is where, by node memory, the operation log, and the newest save of this process."""
+    """Returns the standing, by node memory, the operation log, and the newest save of this process."""
     own = [each for each in parts if each.part.place == place]
     held = max(own, key=lambda each: each.save_id, default=None)
     there: dict[str, tuple[str, Saved]] = {}
@@ -182,7 +182,7 @@ def say_outcome(
     leads: bool = True,
     inherited: bool = False,
 ) -> SaveError | None:
-    """Logs what became of a queued operation, if that concerns the user.
+    """Logs the outcome of a queued operation, if that concerns the user.
 
     Args:
         log: The trainer's log.
@@ -217,7 +217,7 @@ def say_outcome(
 
 
 def failure_of(outcome: Outcome, config: TieredCheckpointConfig) -> SaveError:
-    """Returns the error of an operation that failed in the background: why, what becomes of it, and what to do."""
+    """Returns the error of an operation that failed in the background: the cause, the consequence, and the advice."""
     what = {"save": outcome.name, "retain": "retention"}.get(outcome.action, f"{outcome.action} of {outcome.name}")
     again = f"is tried again; by hand: {drain_command(config)}"
     hint = f"it stays {'in node memory' if outcome.action in SAVES else 'queued'} and {again}"
@@ -245,7 +245,7 @@ def not_done(action: str, name: str, dirpath: str, reason: Exception) -> SaveErr
 
 
 def not_uploaded(pending: Sequence[Saved], config: TieredCheckpointConfig, error: DrainError) -> tuple[str, SaveError]:
-    """Returns what to say of a queue that is left at the end: a line for the log, and an error."""
+    """Returns the message about a queue that is left at the end: a line for the log, and an error."""
     names = ", ".join(each.name for each in pending[:_NAMED]) + (" ..." if len(pending) > _NAMED else "")
     what = "queued aliases and deletes were not done"
     if pending:
@@ -290,7 +290,7 @@ class NewOutcomes:
         return fresh, self._last[1]
 
     def skip(self, outcome: Outcome) -> None:
-        """Leaves one out, because a caller has waited for it."""
+        """Leaves an outcome out, because a caller has waited for it."""
         self._seen.add(_key(outcome))
 
 
@@ -342,7 +342,7 @@ class Announcer:
 
 
 def looking(log: CheckpointLogger, look: Callable[[], T], otherwise: T) -> T:
-    """Returns what a look at the queue gives, or ``otherwise`` if the queue cannot be read just now."""
+    """Returns the result of a look at the queue, or ``otherwise`` if the queue cannot be read just now."""
     try:
         return look()
     except OSError as unread:
@@ -353,7 +353,7 @@ def looking(log: CheckpointLogger, look: Callable[[], T], otherwise: T) -> T:
 
 # ---------------------------------------------------------------------------------------------- the drain
 class StandstillError(DrainError):
-    """Nothing that the drain does has moved for as long as a caller waits for that."""
+    """The drain has moved nothing for as long as a caller waits for that."""
 
 
 class Standstill:
@@ -454,7 +454,7 @@ class Reporter:
         counters, error = Counter(self.counts), self.now.last_error
         for store in self._stores.all():
             counters.update(store.metrics.snapshot())
-            # What is repeated for minutes has not failed yet.
+            # A request that is repeated for minutes has not failed yet.
             error = store.metrics.retrying or error
         now = replace(self.now, heartbeat=self._clock.wall(), counters=dict(counters), last_error=error)
         if now.name:

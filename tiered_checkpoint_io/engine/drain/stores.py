@@ -57,11 +57,11 @@ class Stores:
 
     @property
     def place(self) -> Place | None:
-        """The configured one; raises as :attr:`config` does."""
+        """The configured place; raises as :attr:`config` does."""
         return self._place if self.config else None
 
     def get(self, place: Place) -> Store:
-        """The store of a place; raises as :attr:`config` does, and if it can't be opened."""
+        """Returns the store of a place; raises as :attr:`config` does, and if the store can't be opened."""
         config = self.config
         if place not in self._stores:
             self._stores[place] = self._open_store(config_at(config, place), place.dirpath)
@@ -79,7 +79,7 @@ class Stores:
                 self._log.warning("could not look for abandoned uploads: %s", error)
 
     def all(self) -> list[Store]:
-        """Those that are open."""
+        """Returns the open stores."""
         return list(self._stores.values())
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ class Alive:
         self._sent[part.save_id] = part, clock.monotonic()
 
     def refresh(self, store_at: Callable[[Place], Store], age: Callable[[], float], clock: Clock) -> None:
-        """Refreshes them all, if it is time for that; for many threads."""
+        """Refreshes all these saves, if it is time for that; for many threads."""
         if clock.monotonic() < self._due or not self._lock.acquire(blocking=False):
             return
         try:
@@ -138,7 +138,7 @@ def _save_id(part: Part) -> str:
 
 
 class Unfinished(dict[str, Begun]):
-    """All that is begun and not done, by the ids of the operations.
+    """Operations that were begun and are not done, by their ids.
 
     Attributes:
         alive: Saves to be refreshed on the durable tier.
@@ -158,7 +158,7 @@ class Unfinished(dict[str, Begun]):
             del self[op_id]
         self.queued = queued
         if is_new:
-            # What fails for good is tried again when there is something new to do; of what is refused, one: there may
+            # Errors for good are tried again when there is something new to do; of refused operations, one: there may
             # be a delete for each save of a long run.
             again = [begun for begun in self.values() if begun.permanent and not begun.is_cleanup]
             again += sorted(self._refused, key=lambda begun: begun.due)[:1]
@@ -168,7 +168,7 @@ class Unfinished(dict[str, Begun]):
 
     @property
     def later(self) -> set[str]:
-        """Operations whose turn comes after all that was not begun: no upload waits for them."""
+        """Operations whose turn comes after all new ones: no upload waits for them."""
         return {op_id for op_id, begun in self.items() if begun.is_cleanup}
 
     @property
@@ -192,7 +192,7 @@ class Unfinished(dict[str, Begun]):
         try:
             yield
         finally:
-            # Of one that fails, what it has sent is not sent again.
+            # A failed attempt's sent bytes are not sent again.
             mine = self.setdefault(op_id, Begun())
             mine.began = began if mine.began is None else mine.began
             mine.sent_s += clock.monotonic() - began
@@ -231,14 +231,14 @@ class Unfinished(dict[str, Begun]):
         for begun in self.values():
             arrivals = begun.arrivals
             if arrivals and arrivals.part.save_id < part.save_id and part.series_key == arrivals.part.series_key:
-                # Its own turn says what is wrong with it.
+                # The save's own turn reports the error.
                 with contextlib.suppress(TieredCheckpointError):
                     arrivals.look(store)
                 if not arrivals.missing:
                     begun.due, is_first = now, False
         if not is_first:
             return None
-        # Whatever becomes of it now, it has not to wait for others.
+        # The save does not wait for others any more, whatever its outcome.
         rows, mine.arrivals, mine.is_late = mine.arrivals.rows, None, False
         mine.size = sum(size for row in rows.values() for _, size in row.files)
         return rows

@@ -155,13 +155,13 @@ class Drain:
 
     def _prepare(self) -> None:
         """Makes folders and log if they are missing, and says that this drain begins."""
-        # Of a root on a disk, a power loss may have left some.
+        # A power loss may have left only some folders of a root on a disk.
         make_folders(self._root, FOLDERS, self._log.warning)
         try:
             self._queue.open()
             self._queue.announce(self._token)
         except MemoryFullError as full:
-            # Going on without it frees memory.
+            # Work without a log frees memory.
             self._log.error("outcomes are not noted: %s", full)
         self._executor.begun.alive.found(self._tier.parts(), self._clock)
 
@@ -171,7 +171,7 @@ class Drain:
             self._server.look()
 
     def _turn(self, *, once: bool) -> bool:
-        """Does what can be done next; whether there is nothing more to stay for."""
+        """Does the next work; returns True if there is no reason to stay."""
         version = self._queue.version()
         self._serve()
         if self._queue.is_asked_to_leave(self._token):
