@@ -1,5 +1,6 @@
 """Bad configuration: one clear error that names the key, its value and what is allowed; nothing is done."""
 
+from functools import partial
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import botocore.session
@@ -137,11 +138,16 @@ def test_every_key_is_tried():
 )
 def test_an_unknown_key_and_the_nearest_known_one(key, meant):
     block = {**PLAIN, key: 64}
-    for make in (TieredCheckpointIO.from_config, lambda it: TieredCheckpointIO.from_config(OmegaConf.create(it))):
+    for make in (from_config, lambda it: from_config(OmegaConf.create(it)), lambda it: TieredCheckpointIO(**it)):
         with pytest.raises(ConfigError, match=rf"unknown key '{key}' \(value 64\).*did you mean '{meant}'\?"):
             make(block)
-    with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
-        TieredCheckpointIO(**block)
+
+
+@pytest.mark.parametrize("make", [TieredModelCheckpoint, partial(from_config, PLAIN)])
+def test_an_unknown_argument_of_the_callback_and_the_nearest_known_one(make):
+    for wrong, meant in (("memory_every_n_steps", "memory_every_n_train_steps"), ("save_topk", "save_top_k")):
+        with pytest.raises(ConfigError, match=rf"Checkpoint has no argument '{wrong}' — did you mean '{meant}'\?$"):
+            make(**{wrong: 5})
 
 
 @pytest.mark.parametrize("block", [{}, {"dirpath": None}, {"dirpath": "???"}, OmegaConf.create({"dirpath": "???"})])
@@ -153,11 +159,7 @@ def test_no_dirpath(block):
 
 def test_the_whole_configuration_in_place_of_its_block():
     whole = {"trainer": {"max_steps": "${nowhere}"}, "s3_checkpointing": PLAIN}
-    for make in (
-        TieredCheckpointIO.from_config,
-        TieredModelCheckpoint.from_config,
-        lambda it: TieredCheckpointIO.from_config(OmegaConf.create(it)),
-    ):
+    for make in (from_config, TieredModelCheckpoint.from_config, lambda it: from_config(OmegaConf.create(it))):
         with pytest.raises(ConfigError, match=r"the whole configuration.* pass cfg\.s3_checkpointing"):
             make(whole)
 

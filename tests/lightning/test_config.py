@@ -86,16 +86,13 @@ def test_one_block_gives_the_io_and_the_callback_and_arguments_replace_what_it_s
 @pytest.mark.parametrize(
     ("make", "key", "says"),
     [
-        (
-            TieredCheckpointIO,
-            "memory_every_n_train_steps",
-            "TieredCheckpointIO does not take {}.*TieredModelCheckpoint",
-        ),
+        (TieredCheckpointIO, "memory_every_n_train_steps", "IO does not take {}.*TieredModelCheckpoint"),
         (TieredCheckpointIO, "s3_every_n_train_steps", "TieredCheckpointIO does not take {}.*TieredModelCheckpoint"),
         (TieredCheckpointIO, "enable_async_checkpointing", "does not take {} .* AsyncCheckpointIO"),
         (TieredStorageWriter, "memory_every_n_train_steps", "dcp does not take {}"),
         (TieredStorageReader, "save_on_train_end", "dcp does not take {}"),
         (dcp.save, "enable_async_checkpointing", "dcp does not take {} .* async_save"),
+        (TieredModelCheckpoint, "memory_keep_last", "does not take {} .* TieredCheckpointIO takes it"),
         (TieredModelCheckpoint.from_config, "memory_keep_last", "does not take {} .* TieredCheckpointIO takes it"),
     ],
 )

@@ -176,7 +176,7 @@ def test_policies_may_be_written_in_code_and_yaml_and_survive_the_way_to_the_dra
     ("value", "said"),
     [
         ("latest", "retention is 'latest' — allowed: a mapping such as"),
-        ({"lastest": 3}, "unknown key 'lastest' in retention — known keys: latest, every_steps"),
+        ({"lastest": 3}, "unknown key 'lastest' in retention — did you mean 'latest'?"),
         ({"latest": 0}, "latest is 0 — allowed: a whole number above 0"),
         ({"latest": True}, "latest is True"),
         ({"best": 3}, "retention.best is 3 — allowed: {best: 3, metric: val_loss, mode: min}"),

@@ -149,10 +149,8 @@ class TieredCheckpointIO(CheckpointIO):
             ConfigError: A key or value is not allowed.
         """
         refuse_keys_of_others(options, type(self).__name__, self._not_ours)
-        if isinstance(dirpath, TieredCheckpointConfig):
-            self.config = TieredCheckpointConfig.from_any(dirpath, **options)
-        else:
-            self.config = TieredCheckpointConfig.from_any(None, dirpath=dirpath, **options)
+        block = dirpath if isinstance(dirpath, TieredCheckpointConfig) else {"dirpath": dirpath}
+        self.config = TieredCheckpointConfig.from_any(block, **options)
         self._logger = logger
         self._checkpointer: Checkpointer | None = None
         #: True if the last load was of a sentinel, and found no checkpoint at all.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import Never
 
 from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO, require_tiered_io
 from tiered_checkpoint_io.adapters.steps import check_positive, passes, tiers_for_step
@@ -91,7 +93,11 @@ class TieredModelCheckpoint(DurableEnd):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
+        **_unknown: Never,
     ) -> None:
+        others = {key: "TieredCheckpointIO takes it" for key in config_keys() if key not in _KEYS}
+        known = [*inspect.signature(TieredModelCheckpoint).parameters][:-1]
+        refuse_keys_of_others(_unknown, type(self).__name__, others, known)
         check_positive("memory_every_n_train_steps", memory_every_n_train_steps)
         check_positive("s3_every_n_train_steps", s3_every_n_train_steps)
         if not isinstance(save_on_train_end, bool):
@@ -163,8 +169,6 @@ class TieredModelCheckpoint(DurableEnd):
         Raises:
             ConfigError: A key or value is not allowed.
         """
-        others = {key: "TieredCheckpointIO takes it" for key in config_keys() if key not in _KEYS}
-        refuse_keys_of_others(overrides, cls.__name__, others)
         keys = {key: value for key, value in overrides.items() if key in _KEYS}
         config = TieredCheckpointConfig.from_any(block, **keys)
         own: dict[str, Any] = {key: getattr(config, key) for key in _KEYS}

@@ -59,8 +59,7 @@ class OverlappedCapture(Callback):
             return None
         callback = cls(trainer, io, sharded or io.checkpointer.saver)
         # Not in place: Lightning goes through this list just now.
-        held: Any = trainer
-        held.callbacks = [callback, *held.callbacks]
+        trainer.callbacks = [callback, *trainer.callbacks]  # type: ignore[attr-defined]
         callback._saver.overlap = callback._overlap
         callback._handle = register_optimizer_step_pre_hook(callback._before_step)
         callback._hold_validation()
@@ -71,8 +70,7 @@ class OverlappedCapture(Callback):
         self._saver.overlap = None
         self._handle.remove()
         vars(self._validation).pop("run", None)
-        held: Any = trainer
-        held.callbacks = [each for each in held.callbacks if each is not self]
+        trainer.callbacks = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
         self._overlap.wait()
 
     # -------------------------------------------------------------------------------- the waits

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.numbers import did_you_mean
 from tiered_checkpoint_io.model.retention import Policies, policies_from
 from tiered_checkpoint_io.model.s3_options import S3Options
 from tiered_checkpoint_io.model.support import Support
@@ -28,7 +28,6 @@ _AUTO_LIMIT = 16
 #: The name of the block in a configuration.
 BLOCK = "s3_checkpointing"
 _GLOBAL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
-_MAX_CONCURRENCY = 256
 
 Concurrency = int | Literal["auto"]
 _PATHS = ("dirpath", "memory_dir", "spill_dir", "log_dir")
@@ -153,7 +152,7 @@ class TieredCheckpointConfig:
                 _check_int(key, value, low, high, optional=key in _OPTIONAL)
         for key in ("max_write_concurrency", "max_read_concurrency"):
             if getattr(self, key) != "auto":
-                _check_int(key, getattr(self, key), 1, _MAX_CONCURRENCY, extra="'auto' or ")
+                _check_int(key, getattr(self, key), 1, 256, extra="'auto' or ")
         if self.preflight is False:
             object.__setattr__(self, "preflight", "off")
         for key, allowed in _choices().items():
@@ -220,11 +219,8 @@ class TieredCheckpointConfig:
         raw = {**as_mapping(block), **overrides}
         for key, value in raw.items():
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                raise ConfigError(
-                    f"unknown key {key!r} (value {shown(value, name=str(key))}) in s3_checkpointing",
-                    hint=f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}",
-                )
+                text = f"unknown key {key!r} (value {shown(value, name=str(key))}) in s3_checkpointing"
+                raise ConfigError(text, hint=did_you_mean(key, known))
         # OmegaConf's mark of a value that has to be given, as dirpath in our own YAML.
         absent = [key for key, value in raw.items() if value == "???"]
         if absent or raw.get("dirpath") is None:
@@ -296,13 +292,16 @@ def keys() -> tuple[str, ...]:
     return tuple(each.name for each in fields(TieredCheckpointConfig) if each.metadata.get("is_key", True))
 
 
-def refuse_keys_of_others(given: Iterable[str], who: str, others: Mapping[str, str]) -> None:
+def refuse_keys_of_others(
+    given: Iterable[str], who: str, others: Mapping[str, str], known: Collection[str] = ()
+) -> None:
     """Refuses keys that a class does not read.
 
     Args:
         given: Keys that its caller named.
         who: The class.
         others: Keys that it does not read, and what to do with each.
+        known: If given, any other argument is refused, too.
 
     Raises:
         ConfigError: There is one.
@@ -310,6 +309,8 @@ def refuse_keys_of_others(given: Iterable[str], who: str, others: Mapping[str, s
     for key in given:
         if key in others:
             raise ConfigError(f"{who} does not take {key}", hint=f"{others[key]}; from_config takes a whole block")
+        if known and key not in known:
+            raise ConfigError(f"{who} has no argument {key!r}", hint=did_you_mean(key, known))
 
 
 @functools.cache

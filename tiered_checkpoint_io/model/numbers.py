@@ -1,11 +1,20 @@
-"""Numbers that a caller gives."""
+"""Numbers and names that a caller gives."""
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Collection
 from typing import Any
 
 from tiered_checkpoint_io.errors import ConfigError
+
+
+def did_you_mean(name: object, known: Collection[str]) -> str:
+    """Returns the hint for an unknown name: the nearest known one, or all of them."""
+    plain = {each.replace("_", "").lower(): each for each in known}
+    near = difflib.get_close_matches(str(name).replace("_", "").lower(), plain, n=1)
+    return f"did you mean {plain[near[0]]!r}?" if near else f"known names: {', '.join(known)}"
 
 
 def seconds(key: str, value: Any, *, above: float | None = None) -> float:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Kind, Manifest
+from tiered_checkpoint_io.model.numbers import did_you_mean
 
 _MOST = 1 << 40
 _EXAMPLE = "a mapping such as {latest: 3, every_steps: 1000, best: {best: 2, metric: val_loss, mode: min}}, or a list"
@@ -281,8 +282,7 @@ def _from_mapping(raw: Mapping[Any, Any]) -> tuple[Policy, ...]:
     for key, value in raw.items():
         kind = _BY_KEY.get(str(key))
         if kind is None and key not in own:
-            allowed = ", ".join((*_BY_KEY, "metric", "mode"))
-            raise ConfigError(f"unknown key {key!r} in retention", hint=f"known keys: {allowed}")
+            raise ConfigError(f"unknown key {key!r} in retention", hint=did_you_mean(key, (*_BY_KEY, "metric", "mode")))
         if kind is Best:
             found += _best(value, own)
         elif kind is not None:

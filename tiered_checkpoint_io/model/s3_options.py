@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.model.numbers import did_you_mean
 from tiered_checkpoint_io.redaction import without_secrets
 
 #: Objects of these classes have to be restored before they can be read, which takes hours.
@@ -81,14 +81,9 @@ class S3Options:
             return cls()
         if not isinstance(value, Mapping):
             raise ConfigError(f"s3_options is {without_secrets(repr(value))}", hint=f"allowed: {_EXAMPLE}")
-        known = {name.lower(): name for name in _values()}
         for name in value:
-            if name not in known.values():
-                near = difflib.get_close_matches(str(name).replace("_", "").lower(), known, n=1)
-                guess = f"did you mean {known[near[0]]!r}? " if near else ""
-                raise ConfigError(
-                    f"unknown name {name!r} in s3_options", hint=f"{guess}known names: {', '.join(known.values())}"
-                )
+            if name not in _values():
+                raise ConfigError(f"unknown name {name!r} in s3_options", hint=did_you_mean(name, _values()))
         return cls(**value)
 
     def of_all_requests(self) -> dict[str, str]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from tiered_checkpoint_io.clock import DURABLE_TIMEOUT_S, PENDING_TIMEOUT_S, SWEEP_AGE_S, WAIT_TIMEOUT_S
 from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.model.numbers import did_you_mean
 
 #: Holds settings such as ``wait_timeout_s=60,drain=thread``.
 VARIABLE = "TIERED_CHECKPOINT_SUPPORT"
-_DRAINS = ("process", "thread")
 _DAY_S = 24 * 3600
 _RANGES = {
     "max_pending": (1, 1_000),
@@ -48,7 +47,7 @@ class Support:
     sweep_age_s: int = SWEEP_AGE_S
 
     def __post_init__(self) -> None:
-        if self.drain not in _DRAINS:
+        if self.drain not in ("process", "thread"):
             _refuse(f"drain is {self.drain!r}", "allowed: process, thread")
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
@@ -67,9 +66,7 @@ class Support:
         for entry in filter(None, os.environ.get(VARIABLE, "").split(",")):
             name, _, value = (part.strip() for part in entry.partition("="))
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                guess = f"did you mean {near[0]!r}? " if near else ""
-                _refuse(f"unknown name {name!r}", f"{guess}known names: {', '.join(known)}")
+                _refuse(f"unknown name {name!r}", did_you_mean(name, known))
             given[name] = int(value) if value.isdecimal() else value
         return cls(**given)  # type: ignore[arg-type] # checked there
 

@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.drain.operations import DAMAGED_IN_MEMORY, NAMI
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
 from tiered_checkpoint_io.engine.drain.stores import Stores
 from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
-from tiered_checkpoint_io.logs import CheckpointLogger, rate
+from tiered_checkpoint_io.logs import CheckpointLogger, names_text, rate
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -38,8 +38,6 @@ _MAX_LOG = 1 << 20
 _SHM = "/dev/shm"  # noqa: S108
 #: Counters that only an answer of the store, bytes that leave, or the end of an operation change.
 _MOVING = ("answers", "bytes.sent", "committed", "uploaded", "failed", "skipped")
-#: Names that a message lists.
-_NAMED = 3
 #: Outcomes that are kept for a caller that does not poll, and that are remembered as taken: more than the log keeps.
 _UNREAD, _SEEN = 256, 2048
 
@@ -246,7 +244,7 @@ def not_done(action: str, name: str, dirpath: str, reason: Exception) -> SaveErr
 
 def not_uploaded(pending: Sequence[Saved], config: TieredCheckpointConfig, error: DrainError) -> tuple[str, SaveError]:
     """Returns the message about a queue that is left at the end: a line for the log, and an error."""
-    names = ", ".join(each.name for each in pending[:_NAMED]) + (" ..." if len(pending) > _NAMED else "")
+    names = names_text([each.name for each in pending])
     what = "queued aliases and deletes were not done"
     if pending:
         what = f"{len(pending)} queued checkpoint{'s were' if len(pending) > 1 else ' was'} not uploaded ({names})"
