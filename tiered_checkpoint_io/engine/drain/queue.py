@@ -175,16 +175,16 @@ class Queue:
             except MemoryFullError:
                 self._log.write({**self._forgotten(outcome, _LEAST), **said, **done})
         except MemoryFullError:
-            # Else the operation would be done again and again.
+            # Else it would be done again and again.
             self._log.write(done)
             raise
 
     def _forgotten(self, news: Outcome, count: int) -> dict[str, None]:
-        """Returns the change that keeps about ``count`` outcomes of the newest saves, beside another one."""
+        """The change by which about ``count`` outcomes stay, of the newest saves, beside another one."""
         kept = sorted(self._log.entries(_OUTCOME))
         if len(kept) <= count:
             return {}
-        # Outcomes of one save stay or go together. Those that deletes wait for stay, however much has failed since.
+        # Those of one save stay or go together. What deletes wait for stays, however much has failed since.
         first = ids.save_id_of_op(kept[-count])
         outcomes = [*(each for each in self.outcomes() if each.op_id != news.op_id), news]
         needed = {ids.save_id_of_op(each.op_id) for each in first_unreplaced(outcomes)}

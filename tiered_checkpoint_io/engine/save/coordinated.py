@@ -31,7 +31,7 @@ from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Metric
 
-#: So many saves that are of no use to memory are known: a part that is on its way to the durable tier stays until then.
+#: Number of remembered saves that are of no use to memory: a part on its way to the durable tier stays until then.
 _LACKING = 64
 
 
@@ -71,7 +71,7 @@ class CoordinatedSaver:
         self._captured: _Captured | None = None
         #: Completed saves, by series of names; the oldest first.
         self._completed: dict[str, list[str]] = {}
-        #: On the coordinator, the save that was issued last, while memory may never hold all of it; and earlier such.
+        #: On the coordinator, the last issued save, while memory may never hold all of it; and earlier ones like it.
         self._incomplete: str | None = None
         self._lacking: deque[str] = deque(maxlen=_LACKING)
         #: The save that this process finished in the background, and that other ranks may still be sealing.
@@ -89,7 +89,7 @@ class CoordinatedSaver:
         """Waits until this rank's part of the last save is sealed; each rank calls this before the next save.
 
         Raises:
-            SaveError: Sealing it failed in the background. All ranks have to learn of it, and save nothing: memory
+            SaveError: Sealing it failed in the background. All ranks have to learn of that and save nothing: memory
                 would remove older checkpoints for a newer one that is not complete.
         """
         failed = self._end_last()
@@ -98,7 +98,7 @@ class CoordinatedSaver:
             raise failed[2]
 
     def fail(self, error: Exception) -> NoReturn:
-        """Raises what keeps this rank from :meth:`begin`, by which others may learn that the last save failed."""
+        """Raises the error of :meth:`begin`; by this error, other ranks may learn that the last save failed."""
         # It does not come to hear of that.
         self._finished = None
         raise error
@@ -107,7 +107,7 @@ class CoordinatedSaver:
         """Waits for this rank's part of the last save, and shows its failure.
 
         Raises:
-            SaveError: There is one, and ``on_save_error`` is ``raise``.
+            SaveError: A failure, and ``on_save_error`` is ``raise``.
         """
         failed = self._end_last()
         if failed is not None:
@@ -127,7 +127,7 @@ class CoordinatedSaver:
         resumable: bool = True,
         dirpath: str = "",
     ) -> SaveFacts:
-        """Decides what the ranks of a save have to agree on; called by the coordinator alone.
+        """Makes the facts that the ranks of a save have to agree on; only the coordinator calls this.
 
         Waits for room on the way to the durable tier, as the configuration says.
 
@@ -156,7 +156,7 @@ class CoordinatedSaver:
             self.is_complete(self._agreeing.name, self._agreeing.save_id, self._agreeing.step)
             self._agreeing = None
         if self._incomplete is not None:
-            # Some rank has failed, or its node has no room: what the others have of it is of no use.
+            # Some rank has failed, or its node has no room: the other ranks' parts of it are of no use.
             self._lacking.append(self._incomplete)
         series = self._series(name, step)
         facts = SaveFacts(
@@ -189,7 +189,7 @@ class CoordinatedSaver:
     ) -> None:
         """Makes the checkpoint exist; called by the coordinator once every rank has reported.
 
-        If it was captured with ``background``, that is left to :meth:`seal_in_background`.
+        A part that was captured with ``background`` is left to :meth:`seal_in_background`.
 
         Args:
             save_id: Id of the save.
@@ -212,7 +212,7 @@ class CoordinatedSaver:
             )
         part, facts = captured.part, captured.part.facts
         if not in_memory:
-            # Of memory alone; the rank that has no room for it has said so.
+            # A save of memory alone; the rank that has no room for it has said so.
             part.give_back()
             return
         beside = {facts.name_beside(extra[0]): extra[1]} if extra is not None else {}
@@ -253,13 +253,13 @@ class CoordinatedSaver:
         background: bool = False,
         overlapped: Overlapped | None = None,
     ) -> bool:
-        """Captures this rank's items. When it returns, later changes of them are not in the checkpoint.
+        """Captures this rank's items. When this returns, later changes of them are not in the checkpoint.
 
-        The part is sealed as well, but for the coordinator's, which :meth:`finish` seals, and for those that
-        :meth:`seal_in_background` does.
+        The part is sealed as well, except the coordinator's, which :meth:`finish` seals, and parts that
+        :meth:`seal_in_background` seals.
 
         Args:
-            facts: From the coordinator.
+            facts: Facts from the coordinator.
             rank: This rank, in the group that saves.
             image: The file that it contributes, planned; None if there is nothing.
             threads: Number of threads that copy.
@@ -277,11 +277,11 @@ class CoordinatedSaver:
         if image is not None and not image.size:
             image = _one_byte()
         if overlapped is not None and facts.left_out:
-            # The save's caller takes it for queued, and so may delete others for it, or save no other.
+            # The save's caller takes the save for queued, and so may delete others for it, or save no other.
             self._session.background.lost.add(facts.name)
         part = PartSave(self._session, facts, rank, image, threads, overlapped=overlapped)
         keep = max(1, self._session.config.memory_keep_last - 1)
-        # This save makes it one more; memory keeps two at least, because it may fail.
+        # This save adds one; memory keeps two at least, because this save may fail.
         size = image.size if image is not None else 0
         evidence = Evidence(facts.completed, frozenset(facts.lacking))
         part.retain(self._session.open().tier.parts(), keep, evidence, size=size)
@@ -306,16 +306,16 @@ class CoordinatedSaver:
                 self._captured = _Captured(part, False, None) if rank == facts.coordinator else None
             return False
         except BaseException:
-            # What was copied of a state that has changed, or that training no longer waited for.
+            # A copy of a state that has changed, or for which training no longer waited.
             part.give_back()
             raise
         return True
 
     def seal_in_background(self) -> None:
-        """Hashes and seals, in the background, what was captured for that: see :attr:`sealing`.
+        """Hashes and seals, in the background, a part that was captured for that: see :attr:`sealing`.
 
-        To be called when the save has succeeded on all ranks, and not before: what they still have to
-        tell each other would wait for the processor.
+        To be called when the save has succeeded on all ranks, and not before: messages that the ranks still
+        have to send would wait for the processor.
         """
         with self._lock:
             captured = self._captured
@@ -326,11 +326,11 @@ class CoordinatedSaver:
         self.sealing = self._session.background.run(captured.part.facts.name, lambda: self._seal(captured))
 
     def stop_overlapping(self) -> None:
-        """From now on, all captures end before their saves return: what was changed once will be changed again."""
+        """Has all later captures end before their saves return: a state that changed once will change again."""
         self.overlap, self._why_eager = None, FOUND_CHANGED
 
     def give_up(self) -> None:
-        """Frees what a save left that did not finish: some other rank failed, and DCP has told all."""
+        """Frees the remains of an unfinished save: some other rank failed, and DCP has told all ranks."""
         with self._lock:
             captured, self._captured = self._captured, None
         if captured is not None:
@@ -384,5 +384,5 @@ class CoordinatedSaver:
 
 
 def _one_byte() -> Image:
-    """The file of items that have no bytes: an empty one could not be mapped."""
+    """Returns a file for items without bytes: an empty one could not be mapped."""
     return Image(1, (Segment(0, memoryview(b"\0")),), (), planned=True)

@@ -86,7 +86,7 @@ class SaveFacts:
         return hash_bytes(self.save_id.encode())[:8]
 
     def path(self, rank: int) -> str:
-        """The file that holds a rank's state."""
+        """Returns the file that holds a rank's state."""
         if self.payload == "full":
             return self.name
         if self.payload == "local":
@@ -94,7 +94,7 @@ class SaveFacts:
         return f"{self.name}/__{rank}_0-{self.mark}.distcp"
 
     def file_name(self, rank: int) -> str:
-        """The basename of :meth:`path`."""
+        """Returns the basename of :meth:`path`."""
         return self.path(rank).rpartition("/")[2]
 
     def label(self, rank: int) -> str:
@@ -102,13 +102,13 @@ class SaveFacts:
         return self.name if self.payload == "full" else f"shard {rank} of {self.name}"
 
     def name_beside(self, basename: str) -> str:
-        """The name of another file: its own, if no other save of this checkpoint's name can have it."""
+        """Returns the name of another file: its own, if no other save of this checkpoint's name can have it."""
         stem, dot, ending = basename.partition(".")
         return f"{stem}-{self.mark}{dot}{ending}" if self.taken else basename
 
     def scope(self, rank: int, place: Place) -> Scope:
         """Returns the scope of retention in memory for a rank's part."""
-        # What other ranks save alone has ids of other runs, and is not for this one to remove.
+        # Saves that other ranks make alone have ids of other runs; this rank does not remove them.
         alone = self.payload == "full"
         return Scope(
             self.save_id, rank, self.payload, place.dirpath, self.series, own_rank_only=alone, server=place.server
@@ -117,7 +117,7 @@ class SaveFacts:
     def describe(
         self, rank: int, place: Place, files: tuple[FileEntry, ...], *, created: float, namespace: str = ""
     ) -> Part:
-        """The description of a rank's part that has these files."""
+        """Returns the description of a rank's part that has these files."""
         switches = {"full": self.name.rpartition("/")[2], "sharded": METADATA, "local": None}
         content = Content(
             save_id=self.save_id,
@@ -145,12 +145,12 @@ def _arrive(*fields: Any) -> SaveFacts:
 
 
 def expect_facts() -> None:
-    """Forgets which facts this thread has received."""
+    """Forgets the facts that this thread has received."""
     _arrivals.facts = None
 
 
 def arrived() -> SaveFacts | None:
-    """The facts that this thread has received since :func:`expect_facts`.
+    """Returns the facts that this thread has received since :func:`expect_facts`.
 
     With ``enable_plan_caching``, DCP's planner receives the coordinator's new plan, facts and all, finds it empty,
     and hands the writer the plan of an earlier save in its place. Counting saves on each rank would agree only until
@@ -162,7 +162,7 @@ def arrived() -> SaveFacts | None:
 
 
 def agreed(facts: object, located: ids.Located, dirpath: str, rank: int) -> SaveFacts:
-    """The coordinator's facts, if this rank saves the same checkpoint to the same durable tier.
+    """Returns the coordinator's facts, if this rank saves the same checkpoint to the same durable tier.
 
     Args:
         facts: Facts that have reached this rank.
@@ -171,7 +171,7 @@ def agreed(facts: object, located: ids.Located, dirpath: str, rank: int) -> Save
         rank: This rank.
 
     Raises:
-        SaveError: It saves another.
+        SaveError: This rank saves another checkpoint.
     """
     if not isinstance(facts, SaveFacts) or facts.name != located.name or facts.step != located.step:
         meant = facts.name if isinstance(facts, SaveFacts) else "an unknown checkpoint"
@@ -206,7 +206,7 @@ def alone(
     metric: Metric | None = None,
     resumable: bool = True,
 ) -> SaveFacts:
-    """The facts of a save of one rank that has the whole state; ConfigError if it can't be named so."""
+    """Returns the facts of a save of one rank that has the whole state; ConfigError for a name that is not allowed."""
     check_file_name(ids.validate_new_name(name))
     step, epoch = position(state, name)
     return SaveFacts(
@@ -226,7 +226,7 @@ def alone(
 def may_be_taken(session: Session, name: str, step: int, *, durable: bool) -> bool:
     """Returns True if another save, of any run, may have a name: then each save's small files get their own names.
 
-    What is known of the durable tier does not settle it: a part that an earlier run left on another node may be
+    A look at the durable tier is not enough: a part that an earlier run left on another node may be
     uploaded at any time. A name that tells the step of its save counts as free all the same, so that others find the
     files by the names that they know; if a run saves the step of an earlier one again, which another node uploads
     meanwhile, one of the two is refused.
@@ -242,7 +242,7 @@ def may_be_taken(session: Session, name: str, step: int, *, durable: bool) -> bo
     if any(each.part.name == name and each.part.place == session.place for each in session.open().tier.held()):
         return True
     if not durable:
-        # Memory alone asks nothing; it may be flushed later.
+        # A save of memory alone asks nothing; it may be flushed later.
         return session.known.may_be_durable(name)
     try:
         return name in session.known.all(session.config.support.durable_timeout_s)
@@ -262,21 +262,21 @@ def check_attempt() -> None:
     """Checks that a rank which saves nothing itself was not left behind by those that do.
 
     Raises:
-        LeftBehindError: It was.
+        LeftBehindError: It was left behind.
     """
     try:
         _ = current_run().attempt
     except LeftBehindError:
         raise
     except ConfigError:
-        # The store does not answer: it is asked at the next save, and those who save wait for it.
+        # The store does not answer: it is asked at the next save, and ranks that save wait for it.
         pass
 
 
 def uncoordinated(
     session: Session, name: str, *, step: int, repeat: int, degree: int, durable: bool, held: Collection[StoredPart]
 ) -> SaveFacts:
-    """The facts of a save that each of ``degree`` ranks makes by itself.
+    """Returns the facts of a save that each of ``degree`` ranks makes by itself.
 
     Args:
         session: Both tiers.
@@ -307,13 +307,13 @@ def versions() -> dict[str, str]:
 
 
 def position(state: Any, name: str) -> tuple[int, int]:
-    """The step and the epoch of a state, as it says, or else its name; -1 if neither does."""
+    """Returns the step and the epoch of a state, as it says, or else its name; -1 if neither does."""
     said = state if isinstance(state, dict) else {}
     step = _count(said.get("global_step"))
     return step if step >= 0 else _count(ids.step_in_name(name)), _count(said.get("epoch"))
 
 
 def _count(value: Any) -> int:
-    # What no manifest can hold would leave a checkpoint that can't be read.
+    # A value that no manifest can hold would leave a checkpoint that can't be read.
     fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
     return value if fits else -1

@@ -55,10 +55,10 @@ class FullSaver:
             try:
                 self.show()
             except DrainError as error:
-                # What the background has not ended in time, this save can't wait for any longer.
+                # This save can't wait any longer for background work that has not ended in time.
                 self._failed(name, position(state, name)[0], error)
                 return None
-            # Who leaves the rest of a save to the background looks there, if it comes so far: see :meth:`_complete`.
+            # A save whose rest is left to the background looks there, if it comes so far: see :meth:`_complete`.
             looks, self._has_looked = self.overlap is None or not self._has_looked, False
             session.surface(looks=looks)
             session.claims.check()
@@ -92,22 +92,22 @@ class FullSaver:
             return part.report(waited=waited)
 
     def _complete(self, part: PartSave) -> None:
-        """Seals what is captured."""
+        """Seals the captured part."""
         session = self._session
         if self.overlap is not None:
-            # Before this save has an outcome of its own, which is logged where it is waited for.
+            # Before this save has an outcome of its own, which is logged by the caller that waits for it.
             self._has_looked = True
             session.look()
         part.seal()
         assert part.image is not None
         warn_at_first_save(session, session.config, session.log, part.facts.name, part.image)
-        # Before the next save's slot is prepared: what goes may be that slot.
+        # Before the next save's slot is prepared: a part that goes may free that slot.
         self._retain(part)
         part.prepare_next()
         session.background.saved(part.facts.name, durable=part.facts.durable)
 
     def _retain(self, part: PartSave) -> None:
-        """Removes, now that the new one is there, what memory need not keep; other saves do so before they capture."""
+        """Removes parts that memory need not keep, after the new part is there; other saves do so before a capture."""
         held = self._session.open().tier.parts()
         evidence = all_complete(held, part.facts.scope(part.rank, self._session.place))
         part.retain(held, self._session.config.memory_keep_last, evidence)
@@ -150,7 +150,7 @@ class FullSaver:
         return report
 
     def _finish(self, part: PartSave, overlapped: Overlapped) -> None:
-        """Captures the rest and seals it, in the background; what needs either of them waits for it."""
+        """Captures the rest and seals it, in the background; a caller that needs either of them waits for it."""
         facts = part.facts
         try:
             overlapped.let_caller_return()
@@ -161,7 +161,7 @@ class FullSaver:
             if facts.durable:
                 self._session.background.lost.add(facts.name)
             if isinstance(error, ChangedError):
-                # What was changed once will be changed again.
+                # A state that changed once will change again.
                 self.overlap, self._why_eager = None, FOUND_CHANGED
             try:
                 try:
@@ -169,19 +169,19 @@ class FullSaver:
                 finally:
                     part.give_back()
             except Exception as shown:
-                # Who waited for it in vain has raised.
+                # A caller that waited for it in vain has raised.
                 self._errors += [] if overlapped.is_late else [shown]
         finally:
-            # They may be as large as a third of the state, and the next save makes its own.
+            # The copies may be as large as a third of the state, and the next save makes its own.
             overlapped.copies = {}
             overlapped.copied.set()
 
     def show(self) -> None:
-        """Waits for all that was left to the background.
+        """Waits for all background work.
 
         Raises:
-            SaveError: It has failed, and ``on_save_error`` is ``raise``.
-            DrainError: It has not ended in time.
+            SaveError: The work has failed, and ``on_save_error`` is ``raise``.
+            DrainError: The work has not ended in time.
         """
         background = self._session.background
         background.wait()

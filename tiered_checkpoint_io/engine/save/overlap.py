@@ -1,8 +1,8 @@
-"""Overlapped capture: what only the optimizers change is copied while the next forward and backward run.
+"""Overlapped capture: tensors that only optimizers change are copied while the next forward and backward run.
 
-Who trains says which tensors these are, and waits before an optimizer's step: see :meth:`Overlap.wait`. That wait is
+The trainer says which tensors these are, and waits before an optimizer's step: see :meth:`Overlap.wait`. That wait is
 the guarantee. All other bytes are copied before the save returns. Once all is copied, *witnesses* are looked at:
-version counters, addresses, and a few bytes of some tensors. None of them proves that nothing has changed, but what
+version counters, addresses, and a few bytes of some tensors. None proves that nothing has changed, but one that
 shows a change fails this save, and later ones are eager: a checkpoint never mixes two steps.
 """
 
@@ -41,7 +41,7 @@ from tiered_checkpoint_io.formats.image import Image, StorageRegions
 OF_PARTS = "of sharded and local checkpoints, only asynchronous ones of TieredModelParallelStrategy overlap training"
 #: Reason for the saves after one that failed for a changed state.
 FOUND_CHANGED = "a capture has found the state changed"
-#: Set to anything, what was copied is compared, once it is, with another copy that was made when the save began.
+#: If set, each finished copy is compared with another copy that was made when the save began.
 CHECK = "TIERED_CHECKPOINT_CHECK_STAGING"
 _SLOW = "see whether the node is out of memory or of processor time; or use staging: eager"
 #: A sparse tensor, for one, has no memory of its own.
@@ -49,9 +49,9 @@ _UNCOMMON = "it holds what can't be copied as it is: {}"
 _NO_ROOM = "the GPU has no room for the copies that an overlapped save makes there"
 #: If more than this part of a file is not the optimizers' alone, an eager copy into a slot is faster.
 _MOST_EAGER = 1 / 3
-#: So many tensors, so many bytes of each, are compared with what was captured.
+#: Number of tensors, and of bytes of each, that are compared with the capture.
 _SAMPLES, _SAMPLE_BYTES = 4, 64
-#: So long the copy waits, seconds, so that the save's caller returns before another thread needs the interpreter.
+#: Delay of the copy, seconds, so that the save's caller returns before another thread needs the interpreter.
 _HEAD_START_S = 0.005
 
 
@@ -101,20 +101,20 @@ class Overlapped:
             self._expected = [_bytes_of(tensor).clone() for tensor in self.tensors]
         if cast("Any", torch.cuda).is_initialized():
             devices = {each for each in map(attrgetter("device"), self.tensors) if each.type == "cuda"}
-            # Whatever computes the state, and what copies it, has been queued by now.
+            # All work that computes or copies the state has been queued by now.
             self._ready = [torch.cuda.current_stream(each).record_event() for each in devices]
 
     def _count_versions(self) -> list[int]:
         return list(map(attrgetter("_version"), (*self.tensors, *self.sharded)))
 
     def find_others(self, found: Sequence[Found], begins: Integers, ends: Integers) -> list[int]:
-        """Finds what is to be copied at once; of a storage all is, or nothing.
+        """Finds the tensors to copy at once; a storage is copied whole, or not at all.
 
-        A storage is left where it is if :attr:`tensors` hold every byte that is saved of it. Those that lie in another
-        one are dropped from them: what else lies there may share their version counters, and change.
+        A storage is left in place if :attr:`tensors` hold every byte that is saved of it. Tensors in another
+        one are dropped from them: its other content may share their version counters, and change.
 
         Args:
-            found: All that is saved: storages, of which each byte is; or tensors.
+            found: All saved objects: storages, which are saved whole; or tensors.
             begins: Start of each; 0 if it has no memory of its own.
             ends: End of each.
 
@@ -138,7 +138,7 @@ class Overlapped:
         return numbers
 
     def with_copies(self, image: Image) -> Image:
-        """A planned file, with :attr:`copies` in place of what they are copies of."""
+        """Returns a planned file, with :attr:`copies` instead of their originals."""
         if not self.copies:
             return image
         regions = cast("StorageRegions", image.regions)
@@ -153,13 +153,13 @@ class Overlapped:
     def hashes_later(self) -> bool:
         """True if the state is hashed after the copy: a GPU copies many times as fast as a core hashes.
 
-        On the CPU, what was just copied is hashed while it is in the cache, which costs the training beside it less.
+        On the CPU, bytes are hashed right after their copy, in the cache, which costs the training beside it less.
         """
         return bool(self._ready)
 
     @contextlib.contextmanager
     def on_side_streams(self) -> Iterator[None]:
-        """Has copies from a GPU wait for what computes the state, and for nothing that is queued later."""
+        """Has copies from a GPU wait for the work that computes the state, and for no later work."""
         with contextlib.ExitStack() as streams:
             if self._ready:
                 streams.enter_context(beside_graphs())
@@ -175,8 +175,8 @@ class Overlapped:
         """Checks, after the copy and before training continues, whether all is as it was when the save began.
 
         Raises:
-            ChangedError: It is not.
-            SaveError: Training has not waited for that any longer.
+            ChangedError: The state has changed.
+            SaveError: Training has not waited for the copy any longer.
         """
         if self.is_late:
             raise SaveError(
@@ -210,7 +210,7 @@ class Overlap:
 
         Args:
             session: Both tiers.
-            tensors: Called at each save: what nothing but an optimizer's step changes from now on, of any shape, dtype
+            tensors: Returns, at each save, those that only an optimizer's step changes from now on, of any shape, dtype
                 and device; nothing if this save is to be eager.
         """
         self._session = session
@@ -219,10 +219,10 @@ class Overlap:
         self._current: Overlapped | None = None
 
     def begin(self, image: Image) -> tuple[Image, Overlapped] | None:
-        """Copies what others than the optimizers may change, of all storages of a planned file.
+        """Copies the storages of a planned file that others than the optimizers may change.
 
         Returns:
-            The file, of these copies, and what is left to do; None if all is to be captured before the save returns.
+            The file of these copies, and the capture that is left; None if all is captured before the save returns.
         """
         overlapped = self._left_for_later()
         if overlapped is None:
@@ -290,7 +290,7 @@ class Overlap:
             say_eager(self._session, _UNCOMMON.format(error))
             return None
         if not all(addresses):
-            # What is empty, freed, or made of other tensors, as one of 8 bits is, lies nowhere itself.
+            # A tensor that is empty, freed, or made of others, such as an 8-bit one, has no memory itself.
             tensors = [each for each, address in zip(tensors, addresses, strict=True) if address]
             addresses = list(filter(None, addresses))
         sharded = [] if tensors is held else [each for each in held if hasattr(each, "_local_tensor")]
@@ -305,7 +305,7 @@ class Overlap:
         If that takes longer than ``wait_timeout_s``, training goes on, and the save fails.
 
         Raises:
-            SaveError: It takes longer, and ``on_save_error`` is ``raise``.
+            SaveError: The wait takes longer, and ``on_save_error`` is ``raise``.
         """
         current = self._current
         if current is None:
@@ -315,7 +315,7 @@ class Overlap:
         timeout_s = float(config.support.wait_timeout_s)
         if not current.copied.wait(timeout_s):
             text = f"the state is not captured after {timeout_s:.0f} s, and the optimizer would change it"
-            # What is copied after that is not looked at: it is of no step. Nor is it waited for again.
+            # Later copies are not looked at: they are of no step. Nor are they waited for again.
             self._current = None
             current.is_late = True
             if config.on_save_error == "raise":
@@ -325,7 +325,7 @@ class Overlap:
 
 
 def say_eager(session: Session, why: str) -> None:
-    """Tells once, if overlapped captures are asked for, why a save is none."""
+    """Logs once, if overlapped captures are asked for, why a save is not overlapped."""
     staging = session.config.staging
     if staging != "eager" and f"staging: {why}" not in session.warned:
         session.warned.add(f"staging: {why}")
@@ -337,7 +337,7 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _samples(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Iterator[bytes]:
-    """A few bytes from the middle of some tensors, which begin at these addresses."""
+    """Returns a few bytes from the middle of some tensors, which begin at these addresses."""
     step = max(1, len(tensors) // _SAMPLES)
     for tensor, address in zip(tensors[::step], addresses[::step], strict=True):
         if tensor.is_cpu and tensor.is_contiguous():
@@ -347,7 +347,7 @@ def _samples(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Itera
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns its bytes, from its first element to its last one."""
+    """Returns a tensor's bytes, from its first element to its last one."""
     start = tensor.storage_offset() * tensor.element_size()
     data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return data.set_(cast("Any", tensor.untyped_storage()), start, (extent(tensor),), (1,))

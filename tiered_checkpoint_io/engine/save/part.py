@@ -70,7 +70,7 @@ class PartSave:
 
     # ---------------------------------------------------------------------------------- capture
     def retain(self, held: list[StoredPart], keep: int, evidence: Evidence, *, size: int | None = None) -> None:
-        """Removes what memory need not keep; see :meth:`Capturer.retain`."""
+        """Removes parts that memory need not keep; see :meth:`Capturer.retain`."""
         scope = self.facts.scope(self.rank, self.session.place)
         self.session.open().capturer.retain(held, scope, keep, evidence, size=size)
 
@@ -83,7 +83,7 @@ class PartSave:
 
         Raises:
             MemoryFullError: Neither memory nor the spill has room; the save is of memory alone.
-            SaveError: The same, and it is not.
+            SaveError: The same, and the save is to be durable.
         """
         self.reserve(retained=retained)
         self.fill(hashed=hashed)
@@ -152,7 +152,7 @@ class PartSave:
         try:
             tier.commit(self._describe(small), {**small, **file})
         except MemoryFullError:
-            # The tier has given it up.
+            # The tier has given the slot up.
             self.slot = None
             raise
         except BaseException:
@@ -160,7 +160,7 @@ class PartSave:
             raise
         self.slot = None
         if self.facts.durable:
-            # It may have left while it had nothing to do.
+            # The drain may have left while it had nothing to do.
             drain.start()
             self._retain_durable()
 
@@ -174,7 +174,7 @@ class PartSave:
         if self.rank != facts.coordinator or not session.config.retention or owner is None:
             return
         waiting = [each for each in session.open().drain.queue.requests() if each.action == "retain"]
-        # Without a server, saves are given up, and none of these is done; the next one does for them all.
+        # Without a server, saves are given up, and no retention is done; the next request does all of it.
         if len(waiting) <= session.config.support.max_pending:
             session.submit("retain", RETENTION + owner, facts.save_id)
 
@@ -196,14 +196,14 @@ class PartSave:
         )
 
     def give_back(self) -> None:
-        """Frees what it holds."""
+        """Frees the part's slot."""
         slot, self.slot = self.slot, None
         if slot is not None:
             self.session.open().tier.give_back(slot)
 
     # ----------------------------------------------------------------------------------- report
     def wait(self, is_hopeless: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until the durable tier has what the drain uploads; for ``is_hopeless`` see :meth:`DrainHandle.wait`.
+        """Waits until the drain's upload is on the durable tier; for ``is_hopeless`` see :meth:`DrainHandle.wait`.
 
         Returns:
             True if it has; not if nothing moves for ``pending_timeout_s``, or the job has to end.

@@ -1,4 +1,4 @@
-"""Room for a save: in the queues for the durable tier, in node memory and in the spill; and what is logged without it.
+"""Room for a save: in the queues for the durable tier, in node memory and in the spill; and the logs about want of it.
 
 A save is queued for the durable tier if the queue of each of its nodes has room for one more. A coordinator sees only
 the queue of its own node. So each other rank of a coordinated save looks at that of its own node, and votes; DCP brings
@@ -34,7 +34,7 @@ class Vote:
 
     Attributes:
         free: True if its queue has room for one more.
-        given_up: The save that was cancelled there for that; empty for none.
+        given_up: The save that was cancelled there to make room; empty for none.
     """
 
     free: bool
@@ -51,7 +51,7 @@ def _arrive(free: bool, given_up: str) -> Vote:
 
 
 def arrived_votes() -> tuple[Vote, ...]:
-    """The votes that this thread has received since :func:`vote`: of ranks that have anything to say."""
+    """Returns the votes that this thread has received since :func:`vote`: of ranks that have anything to say."""
     votes: tuple[Vote, ...] = getattr(_arrivals, "votes", ())
     return votes
 
@@ -76,7 +76,7 @@ def vote(session: Session, *, durable: bool) -> Vote | None:
 def admit(
     session: Session, facts: SaveFacts, held: Collection[StoredPart] = (), votes: Collection[Vote] = ()
 ) -> SaveFacts:
-    """The same facts, for memory alone if too many saves wait for the durable tier already.
+    """Returns the same facts, for memory alone if too many saves wait for the durable tier already.
 
     Waits for room on the way to the durable tier. The last save of a training, or of a
     preempted job, neither waits for that nor is skipped: no save follows it.
@@ -100,7 +100,7 @@ def admit(
 
 
 def why_left_out(session: Session, facts: SaveFacts) -> str | None:
-    """Why a save that is waited for is an error: it was left out of the durable tier, and is not queued for it.
+    """Returns the reason for which a waited save fails: it was left out of the durable tier, and is not queued for it.
 
     None if training is to continue all the same.
     """
@@ -111,11 +111,11 @@ def why_left_out(session: Session, facts: SaveFacts) -> str | None:
 
 @contextlib.contextmanager
 def needing_room(session: Session, facts: SaveFacts) -> Iterator[None]:
-    """Has a save that is to be durable fail if the block finds no room.
+    """Fails a durable save if the block finds no room.
 
     Raises:
         MemoryFullError: The save is of memory alone, and is skipped.
-        SaveError: It is not.
+        SaveError: The save is durable.
     """
     try:
         yield
@@ -196,7 +196,7 @@ def _is_free(session: Session, *, besides: str = "") -> bool:
 
 
 def _give_up(session: Session, save_ids: Collection[str]) -> None:
-    """Cancels what can't become complete any more, as another node has given up its part."""
+    """Cancels saves that can't become complete any more, as another node has given up its part."""
     drain = session.open().drain
     for each in sorted({*save_ids} & {*drain.pending_saves()}):
         server = session.place.server

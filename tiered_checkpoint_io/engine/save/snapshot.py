@@ -1,6 +1,6 @@
-"""A sharded state as it is now: what a capture that overlaps training leaves live, and what is copied at once.
+"""A sharded state as it is now: the part that an overlapped capture leaves live, and the part that is copied at once.
 
-DCP looks into mappings and lists, and pickles all else where it writes it, which is later. So whatever training may
+DCP looks into mappings and lists, and pickles all else when it writes, which is later. So everything that training may
 change in place by then is copied: each tensor that is not the optimizers' alone, and each object that is not known to
 stay as it is.
 """
@@ -23,11 +23,11 @@ _MAPPINGS = (dict, OrderedDict)
 
 
 class UncopiedError(Exception):
-    """The state holds what can't be copied."""
+    """The state holds an object that can't be copied."""
 
 
 class Snapshot:
-    """A state, without a copy of what only the optimizers change.
+    """A state, without copies of the tensors that only the optimizers change.
 
     Attributes:
         state: The same keys and values, in dictionaries and lists of its own.
@@ -38,7 +38,7 @@ class Snapshot:
     def __init__(
         self, state: dict[str, Any], find_others: Callable[[Sequence[torch.Tensor], Integers, Integers], list[int]]
     ) -> None:
-        """Finds what is to be copied; copies all but tensors.
+        """Finds the tensors to copy; copies all other objects.
 
         Args:
             state: Dictionaries and lists of anything.
@@ -52,7 +52,7 @@ class Snapshot:
         self._places: list[tuple[Any, Any]] = []
         self._tensors: list[torch.Tensor] = []
         self.state: dict[str, Any] = self._of(state)
-        # Training waits for this: what is asked of all is asked at once.
+        # Training waits for this: one question about all tensors is asked at once.
         here = parts_here(self._tensors)
         try:
             begins = np.array(list(map(torch.Tensor.data_ptr, here)), np.int64)
@@ -84,7 +84,7 @@ class Snapshot:
         made, items = (list(value), enumerate(value)) if kind is list else (kind(value), value.items())
         for key, each in items:
             if type(each) in _PLAIN:
-                # It is in what was made already.
+                # The new container has it already.
                 continue
             if isinstance(each, torch.Tensor):
                 self._places.append((made, key))
@@ -102,11 +102,11 @@ class Snapshot:
 
 
 def own_objects(tensors: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Makes tensors over the same memory, by their numbers, because whoever holds the first ones may replace that.
+    """Makes tensors over the same memory, by their numbers, because a holder of the first ones may replace it.
 
     Args:
         tensors: Tensors of a state.
-        kept: Those that are looked at when all is copied, and stay as they are. So do sharded ones.
+        kept: Tensors that are looked at after the copy, and stay as they are. So do sharded ones.
 
     Raises:
         UncopiedError: A tensor has attributes, or hooks.
@@ -124,5 +124,5 @@ def own_objects(tensors: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]) -
 
 
 def _begin_of(tensor: torch.Tensor) -> int:
-    """Returns where its memory begins; 0 of one that has none of its own."""
+    """Returns the address of a tensor's memory; 0 for one that has none of its own."""
     return tensor.data_ptr() if tensor.layout == torch.strided else 0

@@ -37,22 +37,22 @@ class Spans:
 
     @property
     def size(self) -> int:
-        """The count of the bytes."""
+        """The number of the bytes."""
         return int((self._ends - self._begins).sum())
 
     def cover(self, begins: Integers, ends: Integers) -> Mask:
-        """Tells of other spans whether the set has all their bytes; False for those that begin outside."""
+        """Tells, for each other span, whether the set has all its bytes; False for one that begins outside."""
         at = np.searchsorted(self._begins, begins, "right") - 1
         return (at >= 0) & (ends <= self._ends[at]) if len(self._ends) else at >= 0
 
     def meet(self, begins: Integers, ends: Integers) -> Mask:
-        """Tells of other spans whether the set has any of their bytes."""
+        """Tells, for each other span, whether the set has any of its bytes."""
         at = np.searchsorted(self._begins, ends) - 1
         return (at >= 0) & (begins < self._ends[at]) if len(self._ends) else at >= 0
 
 
 def ends_of(tensors: Sequence[torch.Tensor], begins: Integers) -> tuple[Integers, Integers, list[int]]:
-    """Returns where tensors end; their sizes; and the numbers of those with gaps between their elements.
+    """Returns the ends of tensors, their sizes, and the numbers of those with gaps between their elements.
 
     Args:
         tensors: Tensors of any shape.
@@ -73,7 +73,7 @@ def ends_of(tensors: Sequence[torch.Tensor], begins: Integers) -> tuple[Integers
 
 
 def spans_of(found: Sequence[Found]) -> tuple[Integers, Integers]:
-    """Returns where the storages of tensors begin, or storages themselves; and where they end."""
+    """Returns the starts and the ends of storages, given as such or by their tensors."""
     begins, sizes = list[int](), list[int]()
     for some in parts_of(found):
         storages = [each.untyped_storage() if isinstance(each, torch.Tensor) else each for each in some]
@@ -83,14 +83,14 @@ def spans_of(found: Sequence[Found]) -> tuple[Integers, Integers]:
 
 
 def parts_here(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Returns what this rank has of sharded tensors; others as they are."""
+    """Returns this rank's shards of sharded tensors; others as they are."""
     if set(map(type, tensors)) <= WHOLE:
         return tensors
     return [getattr(each, "_local_tensor", each) for each in tensors]
 
 
 def parts_of(found: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """Returns few at once, so that what is asked of them first is in the core's cache when the next is."""
+    """Yields a few at once, so that facts about one are still in the core's cache at the next question."""
     return (found[start : start + _AT_ONCE] for start in range(0, len(found), _AT_ONCE))
 
 

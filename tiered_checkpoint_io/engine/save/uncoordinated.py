@@ -1,6 +1,6 @@
 """Saving a local checkpoint: each rank its own state, as one file, without asking any other rank.
 
-How the ranks' save ids agree is said in ``local_run``. On the durable tier the checkpoint exists once the parts of all
+``local_run`` tells how the ranks' save ids agree. On the durable tier the checkpoint exists once the parts of all
 shards are there.
 """
 
@@ -91,7 +91,7 @@ def save_local(
         SaveError: Neither memory nor the spill has room for a durable save; or the save did not reach the durable tier
             while we waited, then on all ranks that wait.
         ConfigError: The run's id could not be learnt; or another live run writes to the same dirpath.
-        Exception: Whatever ``surface`` or ``planned`` raises.
+        Exception: Errors of ``surface`` or ``planned``.
     """
     started = session.clock.monotonic()
     held, failure = _look(session, surface, role, durable=durable)
@@ -132,10 +132,10 @@ def save_local(
 def _look(
     session: Session, surface: Callable[[], None], role: ShardRole, *, durable: bool
 ) -> tuple[Collection[StoredPart], Exception | None]:
-    """The parts in this node's memory; and what keeps this rank from saving, to be raised once the others are told."""
+    """Returns the parts in this node's memory, and this rank's error, to be raised once the others are told."""
     held: Collection[StoredPart] = ()
     try:
-        # First: the id of a run follows from what is here.
+        # First: the id of a run follows from the saves that are here.
         held = session.open().tier.parts()
         surface()
         session.claims.check()
@@ -170,7 +170,7 @@ def _answered(session: Session, ask: Callable[[], _T]) -> _T:
 
 
 def _make_room(part: PartSave, held: Collection[StoredPart], run: _RunWide) -> tuple[str, ...]:
-    """Removes what memory need not keep; the saves that must stay even if the new one does not fit."""
+    """Removes parts that memory need not keep; returns the saves that must stay even if the new one does not fit."""
     session = part.session
     scope = part.facts.scope(part.rank, session.place)
     lacking = run.lacking({each.save_id for each in held if scope.covers(each) and scope.of_this_run(each)})
@@ -178,7 +178,7 @@ def _make_room(part: PartSave, held: Collection[StoredPart], run: _RunWide) -> t
         return tuple(each.save_id for each in held)
     evidence = complete_here(held, scope, lacking)
     assert part.image is not None
-    # This save makes it one more; memory keeps two at least, because it may fail.
+    # This save adds one; memory keeps two at least, because this save may fail.
     part.retain(list(held), max(1, session.config.memory_keep_last - 1), evidence, size=part.image.size)
     return evidence.completed[-1:]
 
@@ -197,7 +197,7 @@ class _RunWide:
         try:
             self._run.report_missing(self._facts.save_id, where)
         except ConfigError as error:
-            # The save goes on, or has failed already of what matters more.
+            # The save goes on, or has failed already for a more important reason.
             self._session.log.at_step(self._facts.step).warning(
                 "could not tell the other ranks that the part of shard %d is missing: %s", self._shard, error
             )
@@ -251,7 +251,7 @@ class _RunWide:
             return "queued"
 
     def lacking(self, save_ids: Collection[str]) -> set[str] | None:
-        """Those of which some node's memory has no part; None if that can't be known."""
+        """Returns the saves of which some node's memory has no part; None if that can't be known."""
         try:
             return self._run.lacking(sorted(save_ids))
         except ConfigError as error:
