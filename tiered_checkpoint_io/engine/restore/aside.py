@@ -17,19 +17,19 @@ SLOTS = "slots"
 
 
 def aside_root(memory: MemoryTier, size: int = 0) -> Path:
-    """The root of that place, with a folder of slots in it.
+    """Returns the root of such room, with a folder of slots in it.
 
     Args:
         memory: The node's memory.
         size: Bytes for which the spill must have room, if known; without it, all ranks of a node get the same place.
 
     Raises:
-        RestoreError: It is not safe to use.
+        RestoreError: The root is not safe to use.
     """
     spill = memory.open_spill()
     if spill is not None and (not size or spill.room() >= size):
         return spill.root
-    # It may be a file server's: other nodes see neither our locks nor, at once, what we write to a mapping.
+    # The folder may be a file server's: other nodes see neither our locks nor, at once, our writes to a mapping.
     node = hashlib.sha256(f"{socket.gethostname()}\0{memory.root}".encode()).hexdigest()[:16]
     root = Path(tempfile.gettempdir(), f"tiered-reads-{os.getuid()}-{node}")
     try:

@@ -1,4 +1,4 @@
-"""The catalog: what the durable tier and a node's memory hold, from which the choice is made."""
+"""The catalog: contents of the durable tier and of a node's memory, from which the choice is made."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tiered_checkpoint_io.stores.silence import answer_within
 #: the step that their name tells.
 _BATCH = 32
 _BY_STEP = 8
-#: After so many checkpoints that have changed while they were read, others are taken.
+#: Number of checkpoints that have changed while they were read, after which others are taken.
 _MOST_CHANGES = 8
 
 
@@ -51,8 +51,8 @@ class Tiers(AtPlace):
     """Tiers of a restore, and the means to read them.
 
     ``store`` opens the durable tier, on rank 0 and where bytes are fetched; ``on_listed`` gets all its names, where
-    this rank listed them. ``store_at`` opens that of another dirpath, whose run may have saved what is asked for by its
-    name; None if no other is looked at. ``serve`` has the drain serve this node's memory to others.
+    this rank listed them. ``store_at`` opens that of another dirpath, whose run may have saved the wanted name;
+    None if no other dirpath is looked at. ``serve`` has the drain serve this node's memory to others.
     """
 
     config: TieredCheckpointConfig
@@ -67,13 +67,13 @@ class Tiers(AtPlace):
     serve: Callable[[], Endpoint | None] = lambda: None
 
     def at(self, dirpath: str) -> Tiers:
-        """The same of another dirpath on the same server, beside which no other is looked at."""
+        """Returns the same tiers at another dirpath on the same server; no further dirpath is looked at."""
         assert self.store_at is not None
         store = functools.partial(self.store_at, dirpath)
         return replace(self, dirpath=dirpath, store=store, on_listed=lambda _: None, store_at=None)
 
     def skipped(self, note: str) -> None:
-        """Logs why a copy is not taken."""
+        """Logs the reason why a copy is not taken."""
         self.log.error("skipping this copy, trying the next: %s", note)
 
     def say_whose(self, content: Content) -> None:
@@ -90,7 +90,7 @@ class Tiers(AtPlace):
 
     @contextlib.contextmanager
     def lock(self, which: str = "") -> Iterator[None]:
-        """One process of a node at a time verifies or fetches, also if no group orders them.
+        """Lets one process of a node at a time verify or fetch, also if no group orders them.
 
         Raises:
             RestoreError: Another process did not finish within ``wait_timeout_s``.
@@ -108,7 +108,7 @@ class Tiers(AtPlace):
 
 
 def tiers_of(session: Session, config: TieredCheckpointConfig, dirpath: str | None = None) -> Tiers:
-    """A session's memory, and the durable tier of a configuration, or at another dirpath."""
+    """Returns a session's memory, and the durable tier of a configuration, or at another dirpath."""
     wanted = config.dirpath if dirpath is None else dirpath
     here = session.place if wanted == session.dirpath else place_of(config, wanted)
     return Tiers(
@@ -143,7 +143,7 @@ class DurableCatalog:
     listed: set[str] | None = None
     #: Names of manifests whose objects were removed: by hand, or by a lifecycle rule.
     gone: set[str] = field(default_factory=set)
-    #: Why the tier could not be asked.
+    #: Reason why the tier could not be asked.
     error: TieredCheckpointError | None = None
 
 
@@ -154,7 +154,7 @@ def discover(
     accepts: Kind | None = None,
     known: DurableCatalog | None = None,
 ) -> DurableCatalog:
-    """Asks the durable tier: one list and the first manifests, or for a name the few objects that it is about.
+    """Asks the durable tier: one list and the first manifests, or the few objects of one name.
 
     Never raises: an error is part of the answer, since memory may do without the durable tier. Nothing but stores is
     touched: see :class:`Question`.
@@ -163,7 +163,7 @@ def discover(
         tiers: Tiers to look at.
         selector: Request for a checkpoint.
         queued: Aliases that are not on the tier yet, and their targets.
-        accepts: The payload that is wanted, of which others may have written a checkpoint of that name.
+        accepts: The wanted payload; another tool may have written a checkpoint of that name and payload.
         known: Result of an earlier call, to read more manifests.
     """
     found = DurableCatalog(rest=known.rest if known is not None else [])
@@ -183,8 +183,8 @@ def discover(
             targets = {target for alias, target in queued.items() if selector.wants(alias)}
             found.rest = [name for name in names if selector.wants(name) or name in targets]
             if selector.folder == ONE_FOLDER:
-                # Which folders there are has to be known, also of those that only older saves are in. What else is
-                # wrong there is not asked for.
+                # All folders must be known, also those with older saves only. Nothing else that is
+                # wrong there is asked for.
                 by_step, folders = sorted(names, key=lambda name: ids.step_in_name(name) or 0), DurableCatalog()
                 newest = {ids.form_of(name): name for name in by_step}
                 newest_there = {ids.form_of(name): name for name in reversed(names)}
@@ -196,7 +196,7 @@ def discover(
         while True:
             batch, found.rest = found.rest[:_BATCH], found.rest[_BATCH:]
             _read(store, batch, found)
-            # Which one is the best no name tells.
+            # No name tells which one is the best.
             if selector.kind != "best" or not found.rest:
                 break
         _leave_out_gone(store, selector, found)
@@ -227,7 +227,7 @@ def _leave_out_gone(store: Store, selector: Selector, found: DurableCatalog) -> 
 
 
 def reading_order(listed: Sequence[ObjectInfo]) -> list[str]:
-    """Names of checkpoints in the order in which their manifests are worth reading.
+    """Returns names of checkpoints in the order in which their manifests are worth reading.
 
     Those committed last come first, and with them those of the greatest steps: the times of a
     bucket that was copied tell the order of copying alone.
@@ -237,18 +237,18 @@ def reading_order(listed: Sequence[ObjectInfo]) -> list[str]:
     first, later = names[: _BATCH - _BY_STEP], names[_BATCH - _BY_STEP :]
     # The sort is stable: without steps in the names, the order of time stays.
     steps = sorted(later, key=lambda name: -1 if (step := ids.step_in_name(name)) is None else step, reverse=True)
-    # A name counts where it comes first.
+    # A name counts at its first place.
     return list(dict.fromkeys([*first, *steps[:_BY_STEP], *later]))
 
 
 def _read(store: Store, names: Sequence[str], found: DurableCatalog) -> None:
-    """Reads manifests, and those of the targets of aliases among them."""
+    """Reads manifests, and those of their aliases' targets."""
 
     def read(name: str) -> Manifest | str | None:
         try:
             return read_manifest(store, name)
         except (CorruptCheckpointError, StoreError) as error:
-            # What a newer release wrote may be the newest checkpoint: not to be passed over.
+            # A newer release's manifest may be the newest checkpoint: it is not skipped.
             if is_other_format(error) or (isinstance(error, StoreError) and error.reason != "archived"):
                 raise
             return f"durable {name}: {error}"
@@ -265,12 +265,12 @@ class Versions:
 
     def __init__(self) -> None:
         self._save_ids: dict[str, set[str]] = {}
-        #: A run that lives may overwrite a checkpoint again and again, faster than it is read.
+        #: A live run may overwrite a checkpoint again and again, faster than it is read.
         self._left = _MOST_CHANGES
         self._weights: set[str] = set()
 
     def note(self, manifests: Iterable[Manifest]) -> None:
-        """Takes what was read."""
+        """Takes the manifests that were read."""
         self._save_ids.update({each.name: _save_ids([each]) for each in manifests})
         self._weights |= {each.name for each in manifests if not each.content.resumable}
 
@@ -284,9 +284,9 @@ class Versions:
             tiers.log.warning(text, tiers.dirpath, names_text(names))
 
     def changed(self, tiers: Tiers, name: str) -> set[str] | None:
-        """The saves of which it has the content under a name by now; None if they are as they were, or not known.
+        """Returns the saves that a name now holds; None if they are as they were, or not known.
 
-        What could not be read as its manifest says may have been overwritten or removed meanwhile: the drain of the run
+        Content that could not be read as its manifest says may have been overwritten or removed: the drain of the run
         before may still be at work, and have committed its next checkpoint.
         """
         if not self._left:
@@ -345,17 +345,17 @@ class NodeCatalog:
 
 
 def queued_aliases(nodes: Iterable[NodeCatalog]) -> dict[str, str]:
-    """Aliases that are queued on any node, and their targets; of those of one name, the latest counts."""
+    """Returns aliases that are queued on any node, and their targets; for one name, the latest counts."""
     queued = sorted((op_id, name, target) for node in nodes for name, (op_id, target) in node.aliases.items())
     return {name: target for _, name, target in queued}
 
 
 def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
-    """Lists this node's memory, and takes out of it what can't be read.
+    """Lists this node's memory, and quarantines the parts that can't be read.
 
     Args:
         tiers: Tiers with the memory to look at, and the durable tier that it is for.
-        rank: This one, for notes of what can't be read.
+        rank: This rank, for notes of parts that can't be read.
         name: Name that is asked for, which another run may have saved; empty for none.
     """
     here, tier, place = NodeCatalog(), tiers.memory, tiers.place
@@ -382,7 +382,7 @@ def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
         # Under the lock, so that no other process moves the same folder; listed again there.
         with tiers.lock():
             for folder, error in tier.unreadable():
-                # What has another format version is not damaged.
+                # A part of another format version is not damaged.
                 if not is_other_format(error):
                     tier.quarantine(folder, str(error))
     for note in here.damaged:

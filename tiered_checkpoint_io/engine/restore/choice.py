@@ -77,20 +77,20 @@ class Selector:
         return content.resumable or self.kind in ("name", "best")
 
     def in_order(self, contents: Iterable[Content]) -> list[Content]:
-        """Those that are meant, the first to be tried first: the best, or the latest."""
-        # A companion is not resumed from by itself; what it belongs to is looked at together with it.
+        """Returns the wanted candidates in the order to try: the best first, or the latest."""
+        # A companion is not resumed from by itself; its checkpoint is looked at together with it.
         there = list(contents)
         wanted = [each for each in there if self.companion or self.takes(each)]
         if self.kind == "last" and not wanted:
-            # Weights alone, to be evaluated. To train on from them is refused, as by their name.
+            # Weights alone, for an evaluation. Training on from them is refused, as by their name.
             wanted = there
         latest = newest_first(each for each in wanted if self.step in (None, each.step))
         if self.kind != "best":
             return latest
-        # Here, too, what was saved comes before its copies.
+        # Here, too, a save comes before its copies.
         earliest = sorted(latest, key=lambda each: (each.order[0], bool(each.copy_of)))
         rated = [(each.metric.value, each) for each in earliest if each.metric and each.metric.monitor == self.monitor]
-        # Of equals the earliest, as ModelCheckpoint has it: the sort is stable. What is not a number is the worst.
+        # Of equal values the earliest, as ModelCheckpoint has it: the sort is stable. NaN is the worst.
         sign = 1 if self.mode == "min" else -1
         ordered = sorted(rated, key=lambda pair: math.inf if math.isnan(pair[0]) else sign * pair[0])
         return [content for _, content in ordered]
@@ -100,8 +100,8 @@ class Selector:
 class Held:
     """One part of a checkpoint in the memory of a node; ``content`` lists its files without their hashes.
 
-    ``commits`` tells whether it is the coordinator's, ``owns`` whether it is this node's own and no replica,
-    ``replicated`` whether all parts of its save are in the memory of other nodes as well, ``committed`` whether the
+    ``commits`` tells if it is the coordinator's, ``owns`` if it is this node's own and no replica,
+    ``replicated`` if all parts of its save are in the memory of other nodes as well, ``committed`` if the
     node knows that its save was on the durable tier.
     """
 
@@ -123,10 +123,10 @@ class Catalog:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def in_one_folder(self, selector: Selector, accepts: Kind, dirpath: str) -> Selector:
-        """The selector with the folder that :data:`ONE_FOLDER` means, whatever the step: none, if any name is in none.
+        """Returns the selector with the folder that :data:`ONE_FOLDER` means; none, if any name is in none.
 
         Raises:
-            RestoreError: All names are in folders, and these are several.
+            RestoreError: All names are in folders, and there are several folders.
         """
         there = [(held.name, held.content) for parts in self.memory.values() for held in parts]
         there += [(manifest.name, manifest.content) for manifest in self.manifests]
@@ -199,7 +199,7 @@ def choose(
     *,
     replicas: bool = False,
 ) -> list[Candidate]:
-    """The complete checkpoints that are meant, in the order in which to try them.
+    """Returns the wanted complete checkpoints, in the order in which to try them.
 
     One is complete if there is its manifest, or if all its parts are seen.
 
@@ -216,7 +216,7 @@ def choose(
         content.save_id: (name, content) for name, content in _durable_contents(catalog.manifests, selector, wanted)
     }
     parts: dict[str, list[tuple[str, Held]]] = {}
-    # A copy stands for what it is a copy of, wherever that is: it may be in memory.
+    # A copy stands for its original, in whatever tier that is: it may be in memory.
     copied = {content.copy_of for _, content in on_durable.values() if content.copy_of}
     meant = set(on_durable)
     for node, held in catalog.memory.items():
@@ -232,19 +232,19 @@ def choose(
     complete = {save_id: each for save_id, each in made.items() if each.is_complete(replicas=replicas)}
     usable = in_order(complete.values())
     if selector.kind == "name" and own is not None:
-        # One of fewer parts is refused for that, and not said to be missing.
+        # A checkpoint of fewer parts is refused for that, and not reported as missing.
         rest = in_order(each for save_id, each in made.items() if save_id not in complete)
         usable += [each for each in rest if own >= each.content.parts or own in set().union(*each.held.values())]
     if selector.companion and selector.kind != "name":
         usable = [each for each in _paired(usable, selector.companion) if selector.takes(each.content)]
     passed = _PASSED_OVER.get(accepts or "", ())
     kept = [each for each in usable if each.content.kind not in passed]
-    # Asked for by its name, it is refused by what it is, and not said to be missing.
+    # If it is asked for by name, it is refused for its payload, and not reported as missing.
     return kept if kept or selector.kind != "name" else usable
 
 
 def _candidate(parts: Sequence[tuple[str, Held]], durable: tuple[str, Content] | None) -> Candidate:
-    """One save, by its parts in memory and what the durable tier says of it."""
+    """Returns one save, from its parts in memory and the durable tier's content."""
     held: dict[str, dict[int, bool]] = {}
     for node, part in parts:
         here = held.setdefault(node, {})
@@ -281,7 +281,7 @@ _HOW_TO_LOAD: Mapping[Kind, str] = {
 def refuse_other_kind(candidate: Candidate, accepts: Kind, dirpath: str, rejected: Mapping[str, str]) -> None:
     """Refuses a checkpoint whose payload the caller can't load, rather than to go back to an older one.
 
-    ``rejected`` has the ids of saves that were tried before it, and why they were not taken.
+    ``rejected`` has the ids of saves that were tried before it, and the reasons against them.
 
     Raises:
         RestoreError: It has another payload.
@@ -301,7 +301,7 @@ def refuse_other_kind(candidate: Candidate, accepts: Kind, dirpath: str, rejecte
 
 
 def _paired(made: Sequence[Candidate], companion: str) -> list[Candidate]:
-    """Those whose companion is there too; a companion by itself is none."""
+    """Returns the candidates whose companion is there too; a companion by itself is none."""
     there = {(each.name, each.content.step) for each in made}
     return [
         each

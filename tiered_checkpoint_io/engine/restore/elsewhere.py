@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tiered_checkpoint_io.engine.restore.catalog import Tiers
 
 _T = TypeVar("_T")
-#: So many folders above a file are asked for its manifest.
+#: Number of folders above a file that are asked for its manifest.
 _MOST_FOLDERS = 16
 
 
@@ -44,13 +44,13 @@ def at_its_place(tiers: Tiers, selector: Selector, find: Callable[[Tiers, Select
 
 
 def other_names(place: Place, name: str) -> Mapping[tuple[Place, str], ids.Split]:
-    """At which other places the file of a checkpoint may have been saved, the nearest to it first."""
+    """Returns the other places at which a run may have saved the file of a checkpoint, the nearest to it first."""
     splits = ids.splits(ids.join_url(place.dirpath, name))
     return {(Place(each.dirpath, place.server), each.name): each for each in splits if each.dirpath != place.dirpath}
 
 
 def committed_elsewhere(store_at: Callable[[str], Store], others: Iterable[ids.Split]) -> ids.Split | None:
-    """The nearest of some places that has a manifest.
+    """Returns the nearest of some places that has a manifest.
 
     Raises:
         StoreError: The durable tier does not answer.
@@ -58,7 +58,7 @@ def committed_elsewhere(store_at: Callable[[str], Store], others: Iterable[ids.S
     places = list(others)[:_MOST_FOLDERS]
     if not places:
         return None
-    # One store asks for all, so that one connection does.
+    # One store asks for all places, so that one connection does.
     outermost = places[-1]
 
     def has_manifest(split: ids.Split) -> bool:
@@ -68,7 +68,7 @@ def committed_elsewhere(store_at: Callable[[str], Store], others: Iterable[ids.S
         try:
             return has_manifest(split)
         except TieredCheckpointError as error:
-            # Rights often end at a folder: whose manifests can't be read, its checkpoints can't be verified.
+            # Rights often end at a folder: if its manifests can't be read, its checkpoints can't be verified.
             if error.retryable:
                 raise
             return False

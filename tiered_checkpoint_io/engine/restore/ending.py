@@ -52,7 +52,7 @@ class Found:
 def why_nothing(
     tiers: Tiers, selector: Selector, accepts: Kind, rejected: Sequence[str], suspects: Iterable[str], rank: int
 ) -> RestoreError | CheckpointNotFoundError:
-    """Why nothing was found.
+    """Returns the error that says why nothing was found.
 
     Args:
         tiers: Tiers that were searched.

@@ -2,13 +2,13 @@
 
 A checkpoint is taken if it is known to be complete: it is committed on the durable tier, or this node's memory holds
 the parts of all its shards, or knows that all of them were replicated. The first rank that has an intact file of one
-publishes which save that is, see ``local_run``; all others take theirs of that save: from their node's memory, else
+publishes that save, see ``local_run``; all others take their files of that save: from their node's memory, else
 from a peer's, see ``local_peers``, else from the durable tier. If peers can be asked, a node that was not part of
 the job for a while may hold an old one: only ranks whose node has a part of the newest that all nodes together hold
 choose. If no peer can be asked, a checkpoint of memory alone is passed over if some rank's node lacks that rank's
 file: the ranks of one node may have saved it for replicas on others, or ranks may be on other nodes than they were. A
 checkpoint that several nodes hold in memory alone, without replicas, is loaded by its name: no node can see that it is
-complete, but a rank that lacks its part says so. The replicas that a node keeps for others count as what it holds.
+complete, but a rank that lacks its part says so. Replicas that a node keeps for others count as parts that it holds.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class LocalRestorer:
     """Finds the local checkpoint to load, and fetches this rank's file of it to this node."""
 
     def __init__(self, tiers: Tiers, role: ShardRole, peers: LocalPeers | None = None, *, alone: bool = False) -> None:
-        """Takes where to look, which shard this rank has, and the peers that may have it; None if none load.
+        """Takes the tiers, this rank's shard, and the peers that may have it; None if none load.
 
         ``alone`` says that no other rank takes part in the load.
         """
         self._alone = alone
-        # Each rank looks by itself: all have to look at one place.
+        # Each rank looks by itself: all have to look at one dirpath.
         self._tiers = replace(tiers, store_at=None)
         self._role = role
         self._peers = peers
@@ -49,11 +49,11 @@ class LocalRestorer:
         self._fetcher = NodeFetcher(tiers, part_rank=role.shard)
 
     def restore(self, selector: Selector) -> Restored:
-        """This rank's file of the checkpoint that is meant, to be released once it is loaded.
+        """Returns this rank's file of the wanted checkpoint, to be released once it is loaded.
 
         Raises:
-            CheckpointNotFoundError: There is none, or this rank's file of it is nowhere.
-            RestoreError: None is intact, or another number of shards made it.
+            CheckpointNotFoundError: There is none, or no tier has this rank's file of it.
+            RestoreError: No copy is intact, or another number of shards made the checkpoint.
             ConfigError: The other ranks' choice could not be learnt.
             TieredCheckpointError: As :meth:`Search.run`.
         """
@@ -88,11 +88,11 @@ class LocalRestorer:
         if chosen is None and self._peers is not None:
             if search.selector.kind != "name":
                 newest = self._peers.newest(load, lambda: run.chosen(load))
-                # It is complete, whether this node has learnt that or not.
+                # The save is complete, whether this node has learnt that or not.
                 listed[:] = [replace(each, replicated=each.replicated or _is(each, newest)) for each in listed]
                 has_some = has_some and (newest is None or any(_is(each, newest) for each in listed))
             if not has_some:
-                # This node may have lost what others still have, or be back with what it had long ago.
+                # This node may have lost parts that others still have, or be back with old ones.
                 chosen = self._peers.await_choice(load, lambda: run.chosen(load))
         if chosen is None:
             mine = search.run(lambda candidate: self._try(candidate, search))
@@ -105,7 +105,7 @@ class LocalRestorer:
         return self._take(search, *json.loads(chosen))
 
     def _try(self, candidate: Candidate, search: Search) -> FetchedPart | None:
-        """This rank's file of a candidate, from its node's memory, from another node's, or from the durable tier."""
+        """Returns this rank's file of a candidate, from its node's memory, another node's, or the durable tier."""
         self._check_degree(candidate.name, candidate.content)
         if candidate.durable is None and self._must_ask(search) and not self._all_hold(candidate):
             what = f"{candidate.name} (step {candidate.content.step})"
@@ -129,8 +129,8 @@ class LocalRestorer:
         return current_run().all_hold(self._load, candidate.save_id, current_world_size(), self._tiers.clock)
 
     def _take(self, search: Search, name: str, save_id: str) -> FetchedPart:
-        """This rank's file of the save that another rank has chosen."""
-        # What was rejected before is not what the others load.
+        """Returns this rank's file of the save that another rank has chosen."""
+        # Other ranks do not load the copies that were rejected before.
         search.rejected.clear()
         fetched: FetchedPart | None = None
         with contextlib.suppress(CheckpointNotFoundError):
@@ -149,7 +149,7 @@ class LocalRestorer:
         return fetched
 
     def _fetch(self, candidate: Candidate, tier: Tier, search: Search) -> FetchedPart | None:
-        """This rank's file from one tier; None if it is not intact there."""
+        """Returns this rank's file from one tier; None if it is not intact there."""
         if tier != "peer":
             attempt = self._fetcher.fetch(candidate, tier, search)
             search.share(attempt, FetchedPart.brief)
@@ -157,10 +157,10 @@ class LocalRestorer:
         return self._from_peers(candidate.save_id, search)
 
     def _from_peers(self, save_id: str, search: Search) -> FetchedPart | None:
-        """This rank's file from another node's memory; None if none gives it."""
+        """Returns this rank's file from another node's memory; None if none gives it."""
         if self._peers is None:
             return None
-        # The drain sees whether the durable tier has it, and then uploads nothing.
+        # The drain sees if the durable tier has it, and then uploads nothing.
         stored, notes = self._peers.fetch(self._load, save_id, self._role.shard)
         search.reject(notes)
         return fetched_from(stored, "peer") if stored is not None else None

@@ -36,7 +36,7 @@ class Peers:
         """Asks nothing yet.
 
         Args:
-            tiers: For the clock, and where to log.
+            tiers: Gives the clock and the log.
             candidate: The save.
             endpoints: Endpoint that serves each node's memory.
             node: This node.
@@ -81,7 +81,7 @@ class Peers:
         return next((entry for entry in files if entry.basename == basename), None)
 
     def copies(self, entry: FileEntry, durable: Iterable[Copy]) -> Copies:
-        """Returns the copies of a file that peers have, and after these others."""
+        """Returns the copies of a file that peers have, and after these the ``durable`` ones."""
         rank = self._candidate.files.get(entry.basename)
         part = self.part(rank) if rank is not None else None
         found = copies_of(part, entry, self.holders(part.rank)) if part is not None else []
@@ -92,7 +92,7 @@ class Peers:
         self._tiers.skipped(note)
 
     def fetch(self, rank: int, place: Callable[[Part], Destination[_T]]) -> _T:
-        """Reads a rank's part whole; ``place`` says where to put it.
+        """Reads a rank's part whole into the destination that ``place`` gives.
 
         Raises:
             CorruptCheckpointError: No node has all of it intact.
@@ -123,11 +123,11 @@ class PartMove:
 
 
 def moves_to_owners(candidate: Candidate, nodes: list[str]) -> list[PartMove]:
-    """Plans where the replicas of parts go that no node owns; pure.
+    """Plans the moves of replicas of parts that no node owns; pure.
 
     A part goes to the node of the rank that it belongs to; if the job has another number of ranks, a node that
-    has a replica becomes its owner. A restart would load from the replicas where they lie just as well. But then the
-    next lost node might take the last copy, and no node would upload what the lost one was to upload.
+    has a replica becomes its owner. A restart would load from the replicas in place just as well. But then the
+    next lost node might take the last copy, and no node would upload the parts of the lost one.
     """
     count = candidate.content.parts
     owned = {rank for ranks in candidate.held.values() for rank, owns in ranks.items() if owns}
@@ -142,7 +142,7 @@ def moves_to_owners(candidate: Candidate, nodes: list[str]) -> list[PartMove]:
 
 
 def restore_owners(tiers: Tiers, candidate: Candidate, nodes: list[str], rank: int, peers: Peers | None) -> None:
-    """Carries out what :func:`moves_to_owners` has for a rank. What fails is logged: the replicas are still there."""
+    """Carries out a rank's moves of :func:`moves_to_owners`. A failure is logged: the replicas are still there."""
     drained = candidate.durable is not None
     for move in moves_to_owners(candidate, nodes):
         if move.target != rank:

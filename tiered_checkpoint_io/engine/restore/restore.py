@@ -1,7 +1,7 @@
 """Restoring a checkpoint's file of one part: fetched to the node, verified, and held until it is loaded.
 
-Of a checkpoint of one file, all ranks load the same: the lowest rank of each node verifies or fetches it, the others
-map the same pages. A node that has no copy reads that of one that has, and only if none has the durable tier's.
+All ranks load the same checkpoint of one file: the lowest rank of each node verifies or fetches it, the others
+map the same pages. A node without a copy reads another node's, and only if no node has one the durable tier's.
 A bad copy leads to the next source, then to the next candidate; it is quarantined and reported, never loaded.
 """
 
@@ -52,7 +52,7 @@ class Restored(Found):
         path: The local file.
         seconds: Time to find, fetch and verify it.
         bytes_read: Bytes that this process read from the durable tier.
-        mapped: The file's bytes, if it lies in node memory: tensors may be made of them, and what is written to
+        mapped: The file's bytes, if it lies in node memory: tensors may be made of them, and writes to
             these never gets into the file. If this process has verified them there, each page is touched once.
     """
 
@@ -71,23 +71,23 @@ class Restored(Found):
         self.release()
 
     def load(self, trust: Trust, *, map_location: Any, rank: int | None = None) -> Any:
-        """The state in the file, by ``torch.load``; raises as :meth:`Trust.read`, with ``rank`` in the error."""
+        """Returns the file's state, by ``torch.load``; raises as :meth:`Trust.read`, with ``rank`` in the error."""
         step = ids.known(self.step)
         where = {"tier": self.tier, "key": self.name, "rank": rank, "step": step}
-        # What others wrote may be in torch's old format, which can't be mapped.
+        # A file of another tool may be in torch's old format, which can't be mapped.
         ours = self.content is not None
         options = {"map_location": map_location, "mmap": ours, "mapped": self.mapped}
         return trust.read(self.path, self.name, where, verified=ours, **options)
 
     def release(self) -> None:
-        """Lets the file go. What was mapped from it meanwhile lives on, unchanged."""
+        """Lets the file go. Mappings of it live on, unchanged."""
         self.mapped = None
         self._held.close()
 
 
 @dataclass(slots=True)
 class FetchedPart:
-    """A part's file on this node, verified; ``temporary`` tells whether it is to be unlinked once it is open."""
+    """A part's file on this node, verified; ``temporary`` files are unlinked once they are open."""
 
     part: Part
     path: Path
@@ -96,7 +96,7 @@ class FetchedPart:
     temporary: bool = False
 
     def brief(self) -> FetchedPart:
-        """The same without the hashes, of which a large file has many."""
+        """Returns the same without the hashes, of which a large file has many."""
         return replace(self, part=replace(self.part, content=self.part.content.without_hashes()))
 
     def drop(self) -> None:
@@ -109,7 +109,7 @@ class NodeFetcher:
     """Verifies and fetches for one node."""
 
     def __init__(self, tiers: Tiers, *, part_rank: int | None = None) -> None:
-        """Takes the tiers, and whose part to fetch if each rank has one file; None if there is one in all."""
+        """Takes the tiers, and the rank of the part if each rank has one file; None if there is one in all."""
         self.tiers = tiers
         self._rank = part_rank
         self._started = tiers.clock.monotonic()
@@ -120,9 +120,9 @@ class NodeFetcher:
     def fetch(
         self, candidate: Candidate, tier: Tier, search: Search, peers: Peers | None = None, *, drained: bool = True
     ) -> Attempt[FetchedPart]:
-        """The file from this node's memory, from that of peers, or from the durable tier.
+        """Returns the file from this node's memory, from that of peers, or from the durable tier.
 
-        ``drained`` says of what comes from peers that this node has nothing to upload of it.
+        ``drained`` says that this node has nothing to upload of a part that comes from peers.
         """
 
         def read() -> FetchedPart:
@@ -151,7 +151,7 @@ class NodeFetcher:
                 storage = privately_mapped(descriptor, entry.size)
                 chunks.verify(entry, bytes_of(storage), where=str(stored.file(entry.basename)))
                 self._mapped = storage, os.fstat(descriptor)
-                # A load of another process may remove what none has open.
+                # A load of another process may remove a part that no process has open.
                 self._open.close()
                 self._open = open_until.pop_all()
         except CorruptCheckpointError as error:
@@ -160,17 +160,17 @@ class NodeFetcher:
         return fetched_from(stored, "memory")
 
     def adopt(self, save_id: str) -> FetchedPart:
-        """The file in this node's memory, which is its own from now on and not a replica."""
+        """Returns the file in this node's memory, which is its own from now on and not a replica."""
         stored = self.find(save_id)
         if stored.is_replica:
             stored = self.tiers.memory.adopt(stored, drained=False)
         return fetched_from(stored, "memory")
 
     def _from_durable(self, candidate: Candidate) -> FetchedPart:
-        """The file from the durable tier, in this node's memory or spill, or else a temporary file."""
+        """Returns the file from the durable tier, in this node's memory or spill, or else a temporary file."""
         assert candidate.durable is not None
         store = self.tiers.store()
-        # Of a checkpoint of several parts, the index and the description of one part tell it.
+        # In a checkpoint of several parts, the index and the description of one part tell it.
         files = files_of(store, candidate.durable).of_rank(self._rank or 0)
         if len(files) != 1:
             whose = "" if self._rank is None else f" of shard {self._rank}"
@@ -188,7 +188,7 @@ class NodeFetcher:
             series=content.series_at(candidate.name),
         )
         if candidate.is_foreign and ids.url_scheme(self.tiers.dirpath) is None:
-            # A local file needs no copy: nothing of it is kept mapped.
+            # A local file needs no copy: no mapping of it stays.
             return FetchedPart(part, Path(self.tiers.dirpath, entry.path), "durable")
         started, destination = self.tiers.clock.monotonic(), SlotOrFile(self.tiers, part, tier="durable", drained=True)
         try:
@@ -206,7 +206,7 @@ class NodeFetcher:
         return fetched
 
     def find(self, save_id: str) -> StoredPart:
-        """The part of a save in this node's memory, or the replica of it that this node keeps."""
+        """Returns the part of a save in this node's memory, or the replica of it that this node keeps."""
         return self.tiers.memory.find(save_id, self._rank)
 
     def hold(self, fetched: FetchedPart, search: Search, *, keep: bool, is_durable: bool = False) -> Restored:
@@ -244,7 +244,7 @@ class NodeFetcher:
         return restored
 
     def retain(self, fetched: FetchedPart) -> None:
-        """Removes what earlier loads have brought to this node, beyond what it keeps; never raises."""
+        """Removes checkpoints that earlier loads have brought to this node, beyond its limit; never raises."""
         try:
             if fetched.part.save_id:
                 retain_loaded(self.tiers.memory, fetched.part, self.tiers.config.memory_keep_last)
@@ -253,7 +253,7 @@ class NodeFetcher:
             self.tiers.log.warning("earlier checkpoints that were loaded stay in memory: %s", error)
 
     def report(self, restored: Restored) -> None:
-        """Logs what training resumes from."""
+        """Logs the checkpoint from which training resumes."""
         if restored.content is not None:
             is_spilled = restored.tier == "memory" and self.tiers.memory.is_spilled(restored.path)
             self.tiers.log.info(
@@ -281,7 +281,7 @@ def note_restore(session: Session, found: Found, tier: Tier, began: float) -> No
 
 
 def fetched_from(stored: StoredPart, tier: Tier) -> FetchedPart:
-    """A part of one file in this node's memory."""
+    """Returns a part of one file in this node's memory."""
     (entry,) = stored.part.content.files
     return FetchedPart(stored.part, stored.file(entry.basename), tier)
 
@@ -290,7 +290,7 @@ class SlotOrFile:
     """Destination of a part's file: a slot, or a temporary file if neither memory nor the spill has room."""
 
     def __init__(self, tiers: Tiers, part: Part, *, tier: Tier, drained: bool) -> None:
-        """Takes no room yet; ``tier`` is the one that the part comes from."""
+        """Takes no room yet; ``tier`` is the source of the part."""
         self._tiers = tiers
         self._tier: Tier = tier
         self._part = part
@@ -299,7 +299,7 @@ class SlotOrFile:
 
     def _acquire(self, size: int) -> Slot:
         if self._tiers.memory.is_taken(self._part.save_id, self._part.rank):
-            # One of another format version, for one: not ours to remove.
+            # A part of another format version, for one, is not ours to remove.
             raise MemoryTierError("memory holds something of this save that can't be used", key=self._part.save_id)
         return slot_for(self._tiers.memory, self._part, size)
 
@@ -307,7 +307,7 @@ class SlotOrFile:
     def open(self) -> Iterator[Mapping[str, memoryview]]:
         with contextlib.ExitStack() as held:
             views: Mapping[str, memoryview] = {}
-            # What others wrote has no save id, by which memory keeps what it holds.
+            # A checkpoint of another tool has no save id, by which memory keeps its parts.
             if self._part.save_id:
                 try:
                     views = held.enter_context(self._slot.open())
@@ -321,7 +321,7 @@ class SlotOrFile:
             yield views
 
     def fresh(self, basename: str) -> int | None:
-        """See :meth:`SlotDestination.fresh`; of a temporary file, none."""
+        """See :meth:`SlotDestination.fresh`; None for a temporary file."""
         return self._slot.fresh(basename)
 
     def keep(self) -> FetchedPart:
@@ -338,17 +338,17 @@ class SlotOrFile:
 def restore(
     tiers: Tiers, selector: Selector, group: Group, rejected: Mapping[str, str] | None = None
 ) -> Restored | None:
-    """Fetches the checkpoint of one file that ``selector`` means to every node.
+    """Fetches the checkpoint of one file that ``selector`` wants to every node.
 
     Every rank of ``group`` calls this, and all return the same checkpoint or raise the same
-    error. ``rejected`` has the ids of saves that it can't take, and why.
+    error. ``rejected`` has the ids of saves that this rank can't take, and why.
 
     Returns:
         The checkpoint, to be released once it is loaded; None if no tier holds any, and
         each has said so.
 
     Raises:
-        CheckpointNotFoundError: There is none of the name that was asked for.
+        CheckpointNotFoundError: There is none of the wanted name.
         RestoreError: There are some, but none is intact.
         TieredCheckpointError: As :meth:`Search.run`.
     """
@@ -369,7 +369,7 @@ def _restore(tiers: Tiers, selector: Selector, group: Group, rejected: Mapping[s
 
 def _try(fetcher: NodeFetcher, candidate: Candidate, search: Search) -> Restored | None:
     """Has every node's leader fetch a candidate; None if some node could not get it intact."""
-    # Of what only replicas are left, one node takes over what the lost one would have done.
+    # If only replicas are left, one node takes over the lost node's work.
     takes_over = candidate.orphaned and search.group.rank == 0
     sources = candidate.sources(search.group.node)
     mine = Attempt[FetchedPart]()

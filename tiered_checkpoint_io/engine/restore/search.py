@@ -1,8 +1,8 @@
 """The search for a checkpoint to load: one loop for every payload, and one place for its errors.
 
-Rank 0 alone asks the durable tier what is there, and chooses; the lowest rank of each node tells it what the node's
-memory holds. All ranks then try the same candidate, and go on to the next one if it is not intact on any node. Whatever
-fails on one rank is carried to the next exchange and raised there on each of them, so that none waits for one that has
+Only rank 0 asks the durable tier what is there, and chooses; the lowest rank of each node lists the node's
+memory for it. All ranks then try the same candidate, and go on to the next one if it is not intact on any node. An
+error of one rank is carried to the next exchange and raised there on each rank, so that none waits for one that has
 left.
 """
 
@@ -78,7 +78,7 @@ class Attempt(Generic[_T]):
         return self.value is None and self.error is None
 
     def then(self, later: Attempt[_T]) -> Attempt[_T]:
-        """A later attempt, with the notes of this one."""
+        """Returns a later attempt, with the notes of this one."""
         return Attempt(later.value, self.rejected + later.rejected, later.error)
 
 
@@ -93,7 +93,7 @@ class _Turn(NamedTuple):
 
 
 class Search:
-    """One search; its public state but for the selector is the same on all ranks."""
+    """One search; its public state except the selector is the same on all ranks."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Search:
         self.group = group
         self._own = own
         self._replicas = replicas
-        #: For what is said of this rank.
+        #: Rank of this process, for its messages.
         self._rank = group.rank if own is None else own
         #: The node of each rank.
         self.nodes: list[str] = []
@@ -120,15 +120,15 @@ class Search:
         self.rejected: list[str] = []
         #: The newest save that was seen in any tier; later runs count on from there.
         self.newest: str | None = None
-        #: At the end: there is nothing, or nothing of it is intact.
+        #: Error at the end: there is nothing, or nothing of it is intact.
         self.nothing: TieredCheckpointError = RestoreError("the search is not over", operation="restore")
-        #: On rank 0: what each node's memory holds, saves that were seen, and damage that the others are to note.
+        #: On rank 0: contents of each node's memory, saves that were seen, and damage that the others are to note.
         self._memory: dict[str, NodeCatalog] = {}
         self._aliases: dict[str, str] = {}
         self._seen: set[str] = set()
         self._tried: set[str] = set()
         self._why: dict[str, str] = {}
-        #: Those that were tried while no manifest of theirs was known: the durable tier may have them intact.
+        #: Saves that were tried while no manifest of theirs was known: the durable tier may have them intact.
         self._tried_in_memory: set[str] = set()
         #: Saves under each name on the durable tier, and True if that has changed since.
         self._versions, self._has_changed = Versions(), False
@@ -146,7 +146,7 @@ class Search:
         """
         gathered: list[tuple[str, dict[str, str]]] = self.group.all_gather((self.group.node, dict(rejected or {})))
         self.nodes = [node for node, _ in gathered]
-        # Of a save that one rank can't read, the others know no more.
+        # If one rank can't read a save, the others know no more.
         self._why = {}
         for _, theirs in gathered:
             self._why |= {save_id: self._why.get(save_id) or why for save_id, why in theirs.items()}
@@ -166,7 +166,7 @@ class Search:
         return mine.held if mine is not None else []
 
     def check(self) -> None:
-        """Raises what ended the search while it looked; :meth:`run` does the same on all ranks."""
+        """Raises the error that ended the look; :meth:`run` does the same on all ranks."""
         nodes = self._memory.values()
         raise_first(each.error for each in nodes)
         if self.selector.kind != "name":
@@ -179,7 +179,7 @@ class Search:
         return self.leader_of(self.group.node) == self.group.rank
 
     def leader_of(self, node: str) -> int:
-        """The lowest rank of a node."""
+        """Returns the lowest rank of a node."""
         return self.nodes.index(node)
 
     # ------------------------------------------------------------------------------------ trying
@@ -196,7 +196,7 @@ class Search:
             RestoreError: The wanted checkpoint has another payload.
             Elsewhere: It is another dirpath's: see :func:`at_its_place`.
             StoreError: The durable tier could not be asked, and memory does not suffice.
-            CorruptCheckpointError: A newer release wrote what would have to be chosen.
+            CorruptCheckpointError: A newer release wrote a checkpoint that may be the right one.
         """
         with contextlib.closing(self._candidates()) as candidates:
             return self._run(candidates, attempt)
@@ -216,7 +216,7 @@ class Search:
                 return found
 
     def attempt(self, candidate: Candidate, tier: str, read: Callable[[], _T | None]) -> Attempt[_T]:
-        """Reads a copy. Raises only if ranks lost each other: the others wait for the outcome, whatever it is."""
+        """Reads a copy. Raises only if ranks lost each other: the others wait for any other outcome."""
         try:
             return Attempt(read())
         except DAMAGE as error:
@@ -238,7 +238,7 @@ class Search:
             brief: Gives the part of its value for all others: that has to be small, as for :meth:`Group.all_gather`.
 
         Raises:
-            TieredCheckpointError: On all ranks, what ended the attempts of the first one if something did.
+            TieredCheckpointError: On all ranks, the error that ended the attempts of the first rank that has one.
         """
         told = None if mine.value is None else brief(mine.value)
         attempts: list[Attempt[_S]] = self.group.all_gather(Attempt(told, mine.rejected, mine.error))
@@ -247,7 +247,7 @@ class Search:
         return [each.value for each in attempts]
 
     def together(self, work: Callable[[], _T], undo: Callable[[_T], None]) -> _T:
-        """Does what all ranks do now; if one of them fails, all raise its error, and undo what they did."""
+        """Runs one step on all ranks; if one of them fails, all raise its error, and undo the step."""
         done, failed = list[_T](), None
         try:
             done.append(work())
@@ -263,14 +263,14 @@ class Search:
 
     def peers(self, candidate: Candidate) -> Peers:
         """Has the nodes that hold parts of a candidate serve them; every rank calls this."""
-        # What fails there is logged there: the others do without that node.
+        # A failure there is logged there: the others do without that node.
         mine = self._tiers.serve() if self.leads and self.group.node in candidate.held else None
         told: list[Endpoint | None] = self.group.all_gather(mine)
         endpoints = {node: each for node, each in zip(self.nodes, told, strict=True) if each is not None}
         return Peers(self._tiers, candidate, endpoints, self.group.node, self.nodes.count(self.group.node))
 
     def reject(self, notes: Iterable[str]) -> None:
-        """Notes why something was not taken, once."""
+        """Notes the reasons against copies, each once."""
         self.rejected += [note for note in dict.fromkeys(notes) if note not in self.rejected]
 
     # ------------------------------------------------------------------------------------ on rank 0
@@ -311,7 +311,7 @@ class Search:
             options = self._untried(catalog)
             if known.error is not None:
                 # Training must go on while S3 is away, if memory can carry it; but no rank may start from scratch
-                # because S3 did not answer. Without good credentials, it tells as little.
+                # because S3 did not answer. Without good credentials, S3 tells as little.
                 is_silent = known.error.retryable or known.error.reason == "credentials"
                 if not options or not is_silent:
                     raise known.error
@@ -331,7 +331,7 @@ class Search:
                 self._why[candidate.save_id] = "; ".join(self.rejected[told:]) or f"{candidate.name} is not intact"
                 now = self._versions.changed(self._tiers, candidate.name) if candidate.durable is not None else None
                 if now is not None:
-                    self._tried -= now  # One may have been tried before its bytes were there.
+                    self._tried -= now  # A save may have been tried before its bytes were there.
                     self._has_changed = True
                     break
         self.reject(self._notes)
@@ -347,7 +347,7 @@ class Search:
         if not candidate.committed or (name in listed and name not in gone):
             return False
         self._tried_in_memory.add(candidate.save_id)
-        # Of what has a manifest, nothing is uploaded again.
+        # A save with a manifest is not uploaded again.
         advice = "load it by its name" if name in gone else f"upload it by: {drain_command(self._tiers.config)} {name}"
         self._tiers.log.warning(_DELETED, name, self._tiers.dirpath, advice)
         return True
@@ -372,13 +372,13 @@ class Search:
         where, bound = tier_label(tiers.dirpath), float(tiers.config.support.durable_timeout_s)
         known: DurableCatalog | None = None
         while known is None or known.rest:
-            # None of the newest may be intact: older ones are better than none.
+            # The newest may all be damaged: older ones are better than none.
             ask = functools.partial(discover, tiers, self.selector, self._aliases, self._accepts, known)
             with contextlib.closing(Question(ask, clock=tiers.clock)) as question:
                 here = self._untried(self._catalog())
                 if here and not question.within(bound, self._said("resuming from node memory")):
                     yield DurableCatalog(error=question.silence(where, bound))
-                # What a store says when it gives up tells more; a folder of a file server's that is gone never does.
+                # A store's own error tells more; a folder of a file server's that is gone never gives one.
                 longer = timing.retry_deadline_s + 2 * timing.s3_read_s
                 ends = question.within(longer, self._said("node memory has no checkpoint that serves; giving up"))
                 known = question.result() if ends else DurableCatalog(error=question.silence(where, longer))
@@ -387,7 +387,7 @@ class Search:
                 known, self._has_changed = None, False
 
     def _said(self, what: str) -> Callable[[float, float], None]:
-        """Says on rank 0 that the durable tier does not answer, and what follows."""
+        """Logs on rank 0 that the durable tier does not answer, and the consequence."""
 
         def say(silent_s: float, left_s: float) -> None:
             if current_rank() == 0:
@@ -397,8 +397,8 @@ class Search:
         return say
 
     def _nothing(self) -> RestoreError | CheckpointNotFoundError:
-        """Why nothing was found: there is nothing, or nothing of it is intact."""
-        # What an earlier start found corrupt must not become a start from scratch on the next one.
+        """Returns the error if nothing was found: there is nothing, or nothing of it is intact."""
+        # Damage that an earlier start found must not become a start from scratch on the next one.
         suspects = [note for each in self._memory.values() for note in (*each.damaged, *each.quarantined)]
         error = why_nothing(self._tiers, self.selector, self._accepts, self.rejected, suspects, self._rank)
         if isinstance(error, CheckpointNotFoundError):

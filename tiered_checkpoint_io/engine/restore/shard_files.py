@@ -32,7 +32,7 @@ from tiered_checkpoint_io.model.manifest import FileEntry
 
 @dataclass(slots=True)
 class _HeldFile:
-    """A file of a part in this node's memory, and which chunks of it were verified."""
+    """A file of a part in this node's memory, and its chunks that were verified."""
 
     stored: StoredPart
     entry: FileEntry
@@ -45,7 +45,7 @@ class ShardFiles:
     """All files of one save, as this rank reads them."""
 
     def __init__(self, tiers: Tiers, candidate: Candidate, *, readers: int = 1, peers: Peers | None = None) -> None:
-        """Joins the other readers of this node, and keeps what its memory has of the save until :meth:`close`.
+        """Joins the other readers of this node, and keeps its memory's parts of the save until :meth:`close`.
 
         Args:
             tiers: This node's memory, and the durable tier.
@@ -94,7 +94,7 @@ class ShardFiles:
 
     @property
     def rejected(self) -> list[str]:
-        """Copies of other nodes that were not taken, and why."""
+        """Copies of other nodes that were not taken, and the reasons."""
         return self._peers.rejected if self._peers is not None else []
 
     @property
@@ -108,10 +108,10 @@ class ShardFiles:
         return files_of(self._tiers.store(), self._content) if self._content is not None else None
 
     def verified(self, basename: str, spans: Iterable[Span]) -> memoryview:
-        """A file in this node's memory, of which spans are verified; if it is damaged, it is no longer held.
+        """Returns a file in this node's memory, of which spans are verified; a damaged one is no longer held.
 
         Raises:
-            CorruptCheckpointError: It is damaged, or not held.
+            CorruptCheckpointError: The file is damaged, or not held.
         """
         if basename not in self._held:
             raise CorruptCheckpointError("it is not in this node's memory", operation="restore", key=basename)
@@ -126,11 +126,11 @@ class ShardFiles:
         return file.view
 
     def expect(self, entry: FileEntry) -> None:
-        """Expects a file that others wrote, so that no manifest names it."""
+        """Expects a file that another tool wrote, so that no manifest names it."""
         self._expected.setdefault(entry.basename, entry)
 
     def ensure(self, basename: str, spans: Iterable[Span]) -> memoryview:
-        """The file, of which at least ``(offset, length)`` spans are here and verified.
+        """Returns the file, of which at least ``(offset, length)`` spans are here and verified.
 
         Raises:
             CorruptCheckpointError: No intact copy is within reach.
@@ -184,12 +184,12 @@ class ShardFiles:
         return self._with_room(basename, fetch_shared).entry, self._concurrency
 
     def chunks_of(self, spans: Mapping[str, Iterable[Span]]) -> dict[str, list[int]]:
-        """The chunks, by file, in which spans lie of the files of the durable tier."""
+        """Returns the chunks, by file of the durable tier, in which spans lie."""
         entries = {basename: self._entry(basename) for basename in spans}
         return {name: chunks_of(entry, spans[name]) for name, entry in entries.items() if entry is not None}
 
     def share(self, others: Mapping[str, Collection[int]]) -> None:
-        """Takes which chunks other ranks of this node will read: only those need a place that all of them see."""
+        """Takes the chunks that other ranks of this node will read: only those need a place that all of them see."""
         self._also_read = others
 
     def _reads_alone(self, basename: str, index: int) -> bool:
@@ -213,16 +213,16 @@ class ShardFiles:
         file.verified.update(wanted)
 
     def _step_aside(self) -> None:
-        """Has all that comes here aside, as memory has no room; raises as :func:`aside_root`."""
+        """Puts all further chunks aside, as memory has no room; raises as :func:`aside_root`."""
         self._aside = SharedFolder(aside_root(self._tiers.memory), self._key, self._tiers.clock)
         self._exits.callback(self._aside.close)
-        # What was read from the earlier files stays valid: they are closed at the end.
+        # Bytes that were read from the earlier files stay valid: those are closed at the end.
         earlier, self._fetched = self._fetched, {}
         for name, each in earlier.items():
             each.copy_to(self._fetched_file(name))
 
     def _with_room(self, basename: str, work: Callable[[FetchedFile], None]) -> FetchedFile:
-        """Works on a fetched file; if memory has no room for it, aside."""
+        """Works on a fetched file; without room in memory, aside."""
         try:
             file = self._fetched_file(basename)
             work(file)
@@ -248,7 +248,7 @@ class ShardFiles:
         return fetched
 
     def _entry(self, basename: str) -> FileEntry | None:
-        """Returns a file that is not in this node's memory; None if it is nowhere else either."""
+        """Returns a file that is not in this node's memory; None if no other source has it either."""
         entry = self._expected.get(basename)
         if entry is None and self._peers is not None:
             entry = self._peers.entry(basename)
@@ -266,7 +266,7 @@ class ShardFiles:
         return self._peers.copies(entry, durable) if self._peers is not None else Copies(entry, durable)
 
     def close(self) -> None:
-        """Lets everything go."""
+        """Lets all files go."""
         self._held.clear()
         self._fetched.clear()
         self._exits.close()

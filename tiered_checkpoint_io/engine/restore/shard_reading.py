@@ -1,6 +1,6 @@
-"""Opening a sharded checkpoint: all ranks agree on one, and hold what their nodes have of it.
+"""Opening a sharded checkpoint: all ranks agree on one, and hold their nodes' parts of it.
 
-Which one it is, rank 0 chooses for all: see ``search``. One rank reads ``.metadata``, which grows with tensors and
+Rank 0 chooses it for all: see ``search``. One rank reads ``.metadata``, which grows with tensors and
 ranks, and shares its bytes with all others. The tensors' bytes are read later, by each rank for itself.
 """
 
@@ -51,7 +51,7 @@ class OpenShards(Found):
         return self.small[METADATA]
 
     def expect(self, sizes: Mapping[str, int]) -> None:
-        """Expects the files that ``.metadata`` names, if others wrote them, so that no manifest does.
+        """Expects the files that ``.metadata`` names, if another tool wrote them, so that no manifest does.
 
         Args:
             sizes: Bytes of each file that it names, by basename.
@@ -111,19 +111,19 @@ def share_reads(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]
     others: defaultdict[str, list[Span]] = defaultdict(list)
     for rank, (node, theirs) in enumerate(gathered):
         if node == group.node and rank != group.rank:
-            # Of what this rank does not read itself, it need not know the chunks.
+            # A rank need not know the chunks of files that it does not read itself.
             for basename in theirs.keys() & mine.keys():
                 others[basename] += theirs[basename]
     files.share({basename: set(indices) for basename, indices in files.chunks_of(others).items()})
 
 
 def _try(tiers: Tiers, candidate: Candidate, search: Search) -> OpenShards | None:
-    """Opens a candidate on all ranks; None if what lies beside its shards is intact on none."""
+    """Opens a candidate on all ranks; None if no rank has the files beside its shards intact."""
     scattered = candidate.in_memory and len(set(search.nodes)) > 1
     peers = search.peers(candidate) if scattered else None
     if candidate.in_memory:
         restore_owners(tiers, candidate, search.nodes, search.group.rank, peers)
-        # All ranks of a node find there what one of them has brought.
+        # All ranks of a node find there the files that one of them has brought.
         search.group.all_gather(None)
     readers_here = search.nodes.count(search.group.node)
     files = search.together(lambda: ShardFiles(tiers, candidate, readers=readers_here, peers=peers), ShardFiles.close)

@@ -40,8 +40,8 @@ class SharedFolder:
     def __init__(self, root: Path, key: str, clock: Clock = SYSTEM) -> None:
         """Makes the folder below a memory tier's root, or joins those that read from it.
 
-        What dead readers left there is removed first, by each rank that comes: it may be from before a power loss, and
-        say of chunks that they are verified which never reached the disk. So each reader of a folder is one that lives.
+        Each rank that comes first removes the remains of dead readers: they may be from before a power loss, and
+        call chunks verified which never reached the disk. So each reader of a folder is a live one.
 
         Raises:
             RestoreError: Another process has been removing it for too long.
@@ -49,10 +49,10 @@ class SharedFolder:
         self.path = root / READS / key
         deadline = clock.monotonic() + clock.timing.chunk_folder_s
         while True:
-            # Each time: who was removing a folder may have died on the way.
+            # Each time: a process that was removing a folder may have died on the way.
             clear_reads(root)
             with contextlib.suppress(FileExistsError):
-                # Even exist_ok raises that, if another one removes the folder at this moment.
+                # Even exist_ok raises that, if another process removes the folder at this moment.
                 os.makedirs(self.path, mode=0o700)
             self._descriptor = _hold(self.path, fcntl.LOCK_SH)
             if self._descriptor is not None:
@@ -62,7 +62,7 @@ class SharedFolder:
             clock.sleep(clock.timing.chunk_poll_s)
 
     def close(self) -> None:
-        """Leaves it; the last one to leave removes it."""
+        """Leaves the folder; the last one to leave removes it."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             with contextlib.suppress(BlockingIOError):
@@ -91,7 +91,7 @@ def _remove(folder: Path) -> None:
 
 
 def _hold(folder: Path, kind: int) -> int | None:
-    """A descriptor that locks ``folder``; None if that is another's, or the folder is being removed."""
+    """Returns a descriptor that locks ``folder``; None if another has it, or the folder is being removed."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -105,7 +105,7 @@ def _hold(folder: Path, kind: int) -> int | None:
 
 
 class FetchedFile:
-    """A file that lies elsewhere, of which this node holds the chunks that some rank has needed."""
+    """A file of another tier, of which this node holds the chunks that some rank has needed."""
 
     def __init__(
         self,
@@ -134,8 +134,8 @@ class FetchedFile:
         self._concurrency = concurrency
         self._timeout_s = timeout_s
         self._clock = clock
-        #: Behind the data, a byte for each chunk: whether it is here and verified. The same bytes
-        #: are what a chunk's lock is on.
+        #: Behind the data, a byte for each chunk: set if the chunk is here and verified. A chunk's lock is on the
+        #: same byte.
         self._table = -(-entry.size // _PAGE) * _PAGE
         self._where = str(folder / entry.basename)
         self._descriptor = os.open(self._where, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -153,8 +153,8 @@ class FetchedFile:
 
         Raises:
             CorruptCheckpointError: A chunk differs from its hash, or the object is short.
-            StoreError: It could not be read.
-            MemoryFullError: No space for it.
+            StoreError: The store could not be read.
+            MemoryFullError: No space for the chunks.
             RestoreError: Other ranks have been fetching chunks, of which none has arrived for ``timeout_s``.
         """
         missing = self._missing(chunks_of(self.entry, spans))
@@ -162,10 +162,10 @@ class FetchedFile:
         while missing:
             before = len(missing)
             in_parallel_as_needed(self._fetch, missing, self._concurrency)
-            # What others were fetching is here by now, or theirs to finish, or ours if they died.
+            # Chunks that others were fetching are here by now, or theirs to finish, or ours if they died.
             missing, now = self._missing(missing), self._clock.monotonic()
             if deadline == math.inf or len(missing) < before:
-                # This rank's own fetching is no wait, and as long as chunks arrive, others are alive.
+                # This rank's own fetches are no wait, and as long as chunks arrive, others are alive.
                 deadline = now + self._timeout_s
             if missing and now > deadline:
                 raise RestoreError(
@@ -178,7 +178,7 @@ class FetchedFile:
                 self._clock.sleep(self._clock.timing.chunk_poll_s)
 
     def fill(self, targets: Sequence[Target], *, alone: Callable[[int], bool]) -> None:
-        """Fills targets, see :mod:`targets`; which chunks this rank reads ``alone`` is told: nothing else keeps those.
+        """Fills targets, see :mod:`targets`; chunks that only this rank reads are named by ``alone``, and not kept.
 
         Raises as :meth:`ensure`; the targets then hold anything.
         """
@@ -194,12 +194,12 @@ class FetchedFile:
         in_parallel_as_needed(one, wanted, self._concurrency)
 
     def ensure_shared(self, indices: Iterable[int], *, alone: Callable[[int], bool]) -> None:
-        """Has those of some chunks on this node that :meth:`fill` keeps there; raises as :meth:`ensure`."""
+        """Fetches the chunks that several ranks of this node read; raises as :meth:`ensure`."""
         shared = [index for index in indices if not (self.entry.hashes and alone(index))]
         self.ensure(self._ranges[index] for index in shared)
 
     def copy_to(self, other: FetchedFile) -> None:
-        """Gives the chunks that are here to another mapping of the same file."""
+        """Copies the chunks that are here to another mapping of the same file."""
         for index, (offset, length) in enumerate(self._ranges):
             if self._is_here(index):
                 other._room(index)[:] = self.view[offset : offset + length]

@@ -1,4 +1,4 @@
-"""Bytes of a file straight to where they are needed: each chunk is read once, in pieces, and hashed while in cache.
+"""Bytes of a file, read straight to their targets: each chunk is read once, in pieces, and hashed while in cache.
 
 A *target* is ``(offset in the file, buffer)``. It has its bytes before the chunk's hash is known: if that differs,
 the targets hold anything, and have to be filled from another source, or the restore fails.
@@ -18,7 +18,7 @@ from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.base import Readable
 
 Target = tuple[int, memoryview]
-#: A piece of a chunk: where it begins in the file, how long it is, and where it goes; None for what is only hashed.
+#: A piece of a chunk: its offset in the file, its length, and its target; None for bytes that are only hashed.
 Piece = tuple[int, int, memoryview | None]
 
 #: Linux takes 1,024 buffers in one call.
@@ -26,11 +26,11 @@ _MOST = 512
 
 
 def by_chunk(entry: FileEntry, targets: Collection[tuple[int, Any]]) -> dict[int, list[tuple[int, Any]]]:
-    """The chunks that targets lie in, and what of the targets lies in each, in the order of the file.
+    """Returns the chunks that targets lie in, and the parts of targets in each, in the order of the file.
 
     Args:
         entry: The file.
-        targets: Disjoint, in any order; in place of a buffer, anything that has a length and slices as one.
+        targets: Disjoint, in any order; instead of a buffer, any object that has a length and slices as one.
 
     Raises:
         CorruptCheckpointError: A target reaches beyond the file.
@@ -45,7 +45,7 @@ def by_chunk(entry: FileEntry, targets: Collection[tuple[int, Any]]) -> dict[int
 
 
 def pieces_of(offset: int, length: int, targets: Sequence[Target]) -> list[Piece]:
-    """The pieces of ``length`` bytes from ``offset`` on, of :data:`PIECE_SIZE` at most, with ``targets`` among them."""
+    """Returns the pieces of ``length`` bytes from ``offset`` on, at most :data:`PIECE_SIZE` long, with ``targets``."""
     pieces: list[Piece] = []
     at, end = offset, offset + length
     for start, buffer in (*targets, (end, memoryview(b""))):
@@ -58,7 +58,7 @@ def pieces_of(offset: int, length: int, targets: Sequence[Target]) -> list[Piece
 
 
 def read_chunk(entry: FileEntry, index: int, descriptor: int, targets: Sequence[Target], *, where: str | None) -> None:
-    """Reads what targets need of a chunk of a file in memory, and verifies the chunk as it arrives.
+    """Reads the targets' part of a chunk of a file in memory, and verifies the chunk as it arrives.
 
     By reads, not from a mapping: to touch its pages, and to end it, would take a third of the time of the whole.
 
@@ -82,14 +82,14 @@ def read_chunk(entry: FileEntry, index: int, descriptor: int, targets: Sequence[
     for batch in _batches(pieces):
         _read(entry, descriptor, offset, batch)
         for buffer in batch:
-            # What has arrived, not what was sent.
+            # The bytes that have arrived, not those that were sent.
             digest.update(buffer)
             offset += len(buffer)
     entry.check_digest(index, digest.hexdigest(), tier="memory", where=where)
 
 
 def fetch_targets(store: Readable, entry: FileEntry, index: int, targets: Sequence[Target]) -> None:
-    """Reads a chunk of the durable tier, each byte once, and leaves in targets what they need; raises as ``fetch``."""
+    """Reads a chunk of the durable tier, each byte once, and fills targets with their part; raises as ``fetch``."""
     pieces = pieces_of(*entry.chunks[index], targets)
     aside = memoryview(bytearray(max((length for _, length, to in pieces if to is None), default=0)))
     fetch_pieces(store, entry, index, [aside[:length] if to is None else to for _, length, to in pieces])
@@ -113,7 +113,7 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[list[memoryview]]:
 
 
 def _read(entry: FileEntry, descriptor: int, offset: int, buffers: Sequence[memoryview]) -> None:
-    """Fills buffers with what lies one after the other from ``offset`` on."""
+    """Fills buffers, one after the other, with bytes from ``offset`` on."""
     left = list(buffers)
     while left:
         count = os.preadv(descriptor, left, offset)

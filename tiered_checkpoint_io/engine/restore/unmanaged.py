@@ -25,7 +25,7 @@ class Entries:
         self._listed: dict[str, frozenset[str]] = {}
 
     def below(self, prefix: str = "") -> frozenset[str]:
-        """The names right below a prefix, those of folders with a slash.
+        """Returns the names right below a prefix, those of folders with a slash.
 
         Raises:
             StoreError: The durable tier could not be asked.
@@ -47,7 +47,7 @@ class Entries:
 
 
 def plain_checkpoints(entries: Iterable[str]) -> list[str]:
-    """Those of the names that are a Lightning checkpoint's: "last" first, then the greatest steps."""
+    """Returns the names of Lightning checkpoints: "last" first, then the greatest steps."""
 
     def order(name: str) -> tuple[bool, int, str]:
         step = ids.step_in_name(name)
@@ -57,7 +57,7 @@ def plain_checkpoints(entries: Iterable[str]) -> list[str]:
 
 
 def warn_of_later(log: Logger, dirpath: str, latest: Found, entries: Iterable[str]) -> None:
-    """Warns if one of the names is a Lightning checkpoint's of a later step than what was loaded as the latest."""
+    """Warns if a name tells a later step of a Lightning checkpoint than the one that was loaded as the latest."""
     steps = {name: ids.step_in_name(name) for name in plain_checkpoints(entries)}
     later = next((name for name, step in steps.items() if step is not None and step > latest.step), None)
     if later is not None:
