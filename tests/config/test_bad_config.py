@@ -18,7 +18,7 @@ from tiered_checkpoint_io.model.s3_options import S3Options
 S3, PLAIN = {"dirpath": "s3://bucket/run"}, {"dirpath": "/a/folder", "memory_dir": "/dev/shm"}
 #: A key, what the error says is allowed, what else is configured, and values that it must not have.
 BAD = [
-    ("dirpath", "an S3 URL, another fsspec URL, or a directory", {}, ["", 7]),
+    ("dirpath", "an S3 URL, another fsspec URL, or a directory", {}, [" ", 7]),
     ("dirpath", "from_config(...) takes a whole block", {}, [{"dirpath": "s3://bucket/run"}]),
     ("dirpath", "s3://bucket/prefix", {}, ["s3://"]),
     ("dirpath", "letters, digits", {}, ["s3://a*b/run"]),
@@ -64,8 +64,8 @@ BAD = [
     ("profile", "text, or null", S3, [""]),
     ("s3_options", "a mapping of boto3's names", S3, ["aws:kms"]),
     # What means nothing to the durable tier that is configured.
-    ("endpoint_url", "not an S3 URL", {}, ["http://host"]),
-    ("region", "not an S3 URL", {"dirpath": "gs://bucket/run"}, ["eu-central-1"]),
+    ("endpoint_url", "dirpath is /a/folder; a bucket is s3://bucket/run", {}, ["http://host"]),
+    ("region", "dirpath is gs://bucket/run", {"dirpath": "gs://bucket/run"}, ["eu-central-1"]),
     ("replication_factor", "1 to 64", {}, [0, 65, True]),
     ("spill_dir", "an absolute path on node-local disk", {}, ["spill", 7]),
 ]
@@ -150,7 +150,7 @@ def test_an_unknown_argument_of_the_callback_and_the_nearest_known_one(make):
             make(**{wrong: 5})
 
 
-@pytest.mark.parametrize("block", [{}, {"dirpath": None}, {"dirpath": "???"}, OmegaConf.create({"dirpath": "???"})])
+@pytest.mark.parametrize("block", [{}, {"dirpath": None}, {"dirpath": ""}, OmegaConf.create({"dirpath": "???"})])
 def test_no_dirpath(block):
     with pytest.raises(ConfigError, match="dirpath is missing .* S3 URL, another fsspec URL, or a directory"):
         TieredCheckpointIO.from_config(block)

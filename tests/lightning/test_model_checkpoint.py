@@ -88,8 +88,8 @@ def test_dirpaths_and_steps_that_are_not_allowed(runs, tmp_path):
         with pytest.raises(ConfigError, match="not below the IO's"):
             runs.trainer([newest(dirpath=dirpath)]).fit(Model())
     below = newest(dirpath=runs.dirpath + "/below/", save_last=False)
-    runs.fit(below, max_steps=5)
-    assert runs.durable() == ["below/epoch=0-step=5.ckpt"]
+    runs.fit(below, ModelCheckpoint("", "stock", every_n_train_steps=3), TieredModelCheckpoint("", "ours"), max_steps=5)
+    assert runs.durable() == ["below/epoch=0-step=5.ckpt", "ours.ckpt", "stock.ckpt"]
     with pytest.raises(ConfigError, match="set one"):
         TieredModelCheckpoint(s3_every_n_train_steps=5, every_n_train_steps=5)
     for value in (0, -1, True, 2.5, "5"):

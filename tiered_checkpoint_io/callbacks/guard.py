@@ -107,7 +107,7 @@ class StrategyGuard(Callback):
         stock = [each for each in trainer.checkpoint_callbacks if type(each) is ModelCheckpoint]
         if stage != "fit":
             self._restored = io.checkpointer.restored
-            self._without_dirpath = [each for each in stock if each.dirpath is None]
+            self._without_dirpath = [each for each in stock if not each.dirpath]
             return
         for callback in stock:
             _place(callback, trainer, io)

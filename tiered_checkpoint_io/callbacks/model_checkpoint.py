@@ -124,7 +124,7 @@ class TieredModelCheckpoint(DurableEnd):
             enable_version_counter=enable_version_counter,
             **if_known(save_on_exception=save_on_exception),
         )
-        self.dirpath = None if dirpath is None else ids.normalize_dirpath(dirpath)
+        self.dirpath = ids.normalize_dirpath(dirpath) if dirpath else None
         self.memory_every_n_train_steps = memory_every_n_train_steps
         self.s3_every_n_train_steps = s3_every_n_train_steps
         self.save_on_train_end = save_on_train_end

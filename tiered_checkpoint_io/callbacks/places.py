@@ -24,7 +24,7 @@ _LAST_HINT = "set save_last for one of them alone, or give one a dirpath below t
 
 def folder_of(dirpath: Any, root: str) -> str | None:
     """Returns the folder that a callback's dirpath means: the IO's if it has none, None if it is not below that."""
-    if dirpath is None:
+    if not dirpath:
         return root
     text = str(dirpath)
     real = os.path.realpath(root) if ids.url_scheme(root) is None else root

@@ -183,7 +183,7 @@ class TieredCheckpointConfig:
                 _refuse(key, value, "text, or null")
         for key in _S3_ONLY:
             if getattr(self, key) is not None and ids.url_scheme(self.dirpath) != "s3":
-                _refuse(key, getattr(self, key), "null, because dirpath is not an S3 URL")
+                _refuse(key, getattr(self, key), f"null: dirpath is {self.dirpath}; a bucket is s3://bucket/run")
         if self.endpoint_url is not None:
             parts = urlsplit(self.endpoint_url)
             if "@" in self.endpoint_url or "?" in self.endpoint_url:
@@ -223,7 +223,7 @@ class TieredCheckpointConfig:
                 raise ConfigError(text, hint=did_you_mean(key, known))
         # OmegaConf's mark of a value that has to be given, as dirpath in our own YAML.
         absent = [key for key, value in raw.items() if value == "???"]
-        if absent or raw.get("dirpath") is None:
+        if absent or raw.get("dirpath") in (None, ""):
             key = absent[0] if absent else "dirpath"
             example = ": an S3 URL, another fsspec URL, or a directory" if key == "dirpath" else ""
             raise ConfigError(f"s3_checkpointing.{key} is missing", hint=f"give it a value{example}")

@@ -187,7 +187,7 @@ def _fill_in(params: DictConfig, name: str, dirpath: str) -> None:
     with open_dict(params):
         if params.get("filepath") is not None:
             raise ConfigError("checkpoint_callback_params.filepath is set", hint="set dirpath and filename instead")
-        params.dirpath = dirpath if params.dirpath is None else ids.normalize_dirpath(str(params.dirpath))
+        params.dirpath = ids.normalize_dirpath(str(params.dirpath)) if params.dirpath else dirpath
         if params.filename is None:
             params.filename = f"{name}--{{{params.monitor}:.4f}}-{{epoch}}"
         if params.prefix is None:
