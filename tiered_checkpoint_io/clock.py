@@ -185,11 +185,11 @@ class Clock:
     rng: random.Random = field(default_factory=random.SystemRandom)
 
     def wall(self) -> float:
-        """Seconds since the epoch, for people and for comparing machines; it may jump."""
+        """Returns seconds since the epoch, for people and for comparing machines; it may jump."""
         return time.time()
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start; never goes back."""
+        """Returns seconds from an arbitrary start; never goes back."""
         return time.monotonic()
 
     def since_boot(self) -> float:
@@ -227,7 +227,7 @@ class Clock:
         thread.join(seconds)
 
     def token(self, size: int) -> str:
-        """A random name of ``size`` bytes, in hexadecimal digits."""
+        """Returns a random name of ``size`` bytes, in hexadecimal digits."""
         return self.rng.randbytes(size).hex()
 
 

@@ -56,7 +56,7 @@ class CheckpointLogger(_Adapter):
         return (f"Step {step}: {msg}" if step is not None else msg), kwargs
 
     def at_step(self, step: int) -> CheckpointLogger:
-        """The same logger for messages about one training step; a step below 0 is unknown."""
+        """Returns the same logger for messages about one training step; a step below 0 is unknown."""
         return CheckpointLogger(self.logger, {**(self.extra or {}), "step": step if step >= 0 else None})
 
 
@@ -74,7 +74,7 @@ class DebugOnly(_Adapter):
 def get_logger(
     namespace: str, *, rank: int = 0, log_dir: str | None = None, logger: Logger | None = None
 ) -> CheckpointLogger:
-    """A logger for one job and rank.
+    """Returns a logger for one job and rank.
 
     Args:
         namespace: The job's namespace.
@@ -96,24 +96,24 @@ def get_logger(
 
 
 def names_text(names: Sequence[str]) -> str:
-    """``a, b, c and 2 more``."""
+    """Returns ``a, b, c and 2 more``."""
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def size_text(size: int) -> str:
-    """``1.50 GiB``, ``12.00 MiB`` or ``0.35 KiB``."""
+    """Returns ``1.50 GiB``, ``12.00 MiB`` or ``0.35 KiB``."""
     if size >= GIB:
         return f"{size / GIB:.2f} GiB"
     return f"{size / (1 << 20):.2f} MiB" if size >= 1 << 20 else f"{size / (1 << 10):.2f} KiB"
 
 
 def of_step(step: int) -> str:
-    """``Step 5: ``; empty for a step below 0, which is unknown."""
+    """Returns ``Step 5: ``; empty for a step below 0, which is unknown."""
     return f"Step {step}: " if step >= 0 else ""
 
 
 def rate(size: int, seconds: float) -> str:
-    """``1.50 GiB in 0.75 s (2.00 GiB/s)``."""
+    """Returns ``1.50 GiB in 0.75 s (2.00 GiB/s)``."""
     return f"{size_text(size)} in {seconds:.3f} s ({size_text(int(size / max(seconds, 1e-9)))}/s)"
 
 
@@ -217,7 +217,7 @@ class _JobFile(logging.handlers.WatchedFileHandler):
 
 
 def _own_logger() -> logging.Logger:
-    """Our own logger. The user's level, handlers and ``propagate`` are kept, whether set before this or later."""
+    """Returns our own logger. The user's level, handlers and ``propagate`` are kept, set before this or later."""
     logger = logging.getLogger(_NAME)
     if not any(isinstance(each, _Console) for each in logger.handlers):
         logger.addHandler(_Console())

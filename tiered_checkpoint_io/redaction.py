@@ -14,7 +14,7 @@ _NAME = re.compile(rf"{_WORDS}|options", re.IGNORECASE)
 
 
 def without_secrets(text: str) -> str:
-    """The text, with passwords of URLs and telling fields of queries replaced by ``***``."""
+    """Returns the text, with passwords of URLs and secret fields of queries replaced by ``***``."""
     return _FIELD.sub(rf"\g<head>{HIDDEN}", _PASSWORD.sub(rf"\g<head>:{HIDDEN}@", text))
 
 
@@ -24,7 +24,7 @@ def holds_secrets(text: str) -> bool:
 
 
 def shown(value: object, *, name: str = "") -> str:
-    """The value for an error's text; hidden altogether if ``name`` says that it is a secret.
+    """Returns the value for an error's text; hidden altogether if ``name`` says that it is a secret.
 
     So are containers: what is in them is not known.
     """

@@ -350,7 +350,7 @@ class _Layout:
     shape: tuple[int, ...]
 
     def span(self, offsets: Sequence[int], lengths: Sequence[int]) -> Span:
-        """``(offset, length)``, within the item, of the bytes from the first wanted element to the last."""
+        """Returns ``(offset, length)``, within the item, of the bytes from the first wanted element to the last."""
         if not all(lengths) or not math.prod(self.shape):
             return (self.skeleton.data_offset, 0)
         size = self.dtype.itemsize
@@ -561,7 +561,7 @@ def _spans(item: ReadItem, info: Any, layout: _Layout | None) -> list[Span]:
 
 
 def _copy(view: memoryview, item: ReadItem, info: Any, layout: _Layout, planner: LoadPlanner) -> None:
-    """Straight from the mapped file into the tensor."""
+    """Copies straight from the mapped file into the tensor."""
     dtype, shape = layout.dtype, layout.shape
     count = math.prod(shape)
     if not count:

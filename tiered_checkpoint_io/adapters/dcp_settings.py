@@ -85,7 +85,7 @@ class Settings:
         return replace(self, config=replace(self.config, support=support))
 
     def at(self, dirpath: str) -> Settings:
-        """The same for another durable tier."""
+        """Returns the same for another durable tier."""
         if dirpath == self.config.dirpath:
             return self
         # Without a durable tier, it was made from the working folder, for want of a dirpath.
@@ -114,7 +114,7 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
 
 @functools.lru_cache(maxsize=8)
 def _settings_of_validated(config: TieredCheckpointConfig) -> Settings:
-    """The same at each save of a strategy's, for which training waits."""
+    """Returns the same at each save of a strategy's, for which training waits."""
     return _settings_of(config, {})
 
 
@@ -216,7 +216,7 @@ _shared: dict[tuple[int, TieredCheckpointConfig], Shared] = {}
 
 
 def shared_of(settings: Settings) -> Shared:
-    """The session of a configuration in this process: slots and connections outlive a single writer."""
+    """Returns the session of a configuration in this process: slots and connections outlive a single writer."""
     # A forked child has its parent's dictionary, but must not touch its slots.
     key = (os.getpid(), settings.config)
     shared = _shared.get(key)

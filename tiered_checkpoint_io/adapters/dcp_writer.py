@@ -82,7 +82,7 @@ class FileLayout:
         self._row = TensorRow([each for each in data[count:] if isinstance(each, torch.Tensor)])
 
     def file(self, objects: Sequence[bytes], state: Mapping[str, Any]) -> PlannedFile:
-        """The file of the same items with other contents.
+        """Returns the file of the same items with other contents.
 
         Args:
             objects: The bytes of those that are no tensors.
@@ -476,7 +476,7 @@ def file_of(
     config: TieredCheckpointConfig,
     warn: Callable[[list[Any]], None],
 ) -> PlannedFile:
-    """The file of a rank's plan.
+    """Returns the file of a rank's plan.
 
     Args:
         plan: Its items.

@@ -20,7 +20,7 @@ _KEEPS_WHAT_SUCCEEDED = "_pending_local_plan" in DefaultSavePlanner.finish_plan.
 
 
 def world() -> Any:
-    """The process group of all ranks; None if this process is alone."""
+    """Returns the process group of all ranks; None if this process is alone."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
@@ -58,7 +58,7 @@ class Ranks(NamedTuple):
 
 
 def dcp_arguments(*functions: str) -> DcpArguments | None:
-    """The arguments of the DCP function that calls us; None if none does.
+    """Returns the arguments of the DCP function that calls us; None if none does.
 
     Without ``no_dist`` we would wait for ranks that never come, with a process group for ranks that have no part in it.
     """
@@ -84,7 +84,7 @@ def _is_in_background(frame: Any) -> bool:
 
 
 def first_failure(error: CheckpointException) -> tuple[list[int], BaseException]:
-    """The ranks that failed, and the failure of the lowest one; all ranks have the same.
+    """Returns the ranks that failed, and the failure of the lowest one; all ranks have the same.
 
     Raises:
         BaseException: Some rank was told to end (Ctrl-C, a signal handler that exits), which DCP takes for a failure as
@@ -115,7 +115,7 @@ def save_planner(what: str, process_group: Any = None, *, alone: bool = False) -
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """The global ranks of a group, sorted; none of a group that this rank is not in.
+    """Returns the global ranks of a group, sorted; none of a group that this rank is not in.
 
     Args:
         group: A process group, or global ranks.
@@ -126,7 +126,7 @@ def ranks_of(group: Any) -> tuple[int, ...]:
 
 
 def rank_in_group(process_group: Any, coordinator_rank: int | None) -> int:
-    """The coordinator's rank in its group, as DCP wants it; asks no other rank.
+    """Returns the coordinator's rank in its group, as DCP wants it; asks no other rank.
 
     Args:
         process_group: The ranks that save or load together; None for all.
@@ -198,7 +198,7 @@ def shard_role_of(process_group: Any, replication_group: Any, writer: int | None
 
 
 def _in_regular_layout(ranks: list[int]) -> tuple[int, int]:
-    """The shard and the shard degree of a replication group, if all such groups lie as in a mesh."""
+    """Returns the shard and the shard degree of a replication group, if all such groups lie as in a mesh."""
     count, size = dist.get_world_size(), len(ranks)
     stride = ranks[1] - ranks[0] if size > 1 else 1
     regular = ranks == list(range(ranks[0], ranks[0] + stride * size, stride))

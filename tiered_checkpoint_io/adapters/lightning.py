@@ -415,7 +415,7 @@ class FreshStart(NoCheckpoint):
 
 
 def tiered_io_of(checkpoint_io: Any) -> TieredCheckpointIO | None:
-    """The TieredCheckpointIO that a strategy's checkpoint IO is, or wraps; None where it is not ours.
+    """Returns the TieredCheckpointIO that a strategy's checkpoint IO is, or wraps; None where it is not ours.
 
     Raises:
         ConfigError: It is ours, inside Lightning's AsyncCheckpointIO.
@@ -433,7 +433,7 @@ def tiered_io_of(checkpoint_io: Any) -> TieredCheckpointIO | None:
 
 
 def require_tiered_io(strategy: Strategy, user: str) -> TieredCheckpointIO:
-    """The TieredCheckpointIO of a strategy, without which ``user`` can't work.
+    """Returns the TieredCheckpointIO of a strategy, without which ``user`` can't work.
 
     Raises:
         ConfigError: It has another one, or is not of the package that ours are derived from.

@@ -228,7 +228,7 @@ def _is_fsdp1(module: torch.nn.Module) -> bool:
 
 
 def size_here(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Bytes of a checkpoint of these, as far as this process holds them."""
+    """Returns the size of a checkpoint of these in bytes, as far as this process holds them."""
     storages: dict[int, int] = {}
     for tensor in itertools.chain(model.parameters(), model.buffers(), tensors_of_optimizers(optimizers)):
         # Some are not initialised yet, or have no storage.
@@ -239,7 +239,7 @@ def size_here(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer
 
 
 def tensors_of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """Their parameters that are trained, and the tensors of their states."""
+    """Returns the optimizers' trained parameters, and the tensors of their states."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     found: list[Any] = [each for group in groups for each in group["params"] if each.requires_grad]
     for optimizer in optimizers:

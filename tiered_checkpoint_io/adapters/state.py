@@ -423,7 +423,7 @@ class Rest:
             torch.save(parted, self._file)
 
     def file(self) -> bytes:
-        """The file that ``torch.save`` writes."""
+        """Returns the file that ``torch.save`` writes."""
         if self._pickled is not None:
             module: Any = SimpleNamespace(Pickler=_Written, __name__="pickle")
             torch.save(self._pickled, self._file, pickle_module=module)

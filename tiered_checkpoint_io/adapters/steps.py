@@ -13,7 +13,7 @@ def tiers_for_step(
     *,
     since: int | None = None,
 ) -> frozenset[str]:
-    """The tiers that a training step is saved to: a function of steps alone, so that all ranks agree.
+    """Returns the tiers that a training step is saved to: a function of steps alone, so that all ranks agree.
 
     ``{"memory", "durable"}`` on multiples of ``s3_every_n_train_steps``, else ``{"memory"}`` on
     multiples of ``memory_every_n_train_steps``, else nothing.

@@ -86,7 +86,7 @@ class Structure:
 
 
 def local_of(value: Any) -> Any:
-    """A rank's own part of a tensor."""
+    """Returns a rank's own part of a tensor."""
     return value._local_tensor if type(value) is DTensor else value
 
 

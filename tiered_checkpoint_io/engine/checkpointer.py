@@ -48,7 +48,7 @@ def nothing_to_resume(selector: Selector, dirpath: str) -> str:
 
 
 def no_best(selector: Selector, dirpath: str) -> CheckpointNotFoundError:
-    """The error if no checkpoint tells the value by which the best is found."""
+    """Returns the error if no checkpoint tells the value by which the best is found."""
     return CheckpointNotFoundError(
         f"no checkpoint at {dirpath} tells a value of {selector.monitor!r}",
         operation="load",
@@ -315,7 +315,7 @@ class Checkpointer:
             )
 
     def select(self, text: str) -> tuple[str, Selector]:
-        """The durable tier and the checkpoint there that ``text`` means; as :meth:`load` takes it.
+        """Returns the durable tier and the checkpoint there that ``text`` means; as :meth:`load` takes it.
 
         Raises:
             ConfigError: It names none.

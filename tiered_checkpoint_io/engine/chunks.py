@@ -43,12 +43,12 @@ Write = Callable[[memoryview, int], None]
 
 
 def unverified(key: str, size: int) -> FileEntry:
-    """A file of which no hashes are known, to be read as others are."""
+    """Returns a file of which no hashes are known, to be read as others are."""
     return FileEntry(key, size, chunk_size_for(size), ())
 
 
 def hashed(path: str, data: UploadContent, *, progress: Callable[[int], None] = lambda _: None) -> FileEntry:
-    """The description of a file that is to be at ``path``; ``progress`` is called with bytes before they are hashed."""
+    """Returns the description of a file at ``path``; ``progress`` gets each count of bytes before their hash."""
     size = len(data)
     chunk_size = chunk_size_for(size)
 
@@ -269,7 +269,7 @@ def quarantine_damaged(tier: MemoryTier, stored: StoredPart) -> None:
 
 
 def chunks_of(entry: FileEntry, spans: Iterable[Span]) -> list[int]:
-    """The chunks of a file that ``(offset, length)`` spans touch, in their order.
+    """Returns the chunks of a file that ``(offset, length)`` spans touch, in their order.
 
     Raises:
         CorruptCheckpointError: A span reaches beyond the file.
@@ -288,7 +288,7 @@ def chunks_of(entry: FileEntry, spans: Iterable[Span]) -> list[int]:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """Fewer spans that touch the same chunks of any file: what lies between two holds no whole chunk."""
+    """Returns fewer spans that touch the same chunks of any file: a gap between two holds no whole chunk."""
     found: list[Span] = []
     for offset, length in sorted(spans):
         begin, end = (found[-1][0], sum(found[-1])) if found else (offset, offset)

@@ -148,7 +148,7 @@ def newest(session: Session, companion: str = "") -> Candidate | None:
 
 # ----------------------------------------------------------------------------------- judgement
 def judge_store(failures: Sequence[TieredCheckpointError], config: TieredCheckpointConfig) -> list[Problem]:
-    """The problem, if any, that requests to the durable tier failed."""
+    """Returns the problem, if any, that requests to the durable tier failed."""
     if not failures:
         return []
     first = next((each for each in failures if not each.retryable), failures[0])
@@ -177,7 +177,7 @@ def judge_store(failures: Sequence[TieredCheckpointError], config: TieredCheckpo
 
 
 def judge_room(need: Need, room: Room, config: TieredCheckpointConfig) -> list[Problem]:
-    """The problem, if any, that not even the weights alone fit into memory and the spill, however empty they are.
+    """Returns a problem if not even the weights alone fit into empty memory and an empty spill.
 
     Or that the spill that the user named can't be used, whether it is needed or not.
     """
@@ -210,7 +210,7 @@ def judge_room(need: Need, room: Room, config: TieredCheckpointConfig) -> list[P
 
 
 def _refusal(error: TieredCheckpointError) -> TieredCheckpointError:
-    """The error that is raised for a problem."""
+    """Returns the error that is raised for a problem."""
     hint = "; ".join(
         filter(None, [error.hint, "to train from scratch all the same, set preflight: warn, and leave ckpt_path out"])
     )

@@ -49,7 +49,7 @@ class Written:
         self.address = ctypes.addressof(self._buffer)
 
     def content(self, nbytes: int) -> memoryview:
-        """The first bytes of the buffer."""
+        """Returns the first bytes of the buffer."""
         return memoryview(self._buffer).cast("B")[:nbytes]
 
     def write(self, nbytes: int, offset: int) -> None:
@@ -220,7 +220,7 @@ class TensorRegion:
         return self.tensor.untyped_storage()
 
     def gathered(self) -> StorageRegion:
-        """The same bytes, copied to a storage of their own."""
+        """Returns the same bytes, copied to a storage of their own."""
         with torch.no_grad():
             target = torch.empty(self.nbytes // self.tensor.element_size(), dtype=self.tensor.dtype, device="cpu")
             target.as_strided(self.tensor.shape, self.stride).copy_(self.tensor)
@@ -255,7 +255,7 @@ class Segments(Sequence[Segment]):
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> Segments:
-        """The same bytes in one row."""
+        """Returns the same bytes in one row."""
         if isinstance(segments, cls):
             return segments
         texts = [segment.data for segment in segments]
@@ -292,7 +292,7 @@ class StorageRegions(Sequence[StorageRegion]):
 
 
 def cores_of_rank() -> int:
-    """The node's cores, shared with the other local ranks."""
+    """Returns the node's cores, shared with the other local ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, cores // max(1, int(ranks) if ranks.isdigit() else 1))
@@ -456,7 +456,7 @@ class Filling:
 
 
 def cuts_of(start: int, end: int, pinned: int) -> list[tuple[int, int]]:
-    """The stretches between two offsets that a device may copy to at once, if the first bytes are ``pinned``."""
+    """Returns the stretches between two offsets that a device may copy to at once if the first bytes are ``pinned``."""
     found = []
     while start < end:
         stop = end if start >= pinned else min(end, pinned, (start // PINNED_PIECE + 1) * PINNED_PIECE)
@@ -472,7 +472,7 @@ def is_plain(regions: Sequence[Region]) -> bool:
 
 
 def devices_of(regions: Iterable[Region]) -> set[torch.device]:
-    """All devices that hold bytes of some regions."""
+    """Returns all devices that hold bytes of some regions."""
     if isinstance(regions, StorageRegions):
         return regions.devices
     return set(map(attrgetter("storage.device"), regions))
@@ -506,7 +506,7 @@ def _integers(values: Iterable[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def hash_chunks(content: memoryview, threads: int) -> tuple[str, ...]:
-    """The hashes of a file's chunks, as :meth:`Filling.run` gives them."""
+    """Returns the hashes of a file's chunks, as :meth:`Filling.run` gives them."""
 
     def hash_chunk(chunk: tuple[int, int]) -> str:
         start, length = chunk
@@ -584,7 +584,7 @@ class Image:
         )
 
     def hashes(self, view: memoryview, *, threads: int | None = None) -> tuple[str, ...]:
-        """The hashes of the file that was written to ``view``, as :meth:`fill` gives them.
+        """Returns the hashes of the file that was written to ``view``, as :meth:`fill` gives them.
 
         Hashing on the way costs less in all. Hashing later costs the caller of :meth:`fill` less.
         """

@@ -135,7 +135,7 @@ class TensorRow:
 
 
 def skeleton_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> Skeleton:
-    """The skeleton of the file of a tensor without gaps between its elements; they lie row by row by default.
+    """Returns the skeleton of a gapless tensor's file; its elements lie row by row by default.
 
     Its length is 0 if it is not known: this release of torch lays out its file in another way.
 
@@ -158,7 +158,7 @@ def skeleton_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, .
 
 
 def untouched(nbytes: int) -> torch.Tensor:
-    """Bytes that take no memory until they are touched, and may be more than the machine has.
+    """Returns bytes that take no memory until they are touched, and may be more than the machine has.
 
     Raises:
         SaveError: This process may not have so much address space.
@@ -222,7 +222,7 @@ def _is_awkward(tensor: torch.Tensor) -> bool:
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as torch's own writer saves it: on the CPU, with no storage but its own."""
+    """Returns the tensor as torch's own writer saves it: on the CPU, with no storage but its own."""
     tensor = tensor.cpu()
     try:
         shared = tensor.untyped_storage().nbytes() != tensor.nbytes

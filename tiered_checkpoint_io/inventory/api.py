@@ -37,7 +37,7 @@ EVERY_S = 10.0
 def list_checkpoints(
     dirpath: str | os.PathLike[str], *, memory_dir: str | None = None, **options: Any
 ) -> list[CheckpointInfo]:
-    """All checkpoints of a durable tier, incomplete ones too, the latest save first; what can't be read is last.
+    """Returns all checkpoints of a durable tier, also incomplete ones: the latest save first, unreadable ones last.
 
     Args:
         dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory.
@@ -103,7 +103,7 @@ def new_checkpoints(
     clock: Clock = SYSTEM,
     **options: Any,
 ) -> Iterator[CheckpointInfo]:
-    """Each checkpoint that becomes durable, once, in the order of the saves.
+    """Yields each checkpoint that becomes durable, once, in the order of the saves.
 
     An alias or a copy, such as ``last.ckpt``, is none of its own. One that becomes durable only after a later save is
     given when it does. Nothing deletes a checkpoint until the next one is asked for, for a day at most; one that was
@@ -168,7 +168,7 @@ class NewCheckpoints:
         self._seen: set[str] = set()
 
     def of(self, checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-        """The new ones of all that a look found, in the order of their saves."""
+        """Returns the new checkpoints of a look, in the order of their saves."""
         first: dict[str, CheckpointInfo] = {}
         # The checkpoint itself comes before its copies and aliases, which stand for it if it is gone.
         for each in sorted(checkpoints, key=lambda each: (each.order[0], not each.order[1], each.name)):

@@ -64,7 +64,7 @@ def read(store: Store, name: str) -> DurableCheckpoint:
 def read_all(
     store: Store, cache: DocumentCache[Manifest | None] | None = None, clock: Clock = SYSTEM
 ) -> list[DurableCheckpoint]:
-    """All checkpoints of a tier, by name; raises as :func:`read`. ``cache`` is that of an earlier call."""
+    """Returns all checkpoints of a tier, by name; raises as :func:`read`. ``cache`` is that of an earlier call."""
     read = (cache or manifest_cache()).read(store, clock)
     named = {name: value for key, value in read.items() if (name := ids.name_from_manifest_key(key)) is not None}
     found = [
@@ -82,7 +82,7 @@ def read_all(
 def checkpoints(
     store: Store, cache: DocumentCache[Manifest | None] | None = None, clock: Clock = SYSTEM
 ) -> list[DurableCheckpoint]:
-    """All checkpoints of a tier: the latest save first, aliases and copies after it, what can't be read last.
+    """Returns all checkpoints of a tier: the latest save first, its aliases and copies after it, unreadable ones last.
 
     Raises:
         CheckpointNotFoundError: The directory does not exist, or there is nothing at all below the URL.
@@ -106,7 +106,7 @@ def checkpoints(
 
 
 def newer(found: Sequence[DurableCheckpoint]) -> CorruptCheckpointError | None:
-    """Why one of them can't be understood, if a newer release wrote it: it may be the latest."""
+    """Returns the error of a checkpoint that a newer release wrote: it may be the latest."""
     return next((each.error for each in found if is_other_format(each.error)), None)
 
 
@@ -132,7 +132,7 @@ def resumable(
     accepts: Kind | None = None,
     companion: str = "",
 ) -> list[Candidate]:
-    """The checkpoints that training can resume from, the latest save first, by the engine's own choice.
+    """Returns the checkpoints that training can resume from, the latest save first, by the engine's own choice.
 
     A name that is being overwritten counts as what it was before.
 
@@ -160,7 +160,7 @@ def resumable(
 
 
 def find(store: Store, name: str, *, operation: str, accepts: Kind | None = None) -> Manifest | None:
-    """The checkpoint that a user means: by its name, that of an alias, or ``tiered:latest``; None if there is none.
+    """Returns the checkpoint that a user means by its name, an alias, or ``tiered:latest``; None for none.
 
     Raises:
         CheckpointNotFoundError: It is ``tiered:latest``, and there is none to resume from.
@@ -242,7 +242,7 @@ class IncompleteSave:
 
 
 def incomplete_saves(store: Store, found: Sequence[DurableCheckpoint]) -> list[IncompleteSave]:
-    """Saves without a manifest, by one list of folders, and one for each of those saves.
+    """Returns saves without a manifest, by one list of folders, and one for each of these saves.
 
     ``found`` are all checkpoints, listed before: what is committed in between is not incomplete, and is left out.
 

@@ -91,7 +91,7 @@ class CheckpointInfo:
 
 
 def info(name: str, dirpath: str, content: Content, *, state: CheckpointState, **more: Any) -> CheckpointInfo:
-    """The record of a checkpoint of which a content is known; ``more`` are further fields."""
+    """Returns the record of a checkpoint of which a content is known; ``more`` are further fields."""
     facts: Mapping[str, Any] = {
         "save_id": content.save_id,
         "step": ids.known(content.step),
@@ -113,7 +113,7 @@ def url_of(dirpath: str, name: str) -> str:
 
 
 def iso(when: datetime | float | None) -> str | None:
-    """A time as ISO 8601 in UTC, to the millisecond."""
+    """Returns a time as ISO 8601 in UTC, to the millisecond."""
     when = time_of(when) if isinstance(when, float) else when
     return when.isoformat(timespec="milliseconds").replace("+00:00", "Z") if when is not None else None
 
@@ -386,7 +386,7 @@ class Details(CheckpointInfo):
 
 
 def details_of(name: str, look: Look, store: Store | None) -> list[Details]:
-    """All saves of a name, the latest first: a name may have one on the durable tier, and a later one in memory.
+    """Returns all saves of a name, the latest first: one may be on the durable tier, and a later one in memory.
 
     Args:
         name: The name, or ``tiered:latest``.

@@ -23,7 +23,7 @@ _LOCAL |= {"fuse-overlayfs", "fuse.fuse-overlayfs"}
 
 
 def node_budget(percentage: int, memory_dir: str) -> int:
-    """Bytes that checkpoints may take on this node.
+    """Returns the number of bytes that checkpoints may take on this node.
 
     ``percentage`` of the node's memory (of the cgroup's limit, if that is lower), but never more
     than the file system of ``memory_dir`` has in all.
@@ -33,7 +33,7 @@ def node_budget(percentage: int, memory_dir: str) -> int:
 
 
 def memory_limit(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory that this process may use: the machine's, or those of its container or job.
+    """Returns the size of the memory that this process may use: the machine's, or its container's or job's.
 
     Pages of tmpfs count against the limit of the cgroup that touches them first.
     """
@@ -44,7 +44,7 @@ def memory_limit(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup
 
 
 def memory_left(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory that are unused and that this process may take, less a margin for others; maybe below 0.
+    """Returns the unused bytes of memory that this process may take, less a margin for others; maybe below 0.
 
     What others take meanwhile is not in it: a process that goes beyond it is ended by the kernel.
     """
@@ -75,7 +75,7 @@ class _Names(NamedTuple):
     cached: tuple[str, ...]
 
     def limits(self, folder: Path) -> list[int]:
-        """Those that are set, in bytes."""
+        """Returns the limits that are set, in bytes."""
         found = []
         for name in self.limit:
             with contextlib.suppress(OSError, ValueError):
@@ -89,7 +89,7 @@ _V1 = _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active
 
 
 def _cgroups(proc: Path, cgroup: Path) -> Iterator[tuple[Path, _Names]]:
-    """The folders whose limits may bind this process, and what their files are called."""
+    """Yields the folders whose limits may bind this process, and what their files are called."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = (proc / "self" / "cgroup").read_text("utf-8", "replace").splitlines()
@@ -110,7 +110,7 @@ def _cgroups(proc: Path, cgroup: Path) -> Iterator[tuple[Path, _Names]]:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Lines such as ``MemAvailable: 12 kB``."""
+    """Reads lines such as ``MemAvailable: 12 kB``."""
     rows = (line.replace(":", " ").split() for line in path.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1}
 

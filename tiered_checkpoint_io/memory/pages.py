@@ -94,7 +94,7 @@ class Mapped:
         return memoryview(self.content).cast("B")
 
     def advise(self, advice: int, start: int, length: int) -> bool:
-        """``madvise``, without the interpreter's lock; whether the kernel did it."""
+        """Calls ``madvise``, without the interpreter's lock; returns whether the kernel did it."""
         return bool(_libc.madvise(self.address + start, length, advice) == 0)
 
 

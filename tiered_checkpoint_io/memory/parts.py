@@ -87,7 +87,7 @@ class PartIndex:
         self._known: dict[str, tuple[tuple[int, int], Part]] = {}
 
     def scan(self) -> Iterator[StoredPart | tuple[Path, Exception]]:
-        """All parts in the order of their saves; of what cannot be read, the folder and why."""
+        """Yields all parts in the order of their saves; of what cannot be read, the folder and why."""
         known: dict[str, tuple[tuple[int, int], Part]] = {}
         for save_id in sorted(os.listdir(self._folder)):
             try:
@@ -269,7 +269,7 @@ def reading(stored: StoredPart) -> Iterator[dict[str, memoryview]]:
 
 
 def mapped(descriptor: int) -> memoryview:
-    """All bytes of a file."""
+    """Returns all bytes of a file."""
     size = os.fstat(descriptor).st_size
     # An empty file cannot be mapped.
     return memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ) if size else b"")

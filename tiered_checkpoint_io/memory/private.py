@@ -26,7 +26,7 @@ def write_atomic(path: Path, data: bytes, clock: Clock = SYSTEM) -> None:
 
 
 def scratch_beside(path: Path, clock: Clock = SYSTEM) -> Path:
-    """A name, hidden and of this process alone, for what is to become ``path``."""
+    """Returns a name, hidden and of this process alone, for what is to become ``path``."""
     return path.with_name(f".{path.name}.{clock.token(8)}")
 
 
@@ -125,12 +125,12 @@ def make_folders(root: Path, names: Iterable[str], say: Callable[[str], None] = 
 
 
 def inode_of(facts: os.stat_result) -> tuple[int, int]:
-    """The identity of a file: each tmpfs numbers its own from the start, and another may take a folder's place."""
+    """Returns a file's identity, with its device: each tmpfs numbers its own files from the start."""
     return facts.st_dev, facts.st_ino
 
 
 def inode_at(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """The identity of the file that a path leads to; None for none.
+    """Returns the identity of the file that a path leads to; None for none.
 
     An open file may have been removed since, or its folder moved, or mounted over.
     """

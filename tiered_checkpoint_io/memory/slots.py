@@ -153,7 +153,7 @@ class SlotPool:
         self._bound, self._hint = "the disk allows", "give spill_dir more space"
 
     def acquire(self, size: int) -> Slot:
-        """A slot with ``size`` bytes of space taken on the file system.
+        """Returns a slot with ``size`` bytes of space taken on the file system.
 
         Raises:
             MemoryFullError: The budget or the file system has no room; nothing changed but that
@@ -313,7 +313,7 @@ class SlotPool:
             self._lent.clear()
 
     def _best(self, size: int) -> Slot | None:
-        """The free slot that needs the least to hold ``size`` bytes, if any can."""
+        """Returns the free slot that needs the least to hold ``size`` bytes, if any can."""
         fitting = [slot for slot in self._free if slot.capacity >= size]
         return min(
             fitting,
@@ -322,7 +322,7 @@ class SlotPool:
         )
 
     def _make(self, size: int) -> Slot:
-        """A new slot, without space yet."""
+        """Returns a new slot, without space yet."""
         while True:
             path = os.path.join(self._folder, self._slot_name())
             with needs_space("no space for one more file", operation="stage", key=path):

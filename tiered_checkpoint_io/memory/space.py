@@ -48,7 +48,7 @@ def is_scarcity(error: BaseException) -> bool:
 
 
 def used(folder: Path) -> int:
-    """Bytes of space that all files below a folder take."""
+    """Returns the number of bytes that all files below a folder take."""
     total = 0
     for base, _, files in os.walk(folder):
         for name in files:

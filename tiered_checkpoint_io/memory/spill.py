@@ -102,7 +102,7 @@ def _next(base: Path, owner: str, others: set[Path], *, make: bool) -> Path | No
 
 
 def siblings(base: Path) -> list[Path]:
-    """The spills that are there under a path, whosever they are."""
+    """Returns the spills that are there under a path, whosever they are."""
     try:
         names = os.listdir(base.parent)
     except OSError:
@@ -117,7 +117,7 @@ def _sibling(base: Path, number: int) -> Path:
 
 
 def _id_of(memory: Path) -> str:
-    """The id of a node memory; empty for one that is gone, as after a reboot: its spill may be there."""
+    """Returns the id of a node memory; empty for one that is gone, as after a reboot: its spill may be there."""
     try:
         return hash_bytes(memory_of(memory).encode())
     except FileNotFoundError:
@@ -186,7 +186,7 @@ os.register_at_fork(after_in_child=_drop_in_child)
 
 
 def spill_dir_of(configured: str | None) -> str | None:
-    """The folder that a configured ``spill_dir`` means; None for no spill."""
+    """Returns the folder that a configured ``spill_dir`` means; None for no spill."""
     if configured != AUTO:
         return configured
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
@@ -206,7 +206,7 @@ def spill_root(spill_dir: str, root: Path) -> Path:
 
 
 def disk_left(root: Path, used: int, *, is_shared: bool, is_bound: bool = True) -> int:
-    """Bytes that a spill may still take.
+    """Returns the number of bytes that a spill may still take.
 
     Args:
         root: The spill.

@@ -168,7 +168,7 @@ class MemoryTier:
         return self._spill.find()
 
     def open_spill(self) -> MemoryTier | None:
-        """The spill, made if it is missing; None if there is none, or, with one warning, it can't be used."""
+        """Returns the spill, made if it is missing; None if there is none, or, with one warning, it can't be used."""
         return self._spill.open()
 
     def _spill_at(self, root: Path) -> MemoryTier:
@@ -179,7 +179,7 @@ class MemoryTier:
         return spill
 
     def _home(self, path: Path | str) -> MemoryTier:
-        """The root that a path lies in: this one, or the spill."""
+        """Returns the root that a path lies in: this one, or the spill."""
         spill = self._spill.tier
         return spill if spill is not None and Path(path).is_relative_to(spill.root) else self
 
@@ -200,7 +200,7 @@ class MemoryTier:
         return found
 
     def parts(self) -> list[StoredPart]:
-        """All committed parts that can be read, in the order of their saves."""
+        """Returns all committed parts that can be read, in the order of their saves."""
         found = [entry for entry in self._entries() if isinstance(entry, StoredPart)]
         return sorted(found, key=lambda stored: (stored.save_id, stored.folder.name))
 
@@ -229,15 +229,15 @@ class MemoryTier:
         return [*self.damaged(), *self.replicas.damaged()]
 
     def quarantined(self) -> list[Path]:
-        """The folders of parts that were found corrupt."""
+        """Returns the folders of parts that were found corrupt."""
         return sorted(folder for tier in self._roots for folder in (tier.root / "quarantine").glob("*"))
 
     def usage(self) -> int:
-        """Bytes in use by this namespace on this node, free slots included."""
+        """Returns the number of bytes in use by this namespace on this node, free slots included."""
         return used(self.root)
 
     def room(self) -> int:
-        """Bytes that the budget, the file system, and what others leave of the node's memory still allow."""
+        """Returns the number of bytes that the budget, the file system, and the node's free memory still allow."""
         file_system = os.statvfs(self.root)
         bounds = [file_system.f_bavail * file_system.f_frsize]
         if self.budget is not None:
@@ -248,7 +248,7 @@ class MemoryTier:
 
     # ------------------------------------------------------------------------------- writing
     def acquire(self, size: int) -> Slot:
-        """A slot of ``size`` bytes; raises as :meth:`SlotPool.acquire` does."""
+        """Returns a slot of ``size`` bytes; raises as :meth:`SlotPool.acquire` does."""
         return self._pool.acquire(size)
 
     def is_prepared(self, size: int) -> bool:
@@ -433,7 +433,7 @@ def note_budget(tier: MemoryTier) -> None:
 
 
 def noted_budget(root: Path) -> int | None:
-    """The budget of the last trainer over a memory tier, bytes; None if none was noted."""
+    """Returns the budget of the last trainer over a memory tier, bytes; None if none was noted."""
     with contextlib.suppress(OSError, ValueError):
         return int((root / BUDGET_FILE).read_bytes())
     return None

@@ -202,7 +202,7 @@ class TieredCheckpointConfig:
 
     @classmethod
     def from_any(cls, block: object = None, **overrides: Any) -> TieredCheckpointConfig:
-        """A configuration from a mapping, an OmegaConf block, or another configuration.
+        """Returns a configuration from a mapping, an OmegaConf block, or another configuration.
 
         Args:
             block: The block ``s3_checkpointing``.
@@ -315,7 +315,7 @@ def refuse_keys_of_others(
 
 @functools.cache
 def _choices() -> dict[str, tuple[str, ...]]:
-    """The texts that a key may be, of all that are declared as Literal."""
+    """Returns the texts that a key may be, of all that are declared as Literal."""
     hints = {key: hint for key, hint in get_type_hints(TieredCheckpointConfig).items() if hint != Concurrency}
     literals = {
         key: [each for each in (hint, *get_args(hint)) if get_origin(each) is Literal] for key, hint in hints.items()
@@ -331,7 +331,7 @@ def _concurrency(value: Concurrency, per_second: int, sharers: int) -> int:
 
 
 def as_mapping(block: object, what: str = "s3_checkpointing") -> dict[str, Any]:
-    """The keys and values of a block in any of its forms: a mapping, OmegaConf's, a configuration, None.
+    """Returns the keys and values of a block in any form: a mapping, OmegaConf's, a configuration, None.
 
     Raises:
         ConfigError: It is something else, or its interpolations can't be resolved.

@@ -54,7 +54,7 @@ def located(where: str) -> Iterator[None]:
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass, as a document has them."""
+    """Returns the fields of a dataclass, as a document has them."""
     return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
@@ -115,7 +115,7 @@ def value_of(raw: Mapping[str, Any], key: str, kind: type[_T], default: _T | Non
 
 
 def list_of(raw: Mapping[str, Any], key: str, kind: type[_T], default: list[_T] | None = None) -> list[_T]:
-    """A list of values of one kind; raises as :func:`value_of`."""
+    """Returns a list of values of one kind; raises as :func:`value_of`."""
     values = value_of(raw, key, list, default)
     if len(values) > _MOST or not all(type(each) is kind for each in values):
         raise CorruptCheckpointError(f"{key}: expected a list of at most {_MOST}, each {_IN_JSON[kind]}")
@@ -123,7 +123,7 @@ def list_of(raw: Mapping[str, Any], key: str, kind: type[_T], default: list[_T] 
 
 
 def int_of(raw: Mapping[str, Any], key: str, low: int, high: int, default: int | None = None) -> int:
-    """A whole number within bounds, or the default; raises as :func:`value_of`."""
+    """Returns a whole number within bounds, or the default; raises as :func:`value_of`."""
     value = value_of(raw, key, int, default)
     if value != default and not low <= value <= high:
         raise CorruptCheckpointError(f"{key}: expected a whole number from {low} to {high}")

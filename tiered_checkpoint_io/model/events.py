@@ -162,7 +162,7 @@ class Totals:
         self.step, self.step_at = step, t
 
     def event(self, t: float) -> dict[str, Any]:
-        """The event that stands for all that were added."""
+        """Returns the event that stands for all that were added."""
         return {"t": t, "event": "totals", "totals": asdict(self)}
 
 

@@ -11,7 +11,7 @@ _MAX_CHUNKS = 16_384
 
 
 def chunk_size_for(size: int) -> int:
-    """The chunk size for a file of ``size`` bytes: 16 MiB, doubled until 16,384 chunks suffice."""
+    """Returns the chunk size for a file of ``size`` bytes: 16 MiB, doubled until 16,384 chunks suffice."""
     chunk_size = MIN_CHUNK_SIZE
     while size > chunk_size * _MAX_CHUNKS:
         chunk_size *= 2
@@ -26,10 +26,10 @@ def chunk_ranges(size: int, chunk_size: int) -> list[tuple[int, int]]:
 
 
 def new_hash() -> xxhash.xxh3_128:
-    """An xxh3-128 that is given its bytes piece by piece; ``hexdigest`` is as :func:`hash_bytes` has it."""
+    """Returns an xxh3-128 that is given its bytes piece by piece; ``hexdigest`` is as :func:`hash_bytes` has it."""
     return xxhash.xxh3_128()
 
 
 def hash_bytes(data: memoryview | bytes) -> str:
-    """xxh3-128 of ``data``, as 32 hexadecimal digits."""
+    """Returns xxh3-128 of ``data``, as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)

@@ -80,7 +80,7 @@ class Index:
         return (file for row in self.rows.values() for file in row.files)
 
     def to_json(self) -> tuple[bytes, IndexRef]:
-        """The index as it is stored, and what a manifest says of it."""
+        """Returns the index as it is stored, and what a manifest says of it."""
         prefix = f"{self.name}/"
         rows = [
             [rank, [[_relative(path, prefix), size] for path, size in row.files], row.digest]
@@ -104,7 +104,7 @@ class Index:
 
 
 def _relative(path: str, prefix: str) -> str:
-    """A path within the folder of its checkpoint; empty for the file of a checkpoint that is one."""
+    """Returns a path within the folder of its checkpoint; empty for the file of a checkpoint that is one."""
     return path[len(prefix) :] if path.startswith(prefix) else ""
 
 

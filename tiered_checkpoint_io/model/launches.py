@@ -19,7 +19,7 @@ def are_one(owner: str, other: str) -> bool:
 
 
 def job_of(environment: Mapping[str, str]) -> str:
-    """The scheduler's job that a process with this environment is in; empty if none is known."""
+    """Returns the scheduler's job that a process with this environment is in; empty if none is known."""
     return " ".join(filter(None, (environment.get(name) for name in JOB_VARIABLES)))
 
 

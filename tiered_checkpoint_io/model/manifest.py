@@ -147,7 +147,7 @@ class Content:
         return "" if self.kind == "full" else ids.series_of(name, self.step)
 
     def switch_path(self, name: str) -> str | None:
-        """The key of the switch of a checkpoint of this name; None if it has none."""
+        """Returns the key of the switch of a checkpoint of this name; None if it has none."""
         return name if self.kind == "full" else f"{name}/{self.switch}" if self.switch is not None else None
 
     @property
@@ -166,7 +166,7 @@ class Content:
         return self.index.total if self.index is not None else sum(entry.size for entry in self.files)
 
     def without_hashes(self) -> Content:
-        """The same, to be told to all ranks: hashes grow with the files."""
+        """Returns the same, to be told to all ranks: hashes grow with the files."""
         return replace(self, files=tuple(replace(entry, hashes=()) for entry in self.files))
 
     def to_json(self) -> dict[str, Any]:
@@ -227,11 +227,11 @@ class Manifest:
         return self.previous[-1] if self.previous else self.content
 
     def with_alias(self, alias: str) -> Manifest:
-        """The same, with ``alias`` among its aliases."""
+        """Returns the same, with ``alias`` among its aliases."""
         return self if alias in self.aliases else replace(self, aliases=(*self.aliases, alias))
 
     def to_json(self) -> bytes:
-        """The manifest as it is stored."""
+        """Returns the manifest as it is stored."""
         return dump(
             {
                 "name": self.name,
@@ -273,7 +273,7 @@ def reservation(name: str, mark: str) -> bytes:
 
 
 def reservation_in(data: bytes) -> str:
-    """The mark of a reservation; empty for any other document."""
+    """Returns the mark of a reservation; empty for any other document."""
     try:
         raw = load(data, "")
     except CorruptCheckpointError:

@@ -18,7 +18,7 @@ def did_you_mean(name: object, known: Collection[str]) -> str:
 
 
 def seconds(key: str, value: Any, *, above: float | None = None) -> float:
-    """A time that a caller gives, which may be endless; from 0 on, or ``above`` a number and finite.
+    """Returns a time that a caller gives, which may be endless; from 0 on, or ``above`` a number and finite.
 
     Raises:
         ConfigError: It is no such number. One that is nan would be over at no time.

@@ -30,7 +30,7 @@ class Server:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Server:
-        """The inverse of :meth:`to_json`; raises CorruptCheckpointError if it can't be understood."""
+        """Returns the inverse of :meth:`to_json`; raises CorruptCheckpointError if it can't be understood."""
         return cls(*(value_of(raw, key, str, "") for key in ("endpoint_url", "region", "profile")))
 
 
@@ -47,7 +47,7 @@ def server_in(raw: Mapping[str, Any]) -> Server | None:
 
 
 def endpoint_text(url: str) -> str:
-    """One spelling of an endpoint, without user name, password and query."""
+    """Returns one spelling of an endpoint, without user name, password and query."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2].lower()
     return urlunsplit((parts.scheme.lower(), host, parts.path.rstrip("/"), "", ""))

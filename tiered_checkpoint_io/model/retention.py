@@ -102,7 +102,7 @@ class Latest:
         return f"latest {self.latest}"
 
     def keeps(self, units: Sequence[_Unit]) -> list[_Unit]:
-        """Those of the units, the latest first, that it keeps."""
+        """Returns the units that the policy keeps, out of these units, the latest first."""
         whole = [unit for unit in units if _resumable(unit)]
         others = [unit for unit in units if not _resumable(unit)]
         return whole[: self.latest] + others[: self.latest]
@@ -169,7 +169,7 @@ _BY_KEY: dict[str, type[Policy]] = {fields(each)[0].name: each for each in _POLI
 
 # -------------------------------------------------------------------------------------- decision
 def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy]) -> dict[str, tuple[str, ...]]:
-    """Why each of these checkpoints is kept; one without a reason is to be removed.
+    """Returns the reasons to keep each of these checkpoints; one without a reason is to be removed.
 
     Whatever the policies say, these stay: the newest that training can resume from, of each payload, and the newest of
     these that is named last; aliases and what they stand for; copies such as ``last.ckpt``, but for
@@ -253,7 +253,7 @@ def _first_of_each(numbered: Iterable[tuple[float, _Unit]]) -> list[_Unit]:
 
 # --------------------------------------------------------------------------------- configuration
 def policies_from(value: object) -> tuple[Policy, ...]:
-    """Policies in any form: as such, as mappings of what each keeps, or a list of both; None is none.
+    """Returns the policies of any form: as such, as mappings of what each keeps, or a list of both; None is none.
 
     Raises:
         ConfigError: It is none of these; says the key, the value and what is allowed.
@@ -297,7 +297,7 @@ def _single(kind: Callable[[Any], Policy], value: object) -> Policy:
 
 
 def _best(value: object, own: Mapping[str, Any]) -> list[Policy]:
-    """Policies of best ones: a number with what stands beside it, a mapping, or a list of these."""
+    """Returns policies of best ones: from a number with the keys beside it, a mapping, or a list of these."""
     several = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     found: list[Policy] = []
     for each in several:

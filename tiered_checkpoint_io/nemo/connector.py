@@ -42,7 +42,7 @@ class NeMoCheckpointConnector(_CheckpointConnector):
 
     @classmethod
     def of(cls, trainer: Trainer) -> NeMoCheckpointConnector:
-        """The trainer's connector; replaces one of another kind."""
+        """Returns the trainer's connector; replaces one of another kind."""
         connector = trainer._checkpoint_connector
         if not isinstance(connector, cls):
             before, connector = connector, cls(trainer)

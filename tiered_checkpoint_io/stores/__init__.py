@@ -14,7 +14,7 @@ from tiered_checkpoint_io.stores.base import Store as Store
 
 
 def open_store(config: TieredCheckpointConfig, dirpath: str | None = None, *, clock: Clock = SYSTEM) -> Store:
-    """The durable store of a configuration, or of another root with its options; nothing is asked of it yet.
+    """Returns the durable store of a configuration, or of another root with its options; asks nothing.
 
     ``s3://`` and directories are this package's; for another URL, a store that is installed (see ``installed``) comes
     before fsspec.
@@ -48,7 +48,7 @@ def open_store(config: TieredCheckpointConfig, dirpath: str | None = None, *, cl
 
 
 def place_of(config: TieredCheckpointConfig, dirpath: str | None = None) -> Place:
-    """The durable tier that :func:`open_store` opens, with the S3 server that requests of this process go to."""
+    """Returns the durable tier that :func:`open_store` opens, with the S3 server of this process' requests."""
     root = ids.normalize_dirpath(dirpath) if dirpath is not None else config.dirpath
     if not ids.is_s3_url(root):
         return Place(root)
@@ -67,7 +67,7 @@ def place_of(config: TieredCheckpointConfig, dirpath: str | None = None) -> Plac
 
 
 def config_at(config: TieredCheckpointConfig, place: Place) -> TieredCheckpointConfig:
-    """The configuration with which to open another place than its own: on that place's server, its options else."""
+    """Returns the configuration for another place than its own: that place's server, else its own options."""
     server = place.server
     if server is None or server == place_of(config, place.dirpath).server:
         return replace(config, dirpath=place.dirpath) if ids.is_s3_url(place.dirpath) else config

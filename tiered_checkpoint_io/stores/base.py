@@ -42,7 +42,7 @@ def validate_key(key: str) -> str:
 
 
 def too_short(key: str, size: int, end: int) -> CorruptCheckpointError:
-    """The error for an object of ``size`` bytes that is read up to ``end``."""
+    """Returns the error for an object of ``size`` bytes that is read up to ``end``."""
     return CorruptCheckpointError(
         f"object ends at byte {size}; {end} were expected", operation="read", tier="durable", key=key
     )
@@ -55,7 +55,7 @@ def store_error(reason: Reason | None, text: str, *, operation: str, key: str, h
 
 
 def changed(operation: str, key: str) -> StoreError:
-    """The error for an object that is not as it was read."""
+    """Returns the error for an object that is not as it was read."""
     return StoreError(
         "it changed since it was read: another run, or another node, works on the same name",
         operation=operation,
@@ -102,7 +102,7 @@ class Metrics:
             self._counts[name] += amount
 
     def snapshot(self) -> dict[str, int]:
-        """All counters, by name."""
+        """Returns all counters, by name."""
         with self._lock:
             return dict(self._counts)
 
@@ -181,7 +181,7 @@ class Store(Readable, Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """All objects whose key starts with ``prefix``, at any depth, in any order.
+        """Yields all objects whose key starts with ``prefix``, at any depth, in any order.
 
         Raises:
             StoreError: The listing failed. A store, or prefix, with nothing in it is no error.
@@ -189,7 +189,7 @@ class Store(Readable, Protocol):
         ...
 
     def get(self, key: str) -> bytes:
-        """The content of a small object.
+        """Returns the content of a small object.
 
         Raises:
             StoreNotFoundError: There is none.
@@ -201,7 +201,7 @@ class Store(Readable, Protocol):
         ...
 
     def size(self, key: str) -> int:
-        """The size of an object in bytes.
+        """Returns the size of an object in bytes.
 
         Raises:
             StoreNotFoundError: There is none.
@@ -248,11 +248,11 @@ class ConditionalStore(Store, Protocol):
     """
 
     def tag(self, key: str) -> str | None:
-        """The tag of an object; None if there is none."""
+        """Returns the tag of an object; None if there is none."""
         ...
 
     def get_tagged(self, key: str) -> tuple[bytes, str]:
-        """The content of a small object, and its tag.
+        """Returns the content of a small object, and its tag.
 
         Raises:
             StoreNotFoundError: There is none.

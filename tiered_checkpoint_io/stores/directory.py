@@ -139,7 +139,7 @@ class DirectoryStore(FileStore):
                             yield f"{folder}{base[1:]}/{name}", facts.st_size, facts.st_mtime
 
     def children(self, prefix: str) -> list[str]:
-        """The names right below ``prefix``; see :func:`fallbacks.children_of`."""
+        """Returns the names right below ``prefix``; see :func:`fallbacks.children_of`."""
 
         def names() -> list[str]:
             try:

@@ -66,12 +66,12 @@ class Unconditional:
 
 
 def conditional(store: Store) -> ConditionalStore | Unconditional:
-    """The same store for writes on a condition; if it can't, they are unconditional."""
+    """Returns the same store for writes on a condition; if it can't, they are unconditional."""
     return store if isinstance(store, ConditionalStore) else Unconditional(store)
 
 
 def folders_of(store: Store, prefix: str) -> set[str]:
-    """The folders below a prefix that ends with a slash: few answers if a store can list them, else a list of all.
+    """Returns the folders below a prefix with a slash: few answers if a store can list them, else a list of all.
 
     Raises:
         StoreError: The listing failed.
@@ -84,7 +84,7 @@ def folders_of(store: Store, prefix: str) -> set[str]:
 
 
 def children_of(store: Store, prefix: str) -> set[str]:
-    """The names right below a prefix, those of folders with a slash: few answers if a store can list them so.
+    """Returns the names right below a prefix, folders with a slash: few answers if a store can list them so.
 
     Args:
         store: Store to look at.

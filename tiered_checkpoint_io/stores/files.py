@@ -196,7 +196,7 @@ class FileStore(ABC):
     # ----------------------------------------------------------------------------------------- hooks
     @abstractmethod
     def _files(self, folder: str) -> Iterable[tuple[str, int, float]]:
-        """Path, size and time of each file at any depth below a folder, which need not exist."""
+        """Yields path, size and time of each file at any depth below a folder, which need not exist."""
 
     @abstractmethod
     def _get(self, path: str) -> bytes: ...
@@ -293,7 +293,7 @@ class FileStore(ABC):
 
 
 def _cancelling(cancelled: threading.Event, call: Callable[_P, None]) -> Callable[_P, None]:
-    """``call``, of which any error is the caller's own, and so ends all attempts."""
+    """Returns ``call``, of which any error is the caller's own, and so ends all attempts."""
 
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
         try:
@@ -306,7 +306,7 @@ def _cancelling(cancelled: threading.Event, call: Callable[_P, None]) -> Callabl
 
 
 def _status(error: Exception) -> int | None:
-    """The HTTP status that an error carries, as those of gcsfs, adlfs, aiohttp and requests do."""
+    """Returns the HTTP status that an error carries, as those of gcsfs, adlfs, aiohttp and requests do."""
     for holder in (error, getattr(error, "response", None)):
         for field in ("status_code", "status", "code"):
             value = getattr(holder, field, None)

@@ -14,7 +14,7 @@ GROUP = "tiered_checkpoint_io.stores"
 
 
 def installed_store(scheme: str, url: str, config: TieredCheckpointConfig) -> Store | None:
-    """The store of another package for a URL; None if no package has one for its scheme.
+    """Returns the store of another package for a URL; None if no package has one for its scheme.
 
     Raises:
         ConfigError: Two packages have one, or what one names can't be imported or is no Store.

@@ -67,7 +67,7 @@ class S3Store:
 
     @classmethod
     def from_config(cls, config: TieredCheckpointConfig, url: str, clock: Clock = SYSTEM) -> S3Store:
-        """The store for ``url`` with the options of a configuration."""
+        """Returns the store for ``url`` with the options of a configuration."""
         options = S3Options.of(config.s3_options)
         return cls(
             url,
@@ -103,7 +103,7 @@ class S3Store:
                 yield entry["Prefix"][len(start) : -1]
 
     def children(self, prefix: str) -> Iterator[str]:
-        """The same, each with a slash, and the names of the objects beside them; see :mod:`fallbacks`."""
+        """Yields the same, each with a slash, and the names of the objects beside them; see :mod:`fallbacks`."""
         start = self._client.prefix + prefix
         for page in self._client.pages("list_objects_v2", None, {"Prefix": start, "Delimiter": "/"}):
             found = [each["Prefix"] for each in page.get("CommonPrefixes", ())]

@@ -19,14 +19,14 @@ _SKIP_SIZE = 1 << 20
 
 
 def content_of(answer: Mapping[str, Any]) -> bytes:
-    """The whole body."""
+    """Returns the whole body."""
     with contextlib.closing(answer["Body"]) as body:
         data: bytes = body.read()
         return data
 
 
 def size_of(found: Mapping[str, Any], key: str) -> int:
-    """The size of an object, by the answer to a HEAD of it.
+    """Returns the size of an object, by the answer to a HEAD of it.
 
     Raises:
         StoreError: The answer does not tell it.
@@ -108,7 +108,7 @@ class _Extent:
         return cls(int(start), int(last) + 1, None if size is None else int(size), is_chunked)
 
     def ended(self, key: str, at: int, wanted: int) -> StoreError | CorruptCheckpointError:
-        """The error for an answer that ended at byte ``at`` of the object, before byte ``wanted``."""
+        """Returns the error for an answer that ended at byte ``at`` of the object, before byte ``wanted``."""
         if at < self.stop if self.stop is not None else not self.is_chunked:
             return _broken_off(key)
         return _another_range(key) if self.size is not None else too_short(key, at, wanted)

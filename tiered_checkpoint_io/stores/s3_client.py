@@ -206,7 +206,7 @@ class S3Client:
         return answer
 
     def tag(self, key: str) -> str | None:
-        """The ETag of an object; None if there is none."""
+        """Returns the ETag of an object; None if there is none."""
         try:
             return str(self.ask("head_object", key)["ETag"])
         except StoreNotFoundError:
@@ -290,7 +290,7 @@ class S3Client:
                 stream.close()
 
     def pages(self, method: str, key: str | None, query: Mapping[str, Any]) -> Iterator[Any]:
-        """All answers to a request that lists something."""
+        """Yields all answers to a request that lists something."""
         while True:
             page = self.ask(method, key, query)
             yield page
@@ -306,7 +306,7 @@ class S3Client:
                 )
 
     def copy_source(self, key: str, etag: str | None) -> dict[str, Any]:
-        """The arguments of a request that copies an object, for as long as that has this ETag, if any is given."""
+        """Returns the arguments of a request that copies an object, as long as that has this ETag, if any is given."""
         source = {"Bucket": self._bucket, "Key": self.prefix + validate_key(key)}
         owner = self._always.get("ExpectedBucketOwner")
         return {
@@ -323,7 +323,7 @@ class S3Client:
 
 
 def _behind(page: Mapping[str, Any], query: Mapping[str, Any]) -> dict[str, Any]:
-    """The query for the page after this one, which answers ``query``."""
+    """Returns the query for the page after this one, which answers ``query``."""
     # "NextKeyMarker" is the "KeyMarker" of the next page, and so on.
     markers = {name[4:]: value for name, value in page.items() if name.startswith("Next")}
     if any(markers.values()):

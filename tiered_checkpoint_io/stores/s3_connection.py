@@ -28,7 +28,7 @@ _models: dict[str | None, botocore.loaders.Loader] = {}
 
 
 def configured_endpoint(profile: str | None) -> str | None:
-    """The endpoint that the environment or the profile names for S3, as boto3 finds it; None for AWS's own."""
+    """Returns the endpoint that the environment or profile names for S3, as boto3 finds it; None for AWS's own."""
     session = botocore.session.Session(profile=profile)
     try:
         if session.get_config_variable("ignore_configured_endpoint_urls"):
@@ -210,7 +210,7 @@ def _keys(credentials: Any) -> Any:
 
 
 def _credentials_of(client: Any) -> Any:
-    """Those of a client, which it may renew; None also in a release of botocore that does not tell them."""
+    """Returns a client's credentials, which it may renew; None if a release of botocore does not tell them."""
     ask = getattr(client, "_get_credentials", None)
     return None if ask is None else ask()
 

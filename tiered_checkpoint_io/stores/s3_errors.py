@@ -166,7 +166,7 @@ def of_s3(method: str, answer: Any) -> Any:
 
 
 def translated(error: Exception, method: str, url: str, key: str | None) -> StoreError | CorruptCheckpointError:
-    """Our error for one of ``CLIENT_ERRORS``, about an object, or the bucket if ``key`` is None."""
+    """Returns our error for one of ``CLIENT_ERRORS``, about an object, or the bucket if ``key`` is None."""
     request = request_of(method)
     if isinstance(error, botocore.exceptions.ClientError):
         answer: Any = error.response
@@ -190,13 +190,13 @@ def translated(error: Exception, method: str, url: str, key: str | None) -> Stor
 def refusal(
     request: str, *, code: str, status: int, url: str, key: str | None, region: str | None = None
 ) -> StoreError:
-    """The error for an answer that is not a success; the code is the status as text if it has no body (HEAD)."""
+    """Returns the error for an answer that is no success; without a body (HEAD), its code is the status as text."""
     meaning = _meaning(request, code, status, ids.parse_s3_url(url)[0], region)
     return _error(meaning, request, _label(code, status), url, key)
 
 
 def _no_credentials(operation: str, code: str, status: int, url: str) -> StoreError:
-    """The error if another service, or S3 itself, did not give what a request was to be signed with.
+    """Returns the error if another service, or S3 itself, did not give the keys to sign a request.
 
     Its operation is the one that failed, as botocore has it, which is no name of a request.
     """
@@ -219,7 +219,7 @@ def _error(meaning: _Meaning, request: str, label: str, url: str, key: str | Non
 
 
 def answer_of(error: StoreError) -> Mapping[str, Any]:
-    """The server's answer for which one of our errors was raised, as boto3 has it; empty if there was none."""
+    """Returns the server's answer behind one of our errors, as boto3 has it; empty if there was none."""
     cause = error.__cause__
     return cause.response if isinstance(cause, botocore.exceptions.ClientError) else {}
 

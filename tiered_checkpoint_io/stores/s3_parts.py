@@ -18,13 +18,13 @@ MARK = "tiered-upload"
 
 
 def mark_of(found: Mapping[str, Any]) -> str | None:
-    """The mark that an object bears, by the answer to a HEAD of it; None if it bears none."""
+    """Returns the mark that an object bears, by the answer to a HEAD of it; None if it bears none."""
     # Some servers, and proxies, write the names of metadata in other cases.
     return next((value for name, value in found.get("Metadata", {}).items() if name.lower() == MARK), None)
 
 
 def part_size_for(size: int, wanted: int) -> int:
-    """Bytes of one part of an object of ``size`` bytes: as wanted, raised so that 10,000 parts suffice.
+    """Returns the part size for an object of ``size`` bytes: as wanted, raised so that 10,000 parts suffice.
 
     Raises:
         StoreError: S3 has no object of this size.
@@ -64,7 +64,7 @@ class Upload:
 
     @classmethod
     def journaled(cls, journal: UploadJournal | None, url: str, key: str) -> Upload | None:
-        """The upload of ``key`` that a journal tells of; None if it tells of none, or is another store's."""
+        """Returns the upload of ``key`` that a journal tells of; None if it tells of none, or is another store's."""
         state = (journal.read() if journal is not None else None) or {}
         match state:
             case {
@@ -89,7 +89,7 @@ class Upload:
         return range(1, -(-self.size // self.part_size) + 1)
 
     def range_of(self, number: int) -> slice:
-        """The bytes of a part."""
+        """Returns the bytes of a part."""
         start = (number - 1) * self.part_size
         return slice(start, min(start + self.part_size, self.size))
 

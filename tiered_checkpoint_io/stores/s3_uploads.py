@@ -213,7 +213,7 @@ class MultipartUploads:
     def _begin(
         self, key: str, data: UploadContent | Copied, part_size: int, journal: UploadJournal | None
     ) -> tuple[Upload, dict[int, dict[str, Any]]]:
-        """The upload to write to, and its parts that have arrived already."""
+        """Returns the upload to write to, and its parts that have arrived already."""
         size, origin = len(data), data.etag if isinstance(data, Copied) else ""
         upload = Upload.journaled(journal, self._client.url, key)
         if upload is not None:
@@ -236,7 +236,7 @@ class MultipartUploads:
         return upload, {}
 
     def _arrived(self, upload: Upload) -> dict[int, dict[str, Any]] | None:
-        """The parts that the server holds; None if the upload is gone, or is not what we sent."""
+        """Returns the parts that the server holds; None if the upload is gone, or is not what we sent."""
         arrived: dict[int, dict[str, Any]] = {}
         try:
             for page in self._client.pages("list_parts", upload.key, {"UploadId": upload.upload_id}):

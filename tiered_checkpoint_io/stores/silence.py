@@ -88,7 +88,7 @@ class Question(Generic[_T]):
         return True
 
     def silence(self, what: str, seconds: float) -> StoreError:
-        """The error for a store, called ``what``, that has given no answer for so many seconds."""
+        """Returns the error for a store, called ``what``, that has given no answer for so many seconds."""
         text, advice = f"{what} has not answered for {seconds:.0f} s", "check endpoint_url and the network"
         # Its thread may write to this meanwhile.
         message, hint = self._trouble
@@ -111,7 +111,7 @@ _asking: contextvars.ContextVar[Question[Any] | None] = contextvars.ContextVar("
 
 
 def current_question() -> Question[Any] | None:
-    """The question that this thread asks for; None if its caller waits without a bound."""
+    """Returns the question that this thread asks for; None if its caller waits without a bound."""
     return _asking.get()
 
 

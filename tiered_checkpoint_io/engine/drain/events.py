@@ -46,7 +46,7 @@ def note(root: Path, event: str, *, clock: Clock = SYSTEM, **facts: Any) -> None
 
 
 def read_events(root: Path) -> list[Event]:
-    """The events of a memory tier, in their order; what can't be understood is left out. None written: none."""
+    """Returns the events of a memory tier, in their order, without those that can't be understood."""
     try:
         return _parse((root / EVENTS_FILE).read_bytes())
     except FileNotFoundError:

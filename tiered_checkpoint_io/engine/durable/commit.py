@@ -255,7 +255,7 @@ def _hold_both(manifests: Manifests, new: Manifest, previous: tuple[Content, ...
 
 
 def _index_of(part: Part, rows: Mapping[int, IndexRow]) -> Index:
-    """The index of a save.
+    """Returns the index of a save.
 
     Raises:
         CorruptCheckpointError: The parts do not make one checkpoint.
@@ -281,12 +281,12 @@ def _put_index(store: Store, part: Part, index: Index) -> Content:
 
 # ------------------------------------------------------------------------------------------ inside
 def _switch(part: Part) -> FileEntry | None:
-    """The file whose change turns the old content of a name into the new one."""
+    """Returns the file whose change turns the old content of a name into the new one."""
     return next((entry for entry in part.content.files if entry.basename == part.content.switch), None)
 
 
 def _uploaded(part: Part) -> list[FileEntry]:
-    """The files that are there before the checkpoint is."""
+    """Returns the files that are there before the checkpoint is."""
     return [entry for entry in part.content.files if entry.basename != part.content.switch]
 
 

@@ -165,7 +165,7 @@ def put_alias(store: Store, alias: str, target: str, *, before: str | None = Non
 
 
 def target_of(manifests: Manifests, target: str, alias: str) -> Manifest:
-    """The manifest of what another name is to stand for.
+    """Returns the manifest that another name is to stand for.
 
     Raises:
         CheckpointNotFoundError: There is none, or it is an alias itself.

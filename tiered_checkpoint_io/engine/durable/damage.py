@@ -58,7 +58,7 @@ def _has_switch(store: Store, name: str, content: Content) -> bool:
 
 
 def content_or_damage(store: Store, manifest: Manifest, progress: _Progress = lambda _: None) -> Content | Damage:
-    """The content that a checkpoint's bytes are; or what is wrong with them, if they are none that they may be.
+    """Returns the content that a checkpoint's bytes match; or their damage, if they match none.
 
     Args:
         store: Store that has it.

@@ -40,7 +40,7 @@ class DocumentCache(Generic[_T]):
     _read: dict[str, _Known] = field(default_factory=dict)
 
     def read(self, store: Store, clock: Clock = SYSTEM) -> Mapping[str, _T | CorruptCheckpointError]:
-        """All that are there, by key: one list, and a GET for each that is new, or may have changed.
+        """Returns all documents, by key: one list, and a GET for each that is new, or may have changed.
 
         Raises:
             StoreError: The tier could not be asked.

@@ -36,7 +36,7 @@ class Files:
         return {entry.path: entry.size for entry in self._content.files}
 
     def of_rank(self, rank: int) -> tuple[FileEntry, ...]:
-        """The files of one rank's part; of a checkpoint of one part, all of them, whichever rank is asked for.
+        """Returns the files of one rank's part; of a checkpoint of one part, all of them, whichever rank is asked for.
 
         Raises:
             CorruptCheckpointError: Their description is missing, or is not the one that was committed.
@@ -53,7 +53,7 @@ class Files:
         return self._read.get(rank, ())
 
     def entry(self, basename: str) -> FileEntry | None:
-        """One file; None if there is none of this basename. Raises as :meth:`of_rank`."""
+        """Returns one file; None if there is none of this basename. Raises as :meth:`of_rank`."""
         files = self._content.files
         if self._index is not None:
             rank = self._owners.get(basename)
@@ -66,14 +66,14 @@ class Files:
         return {path.rpartition("/")[2]: rank for rank, row in rows.items() for path, _ in row.files}
 
     def all(self) -> tuple[FileEntry, ...]:
-        """All files: reads all descriptions. Raises as :meth:`of_rank`."""
+        """Returns all files: reads all descriptions. Raises as :meth:`of_rank`."""
         if self._index is None:
             return self._content.files
         return tuple(entry for files in in_parallel(self.of_rank, self._index.rows) for entry in files)
 
 
 def files_of(store: Store, content: Content) -> Files:
-    """The files of a save.
+    """Returns the files of a save.
 
     Raises:
         CorruptCheckpointError: Its index is missing, or is not the one that was committed.
@@ -103,7 +103,7 @@ def _as_committed(where: str) -> Iterator[None]:
 
 
 def read_index(store: Store, save_id: str, digest: str = "") -> Index:
-    """The index of a save; raises as :func:`read_description`."""
+    """Returns the index of a save; raises as :func:`read_description`."""
     where = f"{store.url}/{ids.index_key(save_id)}"
     data = store.get(ids.index_key(save_id))
     if digest:
@@ -112,7 +112,7 @@ def read_index(store: Store, save_id: str, digest: str = "") -> Index:
 
 
 def read_description(store: Store, name: str, save_id: str, rank: int, digest: str = "") -> Part:
-    """A part, by its description.
+    """Returns a part, by its description.
 
     Raises:
         CorruptCheckpointError: It is not the one that has the ``digest``, if that is given. It is that of another
@@ -142,7 +142,7 @@ def check_paths(part: Part) -> None:
 
 
 def paths_in(store: Store, contents: Iterable[Content]) -> set[str] | None:
-    """The keys of all files of some contents; None if the index of one is damaged, so that they are unknown.
+    """Returns the keys of all files of some contents; None if an index is damaged, so that they are unknown.
 
     Raises:
         StoreError: The tier could not be asked.

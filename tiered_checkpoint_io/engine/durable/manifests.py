@@ -69,7 +69,7 @@ class Manifests:
         self._data: dict[str, bytes] = {}
 
     def current(self, name: str) -> Manifest | None:
-        """The manifest of a checkpoint; a damaged one, or a reservation, describes no checkpoint.
+        """Returns the manifest of a checkpoint; a damaged one, or a reservation, describes no checkpoint.
 
         Raises:
             CorruptCheckpointError: It has another format version.
@@ -116,7 +116,7 @@ class Manifests:
         self._reserved[name] = mark
 
     def reserved(self, name: str) -> str:
-        """The mark of the last reservation of a name that was read; empty if it never had one."""
+        """Returns the mark of the last reservation of a name that was read; empty if it never had one."""
         return self._reserved[name]
 
     def look(self, name: str) -> None:
@@ -161,7 +161,7 @@ def if_intact(read: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T
 
 
 def read_manifest(store: Store, name: str) -> Manifest | None:
-    """The manifest of a checkpoint; None if there is no such checkpoint.
+    """Returns the manifest of a checkpoint; None if there is no such checkpoint.
 
     Raises:
         CorruptCheckpointError: It can't be understood.
@@ -191,12 +191,12 @@ def _parse(data: bytes, where: str) -> Manifest | None:
 
 
 def current(store: Store, name: str) -> Manifest | None:
-    """The manifest of a checkpoint; a damaged one describes no checkpoint. Raises as :func:`if_intact`."""
+    """Returns the manifest of a checkpoint; a damaged one describes no checkpoint. Raises as :func:`if_intact`."""
     return if_intact(read_manifest, store, name)
 
 
 def contents_of(manifests: Iterable[Manifest | None]) -> list[Content]:
-    """All that some manifests say their objects may hold, each save once."""
+    """Returns all contents that manifests say their objects may hold, each save once."""
     contents = (content for each in manifests if each is not None for content in (each.content, *each.previous))
     return [*{content.save_id: content for content in contents}.values()]
 
@@ -208,7 +208,7 @@ def _listed(store: Store) -> dict[str, ObjectInfo]:
 
 
 def names_of(store: Store) -> set[str]:
-    """All names that have a manifest, by one list; if a reservation may stand, it is read.
+    """Returns all names that have a manifest, by one list; if a reservation may stand, it is read.
 
     Raises:
         StoreError: The tier could not be asked.
@@ -230,7 +230,7 @@ def names_of(store: Store) -> set[str]:
 
 
 def newest_save_id(store: Store) -> str | None:
-    """The newest save id on the durable tier, by one list and the few manifests that were committed last.
+    """Returns the newest save id on the durable tier, by one list and the few last manifests.
 
     Raises:
         StoreError: The tier could not be asked.

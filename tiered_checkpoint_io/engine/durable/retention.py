@@ -61,7 +61,7 @@ def removed(
 
 
 def in_order(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """In the order in which they are removed: the oldest first."""
+    """Returns checkpoints in the order in which they are removed: the oldest first."""
     return sorted(checkpoints, key=lambda each: each.save_id)
 
 

@@ -72,7 +72,7 @@ class Survey:
     _leases: DocumentCache[LeaseFacts] = field(default_factory=lambda: DocumentCache(ids.LEASE_PREFIX, _lease))
 
     def manifests(self, store: Store, clock: Clock = SYSTEM) -> dict[str, Manifest | CorruptCheckpointError]:
-        """All manifests, by name: one list, and a read of what is new among them.
+        """Returns all manifests, by name: one list, and a read of what is new among them.
 
         Raises:
             StoreError: The tier could not be asked.
@@ -107,7 +107,7 @@ class Survey:
         return self._left_alone.get(checkpoint.unit, -math.inf) > clock.monotonic()
 
     def other_run(self, store: Store, owner: str, *, clock: Clock = SYSTEM) -> str | None:
-        """Another launch than ``owner`` that holds a lease on this tier; None if there is none."""
+        """Returns another launch than ``owner`` that holds a lease on this tier; None if there is none."""
         for lease in self._leases.read(store, clock).values():
             # What can't be read may be held.
             if isinstance(lease, CorruptCheckpointError):

@@ -38,7 +38,7 @@ _owners: dict[int, str] = {}
 
 
 def owner_of_process(clock: Clock) -> str:
-    """The launch that this process belongs to: a name of its own, after those of the processes that started it.
+    """Returns this process's launch: a name of its own, after those of the processes that started it.
 
     Those of another job of the scheduler, which submitted this one, are left out. All ranks of one start have the same,
     by the store of torch.distributed. See :func:`model.launches.are_one`.
@@ -60,7 +60,7 @@ def owner_of_process(clock: Clock) -> str:
 
 
 def launch_rank() -> int:
-    """This process' rank by what its launcher says, if torch.distributed does not know it yet.
+    """Returns this process' rank as its launcher says, if torch.distributed does not know it yet.
 
     Slurm counts its tasks whether or not they are to meet: they are if it is said at which address.
     """
@@ -228,7 +228,7 @@ class LeaseKeeper:
                 store.put(dead.key, self._lease.to_json())
 
     def _look(self, store: Store, now: float) -> list[Other]:
-        """The leases of other owners, ours having been written."""
+        """Returns the leases of other owners, after ours was written."""
         listed = {info.key: info for info in store.list(ids.LEASE_PREFIX)}
         mine = listed.pop(self._key, None)
         if mine is None:
@@ -243,7 +243,7 @@ class LeaseKeeper:
         return others
 
     def _others(self, store: Store, listed: Iterable[ObjectInfo]) -> list[Other]:
-        """Those of some leases that are there, and of other launches, as if they were seen for the first time."""
+        """Returns the leases of other launches among these, as if they were seen for the first time."""
         others = []
         for info in listed:
             try:

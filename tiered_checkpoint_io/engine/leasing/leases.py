@@ -51,7 +51,7 @@ class Lease:
 
     @classmethod
     def from_json(cls, data: bytes) -> Lease | None:
-        """The lease; None if it can't be understood: then only its beats show that its process is alive."""
+        """Returns the lease; None if it can't be understood: then only its beats show that its process is alive."""
         try:
             raw = json.loads(data)
             if raw.pop("format_version") != _VERSION:
@@ -65,7 +65,7 @@ class Lease:
 
     @classmethod
     def of_this_process(cls, owner: str, token: str) -> Lease:
-        """The lease of this process, not yet held."""
+        """Returns the lease of this process, not yet held."""
         pid = os.getpid()
         born = None
         with contextlib.suppress(OSError):

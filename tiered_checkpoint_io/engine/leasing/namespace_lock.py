@@ -72,7 +72,7 @@ class NamespaceLock:
 
 
 def _lock(root: Path, mine: dict[str, Any], clock: Clock) -> tuple[int | None, dict[str, Any]]:
-    """A shared lock, or None if another job has it, and that job; the first process of a job writes whose it is."""
+    """Returns a shared lock, or None and the job that has it; the first process of a job writes its owner."""
     held = try_lock(root / LOCK_FILE)
     is_first = held is not None
     if held is None:

@@ -74,7 +74,7 @@ class Group:
             raise
 
     def all_gather(self, obj: Any) -> list[Any]:
-        """Each rank's ``obj``, by rank; it has to be small, see above.
+        """Returns each rank's ``obj``, by rank; it has to be small, see above.
 
         Raises:
             RestoreError: The ranks lost each other.
@@ -88,20 +88,20 @@ class Group:
         return gathered
 
     def broadcast(self, obj: Any, source: int = 0) -> Any:
-        """The ``obj`` of one rank; raises as :meth:`all_gather`."""
+        """Returns the ``obj`` of one rank; raises as :meth:`all_gather`."""
         if self.world_size == 1:
             return obj
         data = self.share_bytes(pickle.dumps(obj) if self.rank == source else b"", source)
         return obj if self.rank == source else pickle.loads(data)
 
     def share_bytes(self, data: bytes, source: int) -> bytes | memoryview:
-        """The bytes of one rank, of which each other rank gets one copy; raises as :meth:`all_gather`."""
+        """Returns the bytes of one rank, of which each other rank gets one copy; raises as :meth:`all_gather`."""
         # That rank may have failed, and have nothing to share.
         size = self.all_gather(len(data))[source]
         return self._share_bytes(data, size, source) if size else b""
 
     def gather(self, obj: Any, to: int = 0) -> list[Any] | None:
-        """Each rank's ``obj``, by rank, on the rank ``to``, None on the others; raises as :meth:`all_gather`.
+        """Returns each rank's ``obj``, by rank, on the rank ``to``, None elsewhere; raises as :meth:`all_gather`.
 
         That rank gets them padded to the largest.
         """
@@ -264,7 +264,7 @@ def trains_here() -> bool:
 
 
 def current_group(root: Path, clock: Clock, *, timeout_s: float, what: str = "load_checkpoint") -> Group:
-    """The ranks that are to do something together: those of torch.distributed, or this process alone.
+    """Returns the ranks that are to do something together: those of torch.distributed, or this process alone.
 
     Args and errors: as :class:`TorchGroup`, but that ``root`` is the memory tier's, by which the node is known.
     """
@@ -310,7 +310,7 @@ def ready_together(
 
 
 def node_of(root: Path) -> str:
-    """Names what ranks that load share: a memory tier, and a folder for temporary files.
+    """Names the things that ranks share in a load: a memory tier, and a folder for temporary files.
 
     Containers with hostnames of their own may share the first alone, as by Kubernetes' ``hostPath``.
     """
@@ -337,7 +337,7 @@ def raise_first(errors: Iterable[Exception | None], own: Exception | None = None
 
 
 def portable(error: Exception | None, rank: int) -> TieredCheckpointError | None:
-    """The same error if it survives a pickle; its text if it may not."""
+    """Returns the same error if it survives a pickle; its text if it may not."""
     if error is None or isinstance(error, TieredCheckpointError):
         return error
     return RestoreError(f"{type(error).__name__}: {error}", operation="load", rank=rank)

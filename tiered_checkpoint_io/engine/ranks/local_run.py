@@ -101,7 +101,7 @@ class Run:
             return repeat
 
     def save_id(self, namespace: str, series: str, step: int, repeat: int, new_run_id: Callable[[], str]) -> str:
-        """The id of a save; with the arguments of :meth:`count_save`.
+        """Returns the id of a save; with the arguments of :meth:`count_save`.
 
         Args:
             namespace: The job's.
@@ -121,7 +121,7 @@ class Run:
         self.first(_missing_key(save_id, where), "-")
 
     def lacking(self, save_ids: Iterable[str]) -> set[str]:
-        """The saves of which some node's memory has no part; to be asked when a later save begins.
+        """Returns the saves of which some node's memory has no part; to be asked when a later save begins.
 
         Ranks are at most one save apart: each has told by then whether it has its part of all but the last of them.
         """
@@ -161,14 +161,14 @@ class Run:
                 self._ask(lambda client: client.forget(_end_key(self._ends.popleft())))
 
     def end_of(self, save_id: str) -> str | None:
-        """``committed``, ``queued``, or why a save did not reach the durable tier; None while that is not known."""
+        """Returns ``committed``, ``queued``, or why a save is not on the durable tier; None while that is not known."""
         end = self._get(_end_key(save_id))
         if end is None and self._get(_missing_key(save_id, "durable")) is not None:
             end = "a rank has no part of it for the durable tier: see that rank's log"
         return end
 
     def begin_load(self, what: str) -> str:
-        """The key of a load that begins now: equal on all ranks that load the same as often."""
+        """Returns the key of a load that begins now: equal on all ranks that load the same as often."""
         with self._lock:
             attempt = self.attempt
             self._loads[what] += 1
@@ -207,7 +207,7 @@ class Run:
         return self._add(f"{load}/held/{save_id}", 0) >= world_size
 
     def first(self, key: str, mine: str) -> str:
-        """The value that the first rank gave to ``key``: ``mine``, if that is this one."""
+        """Returns the value that the first rank gave to ``key``: ``mine``, if that is this one."""
         if self.store is None:
             return mine
         return self._ask(lambda client: client.swap(key, "", mine))
@@ -272,7 +272,7 @@ _current: Run | None = None
 
 
 def current_run() -> Run:
-    """The run of this process: a new one if torch.distributed was initialised anew."""
+    """Returns the run of this process: a new one if torch.distributed was initialised anew."""
     import torch.distributed as dist
 
     global _current

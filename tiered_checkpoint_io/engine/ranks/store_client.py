@@ -52,7 +52,7 @@ class StoreClient:
         self._thread: threading.Thread | None = None
 
     def get(self, key: str) -> str | None:
-        """The value of a key; None if it has none."""
+        """Returns the value of a key; None if it has none."""
         # The store's own get waits for a key that is not there, as one that goes after a look whether it is.
         found = self.swap(key, _NO_VALUE, _NO_VALUE)
         return found if found != _NO_VALUE else None
@@ -77,7 +77,7 @@ class StoreClient:
             self.ask(lambda store: [store.delete_key(key) for key in keys])
 
     def connect(self) -> Any:
-        """A further connection to the store."""
+        """Returns a further connection to the store."""
         return self.ask(lambda _: self._connect())
 
     def ask(self, request: Callable[[Any], _T]) -> _T:

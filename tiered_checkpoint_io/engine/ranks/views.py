@@ -19,19 +19,19 @@ def address_of(view: bytearray | memoryview) -> int:
 
 
 def at(view: bytearray | memoryview, offset: int, length: int) -> ctypes.Array[ctypes.c_char]:
-    """Bytes of a view as an object that torch maps without a copy, and without asking whether it may write."""
+    """Returns bytes of a view as an object that torch maps without a copy, and without asking whether it may write."""
     return (ctypes.c_char * length).from_address(address_of(view) + offset)
 
 
 def tensor_of(view: bytearray | memoryview) -> torch.Tensor:
-    """All bytes of a view; the tensor does not keep them alive."""
+    """Returns all bytes of a view; the tensor does not keep them alive."""
     import torch
 
     return torch.frombuffer(at(view, 0, len(view)), dtype=torch.uint8)
 
 
 def privately_mapped(descriptor: int, size: int) -> torch.UntypedStorage:
-    """A file's bytes as ``torch.load`` maps them: what is written there never gets into the file."""
+    """Returns a file's bytes as ``torch.load`` maps them: what is written there never gets into the file."""
     import torch
 
     if not size:
@@ -43,5 +43,5 @@ def privately_mapped(descriptor: int, size: int) -> torch.UntypedStorage:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    """All bytes of a storage on the CPU; the view does not keep them alive."""
+    """Returns all bytes of a storage on the CPU; the view does not keep them alive."""
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")

@@ -15,13 +15,13 @@ _LAUNCHERS = (
 
 
 def current_rank() -> int:
-    """This process's rank; 0 without torch.distributed."""
+    """Returns this process's rank; 0 without torch.distributed."""
     group = _initialized()
     return 0 if group is None else int(group.get_rank())
 
 
 def current_world_size() -> int:
-    """The number of ranks; 1 without torch.distributed."""
+    """Returns the number of ranks; 1 without torch.distributed."""
     group = _initialized()
     return 1 if group is None else int(group.get_world_size())
 

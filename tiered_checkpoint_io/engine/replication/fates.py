@@ -42,12 +42,12 @@ def form_key(part: Part) -> FormKey:
 
 
 def newest_replicated(held: Iterable[StoredPart]) -> dict[FormKey, str]:
-    """The newest save of each form that is marked as replicated."""
+    """Returns the newest save of each form that is marked as replicated."""
     return newest_of((form_key(each.part), each.save_id) for each in held if each.replicated)
 
 
 def newest_of(saves: Iterable[tuple[FormKey, str]]) -> dict[FormKey, str]:
-    """The newest save of each form."""
+    """Returns the newest save of each form."""
     return dict(sorted(saves, key=lambda each: each[1]))
 
 
@@ -69,7 +69,7 @@ class Fates:
         self._mark(set(replicated.values()))
 
     def awaited(self) -> set[str]:
-        """The saves of which nothing may be removed: the newest that are replicated, and those that may become so."""
+        """Returns the saves that must stay: the newest that are replicated, and those that may become so."""
         with self._lock:
             return {*self._replicated.values(), *(part.save_id for part in self._open.values())}
 
@@ -145,7 +145,7 @@ class Fates:
         return fate
 
     def _outlived(self, save_id: str) -> list[str]:
-        """The saves of which no rank asks any more, now that another one is decided."""
+        """Returns the saves of which no rank asks any more, now that another one is decided."""
         decided, newest = [*(each for each in self._decided if each != save_id), save_id], self._replicated.values()
         outlived = [each for each in decided[:-_MAX_DECIDED] if each not in newest]
         self._decided = [each for each in decided if each not in outlived]

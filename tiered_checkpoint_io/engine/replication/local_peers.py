@@ -59,7 +59,7 @@ class LocalPeers:
         self._store.add(f"{load}/began")
 
     def newest(self, load: str, chosen: Callable[[], str | None]) -> str | None:
-        """The newest save of which the memory of all nodes together has every shard.
+        """Returns the newest save of which the memory of all nodes together has every shard.
 
         Waits until all ranks have begun the load, or one has chosen, for ``local_patience_s`` at most.
         """

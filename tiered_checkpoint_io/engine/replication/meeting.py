@@ -192,7 +192,7 @@ class Peering:
     def _of_others(
         self, tier: MemoryTier, parts: Sequence[StoredPart], gathered: Sequence[_Member], rank: int
     ) -> list[StoredPart]:
-        """The parts of this job that this rank sends, of ranks that are elsewhere now: too few nodes have them."""
+        """Returns parts that this rank sends for ranks that are elsewhere now: too few nodes have them."""
         memories = [each.memory for each in gathered]
         found = []
         for stored in parts:
@@ -290,7 +290,7 @@ class Peering:
 
 
 def _of_group(held: Sequence[StoredPart], series: str | None) -> list[StoredPart]:
-    """The parts of the ranks that have saved a series, by the folder that is theirs; all of them if it is None."""
+    """Returns the parts of the ranks that have saved a series, by their folder; all of them if it is None."""
     return [each for each in held if series is None or _group(each.part.series_key.series) == _group(series)]
 
 

@@ -99,7 +99,7 @@ def address_here() -> str:
 
 
 def interface_towards(host: str) -> Interface | None:
-    """The same in a job whose store is on this host; "" if that is not known."""
+    """Returns the same in a job whose store is on this host; "" if that is not known."""
     interfaces: list[Interface] = []
     # If a sandbox does not say, gloo chooses; a name that was given is refused all the same.
     with contextlib.suppress(OSError):
@@ -113,14 +113,14 @@ def interface_towards(host: str) -> Interface | None:
 
 
 def _host_of(store: Any) -> str:
-    """The host of a TCPStore; "" of a store of another kind."""
+    """Returns the host of a TCPStore; "" of a store of another kind."""
     while not hasattr(store, "host") and hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", ""))
 
 
 def _source_for(host: str) -> str | None:
-    """The address from which this host reaches another one; sends nothing. None if there is no way to it."""
+    """Returns the address from which this host reaches another one, None without a way; sends nothing."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
@@ -130,7 +130,7 @@ def _source_for(host: str) -> str | None:
 
 
 def interfaces_here() -> list[Interface]:
-    """The addresses of this host's interfaces, without those that only a link has; of IPv4 first."""
+    """Returns the addresses of this host's interfaces, without those that only a link has; of IPv4 first."""
     names = array.array("B", bytes(_IFREQ * _MAX_ADDRESSES))
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
@@ -154,14 +154,14 @@ def interfaces_here() -> list[Interface]:
 
 
 def megabits_of(name: str, root: Path = Path("/sys/class/net")) -> int:
-    """The rate of an interface as its driver has it, Mbit/s; 0 if it does not know."""
+    """Returns the rate of an interface as its driver has it, Mbit/s; 0 if it does not know."""
     with contextlib.suppress(OSError, ValueError):
         return max(0, int((root / name / "speed").read_text()))
     return 0
 
 
 def rate_text(megabits: int) -> str:
-    """A rate, such as "25 Gbit/s"; "" if it is not known."""
+    """Returns a rate, such as "25 Gbit/s"; "" if it is not known."""
     if not megabits:
         return ""
     return f"{megabits / 1000:g} Gbit/s" if megabits >= 1000 else f"{megabits} Mbit/s"

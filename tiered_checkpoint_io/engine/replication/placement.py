@@ -13,7 +13,7 @@ from tiered_checkpoint_io.errors import ConfigError
 
 
 def peers_of_ranks(nodes: Sequence[str], *, factor: int) -> list[tuple[int, ...]]:
-    """The ranks that keep copies of each rank's parts, by rank.
+    """Returns the ranks that keep copies of each rank's parts, by rank.
 
     A rank's copies go to ``factor - 1`` other nodes, no two of them to the same one, and never to its own.
     The k-th rank of a node sends to the k-th rank of its peers, as far as they have so many.
@@ -45,7 +45,7 @@ def peers_of_ranks(nodes: Sequence[str], *, factor: int) -> list[tuple[int, ...]
 
 
 def sender_of(part: int, node: str, nodes: Sequence[str]) -> int:
-    """The rank that sends its peers a part which a node holds: the part's own, if that runs there.
+    """Returns the rank that sends its peers a part which a node holds: the part's own, if that runs there.
 
     If ranks have come to other nodes, or are fewer than they were, the others of the node share those that are left.
 
@@ -59,7 +59,7 @@ def sender_of(part: int, node: str, nodes: Sequence[str]) -> int:
 
 
 def node_peers(count: int, *, factor: int) -> list[tuple[int, ...]]:
-    """The nodes that keep copies for each of ``count`` nodes; each node keeps ``factor - 1``.
+    """Returns the nodes that keep copies for each of ``count`` nodes; each node keeps ``factor - 1``.
 
     Args:
         count: Number of nodes; ``factor`` or more.

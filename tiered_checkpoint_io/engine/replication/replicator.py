@@ -161,7 +161,7 @@ class Offers:
             return len(self._waiting) + (self._offered is not None)
 
     def awaited(self, urgent: bool) -> set[str]:
-        """The saves of which no part may be removed, because they are replicated, or may become so.
+        """Returns the saves of which no part may be removed, because they are replicated, or may become so.
 
         ``urgent``: room is needed, so of parts that are not offered yet, only the newest goes on waiting.
         """

@@ -185,7 +185,7 @@ class Candidate:
         return self.durable is None and not any(owns for ranks in self.held.values() for owns in ranks.values())
 
     def sources(self, node: str) -> tuple[Tier, ...]:
-        """The tiers from which a node can get a checkpoint of one part, in the order in which to try them."""
+        """Returns the tiers from which a node can get a checkpoint of one part, in the order in which to try them."""
         others = self.held.keys() - {node}
         tiers: list[tuple[Tier, bool]] = [("memory", node in self.held), ("peer", bool(others))]
         return tuple(tier for tier, has in (*tiers, ("durable", self.durable is not None)) if has)

@@ -72,7 +72,7 @@ class SlotDestination:
             yield views
 
     def fresh(self, basename: str) -> int | None:
-        """A descriptor of a file, if none of its pages was touched yet."""
+        """Returns a descriptor of a file, if none of its pages was touched yet."""
         slot = self._slots.get(basename)
         return slot.descriptor if slot is not None and not slot.touched else None
 

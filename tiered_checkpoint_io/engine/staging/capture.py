@@ -49,7 +49,7 @@ class Capturer:
         self._stopped = threading.Event()
 
     def acquire(self, size: int, scope: Scope, *, retained: Collection[str] = (), spills: bool = False) -> Slot:
-        """A slot for a file.
+        """Returns a slot for a file.
 
         Args:
             size: Size of the file, bytes.
@@ -202,7 +202,7 @@ class Capturer:
 
 
 def acquire_for(tier: MemoryTier, size: int, going_for: Callable[[int], list[StoredPart]]) -> Slot:
-    """A slot of ``size`` bytes; if there is no room, ``going_for`` says which parts go for the bytes that lack.
+    """Returns a slot of ``size`` bytes; if there is no room, ``going_for`` tells the parts that are to go.
 
     Raises:
         MemoryFullError: There is no room even so.

@@ -55,7 +55,7 @@ class DurableNameCache:
         return self._has_worked() if self._listed is None else name in self._listed
 
     def all(self, patience_s: float = math.inf) -> frozenset[str]:
-        """All names on the durable tier, or queued for it: one LIST at first use, none later.
+        """Returns all names on the durable tier, or queued for it: one LIST at first use, none later.
 
         Args:
             patience_s: Bound of a silence of the durable tier, seconds; by default until its store

@@ -20,7 +20,7 @@ from tiered_checkpoint_io.model.manifest import Part
 
 
 def slot_for(tier: MemoryTier, part: Part, size: int) -> Slot:
-    """A slot of ``size`` bytes for a part that a load brings; if there is no room, what loads have brought goes.
+    """Returns a slot of ``size`` bytes for a loaded part; if there is no room, parts of earlier loads go.
 
     If memory has none even so, it is one of the spill.
 

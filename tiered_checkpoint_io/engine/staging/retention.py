@@ -77,7 +77,7 @@ def series_of(stored: StoredPart) -> str:
 
 
 def form_of(part: Part) -> str:
-    """Equal for saves of which a later one takes the place of an earlier one with peers; any number may differ.
+    """Returns equal keys for saves of which a later one replaces an earlier one with peers; any number may differ.
 
     Not for what is saved side by side, such as averaged weights (``x-EMA.ckpt``) or the shards of process groups: see
     :func:`ids.series_of`.
@@ -103,14 +103,14 @@ class Evidence:
 
 
 def all_complete(held: Iterable[StoredPart], scope: Scope) -> Evidence:
-    """The evidence if each save has one part: all that this rank has in memory is complete."""
+    """Returns the evidence if each save has one part: all that this rank has in memory is complete."""
     return Evidence(
         tuple(sorted({each.save_id for each in held if scope.covers(each) and each.part.rank == scope.rank}))
     )
 
 
 def complete_here(held: Iterable[StoredPart], scope: Scope, lacking: Collection[str] = ()) -> Evidence:
-    """The evidence of one node, if ranks do not talk: saves of which each rank seen here has its part.
+    """Returns the evidence of one node, if ranks do not talk: saves of which each rank seen here has its part.
 
     Ranks that train together are never more than one save apart, since each step needs all of them. What earlier
     runs have saved goes only once this run has completed two.
@@ -132,7 +132,7 @@ def complete_here(held: Iterable[StoredPart], scope: Scope, lacking: Collection[
 def removable(
     held: Iterable[StoredPart], scope: Scope, keep: int, evidence: Evidence, retained: Collection[str] = ()
 ) -> list[StoredPart]:
-    """The parts that a rank removes so that memory holds ``keep`` of the checkpoints that are there.
+    """Returns the parts that a rank removes so that memory holds ``keep`` of the checkpoints that are there.
 
     A part that waits for the durable tier stays, and so does all that is as new as the newest complete save, or
     newer: other ranks may be finishing it. The newest save that is safe with peers stays until a newer one is. A
@@ -175,7 +175,7 @@ def removable(
 def room_for(
     missing: int, held: Iterable[StoredPart], scope: Scope, retained: Collection[str] = ()
 ) -> list[StoredPart]:
-    """The parts to remove, the oldest saves first, so that ``missing`` bytes come free; none if that is not enough.
+    """Returns parts to remove, the oldest saves first, to free ``missing`` bytes; none if that is not enough.
 
     The newest save of this durable tier that training can resume from stays whatever happens, or else the newest; with
     all of its step; and the newest that is safe with peers. The same holds for what another run has left of another
@@ -229,7 +229,7 @@ def spill_room_for(
 
 
 def outdated_replicas(held: Iterable[StoredPart], *, keep: int) -> list[StoredPart]:
-    """The replicas that a node removes: of each rank's, the newest ``keep`` stay, and its newest of a safe save.
+    """Returns the replicas that a node removes: each rank's newest ``keep``, and newest safe one, stay.
 
     Replicas of ranks that send here no longer (the job has other nodes now) go once a newer save is safe.
 
@@ -254,7 +254,7 @@ def outdated_replicas(held: Iterable[StoredPart], *, keep: int) -> list[StoredPa
 
 
 def _newest(held: Iterable[StoredPart]) -> set[str]:
-    """The newest save that training can resume from, or else the newest; all of its step; the newest safe one."""
+    """Returns the newest save to resume from, or else the newest; all of its step; the newest safe one."""
     held = list(held)
     resumable = [each for each in held if each.part.content.resumable]
     newest = max(resumable or held, key=lambda each: each.save_id, default=None)
@@ -271,6 +271,6 @@ def _belong_together(one: StoredPart, other: StoredPart) -> bool:
 
 
 def _newest_safe(held: Iterable[StoredPart]) -> set[str]:
-    """The newest save that is safe with peers, if any."""
+    """Returns the newest save that is safe with peers, if any."""
     newest = max((each.save_id for each in held if each.replicated), default=None)
     return set() if newest is None else {newest}

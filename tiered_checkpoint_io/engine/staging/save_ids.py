@@ -49,7 +49,7 @@ class SaveIds:
         return max(filter(None, (self.seen, self._learnt())), default=None)
 
     def next(self) -> str:
-        """The id of the next operation of this process."""
+        """Returns the id of the next operation of this process."""
         newest, own = self.newest, None
         if self._run_id is not None:
             own = ids.save_id(self._run_id, self._counter + 1)
@@ -71,7 +71,7 @@ class SaveIds:
         return ids.save_id(self._run_id, self._counter)
 
     def new_run(self, seen: Iterable[str | None]) -> str:
-        """The id of a run that begins now, after all save ids that were seen."""
+        """Returns the id of a run that begins now, after all save ids that were seen."""
         return ids.new_run_id(after=max(filter(None, seen), default=None), clock=self._clock)
 
     def follow(self, *seen: str | None) -> None:

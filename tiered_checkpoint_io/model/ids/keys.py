@@ -24,34 +24,34 @@ _PAGE_DIGITS = 3
 
 
 def manifest_key(name: str) -> str:
-    """``.tiered/manifests/<name>.json``: exists if and only if the checkpoint exists."""
+    """Returns ``.tiered/manifests/<name>.json``: exists if and only if the checkpoint exists."""
     return f"{MANIFEST_PREFIX}{name}{MANIFEST_SUFFIX}"
 
 
 def name_from_manifest_key(key: str) -> str | None:
-    """The inverse of :func:`manifest_key`; None for a key that is not a manifest's."""
+    """Returns the inverse of :func:`manifest_key`; None for a key that is not a manifest's."""
     if not (key.startswith(MANIFEST_PREFIX) and key.endswith(MANIFEST_SUFFIX)):
         return None
     return key[len(MANIFEST_PREFIX) : -len(MANIFEST_SUFFIX)] or None
 
 
 def save_prefix(save_id: str) -> str:
-    """``.tiered/saves/<save_id>/``: what describes the files of a save, beside its manifest."""
+    """Returns ``.tiered/saves/<save_id>/``: what describes the files of a save, beside its manifest."""
     return f"{SAVES_PREFIX}{save_id}/"
 
 
 def index_key(save_id: str) -> str:
-    """``.tiered/saves/<save_id>/index.json``: the files of all parts; written once all descriptions are there."""
+    """Returns ``.tiered/saves/<save_id>/index.json``: the files of all parts; written after all descriptions."""
     return save_prefix(save_id) + _INDEX
 
 
 def description_key(save_id: str, rank: int) -> str:
-    """``.tiered/saves/<save_id>/rank-00003.json``: put once all files of the part are there."""
+    """Returns ``.tiered/saves/<save_id>/rank-00003.json``: put once all files of the part are there."""
     return f"{save_prefix(save_id)}{rank_folder(rank)}{_PART_SUFFIX}"
 
 
 def rank_of_description(key: str) -> int | None:
-    """The rank of :func:`description_key`; None for another key."""
+    """Returns the rank of :func:`description_key`; None for another key."""
     return rank_of(key.rpartition("/")[2].removesuffix(_PART_SUFFIX)) if key.endswith(_PART_SUFFIX) else None
 
 
@@ -61,20 +61,20 @@ def description_prefixes(save_id: str, ranks: Iterable[int]) -> list[str]:
 
 
 def lease_prefix(namespace: str) -> str:
-    """``.tiered/leases/<namespace>/``: below it lies one object for each process that saves."""
+    """Returns ``.tiered/leases/<namespace>/``: below it lies one object for each process that saves."""
     return f"{LEASE_PREFIX}{namespace}/"
 
 
 def lease_key(namespace: str, token: str) -> str:
-    """``.tiered/leases/<namespace>/<token>.json``."""
+    """Returns ``.tiered/leases/<namespace>/<token>.json``."""
     return f"{lease_prefix(namespace)}{token}.json"
 
 
 def hold_prefix(name: str) -> str:
-    """``.tiered/holds/<name>/``: below it lies one object for each hold of a checkpoint."""
+    """Returns ``.tiered/holds/<name>/``: below it lies one object for each hold of a checkpoint."""
     return f"{HOLDS_PREFIX}{name}/"
 
 
 def preflight_key(token: str) -> str:
-    """``.tiered/preflight/<token>``."""
+    """Returns ``.tiered/preflight/<token>``."""
     return PREFLIGHT_PREFIX + token

@@ -59,12 +59,12 @@ _MAX_STEP = 1 << 62
 
 
 def known(number: int) -> int | None:
-    """A step or epoch for people and programs: None if it is below 0, which is how an unknown one is stored."""
+    """Returns a step or epoch for people and programs: None if it is below 0, which is how an unknown one is stored."""
     return number if number >= 0 else None
 
 
 def validate_name(name: str) -> str:
-    """A checkpoint's name: a relative path that stays where it is put.
+    """Checks and returns a checkpoint's name: a relative path that stays where it is put.
 
     Raises:
         ConfigError: Empty, absolute, leaves its folder (``..``), reserved, or too long.
@@ -108,7 +108,7 @@ def validate_new_name(name: str) -> str:
 
 
 def name_in(dirpath: str, path: StrPath) -> str:
-    """The name of the checkpoint at ``path``: a full path or URL below ``dirpath`` (normalized), or already a name.
+    """Returns the name of the checkpoint at ``path``: a path or URL below ``dirpath`` (normalized), or a name.
 
     Raises:
         ConfigError: Outside ``dirpath``, or not a valid name.
@@ -133,14 +133,14 @@ def name_in(dirpath: str, path: StrPath) -> str:
 
 
 def step_in_name(name: str) -> int | None:
-    """The step that a name tells: 500 for ``epoch=0-step=500.ckpt`` and ``step_500``; else None."""
+    """Returns the step that a name tells: 500 for ``epoch=0-step=500.ckpt`` and ``step_500``; else None."""
     matches = list(_STEP_IN_NAME.finditer(name))
     step = int(matches[-1]["step"]) if matches else None
     return step if step is not None and step < _MAX_STEP else None
 
 
 def companion_of(name: str, suffix: str) -> str:
-    """The name, path or URL of what is saved beside a checkpoint: ``x-EMA.ckpt`` for ``x.ckpt`` and ``-EMA``."""
+    """Returns the name, path or URL of a checkpoint's companion: ``x-EMA.ckpt`` for ``x.ckpt`` and ``-EMA``."""
     stem, dot, extension = name.rpartition(".")
     return f"{stem}{suffix}.{extension}" if dot and "/" not in extension else name + suffix
 
@@ -205,12 +205,12 @@ def form_of(name: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def loose_form_of(name: str) -> str:
-    """The same of a name or a series, if a number after a word for a step is taken for one: ``checkpoint-#``."""
+    """Returns the same for a name or a series, with a number after a word for a step left out: ``checkpoint-#``."""
     return series_of(_OF_STEP.sub(r"\g<word>#", name))
 
 
 def folder_of(name: str) -> str:
-    """The folder that a name lies in, with ``#`` in place of what :func:`series_of` leaves out; empty without one."""
+    """Returns a name's folder, with ``#`` for the parts that :func:`series_of` leaves out; empty without one."""
     return form_of(name).rpartition("/")[0]
 
 
@@ -223,7 +223,7 @@ class Located(NamedTuple):
 
 
 def locate(dirpath: str, path: StrPath | None, step: int | None) -> Located:
-    """The sharded checkpoint that a ``checkpoint_id`` and a step mean together.
+    """Returns the sharded checkpoint that a ``checkpoint_id`` and a step mean together.
 
     An explicit step wins over the one that a path tells, and appears in the name: ``step_5`` with
     step 7 is ``step_7``, and ``some/path`` with step 7 is ``some/path/step_7``. An absolute path
@@ -274,7 +274,7 @@ def is_last(name: str) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def namespace_of(dirpath: str) -> str:
-    """The namespace of a job that named none: the last two parts of its dirpath, and a hash of all of it.
+    """Returns the namespace of a job that named none: the last two parts of its dirpath, and a hash of it.
 
     ``s3://bucket/exp/run-1`` gives ``exp-run-1-`` and eight digits. It is the same on all nodes, and at each start.
     """

@@ -16,18 +16,18 @@ _RANK = re.compile(r"rank-(?P<rank>\d{5,9})\Z")
 
 
 def rank_folder(rank: int) -> str:
-    """``rank-00003``."""
+    """Returns ``rank-00003``."""
     return f"rank-{rank:05d}"
 
 
 def rank_of(folder: str) -> int | None:
-    """The inverse of :func:`rank_folder`; None for other text."""
+    """Returns the inverse of :func:`rank_folder`; None for other text."""
     match = _RANK.match(folder)
     return int(match["rank"]) if match else None
 
 
 def new_run_id(after: str | None = None, now: float | None = None, *, clock: Clock = SYSTEM) -> str:
-    """A run's id; ids sort, as text, in the order in which runs began.
+    """Returns a run's id; ids sort, as text, in the order in which runs began.
 
     It sorts after ``after``, a save id seen in any tier, even if this machine's clock is behind that of the machine
     that gave it (a Lamport clock).
@@ -43,12 +43,12 @@ def _time_of(some_id: str) -> datetime:
 
 
 def save_id(run_id: str, counter: int) -> str:
-    """The id of the ``counter``-th operation of a run; ids sort, as text, in order of their making."""
+    """Returns the id of the ``counter``-th operation of a run; ids sort, as text, in order of their making."""
     return f"{run_id}-{counter:08d}"
 
 
 def before_its_run(save_id: str) -> str:
-    """A new id that sorts before all ids of this one's run, and after those of earlier runs.
+    """Returns a new id that sorts before all ids of this one's run, and after those of earlier runs.
 
     Those of several saves of the run sort as the saves do.
     """
@@ -57,7 +57,7 @@ def before_its_run(save_id: str) -> str:
 
 
 def save_id_of_ranks(run_id: str, series: str, repeat: int, step: int) -> str:
-    """The id of a save that ranks make without talking: all who know the same give the same id.
+    """Returns the id of a save that ranks make without talking: all who know the same give the same id.
 
     Within a series (see :func:`series_of`), ids sort by the repeat, which counts how often the series has gone back to
     a step that it had saved, and then by the step, -1 if it is not known. Those of another series differ, and so do
@@ -83,7 +83,7 @@ def validate_save_id(text: str) -> str:
 
 
 def run_id_of(save_id: str) -> str:
-    """The run whose operation this is."""
+    """Returns the run whose operation this is."""
     return save_id.rpartition("-")[0]
 
 
@@ -93,7 +93,7 @@ def line_of(save_id: str) -> str:
 
 
 def part_op_id(save_id: str, rank: int, *, commits: bool) -> str:
-    """The id of the operation that drains a part: the save's own for the part that commits it.
+    """Returns the id of the operation that drains a part: the save's own for the part that commits it.
 
     Those of other ranks' parts (``<save_id>.rank-00003``) sort after it, and before those of later saves.
     """
@@ -101,7 +101,7 @@ def part_op_id(save_id: str, rank: int, *, commits: bool) -> str:
 
 
 def save_id_of_op(op_id: str) -> str:
-    """The save that an operation is about; the id of an alias, delete or cancel itself."""
+    """Returns the save that an operation is about; the id of an alias, delete or cancel itself."""
     return op_id.partition(".rank-")[0]
 
 

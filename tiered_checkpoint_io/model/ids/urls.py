@@ -50,7 +50,7 @@ StrPath = str | os.PathLike[str]
 
 # --------------------------------------------------------------------------------------- S3 URLs
 def text_of(path: StrPath) -> str:
-    """A path or URL as text, with the slash back that ``Path`` took from ``s3://``."""
+    """Returns a path or URL as text, with the slash back that ``Path`` took from ``s3://``."""
     text = os.fspath(path)
     return _MANGLED_S3.sub("s3://", text, count=1) if text.startswith("s3:") else text
 
@@ -106,7 +106,7 @@ def parse_s3_url(url: StrPath) -> tuple[str, str]:
 
 # ---------------------------------------------------------------------------------------- dirpath
 def url_scheme(path: StrPath) -> str | None:
-    """The scheme of a URL (``"s3"``, ``"gs"``, ``"memory"`` ...); None for a local path."""
+    """Returns the scheme of a URL (``"s3"``, ``"gs"``, ``"memory"`` ...); None for a local path."""
     text = text_of(path)
     # Asked several times at each save, mostly of names.
     match = _URL.match(text) if "://" in text else None
@@ -114,7 +114,7 @@ def url_scheme(path: StrPath) -> str | None:
 
 
 def normalize_dirpath(dirpath: StrPath) -> str:
-    """One spelling for a durable tier's root: URL or absolute local path, no trailing slash.
+    """Returns one spelling for a durable tier's root: URL or absolute local path, no trailing slash.
 
     Raises:
         ConfigError: No text, empty, an S3 URL without a bucket, or a URL with a password or key in it: the
@@ -192,7 +192,7 @@ def _as_s3(address: str) -> str:
 
 
 def at_home(path: str) -> str:
-    """A path that is ``~``, or begins with ``~/``, as a shell has it.
+    """Returns a path that is ``~``, or begins with ``~/``, as a shell has it.
 
     YAML has none, and Lightning's own callback does the same.
 
@@ -210,18 +210,18 @@ def at_home(path: str) -> str:
 
 
 def join_url(dirpath: str, name: str) -> str:
-    """The full path of a checkpoint: what Lightning shows as ``best_model_path``."""
+    """Returns the full path of a checkpoint: what Lightning shows as ``best_model_path``."""
     return f"{dirpath.rstrip('/')}/{name}" if not dirpath.endswith("://") else dirpath + name
 
 
 # -------------------------------------------------------------------------------------- sentinels
 def best_url(monitor: str | None, mode: str) -> str:
-    """The URL that loads the checkpoint whose ``monitor`` is the best; ``mode`` is ``min`` or ``max``."""
+    """Returns the URL that loads the checkpoint whose ``monitor`` is the best; ``mode`` is ``min`` or ``max``."""
     return f"{_BEST_URL}?{urlencode({'mode': mode, 'monitor': monitor or ''})}"
 
 
 def parse_best_url(text: str) -> tuple[str, Literal["min", "max"]] | None:
-    """The monitor and the mode of a :func:`best_url`; None for any other text.
+    """Returns the monitor and the mode of a :func:`best_url`; None for any other text.
 
     Raises:
         ConfigError: It begins like one, but is none.
