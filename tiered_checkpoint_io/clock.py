@@ -1,6 +1,6 @@
 """Time, waiting, randomness, threads, and the bounds and intervals of the engine: one object that is handed in.
 
-Whatever reads a clock, waits, polls, draws a random number or starts a thread does so by a :class:`Clock` that its
+All code that reads a clock, waits, polls, draws a random number or starts a thread does so by a :class:`Clock` that its
 owner passed to it, so that a test can hand in another: with shorter bounds, with a time that only the test moves, or
 with threads that take turns. Bounds that are passed to torch, boto3 or the kernel are kept by them, in real
 time.

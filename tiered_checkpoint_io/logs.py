@@ -151,7 +151,7 @@ class _Console(_StreamHandler):
         return sys.stderr
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Which levels another handler takes is the user's business; a file is not a console.
+        # Levels of another handler are the user's business; a file is not a console.
         others = (each for each in _handlers_of(record) if each is not self)
         if all(isinstance(each, logging.FileHandler | logging.NullHandler) for each in others):
             super().emit(record)

@@ -43,7 +43,7 @@ class _Look:
         self.waiting, self.quarantined, self.parts = len(queue.look(tier)), len(tier.quarantined()), tier.parts()
         tiers = {"memory": tier, "spill": tier.spill}
         self.space = {name: space_of(each) for name, each in tiers.items() if each is not None}
-        # What was saved last counts: a run may go back to an earlier step.
+        # The last save counts: a run may go back to an earlier step.
         last = sorted(self.parts, key=lambda each: each.save_id)
         self.memory_step = next((each.part.content.step for each in reversed(last)), -1)
         self.replicated_step = next((each.part.content.step for each in reversed(last) if each.replicated), -1)

@@ -301,7 +301,7 @@ class TieredStorageReader(OverTiers, StorageReader):
 
     def _parse(self, opened: OpenShards) -> Metadata:
         if Trust.of(self.settings.config).is_full:
-            # Who trusts what is stored may use planners that keep classes of their own in it.
+            # A user who trusts the stored data may use planners that keep classes of their own in it.
             with contextlib.suppress(Exception):
                 trusted: Metadata = pickle.loads(opened.metadata)
                 return trusted
@@ -366,7 +366,7 @@ class _Layout:
         """Returns whether the item's bytes before the elements are as expected."""
         head = bytes(self.skeleton.head)
         mine = bytes(item[: len(head)])
-        # Who wrote the data along with the file knew its checksum; nobody reads that.
+        # A writer of the data with the file knew its checksum; no reader looks at that.
         crc = head.rfind(_LOCAL_HEADER) + _CRC_AT if self.skeleton.data_nbytes else len(head)
         return mine[:crc] == head[:crc] and mine[crc + _CRC_LENGTH :] == head[crc + _CRC_LENGTH :]
 
@@ -488,7 +488,7 @@ class PlanReader:
         if known is None:
             return None
         if known[0] in QUANTIZED:
-            # How it lies depends on its scales, too.
+            # Its layout depends on its scales, too.
             return None
         skeleton = skeleton_of(*known)
         return _Layout(skeleton, *known) if skeleton.length == info.length else None

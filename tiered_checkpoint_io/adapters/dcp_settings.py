@@ -150,7 +150,7 @@ def _settings_of(config: object, given: Mapping[str, Any]) -> Settings:
                 raise ConfigError(f"{key} is {base!r}: {error.message}", hint=error.hint) from error
     has_durable = raw.get("dirpath") is not None
     if not has_durable:
-        # What else tells such jobs apart.
+        # Tells such jobs apart.
         raw["dirpath"] = _here()
     validated = TieredCheckpointConfig.from_any(raw)
     if not has_durable:

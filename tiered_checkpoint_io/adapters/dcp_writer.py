@@ -334,7 +334,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             with self._counting("committing"):
                 self.saver.finish(
                     facts.save_id,
-                    # What is not as it is now belongs to a later save.
+                    # Later changes of the metadata belong to a later save.
                     functools.partial(pickle.dumps, dataclasses.replace(metadata)),
                     wait=self.waits,
                     extra=self.extra,
@@ -388,7 +388,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
     def close(self) -> None:
         """Waits for the durable tier, shows failures once, and frees all that writers of this process share."""
         try:
-            # What is sealed in the background has to end before its failure can be shown.
+            # Background seals have to end before their failure can be shown.
             self.session.background.wait()
             show_failures()
         finally:
@@ -485,7 +485,7 @@ def file_of(
         config: Configuration that tells which objects a load will take.
         warn: Gets the bytes of all objects.
     """
-    # What else may happen to an item is not kept.
+    # The layout of another planner, or with transforms, is not kept.
     known = planner if isinstance(planner, CheckingSavePlanner) and transforms is None else None
     structure = known.structure if known is not None else None
     layout: FileLayout | None = structure.layout if structure is not None else None
@@ -500,7 +500,7 @@ def file_of(
     items = [_item(item, planner, transforms, kinds) for item in ordered]
     warn([data for data, names in items if not (names or isinstance(data, torch.Tensor))])
     if structure is not None:
-        # What can't be kept is planned anew each time.
+        # An item that can't be kept is planned again each time.
         with contextlib.suppress(ValueError):
             structure.layout = FileLayout(plan, ordered, [data for data, _ in items])
     return planned_file(ordered, [data for data, _ in items], [[names] if names else [] for _, names in items])

@@ -117,5 +117,5 @@ def load_local_state(
         newest_save_id=found.newest_save_id,
     )
     if any(stored.pending for stored in tier.parts()):
-        # What an earlier process left; only this node's ranks can see it.
+        # Remains of an earlier process; only this node's ranks can see them.
         session.open().drain.start()

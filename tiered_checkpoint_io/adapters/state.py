@@ -408,7 +408,7 @@ class Rest:
 
         Raises:
             ConfigError: A sharded tensor can't be described.
-            Exception: Whatever ``torch.save`` raises for it.
+            Exception: Errors of ``torch.save`` for it.
         """
         self.sharded: dict[str, DTensor] = {}
         self._pickled: bytes | None = None

@@ -91,7 +91,7 @@ class CheckingSavePlanner(DefaultSavePlanner):
             # Upstream compares names and shapes alone, and would write dtypes and nesting of before to `.metadata`.
             self._pending_local_plan = self.plan
             return self.plan
-        # What is not understood is not kept.
+        # A structure that is not understood is not kept.
         self._structures.pop(self._cached_plans_key, None)
         with contextlib.suppress(Exception):
             structure = Structure(given, self.state_dict, self.mappings, kept)
@@ -117,7 +117,7 @@ class CheckingSavePlanner(DefaultSavePlanner):
     def _create_local_plan(self) -> SavePlan:
         try:
             planned = super().create_local_plan()
-            # What the coordinator asks of each tensor, if an error would not say which.
+            # The coordinator asks this of each tensor, and its error would not say which.
             _size_of(planned)
         except Exception:
             for name, value in self.state_dict.items():

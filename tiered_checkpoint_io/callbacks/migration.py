@@ -33,7 +33,7 @@ class PortableState(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if WITHHELD not in state_dict:
-            # Of Lightning's own callback: what it kept counts, wherever it is. What lies elsewhere is never deleted.
+            # State of Lightning's own callback counts, wherever it is. Files elsewhere are never deleted.
             state_dict = {**state_dict, "dirpath": self.dirpath}
         super().load_state_dict(state_dict)
 

@@ -48,7 +48,7 @@ class Notice:
 
     def install(self, session: Session) -> None:
         """Handles the signals from now on; on other threads than the main one, only :meth:`notify` gives notice."""
-        # What an earlier fit was told is over.
+        # Notices of an earlier fit are over.
         self._session, self.received, self.leave_by = session, None, None
         for number in self.signals if handles_signals() else ():
             if signal.getsignal(number) != self._handle:

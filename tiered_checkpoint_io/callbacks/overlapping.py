@@ -139,7 +139,7 @@ class OverlappedCapture(Callback):
         changed = [each for each in parts_here(_changed_by_forward(trainer.lightning_module)) if each.data_ptr()]
         if not changed:
             return held
-        # Whatever shares memory with these may change in the forward pass.
+        # Tensors that share memory with these may change in the forward pass.
         here = parts_here(held)
         begins = np.array(list(map(torch.Tensor.data_ptr, here)), np.int64)
         shared = Spans(*spans_of(changed)).meet(begins, ends_of(here, begins)[0])

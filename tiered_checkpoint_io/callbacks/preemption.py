@@ -111,7 +111,7 @@ class PreemptionCheckpoint(Callback):
         if stage != "fit":
             return
         self._io = require_tiered_io(trainer.strategy, type(self).__name__)
-        # What others do at the end of a batch, such as averaging weights, is done when this one saves.
+        # Other callbacks' work at the end of a batch, such as averaging weights, is done when this one saves.
         others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
         self.notice.install(self._session)
@@ -209,7 +209,7 @@ class PreemptionCheckpoint(Callback):
         session.surface()
         made = self._try(trainer, step, durable=durable)
         if trainer.strategy.broadcast(made is None and self.notice.left_s(session) > 0):
-            # What an earlier save left to the background may have failed, which fails the next one, once.
+            # An earlier save's background work may have failed, which fails the next save, once.
             made = self._try(trainer, step, durable=durable)
         if made is not None and "memory" in made.tiers:
             if self._is_held(made):

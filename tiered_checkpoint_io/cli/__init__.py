@@ -112,7 +112,7 @@ def main() -> None:
 def _open_streams() -> None:
     """Opens what the caller has closed: else its place would go to the next file, and what is said there into that.
 
-    What a locale other than UTF-8 has no letter for is written as an escape: names of checkpoints may hold any.
+    Letters that a locale other than UTF-8 lacks are written as escapes: names of checkpoints may hold any.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

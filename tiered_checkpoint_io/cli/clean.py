@@ -80,7 +80,7 @@ class Clean(Output, Node):
         root = self.root
         with contextlib.ExitStack() as held:
             left = _left_over(root, held)
-            # What an earlier command has put away, and not deleted yet, names the spill as well.
+            # A folder that an earlier command has put away, and not deleted yet, names the spill as well.
             config = next(filter(None, map(last_config, [root, *left])), None)
             spills = _spills(root, config, self.spill_dir)
             folders = [*([root] if root.is_dir() else []), *(each.root for each in spills)]

@@ -274,7 +274,7 @@ def _is_lost(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, sav
     last = [held_part(tier, each, known).outcome for each in save.parts]
     if not save.commits or any(each is None or each.action == "delete" or each.state != "committed" for each in last):
         return False
-    # What can't be asked is said at the end.
+    # A durable tier that can't be asked is reported at the end.
     with contextlib.suppress(TieredCheckpointError):
         return _manifest(config, save) is None
     return False
@@ -283,7 +283,7 @@ def _is_lost(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, sav
 def _upload(tier: MemoryTier, config: TieredCheckpointConfig, timeout: float, *, silent: bool) -> DrainError | None:
     """Waits until all that is queued by now is uploaded, by a drain of its own if none runs; why it was not.
 
-    What a trainer saves meanwhile is not waited for: it may never end.
+    Saves that a trainer makes meanwhile are not waited for: these may never end.
     """
     # A thread of this process would end with it.
     handle = DrainHandle(tier, config.with_support(drain="process"), get_logger(tier.root.name))

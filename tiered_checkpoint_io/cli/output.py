@@ -50,7 +50,7 @@ def write(text: str, *, err: bool = False) -> None:
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:
-        # What is still buffered has somewhere to go.
+        # Gives the buffered text somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         raise SystemExit(READER_GONE) from None
 

@@ -212,7 +212,7 @@ def _checked(
     target = read(store, each.manifest.alias_of) if each.manifest is not None and each.manifest.alias_of else each
     manifest, error = (target.manifest, target.error) if target.is_there else (each.manifest, None)
     if manifest is None:
-        # What can't be read is not known to be damaged, nor to be intact.
+        # A checkpoint that can't be read is not known to be damaged, nor to be intact.
         state: CopyState = "newer" if is_other_format(error) else "damaged"
         return Checked(name, "durable", state, error=str(error))
     save_id = manifest.content.save_id

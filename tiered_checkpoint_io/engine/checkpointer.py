@@ -1,4 +1,4 @@
-"""Checkpointer: save, alias, remove and load over both tiers. What every adapter calls."""
+"""Checkpointer: save, alias, remove and load over both tiers, for every adapter."""
 
 from __future__ import annotations
 

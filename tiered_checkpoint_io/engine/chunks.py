@@ -120,7 +120,7 @@ class Copy(NamedTuple):
 class Copies:
     """The copies of one file, in the order in which to read them; for many threads.
 
-    A copy of a peer that is damaged, silent or lost is not read again. What befalls the durable tier is an error.
+    A copy of a peer that is damaged, silent or lost is not read again. A failure of the durable tier is an error.
     """
 
     def __init__(

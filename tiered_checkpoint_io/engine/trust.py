@@ -55,7 +55,7 @@ class Trust:
 
         Raises:
             ConfigError: A name is of nothing that can be imported.
-            Exception: Whatever ``torch.load`` raises.
+            Exception: Errors of ``torch.load``.
         """
         if self.is_full:
             return torch.load(file, weights_only=self.weights_only, **options)
@@ -158,7 +158,7 @@ def warn_at_first_save(owner: Any, config: TieredCheckpointConfig, log: Logger, 
     except ConfigError as error:
         log.warning("%s: the configuration would refuse to load it: %s", what, error)
     except Exception as error:
-        # What torch.save writes can be read; what others wrote in its place says nothing of the checkpoint's fate.
+        # Objects that torch.save writes can be read; a substitute says nothing of the checkpoint's fate.
         log.debug("%s: could not look at what it holds: %s", what, error)
     else:
         if lacking:

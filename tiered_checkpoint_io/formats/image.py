@@ -380,7 +380,7 @@ class Filling:
     def _fill_chunk(self, chunk: tuple[int, int], copies: Copies, size: int) -> str:
         """Copies one chunk, and hashes it.
 
-        What is hashed is the destination: it holds the skeleton and many small tensors as one
+        The destination is hashed: it holds the skeleton and many small tensors as one
         run of bytes, and it is what a reader will see. Hashing the source instead saves a twentieth
         of the time for large tensors, and cannot be done for those on a device.
         """

@@ -46,7 +46,7 @@ def in_parallel(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int 
                 left.clear()
                 failed[index] = error
 
-    # What the caller waits for, and how long, holds for its threads.
+    # The caller's question and its bound hold for its threads.
     threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(take,), name=f"tiered-parallel-{number}")
         for number in range(1, min(len(todo), concurrency))

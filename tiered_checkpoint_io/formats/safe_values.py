@@ -1,6 +1,6 @@
 """Values that any checkpoint may hold beside plain data: each is made by a rule that checks plain arguments.
 
-A rule gets a :class:`Call` with what the parser made, and the converter for it. What it makes holds data only: nothing
+A rule gets a :class:`Call` with the parser's values, and the converter for it. Its result holds data only: nothing
 is imported, opened, executed or called back, whatever the arguments are. Rules check what torch or numpy would believe.
 """
 
@@ -177,7 +177,7 @@ def _date(make: Callable[..., Any]) -> Rule:
         numbers = args[: len(args) - len(zones)]
         expect(not call.steps and all(type(each) in (int, bytes) for each in numbers), call.name)
         expect(all(each is None or isinstance(each, dt.tzinfo) for each in zones), call.name)
-        # What is made of bytes is not checked; what is made of that is.
+        # An object made of bytes is not checked; objects made of that one are.
         return make(*args).replace()
 
     return rule

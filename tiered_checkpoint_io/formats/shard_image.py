@@ -6,7 +6,7 @@ tensor's own depend on its type and shape alone, so they are laid out once for e
 then reused: a state of thousands of small tensors is planned in milliseconds.
 
 Items begin at multiples of 64 bytes, and so do the tensors within them: a file that is mapped into
-memory can be used in place. What lies between items is zero, and no reader looks at it.
+memory can be used in place. Bytes between items are zero, and no reader looks at them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def plan_shard(items: Iterable[Item]) -> tuple[Image, list[Placed]]:
 
     Raises:
         SaveError: As :func:`skeleton_of`.
-        Exception: Whatever ``torch.save`` raises for a tensor that it can't save.
+        Exception: Errors of ``torch.save`` for a tensor that it can't save.
     """
     segments: list[Segment] = []
     regions: list[Region] = []

@@ -69,12 +69,12 @@ def plan(state: object) -> Image:
     """Plans the file that ``torch.save(state, ...)`` would write.
 
     Raises:
-        Exception: Whatever ``torch.save`` raises for this state.
+        Exception: Errors of ``torch.save`` for this state.
     """
     try:
         return _planned(state, _format(_environment()))
     except Exception:
-        # Whatever the reason, torch.save is the judge: it works, or its error is the caller's.
+        # For any reason, torch.save is the judge: it works, or its error is the caller's.
         file = io.BytesIO()
         torch.save(state, file)
         data = file.getbuffer()

@@ -178,7 +178,7 @@ class NewCheckpoints:
         if self._after is None:
             self._after = ""
         new = [each for save, each in first.items() if save not in self._seen and save > self._after and not begins]
-        # What this look did not find may only be out of sight, such as while a file system is mounted anew.
+        # Checkpoints that this look did not find may only be out of sight, such as while a file system is mounted anew.
         self._seen |= set(first)
         return new
 

@@ -250,7 +250,7 @@ def incomplete_saves(store: Store, found: Sequence[DurableCheckpoint]) -> list[I
         StoreError: The tier could not be asked.
     """
     if any(each.manifest is None for each in found):
-        # Which saves those manifests are of, nothing can tell.
+        # The saves of those manifests are unknown.
         return []
     contents = [
         content for each in found if each.manifest for content in (each.manifest.content, *each.manifest.previous)

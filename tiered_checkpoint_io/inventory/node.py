@@ -72,7 +72,7 @@ def owned(root: Path) -> Path:
     """Returns the root of a memory tier, for commands that write there.
 
     Raises:
-        ConfigError: It is another user's. What we made there, as root, that user's trainer and drain could not open.
+        ConfigError: It is another user's, whose trainer and drain could not open folders that we made there as root.
     """
     owner = root.stat().st_uid
     if owner != os.getuid():
@@ -291,7 +291,7 @@ def look_at_node(memory_dir: str) -> NodeMemory:
     waiting: list[Request] = []
     working_on: set[str] = set()
     for root in all_roots(memory_dir):
-        # What is cleaned away while it is looked at is gone.
+        # A folder that is cleaned away during the look is gone.
         with contextlib.suppress(FileNotFoundError):
             tier, queue = tier_at(root), Queue(root)
             outcomes = queue.outcomes()

@@ -170,7 +170,7 @@ class Look:
     def _latest(self) -> Candidate | None:
         """Returns what a restart would take of all this, by the engine's own choice; None if it is refused."""
         if newer(self.found or ()) is not None or any(each.is_newer for each in self._here.broken):
-            # What a newer release wrote may be the latest.
+            # A checkpoint of a newer release may be the latest.
             return None
         aliases = {each.name: each.target for each in self._here.waiting if each.action in NAMING}
         return latest(self.found or (), (each.stored for each in self._here.held), aliases=aliases)

@@ -46,7 +46,7 @@ def memory_limit(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup
 def memory_left(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Returns the unused bytes of memory that this process may take, less a margin for others; maybe below 0.
 
-    What others take meanwhile is not in it: a process that goes beyond it is ended by the kernel.
+    Memory that others take meanwhile is not in it: a process that goes beyond it is ended by the kernel.
     """
     left = [memory_limit(proc, cgroup)]
     margin = min(_MAX_MARGIN, left[0] // _MARGIN_SHARE)

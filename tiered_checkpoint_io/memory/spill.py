@@ -76,7 +76,7 @@ def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
         if mine is not None:
             if not mine.is_lost:
                 with contextlib.suppress(OSError):
-                    # What clears temporary folders removes files of 10 days ago.
+                    # Cleaners of temporary folders remove files of 10 days ago.
                     os.utime(mine.descriptor)
                 if owner != mine.owner:
                     # The memory's folder was made anew. It is all its processes' spill still.
@@ -190,7 +190,7 @@ def spill_dir_of(configured: str | None) -> str | None:
     if configured != AUTO:
         return configured
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
-        # How much disk a pod may use is hidden from it, and one that uses more is evicted.
+        # A pod can't see its limit of disk space, and a pod that uses more is evicted.
         return None
     try:
         folders = (tempfile.gettempdir(), "/var/tmp")  # noqa: S108 - a private folder is made there

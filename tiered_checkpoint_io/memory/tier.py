@@ -13,7 +13,7 @@
       budget                     bytes that the trainer's checkpoints may take, for metrics
       id                         a link to nowhere that names this memory, for its spill
 
-What does not fit goes to the *spill*, a root of the same kind on the node's disk, of this memory alone (see
+Parts that do not fit go to the *spill*, a root of the same kind on the node's disk, of this memory alone (see
 :func:`spill.claim`). A part stays in the root where it was captured; the lists of parts are of both.
 
 No checkpoint's name becomes a folder here, only the last component of its path, as a file.
@@ -195,7 +195,7 @@ class MemoryTier:
     def _entries(self) -> list[StoredPart | tuple[Path, Exception]]:
         found = [*self._index.scan()]
         with contextlib.suppress(FileNotFoundError):
-            # What clears temporary folders may have taken it.
+            # A cleaner of temporary folders may have taken it.
             found += self.spill._entries() if self.spill is not None else []
         return found
 

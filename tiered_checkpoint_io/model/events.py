@@ -93,7 +93,7 @@ class Totals:
         elif kind == "end":
             self._reach(int(event["step"]), t)
             self.trained_to = 0.0
-            # What an exception ended has to be looked at, as what was killed.
+            # A run that an exception ended needs a look, as one that was killed.
             self.running = bool(event.get("error"))
         elif kind == "save":
             # A trainer's may come after its end.

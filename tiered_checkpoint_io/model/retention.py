@@ -137,7 +137,7 @@ class Best:
 
     def __post_init__(self) -> None:
         _check_count("best", self.best)
-        # What a configuration did not fill in or resolve is the name of no metric: the best would be deleted.
+        # A value that a configuration did not fill in or resolve is the name of no metric: the best would be deleted.
         if not isinstance(self.metric, str) or not self.metric or self.metric == "???" or "${" in self.metric:
             _refuse("retention.metric", self.metric, "the name of a metric, such as val_loss")
         if self.mode not in ("min", "max"):

@@ -192,7 +192,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     ) -> SaveReport | None:
         report = self._save_files(trainer, filepath, options, weights_only=weights_only)
         if report is not None and report.queued and self._shards > 1:
-            # What is queued on one rank may fail there alone: the ranks must not delete what it is to replace.
+            # A file queued on one rank may fail there alone: the ranks must not delete the file that it replaces.
             return replace(report, tiers=report.tiers - {"durable"})
         return report
 
@@ -241,7 +241,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     def _due(self, trainer: Trainer) -> list[str]:
         if self._shards == 1:
             return super()._due(trainer)
-        # What these replaced stays until all ranks' files are committed: no rank hears what is given up on others.
+        # Replaced files stay until all ranks' files are committed: no rank hears of saves that others give up.
         waits = trainer.strategy.reduce_boolean_decision(self._awaits_uploads(), all=False)
         # Each rank deletes a file of its own.
         return trainer.strategy.broadcast([] if waits else super()._due(trainer))

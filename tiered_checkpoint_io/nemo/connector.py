@@ -126,7 +126,7 @@ def find_checkpoint(io: TieredCheckpointIO, rules: Rules, shards: int, *, restor
         ended = complete_checkpoints(((name, 0.0) for name in passed_by), shards=shards)
         check_not_completed(ended, rules, dirpath=dirpath)
     else:
-        # What has a manifest is weights alone: the engine takes all else. With an EMA, it may also lack its averages.
+        # A checkpoint with a manifest is weights alone: the engine takes all others. It may also lack its averages.
         passed_by = session.known.all() if not io.companion else frozenset()
         check_not_completed(passed_by, rules, dirpath=dirpath)
     if path is None:

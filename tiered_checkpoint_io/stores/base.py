@@ -4,7 +4,7 @@ Policy (commit order, retention, verification, which ranges to read) lives in th
 this protocol. A store moves bytes and tells the truth about errors. Keys are ``str``, relative to
 the store's root: ``Path`` mangles URLs.
 
-What every store promises (``tests/support/store_contract.py`` checks it):
+Promises of every store (``tests/support/store_contract.py`` checks them):
 
 - ``put`` and ``upload`` are atomic: a reader sees the old object or the new one, whole, and a
   failed or killed write leaves the old one as it was.
@@ -140,7 +140,7 @@ class ServerCopy:
     Attributes:
         source: Their key.
         size: Number of these bytes.
-        check: Called once it is settled which bytes are copied, and before the target changes. What it raises ends the
+        check: Called once it is settled which bytes are copied, and before the target changes. Its error ends the
             copy: the object may have been replaced by another of its size.
     """
 

@@ -361,7 +361,7 @@ class DirectoryStore(FileStore):
     def _drop_abandoned(self) -> None:
         with contextlib.suppress(FileNotFoundError), self._folder(self._scratch) as folder:
             for name in [name for name, is_folder in _entries(folder) if not is_folder]:
-                # What another user left is theirs to remove, and what is locked has a writer.
+                # Another user's files are theirs to remove, and a locked file has a writer.
                 with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):
                     self._drop_if_abandoned(folder, name)
 

@@ -42,7 +42,7 @@ def installed_store(scheme: str, url: str, config: TieredCheckpointConfig) -> St
 
 @functools.cache
 def _entry_points(scheme: str) -> tuple[EntryPoint, ...]:
-    # What is installed does not change while a process runs; a path may name the same package twice.
+    # Installed packages do not change while a process runs; a path may name the same package twice.
     found = entry_points(group=GROUP, name=scheme)
     return tuple({(_package(each), each.value): each for each in found}.values())
 

@@ -45,7 +45,7 @@ class Retry:
             nonlocal last
             last = state
             error = state.outcome.exception() if state.outcome is not None else None
-            # What has changed is not as it was at a second try either: who asked has to look again.
+            # A changed object is not as it was at a second try either: the caller has to look again.
             again = isinstance(error, StoreError) and error.reason == "unavailable"
             if not again:
                 # Also that there is no such object is an answer.

@@ -118,7 +118,7 @@ class MultipartUploads:
                 date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
                 now = parsedate_to_datetime(date) if date else datetime.now(timezone.utc)
                 for upload in page.get("Uploads", ()):
-                    # What is no key of ours is not ours to abort.
+                    # A key that is not ours is not ours to abort.
                     with contextlib.suppress(ConfigError):
                         if (now - upload["Initiated"]).total_seconds() > older_than_s:
                             self._abort(upload["Key"].removeprefix(prefix), upload["UploadId"])

@@ -293,7 +293,7 @@ class Executor:
         stored, journal = operation.stored, self.queue.journal(operation.op_id)
         assert stored is not None, operation
         if journal.read() is not None and (answers or not self.begun.get(operation.op_id, Begun()).failures):
-            # What cannot be abandoned now is found by the next look for stale uploads.
+            # An upload that cannot be abandoned now is found by the next look for stale uploads.
             with contextlib.suppress(TieredCheckpointError):
                 commit.abandon(self.stores.get(operation.place), stored.part, journal)
         self.log.warning("%s will not be durable: %s", operation.name, reason)

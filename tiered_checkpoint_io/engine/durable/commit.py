@@ -199,7 +199,7 @@ def commit(
             another format version. Nothing was written.
         ConfigError: As :func:`put_part`.
         StoreError: A file is not there as its part says. Or else: repeat the call to finish.
-        CopyRefusedError: The store can't copy a file. What the name was is as it was; call again with the bytes.
+        CopyRefusedError: The store can't copy a file. The name is as it was; call again with the bytes.
     """
     switch, manifests = _switch(part), Manifests(store, part.save_id)
     old = manifests.current(part.name)
@@ -354,7 +354,7 @@ def _switch_over(
 def _check_names(store: Store, part: Part, old: Manifest | None) -> None:
     """Refuses a part that would write where it must not."""
     check_paths(part)
-    # What carries a mark of the save's id is of no other save.
+    # A file with a mark of the save's id belongs to no other save.
     mark = hash_bytes(part.save_id.encode())[:8]
     ours = {entry.path for entry in _uploaded(part) if mark not in entry.basename}
     if not ours:

@@ -60,7 +60,7 @@ def put_copy(
         Why the store did not copy; None if it did, or if it was not asked to.
 
     Raises:
-        CheckpointNotFoundError: ``target`` does not exist. What ``name`` was is as it was.
+        CheckpointNotFoundError: ``target`` does not exist. ``name`` is as it was.
         CorruptCheckpointError: One of the names has another format version.
         StoreError: Repeat the call to finish.
     """

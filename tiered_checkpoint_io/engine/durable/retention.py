@@ -31,7 +31,7 @@ def removed(
 ) -> Iterator[RemovalAttempt]:
     """Removes what no policy keeps, each only while it is as it was judged; may be repeated after a crash.
 
-    One after the other, as they are asked for: a caller that stops leaves the others. What the server refuses to remove
+    One after the other, as they are asked for: a caller that stops leaves the others. A checkpoint that is refused
     stays as it is, and does not keep the others.
 
     Args:

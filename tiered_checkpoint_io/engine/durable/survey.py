@@ -109,7 +109,7 @@ class Survey:
     def other_run(self, store: Store, owner: str, *, clock: Clock = SYSTEM) -> str | None:
         """Returns another launch than ``owner`` that holds a lease on this tier; None if there is none."""
         for lease in self._leases.read(store, clock).values():
-            # What can't be read may be held.
+            # A lease that can't be read may be held.
             if isinstance(lease, CorruptCheckpointError):
                 return "a run whose lease can't be read"
             if lease.held and not are_one(owner, lease.owner):

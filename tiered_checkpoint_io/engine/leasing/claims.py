@@ -124,7 +124,7 @@ class Claims:
     def look(self) -> None:
         """Looks whether the namespace's file was removed, by which others see whose it is: the next check makes it."""
         namespace = self._namespace
-        # What else is wrong with memory, the save says.
+        # Other errors of memory are raised by the save.
         with contextlib.suppress(OSError):
             if namespace is not None and namespace.is_lost:
                 namespace.close()

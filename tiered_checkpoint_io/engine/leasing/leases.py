@@ -105,7 +105,7 @@ class Other:
         """Returns True if the lease's process is alive; None if only time will show."""
         lease, here = self.lease, (mine.boot_id, mine.pid_ns)
         if lease is not None and "" not in here and (lease.boot_id, lease.pid_ns) == here:
-            # What can't be read is hidden, or we are out of descriptors.
+            # A process that can't be read is hidden, or we are out of descriptors.
             with contextlib.suppress(OSError):
                 return _born(lease.pid) == lease.born
         # Its age says nothing: it is written seldom while no other run asks.

@@ -1,7 +1,7 @@
 """Attempts of torchrun: each rank learns its own without waiting for other ranks.
 
 torchrun starts ranks again that have failed, or whose number changes, and may keep the store of torch.distributed, with
-all that was agreed in it. How often it has done so is no name for an attempt: each agent counts for itself, and that of
+all that was agreed in it. Its count of restarts is no name for an attempt: each agent counts for itself, and that of
 a node which replaces another begins at 0. So the first rank names an attempt, and each rank enters itself there once. A
 rank that finds itself entered is in a later attempt, and names that one.
 

@@ -1,7 +1,7 @@
 """Communication between ranks during a restore: a few collectives, each with a bound.
 
 Gathered is only what is small however large the checkpoint is: every rank gets that of all ranks, each padded to the
-largest. Whatever grows with the checkpoint goes out from one rank, and is on each other rank once. That rank has it,
+largest. Data that grows with the checkpoint goes out from one rank, and is on each other rank once. That rank has it,
 or alone gathers what several have.
 
 Ranks that restore together exchange in a fixed order. If one raised in between, the others would wait for as long as a

@@ -32,7 +32,7 @@ def leads_node() -> bool:
     if said is not None:
         return said == "0"
     rank = current_rank()
-    # What one task starts by itself has its variables, but other ranks.
+    # A task's own child processes have its variables, but other ranks.
     names = [local for of_all, local in _LAUNCHERS if os.environ.get(of_all) == str(rank)]
     return rank == 0 or any(os.environ.get(local) == "0" for local in names)
 
@@ -45,6 +45,6 @@ def may_lead_node() -> bool:
 
 
 def _initialized() -> Any:
-    # Asked several times at each save. Who has not imported it has no ranks.
+    # Asked several times at each save. A process that has not imported it has no ranks.
     found: Any = sys.modules.get("torch.distributed")
     return found if found is not None and found.is_available() and found.is_initialized() else None

@@ -244,7 +244,7 @@ class Peering:
         if self._local is None or self._local[0] != (store, attempt):
             if self._local is not None:
                 self._local[1].close()
-            # What ranks that have died asked for is of another attempt.
+            # Requests of dead ranks are of another attempt.
             where = f"local/{attempt}/{self._config.namespace}"
             self._say_interface(store, logger)
             member = self._member(tier, store, where, dist.get_rank(), dist.get_world_size(), logger)

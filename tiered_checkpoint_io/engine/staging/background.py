@@ -116,7 +116,7 @@ class BackgroundTask:
         """
         if not self._tasks or threading.get_ident() == self._thread:
             return
-        # What runs may leave more to do.
+        # A running task may leave more to do.
         while self.is_busy:
             tasks = dict(self._tasks)
             _, left = wait(tasks, self._timeout_s)

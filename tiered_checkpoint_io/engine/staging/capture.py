@@ -63,7 +63,7 @@ class Capturer:
         Raises:
             MemoryFullError: No room even so; all that memory need not give up is still there.
         """
-        # What is prepared by now is taken.
+        # A slot that is prepared by now is taken.
         self._stopped.set()
         return self._acquire(size, scope, retained, spills=spills)
 
@@ -176,7 +176,7 @@ class Capturer:
             # Looked at only now: a save that finds a free slot need not list what memory holds.
             parts[:] = tier.parts()
             here[:] = [stored for stored in parts if not tier.is_spilled(stored.folder)]
-            # What is being replicated stays: other machines may already remove earlier saves for it.
+            # Parts that are being replicated stay: other machines may already remove earlier saves for them.
             kept = {*retained, *tier.awaited(False)}
             return room_for(missing, here, scope, kept) or room_for(
                 missing, here, scope, {*retained, *tier.awaited(True)}

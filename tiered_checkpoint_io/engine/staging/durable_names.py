@@ -65,7 +65,7 @@ class DurableNameCache:
             StoreError: The durable tier could not be asked, or was silent for so long.
         """
         if self._listed is None:
-            # What was saved since they were asked for may be committed already.
+            # Saves since the names were asked for may be committed already.
             self.remember([*self._ask(patience_s), *self._saved])
         return frozenset(self._listed or ())
 

@@ -1,6 +1,6 @@
 """Retention: which parts a rank may remove from a node's memory. Pure functions of what is held.
 
-One rule for all payloads. What differs between ways to save is the evidence: which saves are known to be complete.
+One rule for all payloads. Only the evidence differs between ways to save: the saves that are known to be complete.
 """
 
 from __future__ import annotations

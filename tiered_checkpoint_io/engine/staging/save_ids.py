@@ -63,7 +63,7 @@ class SaveIds:
                     newest,
                 )
         elif own is not None and self._met_others():
-            # What this process saves now is newer than what they may have saved.
+            # This process's next save is newer than any that they may have made.
             self.restart()
         if self._run_id is None:
             self._run_id = self.new_run([newest, own, *self._held()])

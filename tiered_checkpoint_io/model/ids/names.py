@@ -205,7 +205,7 @@ def form_of(name: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def loose_form_of(name: str) -> str:
-    """Returns the same for a name or a series, with a number after a word for a step left out: ``checkpoint-#``."""
+    """The same of a name or a series, where a number after a word for a step is taken for one: ``checkpoint-#``."""
     return series_of(_OF_STEP.sub(r"\g<word>#", name))
 
 
