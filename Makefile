@@ -59,12 +59,13 @@ demo-sharded: venv ## the same sharded, resumed on fewer ranks: FSDP2, then FSDP
 	$(BIN)/python examples/fsdp2.py $(if $(S3),--s3 '$(S3)')
 	$(BIN)/python examples/fsdp2.py --fsdp1 $(if $(S3),--s3 '$(S3)')
 
+# Three at a time on two cores: a third of a test is waiting.
 test: venv ## each promise once, against a real S3 server; AREA=drain for one folder of tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not matrix' $(addprefix tests/,$(or $(AREA),.))
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not matrix' $(addprefix tests/,$(or $(AREA),.))
 
 # With ONE_OF=8, as .ci/run has it, a sweep tries an eighth of its cases; SEED says which.
 test-all: venv ## all else: further cases (marker matrix), and the sweeps crash, sim, crash-states, corruption
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix tests
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m matrix tests
 	$(MAKE) test-crash
 	$(MAKE) test-sim
 	$(MAKE) -j2 -Otarget test-crash-states test-corruption

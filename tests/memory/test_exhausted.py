@@ -172,7 +172,7 @@ def test_a_process_out_of_descriptors_at_any_point(kept):
 def test_a_durable_save_out_of_descriptors_ends_soon_and_is_caught_up(kept):
     """From its first look at a tier on; nothing is said of memory that is not so."""
     refused = []
-    for spare in range(16):
+    for spare in range(24):
         io = kept.io(drain="thread", wait_timeout_s=600, memory_keep_last=100)
         io.checkpointer.session.clock = Clock(Timing(drain_trouble_s=0.1, redo_first_s=0.1))
         with descriptors_to_spare(spare):
@@ -192,11 +192,9 @@ def test_a_durable_save_out_of_descriptors_ends_soon_and_is_caught_up(kept):
         # What failed is given up once a later save is there, or has to have room in the queue.
         is_there = (Path(kept.options["dirpath"]) / stored.part.name).exists()
         given_up = told.get(stored.op_id, "")
-        assert is_there or "superseded by" in given_up or "to keep the queue bounded" in given_up, (
-            "all else is caught up"
-        )
+        assert is_there or "superseded by" in given_up or "to keep the queue bounded" in given_up
     assert is_there, "the newest is"
-    assert 2 < len(refused) < 16
+    assert 2 < len(refused) < 24
     assert all("Too many open files" in text for text in refused), refused
 
 

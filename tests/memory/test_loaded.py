@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import threading
 
 import pytest
 import torch
@@ -137,13 +138,13 @@ def test_what_one_process_is_about_to_load_another_one_does_not_remove(start, ot
     assert steps(first) == [4]
 
 
-def test_a_look_whether_it_is_read_does_not_hide_a_part(start, monkeypatch):
+def test_a_look_whether_it_is_read_does_not_hide_a_part(start):
     io = start()
     saved(io, [1])
     (stored,) = tier_of(io).parts()
     descriptor = os.open(stored.file(stored.part.content.files[0].basename), os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    monkeypatch.setattr(parts.time, "sleep", lambda _: fcntl.flock(descriptor, fcntl.LOCK_UN))
+    threading.Timer(0.05, fcntl.flock, (descriptor, fcntl.LOCK_UN)).start()
     with parts.opened(stored):
         assert parts.is_read(stored)
     os.close(descriptor)
