@@ -10,7 +10,7 @@ from tiered_checkpoint_io.model.index import IndexRow
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.stores.base import Store
 
-#: So many ranks are named in an error.
+#: Number of ranks that are named in an error.
 _NAMED = 16
 
 
@@ -48,7 +48,7 @@ class Arrivals:
         )
 
     def look(self, store: Store) -> bool:
-        """Looks for those that are missing, by one list for each thousand of them, and reads their descriptions.
+        """Looks for the missing parts, by one list for each thousand of them, and reads their descriptions.
 
         Returns:
             True if any has come since the last look.

@@ -9,7 +9,7 @@ the new one, complete, and each function may be repeated after a crash.
 W1    the files of each part, but the switch, by the drain of its node            the old checkpoint
 W2    the part's description                                                      the old one
 W3    the index, once all descriptions are there and all files have their size    the old one
-W4    a manifest of both contents, where the old one has such a switch as well    the new fails at its switch: the old
+W4    a manifest of both contents, if the old one has such a switch as well       the new fails at its switch: the old
 W5    the switch                                                                  the new one
 W6    the manifest of the new content alone                                       the new one
 W7    the old one's files, then its descriptions and index go                     the new one
@@ -119,7 +119,7 @@ def put_part(
 ) -> Fate:
     """Uploads one of several parts: its files but the switch, then its description.
 
-    The journal remembers what has arrived, between a crash and the next call, and :func:`commit` goes on with it.
+    The journal remembers the arrived files, between a crash and the next call, and :func:`commit` continues with it.
 
     Returns:
         ``sent``; or else nothing was written.
@@ -160,7 +160,7 @@ def is_sent(journal: UploadJournal | None) -> bool:
 
 
 def abandon(store: Store, part: Part, journal: UploadJournal) -> None:
-    """Ends the upload of a part that will not be needed. Files that have arrived stay where they are."""
+    """Ends the upload of a part that will not be needed. Files that have arrived stay."""
     arrived = sent(journal)
     for entry in sorted(part.content.files, key=lambda entry: entry.basename == part.content.switch):
         if entry.basename not in arrived:
@@ -214,12 +214,12 @@ def commit(
     if not described:
         _put_files(store, part, files, old, journal, progress)
     elif switch is not None:
-        # It may have waited for long since it was verified with the other files.
+        # The file may have waited for long since it was verified with the other files.
         _verify(part, [switch], files)
     own = old if old is not None and old.alias_of is None else None
     sizes = _sizes_of(store, part, index)
     if own is not None and own.content.save_id > part.save_id and None in sizes.values():
-        # It was as far as W4, where the run that has the name now found it, replaced it, and removed its files.
+        # The save was as far as W4, where the run that has the name now found it, replaced it, and removed its files.
         return "replaced"
     _check_sizes(part, index, sizes)
     tag = manifests.conditional.tag(switch.path) if switch is not None else None
@@ -270,7 +270,7 @@ def _index_of(part: Part, rows: Mapping[int, IndexRow]) -> Index:
 
 
 def _put_index(store: Store, part: Part, index: Index) -> Content:
-    """Writes the index (W3), before it the description of a part that is alone; the content that names it."""
+    """Writes the index (W3), before it the description of a part that is alone; returns the content that names it."""
     content = replace(part.content, coordinator=part.rank, files=())
     if part.content.parts == 1:
         store.put(ids.description_key(part.save_id, part.rank), part.to_json())
@@ -293,7 +293,7 @@ def _uploaded(part: Part) -> list[FileEntry]:
 def _verify(part: Part, entries: Collection[FileEntry], files: Mapping[str, _Source]) -> None:
     for entry in entries:
         data = files[entry.basename]
-        # A copy is of what was verified when it was uploaded.
+        # A copy has bytes that were verified when they were uploaded.
         if not isinstance(data, memoryview):
             continue
         for index, (offset, length) in enumerate(entry.chunks):
@@ -309,7 +309,7 @@ def _put_files(
     journal: UploadJournal | None,
     progress: _Progress,
 ) -> None:
-    """Uploads what is there before the checkpoint is (W1), once all files are verified."""
+    """Uploads the files that come before the checkpoint (W1), once all files are verified."""
     _check_names(store, part, old)
     _verify(part, part.content.files, files)
     for entry in _uploaded(part):
@@ -352,7 +352,7 @@ def _switch_over(
 
 
 def _check_names(store: Store, part: Part, old: Manifest | None) -> None:
-    """Refuses a part that would write where it must not."""
+    """Refuses a part that would write to files of others."""
     check_paths(part)
     # A file with a mark of the save's id belongs to no other save.
     mark = hash_bytes(part.save_id.encode())[:8]

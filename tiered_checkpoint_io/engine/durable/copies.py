@@ -57,7 +57,7 @@ def put_copy(
         clock: Tells how long a request of another run has waited.
 
     Returns:
-        Why the store did not copy; None if it did, or if it was not asked to.
+        The reason why the store did not copy; None if it did, or if it was not asked to.
 
     Raises:
         CheckpointNotFoundError: ``target`` does not exist. ``name`` is as it was.
@@ -68,7 +68,7 @@ def put_copy(
     old = current(store, name)
     part = _part_of(store, manifest, name, save_id, dirpath)
     begun = old.content if old is not None and old.previous and old.content.save_id == save_id else None
-    # An earlier try may have put there what the target was then: its manifest must stay until the alias'.
+    # An earlier try may have put the target's former content there: its manifest must stay until the alias'.
     has_changed = begun is not None and part is not None and begun.copy_of != part.content.copy_of
     if part is None or has_changed or name == target or _is_later(old, save_id):
         put_alias(store, name, target, before=save_id)
@@ -89,7 +89,7 @@ def put_copy(
     except CopyRefusedError as refused:
         with in_memory(part.content.copy_of) as data:
             if data is not None:
-                # A damaged copy in memory is the business of those who restore from it.
+                # Ranks that restore from a damaged copy in memory report it.
                 with contextlib.suppress(CorruptCheckpointError):
                     commit(store, part, {entry.basename: data}, journal=journal, progress=progress, clock=clock)
                     return refused
@@ -139,7 +139,7 @@ def put_alias(store: Store, alias: str, target: str, *, before: str | None = Non
     known = target_of(manifests, target, alias)
     old = manifests.current(alias)
     if alias == target or (before is not None and old is not None and old.content.save_id > before):
-        # An earlier try may have set it, to a target that was saved later than the request.
+        # An earlier try may have set the alias, to a target that was saved later than the request.
         return
     if alias not in known.aliases:
         known = known.with_alias(alias)

@@ -62,7 +62,7 @@ def content_or_damage(store: Store, manifest: Manifest, progress: _Progress = la
 
     Args:
         store: Store that has it.
-        manifest: Its own; of an alias, better the one of what it stands for.
+        manifest: Its own; for an alias, better the target's.
         progress: Called with the bytes of each chunk that was read, from any thread.
 
     Raises:
@@ -72,7 +72,7 @@ def content_or_damage(store: Store, manifest: Manifest, progress: _Progress = la
     for content in contents_there(store, manifest):
         try:
             files = files_of(store, content)
-            # Of one part, all files are its coordinator's.
+            # With one part, all files are its coordinator's.
             alone = content.parts == 1
             ranks = [max(content.coordinator, 0)] if alone else range(content.parts)
             owners = {entry.path: rank for rank in ranks for entry in files.of_rank(rank)}
@@ -81,7 +81,7 @@ def content_or_damage(store: Store, manifest: Manifest, progress: _Progress = la
             found = Damage(error.message, file=error.key or "")
         if found is None:
             return content
-        # Of several, that of the one that is known to have been complete, the last.
+        # With several contents, the damage of the last one: that one is known to have been complete.
         damage = found
     assert damage is not None
     return damage
@@ -115,7 +115,7 @@ def _first_damage(
 
 def _check_chunk(store: Store, entry: FileEntry, index: int, heard: Callable[[], None]) -> None:
     length = entry.chunks[index][1]
-    # It is read to be compared alone, each piece over the one before.
+    # The bytes are only compared, so each piece is read over the one before.
     aside = memoryview(bytearray(min(length, PIECE_SIZE)))
     pieces = [aside[: length - at] for at in range(0, length, PIECE_SIZE)]
     if length:

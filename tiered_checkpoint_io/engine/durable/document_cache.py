@@ -1,4 +1,4 @@
-"""Small documents beside the checkpoints, read again and again: one list, and those that have changed since."""
+"""Small documents beside the checkpoints, read again and again: one list, and a read of the changed ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 
 _T = TypeVar("_T")
-#: A listing tells times in whole seconds: what was read so soon after a change may change again unseen. By the times
+#: A listing tells times in whole seconds: a document read so soon after a change may change again unseen. By the times
 #: of the listing itself, or by how long it has been the same.
 _SETTLED_S = 2.0
 
@@ -28,11 +28,11 @@ class _Known(NamedTuple):
 
 @dataclass(slots=True)
 class DocumentCache(Generic[_T]):
-    """The documents below a prefix, as they were read last.
+    """The documents below a prefix, as they were last read.
 
     Attributes:
         prefix: Prefix of the documents' keys.
-        parse: Makes one of its bytes and its key; raises CorruptCheckpointError if they can't be understood.
+        parse: Makes a document of its bytes and its key; raises CorruptCheckpointError if they can't be understood.
     """
 
     prefix: str
@@ -61,7 +61,7 @@ class DocumentCache(Generic[_T]):
             except (ConfigError, StoreError) as error:
                 if isinstance(error, StoreError) and error.reason != "archived":
                     raise
-                # The others are there all the same.
+                # The other documents are there all the same.
                 where = error.key or key
                 return [CorruptCheckpointError(error.message, operation="read", key=where, hint=error.hint)]
 

@@ -22,7 +22,7 @@ class Files:
     """The files of one save; descriptions are read when they are asked for. For many threads."""
 
     def __init__(self, store: Store, content: Content, index: Index | None) -> None:
-        """Takes what :func:`files_of` has read: the content lists the files if there is no index."""
+        """Takes the results of :func:`files_of`: the content lists the files if there is no index."""
         self._store = store
         self._content = content
         self._index = index
@@ -90,7 +90,7 @@ def files_of(store: Store, content: Content) -> Files:
 
 @contextlib.contextmanager
 def _as_committed(where: str) -> Iterator[None]:
-    """A block that reads a document which a manifest needs: to miss it, or to find it damaged, is corruption."""
+    """A block that reads a document which a manifest needs: a missing or damaged document is corruption."""
     try:
         yield
     except StoreNotFoundError as error:
@@ -131,7 +131,7 @@ def read_description(store: Store, name: str, save_id: str, rank: int, digest: s
 
 
 def check_paths(part: Part) -> None:
-    """Refuses a part that names files of others.
+    """Refuses a part that names files of other checkpoints.
 
     Raises:
         CorruptCheckpointError: It names a file outside of the folder of its checkpoint.

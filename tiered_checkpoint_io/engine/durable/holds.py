@@ -34,7 +34,7 @@ def hold(store: Store, name: str, save_id: str, *, clock: Clock = SYSTEM) -> str
 
 
 def release(store: Store, key: str) -> None:
-    """Ends a hold; what had to go without it goes at the next retention or prune."""
+    """Ends a hold; a checkpoint that had to go without it goes at the next retention or prune."""
     store.delete(key)
 
 
@@ -54,6 +54,6 @@ def refuse_held(store: Store, name: str, *, clock: Clock = SYSTEM) -> None:
                 hint="it stays; the next retention or `tiered-ckpt prune` after that removes it",
                 reason="held",
             )
-        # One that can't be removed counts for nothing all the same.
+        # A hold that can't be removed does not count all the same.
         with Refusals().kept():
             store.delete(entry.key)

@@ -1,4 +1,4 @@
-"""Manifests on the durable tier: reading them, what several of them say together, and changing them.
+"""Manifests on the durable tier: how they are read, taken together, and changed.
 
 Two drains may work on one name: of two runs, or of one job on two nodes. So an operation changes a manifest only while
 it is as the operation has read it (:class:`Manifests`), and an object that several saves write in turn, the switch,
@@ -26,7 +26,7 @@ from tiered_checkpoint_io.stores.fallbacks import conditional
 
 #: Manifests that are read for the newest save: an upload that failed before may be committed after newer ones.
 _LAST = 8
-#: No reservation has more bytes, but for one of a long name; no manifest has fewer than 400.
+#: No reservation has more bytes, except one of a long name; no manifest has fewer than 400.
 _MAX_RESERVATION = 400
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -35,7 +35,7 @@ _TURNS = 4
 
 
 def repeated(operation: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Has an operation begin anew if what it has read is changed by another, a few times."""
+    """Has an operation begin again, a few times, if another changes a document that it has read."""
 
     @functools.wraps(operation)
     def repeat(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -51,7 +51,7 @@ def repeated(operation: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 class Manifests:
-    """The manifests of a durable tier as one operation sees them. It changes only what is as it has read it first.
+    """The manifests of a durable tier as one operation sees them. It changes only one that is as it was first read.
 
     Attributes:
         store: Store that has the manifests.
@@ -88,7 +88,7 @@ class Manifests:
         return manifest
 
     def put(self, manifest: Manifest) -> None:
-        """Writes a manifest in place of what was read.
+        """Writes a manifest in place of the one that was read.
 
         Raises:
             StoreError: Another drain was faster.
@@ -96,7 +96,7 @@ class Manifests:
         self._put(manifest.name, manifest.to_json())
 
     def delete(self, name: str) -> None:
-        """Removes the manifest that was read; if none was, there is nothing to do. Raises as :meth:`put`."""
+        """Removes the manifest that was read, if one was. Raises as :meth:`put`."""
         tag = self._tags[name]
         if self._reserved[name]:
             if self._read[name] is not None:
@@ -106,7 +106,7 @@ class Manifests:
             self._tags[name] = None
 
     def reserve(self, name: str, manifest: Manifest | None = None) -> None:
-        """Marks the place of a manifest as one whose objects are about to change: see :func:`reservation`.
+        """Marks the place of a manifest whose objects are about to change: see :func:`reservation`.
 
         A manifest that was read there stays, with the mark, or ``manifest`` takes its place. Raises as :meth:`put`.
         """
@@ -123,7 +123,7 @@ class Manifests:
         """Does nothing if a manifest is as it was read, or written last.
 
         Raises:
-            StoreError: It is not: what this operation is about to write is not what the others expect.
+            StoreError: Another operation changed it: others do not expect this operation's write.
         """
         key, data = ids.manifest_key(name), b""
         with contextlib.suppress(StoreNotFoundError):
@@ -165,7 +165,7 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
 
     Raises:
         CorruptCheckpointError: It can't be understood.
-        StoreError: It is there, and can't be read: what it describes is not to be overwritten or removed. The tier
+        StoreError: It is there, and can't be read: its objects are not to be overwritten or removed. The tier
             could not be asked.
     """
     key = ids.manifest_key(name)
@@ -247,5 +247,5 @@ def _readable(store: Store, name: str) -> Manifest | None:
     except (CorruptCheckpointError, StoreError) as error:
         if isinstance(error, StoreError) and error.reason != "archived":
             raise
-        # Damaged, archived, or a newer release's: what it says of the order can't be known.
+        # Damaged, archived, or a newer release's: its place in the order is unknown.
         return None

@@ -29,7 +29,7 @@ def removed(
     needed: Collection[str] = (),
     clock: Clock = SYSTEM,
 ) -> Iterator[RemovalAttempt]:
-    """Removes what no policy keeps, each only while it is as it was judged; may be repeated after a crash.
+    """Removes checkpoints that no policy keeps, each only while it is as it was judged; repeatable after a crash.
 
     One after the other, as they are asked for: a caller that stops leaves the others. A checkpoint that is refused
     stays as it is, and does not keep the others.
@@ -42,7 +42,7 @@ def removed(
         clock: Tells which holds have expired.
 
     Yields:
-        Each that is gone, and each that was refused.
+        Each checkpoint that is gone, and each that was refused.
 
     Raises:
         StoreError: Some are still there. Repeat the call to finish.
@@ -69,7 +69,7 @@ def remove(store: Store, checkpoint: Checkpoint, *, clock: Clock = SYSTEM) -> Re
     """Removes a checkpoint, unless it was saved again since it was judged, or is in use.
 
     Raises:
-        StoreError: It does not answer. Repeat the call to finish.
+        StoreError: The server does not answer. Repeat the call to finish.
     """
     refused = Refusals()
     try:
@@ -80,7 +80,7 @@ def remove(store: Store, checkpoint: Checkpoint, *, clock: Clock = SYSTEM) -> Re
         if error.reason != "held":
             raise
         return RemovalAttempt(checkpoint, is_gone=False)
-    # If it is not this one object that is refused, as with credentials that have expired, this raises too.
+    # If the server does not refuse this one object alone, as with expired credentials, this raises too.
     manifest = current(store, checkpoint.name)
     is_there = manifest is not None and manifest.content.save_id == checkpoint.save_id
     return RemovalAttempt(checkpoint, not is_there, refused[0])

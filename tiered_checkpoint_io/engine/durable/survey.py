@@ -53,11 +53,11 @@ class Survey:
 
     Attributes:
         locked: Unnamed saves that the server refuses to remove.
-        due: When to sweep again, by the monotonic clock.
+        due: Time of the next sweep, by the monotonic clock.
         told: The error of the last sweep, as it was logged.
         unread: After :meth:`look`, the names whose manifests can't be understood: they stay.
-        saves: After it, the saves that manifests name.
-        refused: Checkpoints that the server refused to remove, and of which this was not said yet.
+        saves: After :meth:`look`, the saves that manifests name.
+        refused: Checkpoints that the server refused to remove, and that were not reported yet.
     """
 
     locked: set[str] = field(default_factory=set)
@@ -72,14 +72,14 @@ class Survey:
     _leases: DocumentCache[LeaseFacts] = field(default_factory=lambda: DocumentCache(ids.LEASE_PREFIX, _lease))
 
     def manifests(self, store: Store, clock: Clock = SYSTEM) -> dict[str, Manifest | CorruptCheckpointError]:
-        """Returns all manifests, by name: one list, and a read of what is new among them.
+        """Returns all manifests, by name: one list, and a read of the new ones.
 
         Raises:
             StoreError: The tier could not be asked.
         """
         read = self._manifests.read(store, clock).items()
         named = {name: value for key, value in read if (name := ids.name_from_manifest_key(key)) is not None}
-        # In place of a reservation there is None.
+        # A reservation is None here.
         return {name: value for name, value in named.items() if value is not None}
 
     def look(self, store: Store, *, clock: Clock = SYSTEM) -> list[Checkpoint]:
@@ -95,8 +95,8 @@ class Survey:
         return [Checkpoint.of(each) for each in manifests]
 
     def leave_alone(self, attempt: RemovalAttempt, clock: Clock) -> None:
-        """Remembers a checkpoint that the server refused to remove, so that it is not asked each time."""
-        # The others of its step stay with it.
+        """Remembers a checkpoint that the server refused to remove, so that the server is not asked each time."""
+        # The other checkpoints of its step stay with it.
         self._left_alone[attempt.checkpoint.unit] = clock.monotonic() + clock.timing.refused_again_s
         if attempt.checkpoint.save_id not in self._known:
             self._known.add(attempt.checkpoint.save_id)

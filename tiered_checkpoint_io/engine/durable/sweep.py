@@ -60,7 +60,7 @@ def _passing(*reasons: Reason) -> Iterator[None]:
 
 
 class Deletion(NamedTuple):
-    """Result of a delete: whether the checkpoint ceased to exist, and the error that left files for the sweep."""
+    """Result of a delete: True if the checkpoint ceased to exist, and the error that left files for the sweep."""
 
     is_gone: bool
     left: TieredCheckpointError | None = None

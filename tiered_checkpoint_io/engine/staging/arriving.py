@@ -34,11 +34,11 @@ class Destination(Protocol[_T_co]):
         ...
 
     def keep(self) -> _T_co:
-        """Makes it exist, once all has arrived and :meth:`open`'s block has ended."""
+        """Makes the part exist, once all files have arrived and :meth:`open`'s block has ended."""
         ...
 
     def drop(self) -> None:
-        """Frees the room."""
+        """Frees the part's room."""
         ...
 
 
@@ -95,7 +95,7 @@ def describe(store: PeerStore, save_id: str, rank: int) -> Part:
 
     Raises:
         StoreError: The peer does not have it, or does not answer.
-        CorruptCheckpointError: It is not understood here.
+        CorruptCheckpointError: This release can't understand it.
     """
     key = f"{save_id}/{rank}"
     part = Part.from_json(store.get(key), where=f"{store.url}/{key}")
@@ -112,7 +112,7 @@ def copies_of(part: Part, entry: FileEntry, stores: Sequence[PeerStore]) -> list
 
 
 def not_taken(note: Callable[[str], None]) -> Callable[[Readable, FileEntry, Exception], None]:
-    """Returns what notes that a copy is not read any more; if it is damaged, its node is to verify it."""
+    """Returns a callback that notes a rejected copy; if the copy is damaged, its node is to verify it."""
 
     def skipped(store: Readable, entry: FileEntry, error: Exception) -> None:
         note(f"{store.url}: {error}")
@@ -136,7 +136,7 @@ def read_part(
         stores: The peers that hold it, in the order in which to read them.
         destination: Destination of the part.
         progress: Called with the number of each chunk that has come, from any thread.
-        note: Called with why a peer's copy is not taken.
+        note: Called with the reason why a peer's copy is not taken.
 
     Raises:
         CorruptCheckpointError: No peer has all of it intact.

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class BackgroundTask:
-    """At most one end of a save at a time, and what follows it, on a thread of its own.
+    """Runs at most one end of a save at a time, and the work that follows it, on a thread of its own.
 
     Opening the session waits for it, so the next restore, delete or save finds all parts in memory. A process that
     ends waits for it too. The thread waits for the next task: to start one, a caller would wait for a core.
@@ -25,7 +25,7 @@ class BackgroundTask:
     """
 
     def __init__(self, timeout_s: float, log: Logger) -> None:
-        """Takes the bound of each wait, seconds, and where to log."""
+        """Takes the bound of each wait, seconds, and the logger."""
         self._timeout_s = timeout_s
         self._log = log
         self.lost: set[str] = set()
@@ -37,21 +37,21 @@ class BackgroundTask:
         self._thread: int | None = None
 
     def run(self, name: str, work: Callable[[], T]) -> Future[T]:
-        """Runs ``work``, what is left to do for the checkpoint ``name``, after what runs already.
+        """Runs ``work``, the rest of the save of ``name``, after the work that runs already.
 
         Returns:
-            Its result, or the exception that it raised, which is for the caller to show.
+            Its result, or the exception that it raised, which the caller is to show.
         """
         self.wait()
         return self._submit(name, work)
 
     def after(self, name: str, work: Callable[[], None], *, needs: str = "") -> None:
-        """Does something with ``name`` after what runs; at once if nothing does. :meth:`show` shows its failure.
+        """Does something with ``name`` after the running work; at once if none runs. :meth:`show` shows its failure.
 
         Args:
             name: A checkpoint's name.
             work: Work to do. If the last durable save is :attr:`lost`, it waits for the next; see :meth:`saved`.
-            needs: A name: if that is lost, it is not done at all.
+            needs: A name: if the save of that name is lost, the work is not done at all.
         """
 
         def unless_lost() -> None:
@@ -70,10 +70,10 @@ class BackgroundTask:
             unless_lost()
 
     def saved(self, name: str, *, durable: bool) -> None:
-        """Takes note of a save: after a durable one, what was put off for one that is :attr:`lost` is done.
+        """Takes note of a save: after a durable one, work that was put off for a :attr:`lost` one is done.
 
         Args:
-            name: Its own; what was to be done with an earlier checkpoint of that name is not done any more.
+            name: Its own; work on an earlier checkpoint of that name is not done any more.
             durable: True if it goes to the durable tier.
         """
         self._put_off.pop(name, None)
@@ -83,11 +83,11 @@ class BackgroundTask:
             self._followers.extend(self._submit(each, work) for each, work in due.items())
 
     def show(self) -> None:
-        """Waits for what runs; on its own thread, looks at what has ended.
+        """Waits for the running work; on its own thread, looks at the work that has ended.
 
         Raises:
             Exception: Work :meth:`after` a task has failed.
-            DrainError: It has not ended in time.
+            DrainError: The work has not ended in time.
         """
         self.wait()
         while self._followers and self._followers[0].done():
@@ -98,7 +98,7 @@ class BackgroundTask:
             self._pool = ThreadPoolExecutor(1, "tiered-seal", self._begin)
         future = self._pool.submit(work)
         self._tasks[future] = name
-        # Asked several times at each save: what has ended is not looked at again.
+        # Asked several times at each save: work that has ended is not looked at again.
         future.add_done_callback(self._ended)
         return future
 
@@ -109,10 +109,10 @@ class BackgroundTask:
         self._thread = threading.get_ident()
 
     def wait(self) -> None:
-        """Waits for what runs, however it ends; does nothing on its own thread.
+        """Waits for the running work, however it ends; does nothing on its own thread.
 
         Raises:
-            DrainError: It has not ended in time.
+            DrainError: The work has not ended in time.
         """
         if not self._tasks or threading.get_ident() == self._thread:
             return
@@ -142,6 +142,6 @@ class BackgroundTask:
         """Ends the thread, once it has nothing to do; a later task begins another."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            # One that has hung is not waited for once more.
+            # Work that has hung is not waited for once more.
             pool.shutdown(wait=not self.is_busy)
             self._thread = None

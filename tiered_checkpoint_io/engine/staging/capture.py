@@ -27,12 +27,12 @@ _ROUND = 2 << 20
 _PAUSE_S = 0.25
 #: The lowest priority.
 _IDLE = 19
-#: So often who pins a slot looks whether it is touched, seconds.
+#: Interval at which the thread that pins a slot looks whether it is touched, seconds.
 _LOOK_S = 0.05
 
 
 class Capturer:
-    """Fills slots of one process' memory tier, and removes what retention gives up for them."""
+    """Fills slots of one process' memory tier, and removes the parts that retention gives up for them."""
 
     def __init__(self, tier: MemoryTier, pins: HostPins | None = None, clock: Clock = SYSTEM) -> None:
         """Takes an open tier.
@@ -53,15 +53,15 @@ class Capturer:
 
         Args:
             size: Size of the file, bytes.
-            scope: The save; if there is no room, what it may remove goes, the oldest first.
+            scope: The save; if there is no room, parts that it may remove go, the oldest first.
             retained: Ids of saves that must not go for it.
             spills: True if it goes to the spill when memory has no room.
 
         Returns:
-            It is the caller's to fill, or to give back.
+            The slot, for the caller to fill or to give back.
 
         Raises:
-            MemoryFullError: No room even so; all that memory need not give up is still there.
+            MemoryFullError: No room even so; all parts that memory need not give up are still there.
         """
         # A slot that is prepared by now is taken.
         self._stopped.set()
@@ -99,7 +99,7 @@ class Capturer:
         """Removes the parts that memory need not keep any longer.
 
         Args:
-            parts: All in this node's memory.
+            parts: All parts in this node's memory.
             scope: See :func:`removable`, as for the next two.
             keep: Number of checkpoints that stay.
             evidence: Facts about the saves in memory.
@@ -114,9 +114,9 @@ class Capturer:
         self._remove(going)
 
     def prepare(self, size: int, *, first: bool = False) -> None:
-        """Makes a slot for the next file of this size, in the background; the next save takes what there is by then.
+        """Makes a slot for the next file of this size, in the background; the next save takes it as far as it is made.
 
-        It is pinned, too, if the state is on a GPU.
+        The slot is pinned, too, if the state is on a GPU.
 
         Args:
             size: Bytes of the file.
@@ -132,10 +132,10 @@ class Capturer:
 
         def touch() -> None:
             if before is not None:
-                # It was stopped, and ends after a piece.
+                # The thread was stopped, and ends after a piece.
                 self._clock.join(before, self._clock.timing.space_wait_s)
             if first and sys.platform == "linux":
-                # Training has the cores. Only there it is of this thread alone.
+                # Training has the cores. Only Linux has a priority for one thread.
                 with contextlib.suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IDLE)
             if are_slow() and self._clock.wait(stopped, _PAUSE_S):
@@ -149,11 +149,11 @@ class Capturer:
             if first and cast("Any", torch.cuda).is_initialized():
                 device = torch.cuda.current_device()
             if device is not None:
-                # A thread of ordinary priority: what it locks in the GPU's driver, training may wait for.
+                # A thread of ordinary priority: training may wait for a lock that this thread has in the GPU's driver.
                 self._preparing = self._clock.start(lambda: self._pin(touching, size, stopped, device), "tiered-pin")
 
     def _pin(self, touching: threading.Thread, size: int, stopped: threading.Event, device: int) -> None:
-        """Pins what another thread touches, once it has."""
+        """Pins a slot that another thread touches, once it has."""
         while touching.is_alive() and not stopped.is_set():
             self._clock.join(touching, _LOOK_S)
         with torch.cuda.device(device), beside_graphs() as may:
@@ -173,7 +173,7 @@ class Capturer:
         here: list[StoredPart] = []
 
         def going_for(missing: int) -> list[StoredPart]:
-            # Looked at only now: a save that finds a free slot need not list what memory holds.
+            # Listed only now: a save that finds a free slot need not list memory's parts.
             parts[:] = tier.parts()
             here[:] = [stored for stored in parts if not tier.is_spilled(stored.folder)]
             # Parts that are being replicated stay: other machines may already remove earlier saves for them.
@@ -212,10 +212,10 @@ def acquire_for(tier: MemoryTier, size: int, going_for: Callable[[int], list[Sto
     except BusyError:
         raise
     except MemoryFullError:
-        # The pool has just given up its free slots, so what is missing is known exactly.
+        # The pool has just given up its free slots, so the number of missing bytes is known exactly.
         missing = size + _ROUND - tier.room()
         if missing <= 0:
-            # They were enough, or others have given back what was missing.
+            # These parts were enough, or others have given back the missing bytes.
             with contextlib.suppress(MemoryFullError):
                 return tier.acquire(size)
             missing = size + _ROUND - tier.room()

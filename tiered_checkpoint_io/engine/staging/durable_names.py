@@ -19,11 +19,11 @@ class DurableNameCache:
         has_worked: Callable[[], bool],
         clock: Clock,
     ) -> None:
-        """Takes where to look.
+        """Takes the sources of names.
 
         Args:
             list_names: The names on the durable tier, by one LIST, on a thread of its own.
-            queued: Those whose upload is queued.
+            queued: Names whose upload is queued.
             has_worked: True if a drain has ever worked for this node's memory.
             clock: For waits.
         """
@@ -70,13 +70,13 @@ class DurableNameCache:
         return frozenset(self._listed or ())
 
     def close(self) -> None:
-        """Waits for no answer any more."""
+        """Ends the wait for an answer."""
         if self._question is not None:
             self._question.close()
             self._question = None
 
     def _ask(self, patience_s: float) -> Iterable[str]:
-        # One that was not answered in time is not asked again: the next caller has its answer, or no wait.
+        # A question that was not answered in time is not asked again: the next caller has its answer, or no wait.
         question = self._question = self._question or Question(self._list_names, clock=self._clock)
         if not question.within(patience_s):
             raise question.silence("the durable tier", patience_s)

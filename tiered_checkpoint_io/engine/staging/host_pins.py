@@ -40,7 +40,7 @@ class HostPins:
         return self._pin(view, len(view))[0]
 
     def pin_piece(self, view: memoryview) -> bool:
-        """Registers one piece more; whether there is another."""
+        """Registers one more piece; returns whether there is another."""
         done, made = self._pin(view, 1)
         return made > 0 and len(view) - done >= mmap.PAGESIZE
 
@@ -97,7 +97,7 @@ def beside_graphs() -> Iterator[bool]:
     for an event, and fails itself if one tries to.
     """
     mode, driver = ctypes.c_int(_RELAXED), None
-    # There is none if torch's GPUs are others than NVIDIA's.
+    # There is no such library if torch's GPUs are not NVIDIA's.
     with contextlib.suppress(OSError, AttributeError):
         found = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
         if found(ctypes.byref(mode)) == 0:
@@ -106,5 +106,5 @@ def beside_graphs() -> Iterator[bool]:
         yield driver is not None
     finally:
         if driver is not None:
-            # It has left there what the mode was.
+            # The call has left the former mode there.
             driver(ctypes.byref(mode))

@@ -7,7 +7,7 @@ import threading
 
 
 class Latch:
-    """Set once, by any thread; any number of threads wait for that."""
+    """An event that is set once, by any thread; any number of threads wait for it."""
 
     __slots__ = ("_is_set", "_lock")
 
@@ -21,17 +21,17 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        """Ends all waits, those to come as well."""
+        """Ends all waits, also later ones."""
         self._is_set = True
         self._pass_on()
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits for that; whether it is set by then."""
+        """Waits until the latch is set; returns whether it is set by then."""
         if not self._is_set and self._lock.acquire(timeout=timeout_s):
             self._pass_on()
         return self._is_set
 
     def _pass_on(self) -> None:
-        # Free already: one who waits has had it meanwhile.
+        # The lock is free already: a waiting thread has had it meanwhile.
         with contextlib.suppress(RuntimeError):
             self._lock.release()

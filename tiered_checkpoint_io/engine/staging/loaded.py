@@ -22,7 +22,7 @@ from tiered_checkpoint_io.model.manifest import Part
 def slot_for(tier: MemoryTier, part: Part, size: int) -> Slot:
     """Returns a slot of ``size`` bytes for a loaded part; if there is no room, parts of earlier loads go.
 
-    If memory has none even so, it is one of the spill.
+    If memory has no room even so, the slot is one of the spill.
 
     Raises:
         MemoryFullError: There is no room there either.
@@ -30,10 +30,10 @@ def slot_for(tier: MemoryTier, part: Part, size: int) -> Slot:
 
     def going_for(missing: int, *, spilled: bool = False) -> list[StoredPart]:
         scope = _scope(part)
-        # Of another payload or series of this job, it may be the newest.
+        # A part of another payload or series of this job may be the newest.
         ours = [each for each in tier.parts() if scope.covers(each) or each.part.place != scope.place]
         here = [each for each in ours if tier.is_spilled(each.folder) == spilled and _may_go(each)]
-        # It counts as if it were there: what is older may go for it, even the newest that this node has.
+        # The new part counts as if it were there: older ones may go for it, even the newest that this node has.
         coming = StoredPart(part, Path(), drained=True)
         return room_for(missing, [*here, coming], scope, {part.save_id, *tier.awaited(True)})
 
@@ -47,7 +47,7 @@ def slot_for(tier: MemoryTier, part: Part, size: int) -> Slot:
 
 
 def retain_loaded(tier: MemoryTier, part: Part, keep: int) -> None:
-    """Removes, now that all ranks of this node have opened ``part``, what loads have brought beyond ``keep``."""
+    """Removes loaded parts beyond ``keep``, now that all ranks of this node have opened ``part``."""
     held, scope = tier.parts(), _scope(part)
     retained = {part.save_id, *tier.awaited(False)}
     for stored in removable(held, scope, max(1, keep), all_complete(held, scope), retained):
@@ -64,6 +64,6 @@ def _may_go(stored: StoredPart) -> bool:
 
 def _scope(part: Part) -> Scope:
     kind, place = part.content.kind, part.place
-    # As saves of the same payload have it: the names of full checkpoints are one series.
+    # As in saves of the same payload: the names of full checkpoints are one series.
     series = "" if kind == "full" else ids.series_of(part.name, part.content.step)
     return Scope(part.save_id, part.rank, kind, place.dirpath, series, own_rank_only=True, server=place.server)

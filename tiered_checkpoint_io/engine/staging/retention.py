@@ -1,4 +1,4 @@
-"""Retention: which parts a rank may remove from a node's memory. Pure functions of what is held.
+"""Retention: which parts a rank may remove from a node's memory. Pure functions of the parts that memory holds.
 
 One rule for all payloads. Only the evidence differs between ways to save: the saves that are known to be complete.
 """
@@ -14,7 +14,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import AtPlace, Server
 
-#: Ranks that train together are at most one save apart: of so many saves that a node holds, the oldest is complete.
+#: Number of saves that a node holds, of which the oldest is complete: ranks that train together are one save apart.
 _COMPLETE = 2
 
 
@@ -27,7 +27,7 @@ class Scope(AtPlace):
         rank: The rank that saves.
         payload: Its payload format.
         dirpath: Its durable tier.
-        series: To which names the count applies, see :func:`ids.series_of`; empty for all names.
+        series: Key of the names to which the count applies, see :func:`ids.series_of`; empty for all names.
         own_rank_only: True if parts of other ranks stay whichever run wrote them; by default those of earlier
             runs, whose ranks may be gone, do not.
         server: Server of the durable tier, see :class:`Place`.
@@ -79,7 +79,7 @@ def series_of(stored: StoredPart) -> str:
 def form_of(part: Part) -> str:
     """Returns equal keys for saves of which a later one replaces an earlier one with peers; any number may differ.
 
-    Not for what is saved side by side, such as averaged weights (``x-EMA.ckpt``) or the shards of process groups: see
+    Not for saves side by side, such as averaged weights (``x-EMA.ckpt``) or the shards of process groups: see
     :func:`ids.series_of`.
     """
     return (
@@ -134,7 +134,7 @@ def removable(
 ) -> list[StoredPart]:
     """Returns the parts that a rank removes so that memory holds ``keep`` of the checkpoints that are there.
 
-    A part that waits for the durable tier stays, and so does all that is as new as the newest complete save, or
+    A part that waits for the durable tier stays, and so do all parts as new as the newest complete save, or
     newer: other ranks may be finishing it. The newest save that is safe with peers stays until a newer one is. A
     save that memory will never hold completely is of no use once there is a newer one, and goes. Weights alone do
     not replace the newest that training can resume from.
@@ -216,7 +216,7 @@ def spill_room_for(
         missing: Bytes.
         held: The parts in the spill.
         scope: Scope of the save that needs room.
-        retained: Ids of saves that stay, but for such parts.
+        retained: Ids of saves that stay, except for such parts.
     """
     held = list(held)
     going = room_for(missing, held, scope, retained)

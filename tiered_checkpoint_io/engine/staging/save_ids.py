@@ -1,4 +1,4 @@
-"""The save ids that one process gives out: each sorts after all that it has seen, whatever its machine's clock says."""
+"""The save ids that one process gives out: each sorts after all seen ids, whatever its machine's clock says."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tiered_checkpoint_io.model import ids
 
 
 class SaveIds:
-    """Gives out ids.
+    """Gives out save ids.
 
     Attributes:
-        seen: The newest that was seen in any tier, and not given out by this process itself.
+        seen: The newest id that was seen in any tier, and not given out by this process itself.
     """
 
     def __init__(
@@ -25,13 +25,13 @@ class SaveIds:
         learnt: Callable[[], str | None] = lambda: None,
         met_others: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Takes where others' ids are found.
+        """Takes the sources of others' ids.
 
         Args:
             clock: When a run begins.
             log: Logger to use.
-            held: Those in this node's memory.
-            learnt: The newest on the durable tier, once another thread knows it.
+            held: Ids in this node's memory.
+            learnt: The newest id on the durable tier, once another thread knows it.
             met_others: True if other runs may have saved since the last call.
         """
         self._clock = clock
@@ -75,9 +75,9 @@ class SaveIds:
         return ids.new_run_id(after=max(filter(None, seen), default=None), clock=self._clock)
 
     def follow(self, *seen: str | None) -> None:
-        """Makes the next ids sort after those that were seen; None is none."""
+        """Makes the next ids sort after those that were seen; None for no id."""
         self.seen = max(filter(None, (self.seen, *seen)), default=None)
 
     def restart(self) -> None:
-        """Begins another run: others may save before the next id is given out, and that is then newer."""
+        """Begins another run: if others save before the next id is given out, that id is newer."""
         self._run_id, self._counter = None, 0
