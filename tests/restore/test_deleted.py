@@ -3,6 +3,7 @@
 import os
 import shutil
 
+import fsspec
 import pytest
 from support.supporting import build
 from typer.testing import CliRunner
@@ -45,3 +46,12 @@ def test_all_nodes_take_the_one_before_what_was_deleted(job, memory_dir, tmp_pat
         assert job(folder).load_checkpoint("tiered:latest")["global_step"] == 2
     assert ("3.ckpt: its object 3.ckpt is gone" in caplog.text) is not manifest
     assert job().load_checkpoint("3.ckpt")["global_step"] == 3
+
+
+def test_what_ended_with_its_process_was_not_deleted(memory_dir):
+    for step in range(3):
+        io = build(TieredCheckpointIO, dirpath="memory://ended", memory_dir=memory_dir)
+        assert io.load_checkpoint("tiered:latest").get("global_step", 0) == step
+        io.save_checkpoint({"global_step": step + 1}, f"{step + 1}.ckpt")
+        io.teardown()
+        fsspec.filesystem("memory").store.clear()

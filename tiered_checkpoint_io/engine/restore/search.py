@@ -343,8 +343,8 @@ class Search:
 
     def _is_deleted(self, candidate: Candidate, listed: Collection[str], gone: Collection[str]) -> bool:
         """Returns True if the owner deleted this candidate, which is newer than all on the durable tier."""
-        name = candidate.name
-        if not candidate.committed or (name in listed and name not in gone):
+        name, ends_with_process = candidate.name, ids.url_scheme(self._tiers.dirpath) == "memory"
+        if not candidate.committed or ends_with_process or (name in listed and name not in gone):
             return False
         self._tried_in_memory.add(candidate.save_id)
         # A save with a manifest is not uploaded again.

@@ -165,10 +165,10 @@ def refuse_misspelt(dirpath: str) -> None:
     misspelt = _MISSPELT_S3.match(text)
     if misspelt:
         raise ConfigError("it is not an S3 URL", hint=f"write s3://{misspelt['rest'].lstrip('/')}")
-    misspelt = _MISSPELT.match(text_of(dirpath))
+    misspelt = _MISSPELT.match(text)
     if misspelt:
-        slashes = ":///" if misspelt["scheme"].lower() in _LOCAL else "://"
-        raise ConfigError("a URL has two slashes", hint=f"write {misspelt['scheme']}{slashes}{misspelt['rest']}")
+        url = text.replace(":/", ":///" if misspelt["scheme"].lower() in _LOCAL else "://", 1)
+        raise ConfigError("a URL has two slashes", hint=f"write {url}, as text: a Path loses a slash")
     scheme, _, path = text.partition("://")
     if url_scheme(text) in _LOCAL and not at_home(path).startswith("/"):
         hint = f"write three slashes, as in {scheme}:///{path or 'folder'}"
