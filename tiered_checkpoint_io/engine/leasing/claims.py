@@ -47,16 +47,16 @@ class Claims:
         self._in_time = in_time
         self._follows = follows
         self.newest: str | None = None
-        #: The look for it; None before it begins, and once all was given back.
+        #: The look for that id; None before it begins, and once all was given back.
         self._looking: object | None = None
         self._lease: LeaseKeeper | None = None
         self._met = 0
         self._namespace: NamespaceLock | None = None
 
     def claim(self, *, saves: bool = True) -> None:
-        """Claims the dirpath for this launch, in the background; repeated, looks how that went.
+        """Claims the dirpath for this launch, in the background; a repeated call looks at the result.
 
-        The first time, this waits for the first look, which tells nearly all, for ``lease_first_look_s``, and
+        The first call waits for the first look, which tells nearly all, for ``lease_first_look_s``, and
         ``durable_timeout_s`` at most. A rank other than 0 that torch.distributed does not know yet claims nothing.
 
         Args:
@@ -77,7 +77,7 @@ class Claims:
             try:
                 lease.start()
             except OSError as error:
-                # No reason to stop training: the next save claims.
+                # A failure here is no reason to stop training: the next save claims.
                 self._log.warning("could not check whether another run uses this dirpath: %s", error)
                 return
             self._lease = lease
@@ -87,7 +87,7 @@ class Claims:
             self._clock.join(looking, max(0.0, began + patience_s - self._clock.monotonic()))
 
     def _look_for_newest(self) -> threading.Thread | None:
-        """Begins the look, if it is not known what is there: of a clock that is behind, new saves would be older."""
+        """Begins the look, unless the newest id is known: with a clock that is behind, new saves would be older."""
         if self._looking is not None or self._follows():
             return None
         self._looking = look = object()
@@ -110,7 +110,7 @@ class Claims:
             self.newest = newest
 
     def check(self) -> None:
-        """Looks how the claim went, if one was made; and, once, whose the memory of this namespace is.
+        """Looks at the result of the claim, if one was made; and, once, at the owner of this namespace's memory.
 
         Raises:
             ConfigError: Another live run writes to the same dirpath, or, on this node, another live job to the same
@@ -122,7 +122,7 @@ class Claims:
             self._lease.check()
 
     def look(self) -> None:
-        """Looks whether the namespace's file was removed, by which others see whose it is: the next check makes it."""
+        """Looks whether the namespace's file was removed, which tells others its owner: the next check makes it."""
         namespace = self._namespace
         # Other errors of memory are raised by the save.
         with contextlib.suppress(OSError):
@@ -154,8 +154,8 @@ class Claims:
             self._lease = None
 
     def close(self) -> None:
-        """Gives everything back."""
-        # Others may save before the next one of this process.
+        """Gives lease and lock back."""
+        # Others may save before this process' next save.
         self._looking, self.newest = None, None
         self.release_lease()
         if self._namespace is not None:
@@ -166,7 +166,7 @@ class Claims:
         try:
             root, owner = self._root(), owner_of_process(self._clock)
         except (OSError, TieredCheckpointError):
-            # The save that follows fails of the same, and reports it.
+            # The save that follows fails for the same reason, and reports it.
             return None
         if not self._config.is_named:
             self._log.info("no namespace was given: checkpoints are in node memory under %s", root.name)

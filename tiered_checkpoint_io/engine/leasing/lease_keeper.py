@@ -1,6 +1,6 @@
-"""Keeps this process' lease: claims it, beats, and notices where another run has come. See :mod:`leases`.
+"""Keeps this process' lease: claims it, beats, and notices when another run has come. See :mod:`leases`.
 
-All of it happens on a thread of its own, so that training never waits for the store. The first look tells for sure that
+This work happens on a thread of its own, so that training never waits for the store. The first look tells for sure that
 no other run is there, or that one of this node is alive. A lease of another node that is still fresh may be that of a
 run which has just crashed; it is watched, while training goes on, until it beats or has had its time.
 """
@@ -25,13 +25,13 @@ from tiered_checkpoint_io.stores import Store
 from tiered_checkpoint_io.stores.base import ObjectInfo
 from tiered_checkpoint_io.stores.refusals import Refusals
 
-#: None of ours is as long.
+#: Size in bytes that no lease of ours has.
 _MAX_BYTES = 1 << 16
-#: So many processes, each started by the one before, are known to belong together.
+#: Number of processes, each started by the one before, that are known to belong together.
 _ANCESTORS = 32
 #: Variable with a process's owner, so that child processes know that they belong to it.
 _OWNER_VARIABLE = "TIERED_CHECKPOINT_OWNER"
-#: In which of the scheduler's jobs that was: a job that a process submits inherits its environment, but is another run.
+#: Variable with that owner's job of the scheduler: a submitted job inherits its environment, but is another run.
 _JOB_VARIABLE = "TIERED_CHECKPOINT_OWNER_JOB"
 #: The owner of a process, by its id: a forked child has its parent's memory, but is another process.
 _owners: dict[int, str] = {}
@@ -40,7 +40,7 @@ _owners: dict[int, str] = {}
 def owner_of_process(clock: Clock) -> str:
     """Returns this process's launch: a name of its own, after those of the processes that started it.
 
-    Those of another job of the scheduler, which submitted this one, are left out. All ranks of one start have the same,
+    Names of another job of the scheduler, which submitted this one, are left out. All ranks of one start have the same,
     by the store of torch.distributed. See :func:`model.launches.are_one`.
 
     Raises:
@@ -76,9 +76,9 @@ class _Watched(NamedTuple):
 
 
 class LeaseKeeper:
-    """The lease of one process on one dirpath; claimed from the start on.
+    """The lease of one process on one dirpath, claimed from the start on.
 
-    Runs of any namespace are seen; the namespace is part of the key, and tells people and ``flush`` whose it is.
+    Runs of any namespace are seen; the namespace is part of the key, and tells people and ``flush`` the owner.
     """
 
     def __init__(self, store: Callable[[], Store], namespace: str, log: Logger, *, owner: str, clock: Clock) -> None:
@@ -91,9 +91,9 @@ class LeaseKeeper:
         token = clock.token(8)
         self._key = ids.lease_key(namespace, token)
         self._lease = Lease.of_this_process(owner, token)
-        #: When it was last written, and when the store last answered.
+        #: Time of its last write, and of the store's last answer.
         self._written = self._answered = 0.0
-        #: When each lease but ours was written, as of the last list.
+        #: Time of the last write of each lease but ours, as of the last list.
         self._seen: dict[str, float] = {}
         #: Time of the last change of each lease of others.
         self._watched: dict[str, _Watched] = {}
@@ -106,7 +106,7 @@ class LeaseKeeper:
         #: True if the store answered the last time.
         self._is_answered: bool | None = None
         self._refusal: ConfigError | None = None
-        #: Why the last look failed.
+        #: Reason why the last look failed.
         self.failure: Exception | None = None
         self._was_shown = False
 
@@ -180,7 +180,7 @@ class LeaseKeeper:
         is_lost = False
         if self._lease.held:
             listed = {info.key: info for info in store.list(ids.LEASE_PREFIX)}
-            # Removed by a run that took ours for dead.
+            # A run that took our lease for dead has removed it.
             is_lost = listed.pop(self._key, None) is None or now - self._answered > self._timing.lease_ttl_s
             is_asked = self._is_asked(store, listed)
             if not is_lost and not is_asked and now - self._written < self._timing.lease_rest_s:
@@ -253,7 +253,7 @@ class LeaseKeeper:
             except StoreError as error:
                 if error.reason != "archived":
                     raise
-                # By a lifecycle rule, which takes what was not written for long: as one that can't be understood.
+                # A lifecycle rule has removed it as old: it counts as one that can't be understood.
                 lease = None
             if lease is None or not are_one(lease.owner, self._lease.owner):
                 others.append(Other(info.key, lease, beats=False, quiet=0.0))
@@ -264,13 +264,13 @@ class LeaseKeeper:
         try:
             others = self._others(store, [info for key, info in listed.items() if self._seen.get(key) != info.modified])
         except StoreError:
-            # One that can't be read may ask; it is read again the next time.
+            # A lease that can't be read may ask; it is read again the next time.
             return True
-        # One that is held asks nothing: its process has looked.
+        # A held lease asks nothing: its process has looked.
         return any(not each.is_held for each in self._meet(listed, others))
 
     def _meet(self, listed: Mapping[str, ObjectInfo], others: Sequence[Other]) -> list[Other]:
-        """Takes note of the leases that are there, and of those of other launches; gives which of these are new."""
+        """Takes note of the leases that are there, and of those of other launches; returns the new ones of these."""
         new = [each for each in others if self._seen.get(each.key) != listed[each.key].modified]
         # A process of this launch that has come or gone may have saved, too.
         self.met += bool(new or listed.keys() != self._seen.keys())

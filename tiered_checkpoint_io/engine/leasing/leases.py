@@ -2,9 +2,9 @@
 
 Every process that saves to a dirpath keeps one small object of its own there, its lease. Every ``lease_beat_s`` it
 lists what is there, and writes its own again if another launch's that is not held has come, or was written again:
-that is how a newcomer asks whether it is alive. Else it does so every ``lease_rest_s``, for a bucket with versions
+that is how a newcomer asks whether it is alive. Else it writes every ``lease_rest_s``, as a bucket with versions
 keeps each. No process writes to the object of another that lives, so nothing has to be exclusive: a process first
-writes its own lease and then looks at all there are. Of two that begin at the same time at least one sees the other,
+writes its own lease and then looks at all leases. Of two that begin at the same time at least one sees the other,
 on any store that lists what was written; conditional writes, which not every server has, would not make it safer.
 """
 
@@ -81,7 +81,7 @@ class Other:
         key: The object.
         lease: Its content; None if that can't be read or understood.
         beats: True if it was written again since we first saw it.
-        quiet: For how long it was not, as far as we have seen, seconds.
+        quiet: Seconds for which it was not written again, as far as we have seen.
     """
 
     key: str
@@ -91,7 +91,7 @@ class Other:
 
     @property
     def who(self) -> str:
-        """Its process, for people."""
+        """The lease's process, for people."""
         if self.lease is None:
             return "a process whose lease can't be read"
         return f"process {self.lease.pid} on {self.lease.host} (launch {self.lease.owner})"
@@ -108,7 +108,7 @@ class Other:
             # A process that can't be read is hidden, or we are out of descriptors.
             with contextlib.suppress(OSError):
                 return _born(lease.pid) == lease.born
-        # Its age says nothing: it is written seldom while no other run asks.
+        # The lease's age says nothing: it is written seldom while no other run asks.
         if self.quiet > timing.lease_ttl_s:
             return False
         return True if self.beats else None

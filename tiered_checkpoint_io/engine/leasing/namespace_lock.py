@@ -48,7 +48,7 @@ class NamespaceLock:
                 return
             if clock.monotonic() > deadline:
                 break
-            # Its process may be about to end.
+            # The other job's process may be about to end.
             clock.sleep(clock.timing.namespace_poll_s)
         raise ConfigError(
             f"another live job keeps its checkpoints in this node's memory under the same namespace: that of"

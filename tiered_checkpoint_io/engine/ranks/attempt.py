@@ -1,7 +1,7 @@
 """Attempts of torchrun: each rank learns its own without waiting for other ranks.
 
 torchrun starts ranks again that have failed, or whose number changes, and may keep the store of torch.distributed, with
-all that was agreed in it. Its count of restarts is no name for an attempt: each agent counts for itself, and that of
+all that was agreed in it. A count of restarts is no name for an attempt: each agent counts for itself, and that of
 a node which replaces another begins at 0. So the first rank names an attempt, and each rank enters itself there once. A
 rank that finds itself entered is in a later attempt, and names that one.
 
@@ -51,11 +51,11 @@ def check(client: StoreClient, rank: int, token: str, attempt: str) -> None:
     """Checks whether a rank's attempt is the newest; as :func:`enter`.
 
     Raises:
-        LeftBehindError: It is not.
+        LeftBehindError: The attempt is not the newest.
     """
     newest = client.get(_KEY) or attempt
     if newest != attempt:
-        # The next process of this rank is to find that it was in that one.
+        # The next process of this rank is to find that it was in that attempt.
         _mark(client, newest, rank, token)
         raise LeftBehindError(
             "other ranks of this job were started anew, and this one was not",

@@ -1,8 +1,8 @@
 """Communication between ranks during a restore: a few collectives, each with a bound.
 
-Gathered is only what is small however large the checkpoint is: every rank gets that of all ranks, each padded to the
+Ranks gather only data that is small for any checkpoint: every rank gets that of all ranks, each padded to the
 largest. Data that grows with the checkpoint goes out from one rank, and is on each other rank once. That rank has it,
-or alone gathers what several have.
+or gathers alone the parts of several ranks.
 
 Ranks that restore together exchange in a fixed order. If one raised in between, the others would wait for as long as a
 node may take to fetch. Inside ``with group.failing_together()`` it makes one more exchange instead, with its error: the
@@ -31,7 +31,7 @@ from tiered_checkpoint_io.memory.node import memory_of, this_boot
 
 _T = TypeVar("_T")
 
-#: Names the machine if its boot id does not: virtual ones that fail as one, or machines that are simulated.
+#: Variable that names the machine if its boot id does not: virtual machines that fail as one, or simulated ones.
 MACHINE = "TIERED_CHECKPOINT_MACHINE"
 
 
@@ -66,10 +66,10 @@ class Group:
         except Exception as error:
             if not self._is_over and self.world_size > 1:
                 gathered: list[Any] = []
-                # A rank that is lost to this one learns of it when its connections end.
+                # A rank that is lost to this one learns of that when its connections end.
                 with contextlib.suppress(RestoreError):
                     gathered = self._all_gather(_Failed(portable(error, self.rank)))
-                # Of several, all raise the same one.
+                # If several ranks have failed, all raise the same error.
                 raise_first((each.error for each in gathered if isinstance(each, _Failed)), error)
             raise
 
@@ -110,7 +110,7 @@ class Group:
         return self._gather(obj, to)
 
     def close(self) -> None:
-        """Ends what the group has made for itself."""
+        """Ends the connections that the group has made for itself."""
 
     def _all_gather(self, obj: Any) -> list[Any]:
         return [obj]
@@ -154,7 +154,7 @@ class GivenGroup(Group):
             if self.rank == source:
                 shared = tensor_of(memoryview(data)).to(self._device)
             else:
-                # Made here: a rank that has no room for it is lost to the others, and they raise.
+                # Made here: a rank without room for the buffer is lost to the others, and they raise.
                 shared = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._dist.broadcast(shared, src=self._global(source), group=self._group)
             return shared
@@ -176,7 +176,7 @@ class GivenGroup(Group):
             return call()
         except RuntimeError as error:
             self._is_over = True
-            # The frames that it went through would keep the group alive, and its connections, on which others wait.
+            # The error's frames would keep the group alive, and its connections, on which others wait.
             traceback.clear_frames(error.__traceback__)
             raise RestoreError(
                 f"the ranks lost each other while restoring: {error}",
@@ -241,7 +241,7 @@ class TorchGroup(GivenGroup):
                 dist.destroy_process_group(meeting)
 
     def close(self) -> None:
-        """Ends its connections: ranks that still wait for this one get an error at once."""
+        """Ends the group's connections: ranks that still wait for this one get an error at once."""
         group, self._group = self._group, None
         if group is not None:
             self._dist.destroy_process_group(group)
@@ -253,7 +253,7 @@ _thread = threading.local()
 def train_here() -> None:
     """Notes that this thread trains: it makes the collective calls of its process, as on a worker of Ray Train.
 
-    A Trainer says so itself; a loop of your own that does not run on the main thread calls this before it loads.
+    A Trainer says so itself; a loop of your own that runs on another thread than the main one calls this before a load.
     """
     _thread.trains = True
 
@@ -264,9 +264,9 @@ def trains_here() -> bool:
 
 
 def current_group(root: Path, clock: Clock, *, timeout_s: float, what: str = "load_checkpoint") -> Group:
-    """Returns the ranks that are to do something together: those of torch.distributed, or this process alone.
+    """Returns the ranks that act together: those of torch.distributed, or this process alone.
 
-    Args and errors: as :class:`TorchGroup`, but that ``root`` is the memory tier's, by which the node is known.
+    Args and errors: as :class:`TorchGroup`, except that ``root`` is the memory tier's, which identifies the node.
     """
     node = node_of(root)
     return TorchGroup(node, clock, timeout_s=timeout_s, what=what) if current_world_size() > 1 else Group(node)
@@ -288,7 +288,7 @@ def ready_together(
         clock: As :class:`TorchGroup` takes it.
         timeout_s: As :class:`TorchGroup` takes it.
         what: As :class:`TorchGroup` takes it.
-        alone: True if this process does it without the others.
+        alone: True if this process acts without the others.
 
     Raises:
         TieredCheckpointError: Error of some rank, in opening its memory tier or in the block; on all ranks.

@@ -22,14 +22,14 @@ Steps may fall only together: a rank that goes back alone makes parts that no ot
 there, or whose save fails, sets a key for that save. The others get it at their next save, before they remove older
 ones, and a drain that waits for all parts gives up. If nothing fails, each save but the first gets one key.
 
-*Synchronous saves.* The rank that saves shard 0 waits for the commit, and sets a key to what became of it. The others
+*Synchronous saves.* The rank that saves shard 0 waits for the commit, and sets a key to its outcome. The others
 look for that key once their own parts are uploaded. The keys of the last few saves stay, for ranks that are late.
 
-*What no step changes.* A rank whose tensors are those of an earlier save counts itself, by a key of the save.
+*Unchanged tensors.* A rank whose tensors are those of an earlier save counts itself, by a key of the save.
 
-*Loads.* The first rank that has an intact file sets a key to its save id. The others load their files of that save. Of
-what lies in memory alone, each rank first counts itself if its node has its file, so that none is chosen that some
-rank can't get. All these are keys of the attempt as well: the next one must not load what this one did.
+*Loads.* The first rank that has an intact file sets a key to its save id. The others load their files of that save. For
+saves in memory alone, each rank first counts itself if its node has its file, so that none is chosen that some
+rank can't get. All these are keys of the attempt as well: the next attempt must not load this one's choice.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 
 _PREFIX = "tiered-checkpoint"
-#: Saves whose end a rank that is late may still ask for.
+#: Number of saves whose end a late rank may still ask for.
 _MAX_ENDS = 16
 _numbers = itertools.count(1)
 
@@ -69,7 +69,7 @@ class Run:
         """Takes the store that all ranks share, None for a process alone; and the clock with the bound."""
         self.store = store
         self._clock = clock
-        #: Makes the requests, in the process of that id.
+        #: Client of the requests, in the process of that id.
         self._client: tuple[int, StoreClient] | None = None
         #: Number of the start, in this process.
         self.number = next(_numbers)
@@ -83,10 +83,10 @@ class Run:
         self._ends: deque[str] = deque()
 
     def count_save(self, namespace: str, series: str, step: int) -> int:
-        """Counts a save that begins now: how often its series has gone back to a step that it had saved.
+        """Counts a save that begins now: returns how often its series has gone back to a step that it had saved.
 
         To be called once for each save, and before anything that can fail on this rank alone: the ids of later saves
-        follow from it.
+        follow from the count.
 
         Args:
             namespace: The job's.
@@ -183,11 +183,11 @@ class Run:
         return self.first(load, mine)
 
     def report_held(self, load: str, save_ids: Iterable[str]) -> None:
-        """Tells the other ranks that load of which saves this rank's file is in its node's memory."""
+        """Tells the other ranks in a load the saves of which this rank's file is in its node's memory."""
         if self.store is not None:
             for save_id in save_ids:
                 self._add(f"{load}/held/{save_id}", 1)
-            # Last: who counts as many as there are ranks has all that they hold.
+            # Last: a rank that counts all ranks has all that they hold.
             self._add(f"{load}/began", 1)
 
     def all_hold(self, load: str, save_id: str, world_size: int, clock: Clock) -> bool:
@@ -220,10 +220,10 @@ class Run:
 
     @property
     def attempt(self) -> str:
-        """The name of the attempt that this run is, see :mod:`attempt`; asked of the store each time.
+        """The name of this run's attempt, see :mod:`attempt`; asked of the store each time.
 
         Raises:
-            LeftBehindError: Other ranks were started anew, and this one is of an attempt before.
+            LeftBehindError: Other ranks were started again, and this one is of an earlier attempt.
         """
         if self.store is None or not outlives_attempts():
             return "0"
@@ -234,14 +234,14 @@ class Run:
             except LeftBehindError:
                 if self._run_id is not None or self._loads:
                     raise
-                # Nothing was agreed in it yet.
+                # Nothing was agreed in that attempt yet.
                 self._attempt, self._token = None, self._clock.token(8)
         if self._attempt is None:
             self._attempt = self._ask(lambda client: enter(client, current_rank(), self._token))
         return self._attempt
 
     def close(self) -> None:
-        """Ends the connection to the store, until something is asked again."""
+        """Ends the connection to the store, until the next request."""
         if self._client is not None and self._client[0] == os.getpid():
             self._client[1].close()
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from tiered_checkpoint_io.errors import TieredCheckpointError
 
 _T = TypeVar("_T")
-#: No key has this value; what the store gives of a key without one, where this was expected.
+#: Value that no key has; the store gives it for a key without a value, if this value was expected.
 _NO_VALUE = "\0"
 _Requests = queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None]
 
@@ -53,7 +53,7 @@ class StoreClient:
 
     def get(self, key: str) -> str | None:
         """Returns the value of a key; None if it has none."""
-        # The store's own get waits for a key that is not there, as one that goes after a look whether it is.
+        # The store's own get waits for a key that is not there, also for one that is removed right after a look.
         found = self.swap(key, _NO_VALUE, _NO_VALUE)
         return found if found != _NO_VALUE else None
 
@@ -62,12 +62,12 @@ class StoreClient:
         self.ask(lambda store: store.set(key, value))
 
     def swap(self, key: str, expected: str, value: str) -> str:
-        """Sets a key if it has the value that is expected; what it has then."""
+        """Sets a key if it has the expected value; returns the value that it has then."""
         found: bytes = self.ask(lambda store: store.compare_set(key, expected, value))
         return found.decode()
 
     def add(self, key: str, count: int = 1) -> int:
-        """Counts, for all ranks together; how many there are by now."""
+        """Counts, for all ranks together; returns the count."""
         total: int = self.ask(lambda store: store.add(key, count))
         return total
 

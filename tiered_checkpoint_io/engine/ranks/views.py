@@ -31,13 +31,13 @@ def tensor_of(view: bytearray | memoryview) -> torch.Tensor:
 
 
 def privately_mapped(descriptor: int, size: int) -> torch.UntypedStorage:
-    """Returns a file's bytes as ``torch.load`` maps them: what is written there never gets into the file."""
+    """Returns a file's bytes as ``torch.load`` maps them: writes there never get into the file."""
     import torch
 
     if not size:
         # An empty file can't be mapped.
         return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
-    # Not by torch, which leaves it to chance whether huge pages of the file are mapped as such.
+    # Not by torch, which leaves it to chance if huge pages of the file are mapped as such.
     content = Mapped(descriptor, size, shared=False).content
     return torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
 

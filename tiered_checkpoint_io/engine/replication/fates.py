@@ -3,9 +3,9 @@
 A save is *replicated* once all of its parts are on all their peers: only then is it safe from the loss of a node, and
 only then may the replicated one before it go. Each rank counts its part in the store when its peers have it. The first
 rank that finds the count complete writes to the store that the save is replicated; a rank that can't replicate its
-part, or does not wait any longer, writes that it is given up. Both by one compare-and-set, so that one of them counts,
-for all ranks. A rank that has marked a save lets the earlier one go; the others have their parts of the newer one until
-they mark it, too.
+part, or does not wait any longer, writes that it is given up. Both write by one compare-and-set, so that one of them
+counts, for all ranks. A rank that has marked a save lets the earlier one go; the others keep their parts of the newer
+one until they mark it, too.
 
 The store is memory of one host, and a job may save for weeks: so the keys of decided saves are removed again. Of those
 that are replicated, the newest stays: all ranks have begun to send that one, so none waits for an earlier one.
@@ -27,12 +27,12 @@ from tiered_checkpoint_io.model.place import Place
 _REPLICATED = "replicated"
 _GIVEN_UP = "given up"
 
-#: Saves that are given up, and of which other ranks do not know yet; they have given up older ones as well.
+#: Number of given-up saves of which other ranks do not know yet; they have given up older ones as well.
 _MAX_DROPPED = 16
-#: Decided saves whose keys stay in the store: a rank that is late asks for them, or would wait in vain.
+#: Number of decided saves whose keys stay in the store: a late rank asks for them, or would wait in vain.
 _MAX_DECIDED = 16
 
-#: Saves of which the later replace the earlier with peers: a durable tier, and a form of names.
+#: Key of saves of which the later replace the earlier with peers: a durable tier, and a form of names.
 FormKey = tuple[Place, str]
 
 
@@ -55,7 +55,7 @@ class Fates:
     """One rank's knowledge of the saves whose parts it sends or keeps; for the two threads that replicate."""
 
     def __init__(self, store: StoreClient, tier: MemoryTier, replicated: Mapping[FormKey, str]) -> None:
-        """Takes what all ranks together know to be ``replicated``, and marks it on this node."""
+        """Takes the ``replicated`` saves that all ranks together know, and marks them on this node."""
         self._store = store
         self._tier = tier
         self._lock = threading.Lock()
@@ -74,7 +74,7 @@ class Fates:
             return {*self._replicated.values(), *(part.save_id for part in self._open.values())}
 
     def begin(self, part: Part) -> bool:
-        """A rank's part is about to be replicated, so that rank's earlier part is not waited for any longer.
+        """Begins to replicate a rank's part; that rank's earlier part is not waited for any longer.
 
         Returns:
             True if that is of any use: not if the save is given up, or the rank's newer one is being replicated.
@@ -82,7 +82,7 @@ class Fates:
         earlier = self._open.get(part.rank)
         if earlier is not None and earlier.save_id != part.save_id:
             if form_key(part) == form_key(earlier) and part.save_id < earlier.save_id:
-                # One of an earlier start, which another rank sends again: it counts for nothing.
+                # A part of an earlier start, which another rank sends again, does not count.
                 return False
             self._decide(earlier, gives_up=True)
         with self._lock:
@@ -90,16 +90,16 @@ class Fates:
         return self._decide(part) != _GIVEN_UP
 
     def arrived(self, part: Part) -> None:
-        """A replica is kept; of a save that was replicated before this node lost it, it is marked again."""
+        """Takes a replica that is kept; marks its save again if it was replicated before this node lost it."""
         if part.save_id in self._replicated.values():
             self._mark({part.save_id})
 
     def count(self, part: Part) -> None:
-        """All peers have a part of this rank, which it keeps until its save is decided."""
+        """Counts a part of this rank that all peers have, and which stays until its save is decided."""
         self._store.add(f"copied/{part.save_id}")
 
     def drop(self, part: Part) -> None:
-        """This rank will not count its part; asks nothing, :meth:`look` tells the others."""
+        """Gives up this rank's part; asks nothing, :meth:`look` tells the others."""
         with self._lock:
             self._close(part.save_id)
             self._dropped.append(part)
@@ -109,12 +109,12 @@ class Fates:
         return bool(self._decide(part))
 
     def is_open(self, part: Part) -> bool:
-        """Returns True if this rank does not know yet if a save is replicated; asks nothing."""
+        """Returns True if this rank does not know yet whether a save is replicated; asks nothing."""
         with self._lock:
             return any(each.save_id == part.save_id for each in self._open.values())
 
     def look(self) -> None:
-        """Learns what has been decided, and says what this rank has given up."""
+        """Learns the decisions, and tells the others the saves that this rank has given up."""
         with self._lock:
             opened = {part.save_id: part for part in self._open.values()}
             dropped = list(self._dropped)

@@ -1,12 +1,12 @@
 """Memory of other nodes for local checkpoints: no collective, and waits with bounds.
 
 A node that has lost its memory can't load from it, but a peer keeps replicas of its parts. Ranks that load write to the
-key-value store of torch.distributed what their node's memory holds, and where it is served: by shard, so that a rank
-which lacks one finds its holders by few requests, and in counts. The waits are bounded:
+key-value store of torch.distributed the content and the endpoint of their node's memory: by shard, so that a rank
+that lacks one finds its holders by few requests, and in counts. The waits are bounded:
 
 - for ranks that have not begun to load, until all have, or ``local_patience_s`` is over;
 - if the node holds nothing of the newest save that all nodes together hold, since it has lost its memory or was not
-  part of the job when that was made: for another rank's choice of what to load, while some rank may still choose.
+  part of the job when that was made: for another rank's choice of a save, while some rank may still choose.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tiered_checkpoint_io.stores.peer import Endpoint, PeerStore
 
 
 class LocalPeers:
-    """One rank's end of it, for the life of a session."""
+    """One rank's end of the exchange, for the life of a session."""
 
     def __init__(self, member: Member) -> None:
-        """Takes what does not change."""
+        """Takes the parts of the exchange that do not change."""
         self._member = member
         self._store, self._clock = member.store, member.clock
         self._timing = member.clock.timing
@@ -38,13 +38,13 @@ class LocalPeers:
         self._may_choose = False
 
     def begin(self, load: str, held: Mapping[tuple[str, int], int]) -> None:
-        """Tells what this node's memory holds; from now on, others may read it.
+        """Tells the content of this node's memory; from now on, others may read it.
 
         ``held`` are save ids and shards, with how many shards make each save.
         """
         endpoint = json.dumps(self._member.serve() if held else None)
         for (save_id, shard), shards in held.items():
-            # A few requests of each rank, where asking for what each has would be as many as there are ranks, of each.
+            # A few requests of each rank; to ask each other rank for its content would be as many as there are ranks.
             key = f"{load}/shard/{save_id}/{shard}"
             number = self._store.add(key)
             self._store.set(f"{key}/{number}", endpoint)
@@ -55,7 +55,7 @@ class LocalPeers:
         self._may_choose, self._load = bool(held), load
         if self._may_choose:
             self._store.add(f"{load}/choosing")
-        # Last: once all have begun, what is said above is all there is.
+        # Last: once all have begun, the list above is complete.
         self._store.add(f"{load}/began")
 
     def newest(self, load: str, chosen: Callable[[], str | None]) -> str | None:
@@ -71,7 +71,7 @@ class LocalPeers:
         return self._store.get(f"{load}/newest")
 
     def end(self, load: str) -> None:
-        """Tells that this rank's load is over, however it ended."""
+        """Tells that this rank's load is over, for any reason."""
         if self._may_choose:
             self._store.add(f"{load}/choosing", -1)
         self._store.add(f"{load}/over")
@@ -84,7 +84,7 @@ class LocalPeers:
             if found is not None:
                 return found
             if self._all_began(load) and self._store.add(f"{load}/choosing", 0) <= 0:
-                # One that is over by now may have chosen since we looked.
+                # A rank whose load is over by now may have chosen since we looked.
                 break
             self._pause(began)
         return chosen()
@@ -93,7 +93,7 @@ class LocalPeers:
         """Reads a part from another node's memory into this one's, verified, and made this node's own.
 
         Returns:
-            The part, or None; and what was tried without success.
+            The part, or None; and the sources that were tried without success.
         """
         began, tried = self._clock.monotonic(), set[Endpoint]()
         notes: list[str] = []
@@ -122,7 +122,7 @@ class LocalPeers:
         self._store.close()
 
     def _holders(self, load: str, save_id: str, shard: int, tried: Collection[Endpoint]) -> list[Endpoint]:
-        """Returns where to read a shard, in turn; ranks begin with different nodes."""
+        """Returns the endpoints to read a shard from, in turn; ranks begin with different nodes."""
         key = f"{load}/shard/{save_id}/{shard}"
         told = [self._store.get(f"{key}/{number}") for number in range(1, self._store.add(key, 0) + 1)]
         found = sorted({Endpoint(*where) for each in told if each and (where := json.loads(each))}.difference(tried))

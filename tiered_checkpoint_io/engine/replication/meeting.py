@@ -146,7 +146,7 @@ class Peering:
         if process_group is None or dist.get_world_size(process_group) == dist.get_world_size():
             timeout_s = float(self._config.support.wait_timeout_s)
             group = TorchGroup(node, self._clock, timeout_s=timeout_s, what="the set-up of replication")
-            # All parts are of these ranks, whatever they have saved.
+            # All parts are of these ranks, in any series.
             series = None
         else:
             group = GivenGroup(node, process_group)
@@ -170,7 +170,7 @@ class Peering:
                 peers = self._peers_of([each.machine for each in gathered])
         finally:
             group.close()
-        # A machine may not have learnt what is replicated before all ended.
+        # A machine may not have learnt of replicated saves before all ended.
         replicated = newest_of(known for each in gathered for known in each.replicated.items())
         member = self._member(tier, store, gathered[0].token, group.rank, group.world_size, logger)
         made, newest = Replicator(member, peers, self._counts, replicated), [each.newest for each in gathered]
@@ -208,7 +208,7 @@ class Peering:
         return peers_of_ranks(machines, factor=self._config.replication_factor)
 
     def _say_interface(self, store: Any, logger: Logger) -> None:
-        """Logs once over which interface this node's memory is served."""
+        """Logs once the network interface that serves this node's memory."""
         chosen = interface_for(store)
         if chosen is not None and chosen != self._interface_in_use:
             self._interface_in_use = chosen
@@ -279,7 +279,7 @@ class Peering:
         """Sends what is queued, within the bound, and ends; :meth:`meet` may be called again."""
         atexit.unregister(self.close)
         if os.getpid() != self._pid:
-            # Of a forked child, which has none of the threads.
+            # A forked child has none of the threads.
             return
         replicators, self._replicators, self._current = list(self._replicators.values()), {}, None
         local, self._local = self._local, None

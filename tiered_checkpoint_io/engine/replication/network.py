@@ -1,4 +1,4 @@
-"""Over which network interface replicas travel.
+"""Choice of the network interface for replicas.
 
 Without a choice, gloo listens on the address that this host's name resolves to. On many machines that is 127.0.1.1, or
 the slow one of several networks. So the interface is chosen here: the one that is configured, or that the user's
@@ -59,7 +59,7 @@ def choose(interfaces: Sequence[Interface], *, environment: str, host: str, sour
     Raises:
         ConfigError: This host has no interface of the name that was given, or no address on it.
     """
-    # Of several, a link uses the first.
+    # If there are several names, a link uses the first.
     if name := environment.partition(",")[0]:
         found = next((each for each in interfaces if each.name == name), None)
         if found is None:

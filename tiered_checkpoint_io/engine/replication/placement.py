@@ -20,7 +20,7 @@ def peers_of_ranks(nodes: Sequence[str], *, factor: int) -> list[tuple[int, ...]
 
     Args:
         nodes: The machine of each rank, by rank: its memory is lost as a whole, however many containers share it out.
-        factor: On how many nodes each part is to be, the rank's own included.
+        factor: Number of nodes for each part, the rank's own included.
 
     Raises:
         ConfigError: There are fewer machines than copies, so that two of them would lie on the same one.

@@ -1,6 +1,6 @@
 """Copies of parts in the memory of other nodes: a rank offers its part, and its peers read it from its node's drain.
 
-An *offer* is a key of the store of torch.distributed: the save, and where its node's memory is served. A rank that
+An *offer* is a key of the store of torch.distributed: the save, and the endpoint of its node's memory. A rank that
 keeps copies looks at that key a few times a second, and every two seconds if nothing has come for long. It reads
 the part as a restore does, commits it as a replica, and answers by another key; while it reads, the answer says how
 far it is. A part is replicated once all peers have answered that they keep it. No rank sends bytes.
@@ -31,7 +31,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.stores.peer import Endpoint, PeerStore
 
-#: Parts that wait to be offered; of more, the oldest are outdated.
+#: Number of parts that wait to be offered; if there are more, the oldest are outdated.
 _MAX_WAITING = 2
 _KEPT, _READING = "kept", "reading"
 
@@ -43,9 +43,9 @@ class Member:
     Attributes:
         tier: This node's memory.
         store: The keys that all ranks of the group share.
-        rank: This one.
+        rank: This rank.
         world_size: The number of ranks.
-        config: For bounds.
+        config: Configuration with the bounds.
         log: Logger to use.
         clock: The session's.
         serve: Has this node's drain serve its memory.
@@ -94,7 +94,7 @@ class Replicator:
     def offer(self, stored: StoredPart, *, again: bool = False) -> None:
         """Offers a part that has just been committed, see :meth:`Offers.add`."""
         self._offers.add(stored, again=again)
-        # This rank has saved, and so have those whose replicas it keeps, or are about to.
+        # This rank has saved, and so have the ranks whose replicas it keeps, or are about to.
         self._keeper.wake()
 
     def awaited(self, urgent: bool) -> set[str]:
@@ -136,7 +136,7 @@ class Offers:
     def add(self, stored: StoredPart, *, again: bool = False) -> None:
         """Takes a part that has just been committed; returns at once.
 
-        ``again``: it is of an earlier start, and does not count for whether its save is replicated.
+        ``again``: it is of an earlier start, and does not count towards its save's replication.
         """
         with self._changed:
             self._again.update([stored.save_id] if again else [])
@@ -144,7 +144,7 @@ class Offers:
                 outdated, why = [stored], "replication has ended"
             else:
                 self._waiting.append(stored)
-                # Those of an earlier start are as many as were lost, and outdated by none.
+                # As many parts of an earlier start wait as were lost; none of them is outdated.
                 fresh = [each for each in self._waiting if each.save_id not in self._again]
                 outdated = fresh[:-_MAX_WAITING]
                 for each in outdated:
@@ -170,7 +170,7 @@ class Offers:
             own = {each.save_id for each in (*self._waiting, self._offered) if each is not None}
         for each in spared:
             self._failed(each, "memory had no room to keep it until then")
-        # Asked for last: what is offered next is already among these.
+        # Listed last: the parts that are offered next are already among these.
         return own | self._fates.awaited()
 
     def close(self, timeout_s: float) -> None:
@@ -206,7 +206,7 @@ class Offers:
                 self._store.set(f"ended/{self._member.rank}")
 
     def _replicate(self, stored: StoredPart) -> bool:
-        """Has all peers keep a part; returns whether the store was lost."""
+        """Has all peers keep a part; returns True if the store was lost."""
         part, started, counts = stored.part, self._clock.monotonic(), stored.save_id not in self._again
         problems, is_store_lost = list[str](), False
         try:
@@ -215,7 +215,7 @@ class Offers:
             else:
                 problems = self._offer(part)
             if not problems and counts:
-                # Without an answer, it may have been counted, and stays until that is known.
+                # Without an answer, the part may have been counted, and stays until that is known.
                 self._fates.count(part)
         except LostStoreError as error:
             problems, is_store_lost = [str(error)], True
@@ -232,7 +232,7 @@ class Offers:
         return counts and self._await_others(part)
 
     def _offer(self, part: Part) -> list[str]:
-        """Offers a part to all peers, and waits for their answers; returns what went wrong."""
+        """Offers a part to all peers, and waits for their answers; returns the failure."""
         member, clock, timing = self._member, self._clock, self._clock.timing
         endpoint = member.serve()
         if endpoint is None:
@@ -276,9 +276,9 @@ class Offers:
         return min(self._member.timeout_s, timing.accept_again_s if target in self._lost else timing.accept_s)
 
     def _await_others(self, part: Part) -> bool:
-        """Waits until a save is decided, so that the ranks offer parts of the same one; whether the store was lost.
+        """Waits until a save is decided, so that ranks offer parts of the same one; returns True if the store was lost.
 
-        Without it, ranks of different speed would each offer other saves, and none would ever be replicated.
+        Without the wait, ranks of different speed would each offer other saves, and none would ever be replicated.
         """
         deadline = self._clock.monotonic() + self._clock.timing.others_send_s
         try:
@@ -324,7 +324,7 @@ class Keeper:
         self._is_closing = False
         #: Ends a pause.
         self._bell = threading.Event()
-        #: When there was something to read, or about to be.
+        #: Time when there was something to read, or about to be.
         self._news_at = self._clock.monotonic()
         self._thread = self._clock.start(self._run, "tiered-keep-replicas")
 
@@ -409,7 +409,7 @@ class Keeper:
 
     def _keep(self, store: PeerStore, save_id: str, rank: int, progress: Callable[[int], None]) -> None:
         kept, part = self._tier.replicas, describe(store, save_id, rank)
-        # From here on it stays, so that its source may count it.
+        # From here on the replica stays, so that its source may count it.
         self._fates.begin(part)
         if kept.is_taken(part.save_id, part.rank) or self._tier.is_taken(part.save_id, part.rank):
             return
@@ -434,7 +434,7 @@ class Keeper:
         return part.save_id <= self._newest_before.get(form_key(part), "")
 
     def _prune(self, part: Part, *, keep: int) -> None:
-        """Removes what is outdated of the replicas that this rank keeps, and of those of earlier runs."""
+        """Removes outdated replicas that this rank keeps, and outdated ones of earlier runs."""
         kept, form, run = self._tier.replicas, form_of(part), ids.line_of(part.save_id)
         held = [stored for stored in kept.parts() if stored.part.place == part.place]
         for stored in outdated_replicas(held, keep=keep):
