@@ -27,7 +27,7 @@ from tiered_checkpoint_io.stores.fallbacks import children_of
 from tiered_checkpoint_io.stores.silence import answer_within
 
 TIERS = frozenset({"memory", "durable"})
-#: A smaller state is saved within hundredths of a second, however that is done.
+#: A smaller state is saved within hundredths of a second in any case.
 _LEAST_PREPARED = 64 << 20
 
 
@@ -69,7 +69,7 @@ class Checkpointer:
         self.restored: Restored | None = None
         #: Names that ``tiered:last`` means as well, beside those that are called "last".
         self.also_last: frozenset[str] = frozenset()
-        #: As the latest, and not compared yet with what others have saved beside it.
+        #: The latest checkpoint, not compared yet with those that others have saved beside it.
         self._latest: Restored | None = None
         self.saver = FullSaver(self.session)
         self._entries = Entries(self._children)
@@ -88,7 +88,7 @@ class Checkpointer:
         """Saves a state.
 
         When this returns, later changes to the tensors do not affect the checkpoint; if a trainer has captures
-        overlap its training, that holds once it has waited for them. Threads may call it at once: each waits until the
+        overlap its training, that holds once it has waited for them. Threads may save at once: each waits until the
         others have their states in node memory.
 
         Args:
@@ -124,7 +124,7 @@ class Checkpointer:
         """Makes room in node memory for a first save of about ``size`` bytes, in the background.
 
         That save then takes a fraction of the time, and one that comes meanwhile waits for nothing. Nothing is removed
-        for it, and it never fails: if it can't be done, or is not worth it, nothing is.
+        for the room, and this never fails: if it can't be done, or is not worth it, nothing is.
         """
         if size < _LEAST_PREPARED:
             return
@@ -249,10 +249,10 @@ class Checkpointer:
 
         Args:
             path: As :meth:`load` takes it.
-            read: Called on every rank with what is restored, whose file is intact; its answer is returned.
+            read: Called on every rank with the restored checkpoint, whose file is intact; its answer is returned.
             companion: As :meth:`load` takes it.
             alone: As :meth:`load` takes it.
-            rejected: Ids of saves that are not to be taken, and why.
+            rejected: Ids of saves that are not to be taken, and the reasons.
         """
         clock, timeout_s = self.session.clock, float(self.config.support.wait_timeout_s)
         with coordination.ready_together(
@@ -291,7 +291,7 @@ class Checkpointer:
         self.restored = restored
         if selector.kind == "latest" and dirpath == self.dirpath and group.rank == 0:
             self._latest = restored
-            # A server is not asked for this alone: it is compared when the folder is listed for something else.
+            # A server is not asked for this alone: the names are compared when the folder is listed for another reason.
             with contextlib.suppress(TieredCheckpointError):
                 _ = self._entries.below() if ids.url_scheme(dirpath) is None else ()
         note_restore(self.session, restored, restored.tier, began)
@@ -300,7 +300,7 @@ class Checkpointer:
         return state
 
     def _say_unmanaged(self, selector: Selector) -> None:
-        """Warns of checkpoints that a sentinel passes by, because they have no manifest."""
+        """Warns of checkpoints that a sentinel skips, because they have no manifest."""
         names: list[str] = []
         with contextlib.suppress(TieredCheckpointError):
             names = plain_checkpoints(self._entries.below())
@@ -318,7 +318,7 @@ class Checkpointer:
         """Returns the durable tier and the checkpoint there that ``text`` means; as :meth:`load` takes it.
 
         Raises:
-            ConfigError: It names none.
+            ConfigError: It names no checkpoint.
         """
         if text == ids.LATEST:
             return self.dirpath, Selector("latest")

@@ -30,7 +30,7 @@ from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.base import Readable, UploadContent
 from tiered_checkpoint_io.stores.fallbacks import read_pieces
 
-#: xxh3 at full speed saturates memory with few threads.
+#: Threads that hash: xxh3 at full speed saturates memory with few.
 _HASH_THREADS = 4
 
 #: Bytes that are read at once: still in the processor's cache when they are hashed, and enough for threads not to wait
@@ -62,7 +62,7 @@ def hashed(path: str, data: UploadContent, *, progress: Callable[[int], None] = 
 
 
 def fetch(store: Readable, entry: FileEntry, view: memoryview, *, concurrency: int, write: Write | None = None) -> None:
-    """Reads a file by ranged requests, one for each chunk, and verifies what has a hash.
+    """Reads a file by ranged requests, one for each chunk, and verifies chunks that have a hash.
 
     Args:
         store: Store to read from.
@@ -111,7 +111,7 @@ def tier_of(store: Readable) -> str:
 
 
 class Copy(NamedTuple):
-    """One copy of a file: what opens the store that has it, and its path there."""
+    """One copy of a file: the opener of the store that has it, and its path there."""
 
     store: Callable[[], Readable]
     path: str
@@ -137,10 +137,10 @@ class Copies:
         self._lock = threading.Lock()
 
     def read(self, work: Callable[[Readable, FileEntry], None]) -> None:
-        """Does ``work`` with the first copy that it succeeds with.
+        """Does ``work`` with the first copy for which it succeeds.
 
         Raises:
-            CorruptCheckpointError: There is none.
+            CorruptCheckpointError: There is no such copy.
             StoreError: The durable tier could not be read.
         """
         while True:
@@ -186,7 +186,7 @@ class Copies:
 
 def writer_to(descriptor: int) -> Write:
     """Returns a writer for a file with untouched pages: a write takes under half the time of touching them."""
-    # The kernel lets one at a time write to a file; those that wait there would spin.
+    # The kernel lets one thread at a time write to a file; waiting threads would spin.
     turn = threading.Lock()
 
     def write(data: memoryview, offset: int) -> None:
@@ -212,7 +212,7 @@ def fetch_pieces(
         entry: A file with hashes.
         index: Chunk's number.
         pieces: As long, in all, as the chunk. One buffer may be there several times.
-        arrived: Called with the number of each that is full, before the next one is filled.
+        arrived: Called with the number of each full buffer, before the next one is filled.
     """
     digest = new_hash()
 
@@ -258,7 +258,7 @@ def verify(
 
 
 def quarantine_damaged(tier: MemoryTier, stored: StoredPart) -> None:
-    """Verifies a part of which bytes did not arrive as they should be, and quarantines it if it is damaged here."""
+    """Verifies a part with bytes that arrived damaged, and quarantines the part if it is damaged here."""
     with contextlib.suppress(CheckpointNotFoundError, OSError):
         try:
             with reading(stored) as views:
@@ -304,7 +304,7 @@ _temporary: dict[Path, int] = {}
 
 
 def _drop_in_child() -> None:
-    # A worker that outlives its trainer would keep them for it.
+    # A worker that outlives its trainer would keep the locks for it.
     while _temporary:
         os.close(_temporary.popitem()[1])
 
@@ -326,7 +326,7 @@ def temporary_file(folder: Path, size: int) -> Iterator[tuple[Path, memoryview]]
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             break
-        # Another process came between, took it for a dead one's, and unlinked it.
+        # Another process came between, took the file for a dead process's, and unlinked it.
         drop_temporary(Path(name))
     try:
         os.posix_fallocate(descriptor, 0, max(size, 1))

@@ -1,4 +1,4 @@
-"""Preflight: what the saves of a training will need is tried before its first batch, within a few seconds.
+"""Preflight: the needs of a training's saves are tried before its first batch, within a few seconds.
 
 First come the tries, then a judgement that is pure. What no retry can mend is an error, unless a restart can do without
 it, and node memory holds a checkpoint to resume from: then training must not stay down for it. What may pass is a
@@ -83,10 +83,10 @@ class Problem(NamedTuple):
 
 
 def preflight(session: Session, need: Need) -> None:
-    """Tries what saves will need; rank 0 alone calls this, before the first batch. Does nothing if it is off.
+    """Tries the needs of saves; rank 0 alone calls this, before the first batch. Does nothing if preflight is off.
 
     Raises:
-        StoreError: The durable tier refuses what saves need, or does not exist as configured.
+        StoreError: The durable tier refuses requests of saves, or does not exist as configured.
         ConfigError: The client library for the durable tier is missing.
         MemoryTierError: The memory tier can't be used, or no checkpoint can be saved because it is too small.
     """
@@ -142,7 +142,7 @@ def newest(session: Session, companion: str = "") -> Candidate | None:
         session.save_ids.follow(manifest.content.save_id)
     node = node_of(tiers.memory.root)
     catalog = Catalog({node: here.held}, found.manifests, aliases)
-    # Of local checkpoints, each rank loads its own by itself: none is this training's.
+    # Each rank loads its own local checkpoint by itself: none is this training's.
     return next(iter(choose(catalog, selector, "sharded", replicas=True)), None)
 
 
@@ -167,7 +167,7 @@ def judge_store(failures: Sequence[TieredCheckpointError], config: TieredCheckpo
     )
     # The restore comes after this, and never takes silence for an empty tier.
     unless = ", unless ckpt_path needs an answer from there"
-    # As the restore has it: what refuses to be read is not passed over, but for want of credentials.
+    # As in the restore: a refused read is not skipped, except for want of credentials.
     refused = (each for each in failures if not each.retryable and each.reason != "credentials")
     stops = any(
         isinstance(each, ConfigError) or each.reason == "config" or each.operation in ("list", "get")
@@ -219,7 +219,7 @@ def _refusal(error: TieredCheckpointError) -> TieredCheckpointError:
 
 # ---------------------------------------------------------------------------------------- tries
 def try_durable(config: TieredCheckpointConfig, clock: Clock, *, multipart: bool) -> list[TieredCheckpointError]:
-    """Returns why requests to the durable tier failed; empty if none did."""
+    """Returns the reason why requests to the durable tier failed; empty if none did."""
     key = ids.preflight_key(clock.token(8))
     try:
         return _asked(config, clock, lambda store: try_requests(store, key, multipart=multipart))
@@ -239,7 +239,7 @@ def _asked(config: TieredCheckpointConfig, clock: Clock, ask: Callable[[Store], 
         clock.timing,
         s3_connect_s=min(seconds, clock.timing.s3_connect_s),
         s3_read_s=min(seconds, clock.timing.s3_read_s),
-        # Over before the first attempt is.
+        # The deadline is over before the first attempt is.
         retry_deadline_s=-1.0,
     )
     ended: list[tuple[_T | None, Exception | None]] = []
@@ -273,7 +273,7 @@ def _asked(config: TieredCheckpointConfig, clock: Clock, ask: Callable[[Store], 
 
 
 def room_of(config: TieredCheckpointConfig) -> Room:
-    """Returns what this node's memory and spill can hold, by the sizes of their file systems: others may leave again.
+    """Returns the capacity of this node's memory and spill, by their file systems' sizes: others may leave again.
 
     Raises:
         OSError: ``memory_dir`` does not exist, or can't be looked at.
@@ -281,7 +281,7 @@ def room_of(config: TieredCheckpointConfig) -> Room:
     spill_dir, spill = spill_dir_of(config.spill_dir), 0
     is_named, is_refused = config.spill_dir not in (AUTO, None), False
     if spill_dir is not None:
-        # Of a folder that may not be entered, Path.exists raises.
+        # Path.exists raises for a folder that may not be entered.
         folder = next(each for each in (Path(spill_dir), *Path(spill_dir).parents) if os.path.exists(each))
         is_refused = is_named and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK))
         facts = os.statvfs(folder)

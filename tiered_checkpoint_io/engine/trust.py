@@ -104,7 +104,7 @@ class Trust:
         return " ".join((said.partition(" Please use ")[0] if found else str(error)).split())
 
     def hint(self, error: Exception, *, verified: bool = True) -> str:
-        """Returns what to do about a file that could not be loaded."""
+        """Returns the advice about a file that could not be loaded."""
         advice = self.advice(getattr(error, "names", ()))
         is_read = verified or isinstance(error, safe_pickle.RefusedError)
         return advice if is_read else f"it may be cut off, or no file of torch.save; {advice}"
@@ -140,7 +140,7 @@ _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def warn_at_first_save(owner: Any, config: TieredCheckpointConfig, log: Logger, what: str, content: Any) -> None:
-    """Warns, once for each ``owner``, if the configuration does not allow what is saved.
+    """Warns, once for each ``owner``, if the configuration does not allow the saved objects.
 
     Args:
         owner: Owner of the save; its first save is looked at.

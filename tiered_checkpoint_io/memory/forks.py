@@ -15,7 +15,7 @@ class Owner(Protocol):
     """Resources that belong to one process."""
 
     def forked(self) -> None:
-        """Called in a forked child, on its only thread: gives up what is the parent's, without changing it."""
+        """Gives up the parent's resources in a forked child, on its only thread, without changing them."""
 
 
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()

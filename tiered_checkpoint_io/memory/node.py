@@ -89,7 +89,7 @@ _V1 = _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active
 
 
 def _cgroups(proc: Path, cgroup: Path) -> Iterator[tuple[Path, _Names]]:
-    """Yields the folders whose limits may bind this process, and what their files are called."""
+    """Yields the folders whose limits may bind this process, and the names of their files."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = (proc / "self" / "cgroup").read_text("utf-8", "replace").splitlines()
@@ -125,7 +125,7 @@ def mounts() -> list[tuple[str, str]]:
         table = Path("/proc/self/mounts").read_bytes()
     except FileNotFoundError:
         return []
-    # A mount's path may hold any bytes, also such as are no UTF-8.
+    # A mount's path may hold any bytes, also bytes that are not UTF-8.
     rows = (line.split(b" ") for line in table.split(b"\n") if line)
     return [(os.fsdecode(_ESCAPED.sub(_unescaped, row[1])), os.fsdecode(row[2])) for row in rows]
 

@@ -2,7 +2,7 @@
 
 To take and to touch 2 MiB in pages of 4 KiB costs several times what one huge page does, and each process that maps the
 file later pays again for each of them. Mounts of tmpfs rarely give huge pages by themselves, but the kernel makes one
-of a stretch of a file if it is asked to (Linux 6.1). If it can't, or has none left, all goes on as without.
+of a stretch of a file if it is asked to (Linux 6.1). If it can't, or has none left, saves work all the same.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ HUGE = 2 << 20
 LEAST = 4 * HUGE
 #: Bytes made huge by one call at most; the first ones are small, to see what it costs.
 _STEP = 64 << 20
-#: Processor time of a huge page, seconds: beyond the first, small ones take less, so that who waits for them takes
+#: Processor time of a huge page, seconds: beyond the first, small ones take less, so that waiting saves take
 #: these; beyond the second, the kernel is not asked at all. It has to move others out of its way, or a virtual machine
 #: has to get the page from its host.
 _SLOW_S, _TOO_SLOW_S = 0.002, 0.05
-#: For how long it is not asked again then, or if it gave none, seconds.
+#: Time until it is asked again after that, or after it gave none, seconds.
 _REST_S = 60.0
 _SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _TMPFS = 0x01021994
@@ -35,7 +35,7 @@ _MADV_COLLAPSE = 25
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 
-#: Times of the monotonic clock until when the kernel is not asked at all, and not by those who wait.
+#: Times of the monotonic clock until when the kernel is not asked at all, and not by waiting saves.
 _resting_until = _slow_until = 0.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -50,7 +50,7 @@ class Mapped:
     """A file's bytes, mapped at a multiple of :data:`HUGE`.
 
     Attributes:
-        content: They stay mapped until this, and all that was made of it, is gone. No ``__del__`` may read them.
+        content: The bytes stay mapped until this, and all objects made of it, are gone. No ``__del__`` may read them.
         address: Address of the pages.
     """
 
@@ -66,7 +66,7 @@ class Mapped:
         Raises:
             OSError: There is no memory for it.
         """
-        # Room that is certain to have such a multiple in it, whose rest is given back.
+        # Room that surely contains such a multiple; the rest is given back.
         around = size + HUGE
         found = _map(None, around, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
         self.address = -(-found // HUGE) * HUGE
@@ -75,7 +75,7 @@ class Mapped:
             flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | _MAP_FIXED
             _map(self.address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, start)
         finally:
-            # If it failed, what lies between may be another thread's by now.
+            # If the call failed, the range may be another thread's by now.
             if self.address > found:
                 _libc.munmap(found, self.address - found)
             if found + around > end:
@@ -84,13 +84,13 @@ class Mapped:
             # A worker that outlives its trainer would keep the pages of files that are long unlinked.
             self.advise(mmap.MADV_DONTFORK, 0, size)
         self.content = (ctypes.c_char * size).from_address(self.address)
-        # When the process ends, someone may still be at it.
+        # When the process ends, a thread may still be at it.
         owner = os.getpid() if shared else None
         weakref.finalize(self.content, _unmap, self.address, size, owner).atexit = False
 
     @property
     def view(self) -> memoryview:
-        """All of it."""
+        """All mapped bytes."""
         return memoryview(self.content).cast("B")
 
     def advise(self, advice: int, start: int, length: int) -> bool:
@@ -149,11 +149,11 @@ def make_huge(
         mapped: The file, of which each stretch of :data:`HUGE` bytes has a page at least.
         start: Bytes from the mapping's start, a multiple of :data:`HUGE`.
         end: The same.
-        take: Sees to that page from one place up to another; whether it could.
+        take: Makes that page from one place up to another; returns whether it could.
         patient: As :func:`take_space` takes it.
 
     Returns:
-        Up to where they are huge; ``start`` for none.
+        The end of the huge pages; ``start`` for none.
     """
     global _resting_until, _slow_until
     low, step = start, _STEP if patient else HUGE
@@ -165,7 +165,7 @@ def make_huge(
         each_s, until = (time.thread_time() - began) / ((high - low) // HUGE), time.monotonic() + _REST_S
         if each_s > _SLOW_S:
             _slow_until = until
-        # Pages that are there may be refused for what they are, such as pinned.
+        # The kernel may refuse pages that are there, such as pinned ones.
         if (take is not None and not gives) or each_s > _TOO_SLOW_S:
             _resting_until = until
         low, step = high if gives else low, min(2 * step, _STEP)
@@ -184,7 +184,7 @@ def _are_there() -> bool:
 
 
 def _is_on_tmpfs(descriptor: int) -> bool:
-    # Its type comes first in what the kernel says of a file system.
+    # Its type comes first in the kernel's answer about a file system.
     facts = (ctypes.c_long * 64)()
     return bool(_libc.fstatfs(descriptor, facts) == 0 and facts[0] == _TMPFS)
 
@@ -198,6 +198,6 @@ def _map(address: int | None, size: int, protection: int, flags: int, descriptor
 
 
 def _unmap(address: int, size: int, owner: int | None) -> None:
-    # Shared ones are not in a child that was forked: something else may lie there by then.
+    # A forked child does not have shared mappings: another mapping may lie there by then.
     if owner in (None, os.getpid()):
         _libc.munmap(address, size)

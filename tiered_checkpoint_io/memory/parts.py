@@ -1,6 +1,6 @@
-"""Committed parts in one folder of the memory tier: found, read, and cleared of what dead processes left.
+"""Committed parts in one folder of the memory tier: found, read, and cleared of dead processes' remains.
 
-A part's folder holds its files, ``part.json``, and markers: empty files whose names say what has become of it. They
+A part's folder holds its files, ``part.json``, and markers: empty files whose names tell the part's state. They
 are made with the part, under hidden names, so that a mark takes neither space, nor an inode, nor a descriptor.
 """
 
@@ -87,7 +87,7 @@ class PartIndex:
         self._known: dict[str, tuple[tuple[int, int], Part]] = {}
 
     def scan(self) -> Iterator[StoredPart | tuple[Path, Exception]]:
-        """Yields all parts in the order of their saves; of what cannot be read, the folder and why."""
+        """Yields all parts in the order of their saves; for an unreadable part, the folder and the reason."""
         known: dict[str, tuple[tuple[int, int], Part]] = {}
         for save_id in sorted(os.listdir(self._folder)):
             try:
@@ -107,7 +107,7 @@ class PartIndex:
                         )
                     drained, replicated = os.path.exists(at + DRAINED), os.path.exists(at + REPLICATED)
                     if not drained:
-                        # Or else it was taken away, marker and all, since its description was read.
+                        # Or else the part was taken away, marker and all, since its description was read.
                         os.stat(description)
                     yield StoredPart(part, folder, drained, replicated)
                 except FileNotFoundError as error:
@@ -119,7 +119,7 @@ class PartIndex:
         self._known = known
 
     def _read_part(self, path: str, known: dict[str, tuple[tuple[int, int], Part]]) -> Part:
-        """Reads what changed since the last look: the drain looks often, and descriptions hold many hashes."""
+        """Reads the changes since the last look: the drain looks often, and descriptions hold many hashes."""
         facts = os.stat(path)
         stamp = (facts.st_ino, facts.st_mtime_ns)
         last = self._known.get(path)
@@ -276,7 +276,7 @@ def mapped(descriptor: int) -> memoryview:
 
 
 def clear_half_made(folder: Path, clock: Clock) -> None:
-    """Removes incomplete parts that dead processes left in a folder of parts."""
+    """Removes incomplete parts of dead processes from a folder of parts."""
     begun = clock.wall() - clock.timing.half_made_s
     for save in os.scandir(folder):
         with contextlib.suppress(OSError):
@@ -284,7 +284,7 @@ def clear_half_made(folder: Path, clock: Clock) -> None:
                 if rank.name.endswith(NEW) and rank.stat(follow_symlinks=False).st_mtime < begun:
                     shutil.rmtree(rank.path, ignore_errors=True)
             if save.stat(follow_symlinks=False).st_mtime < begun:
-                # Succeeds only if nothing is left in it.
+                # Succeeds only if the folder is empty.
                 os.rmdir(save.path)
 
 
@@ -300,7 +300,7 @@ def gone(stored: StoredPart) -> CheckpointNotFoundError:
 
 
 def clear_dead(root: Path, clock: Clock) -> None:
-    """Clears what dead processes left below a tier's root: their free slots, trash and half-made folders."""
+    """Clears the remains of dead processes below a tier's root: their free slots, trash and half-made folders."""
     clean_dead(str(root / "slots"))
     for entry in os.scandir(root / "trash"):
         # Renamed first: a live remover must not see its folder without the marker that tells

@@ -26,7 +26,7 @@ def write_atomic(path: Path, data: bytes, clock: Clock = SYSTEM) -> None:
 
 
 def scratch_beside(path: Path, clock: Clock = SYSTEM) -> Path:
-    """Returns a name, hidden and of this process alone, for what is to become ``path``."""
+    """Returns a name, hidden and of this process alone, for a file that is to become ``path``."""
     return path.with_name(f".{path.name}.{clock.token(8)}")
 
 
@@ -55,12 +55,12 @@ def problem_with(folder: Path) -> str:
 
 
 def private_folder(folder: Path) -> bool:
-    """Makes a folder of the memory tier; whether it was open to its group, and was closed to it.
+    """Makes a folder of the memory tier; returns whether it was open to its group, and was closed to it.
 
     Kubernetes opens all folders of a volume to the group ``fsGroup`` when a pod starts.
 
     Raises:
-        MemoryTierError: The one that is there is not this user's alone.
+        MemoryTierError: The existing folder is not this user's alone.
     """
     problem = problem_with(folder)
     was_open = bool(problem) and _close_to_group(folder)
@@ -98,7 +98,7 @@ def opening(root: Path) -> Iterator[None]:
 
     Raises:
         MemoryFullError: There is no space for it.
-        MemoryTierError: It can't be used, for whatever other reason.
+        MemoryTierError: It can't be used, for another reason.
     """
     try:
         yield
@@ -111,13 +111,13 @@ def opening(root: Path) -> Iterator[None]:
 
 
 def by_warning(text: str) -> None:
-    """Says what is to be said once, if there is no log for it."""
+    """Warns once, if there is no log."""
     warnings.warn(text, stacklevel=2)
 
 
 def make_folders(root: Path, names: Iterable[str], say: Callable[[str], None] = by_warning) -> None:
     """Makes a root, the folder that it lies in, and those in it; raises as :func:`private_folder` does."""
-    # The outermost first: what is in a folder is safe once that is closed.
+    # The outermost first: the content of a folder is safe once the folder is closed.
     closed = [folder for folder in (root.parent, root, *(root / name for name in names)) if private_folder(folder)]
     if closed:
         text = f"{closed[0]} was open to its group, and was closed to it again"

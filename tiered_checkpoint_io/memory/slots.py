@@ -26,7 +26,7 @@ from tiered_checkpoint_io.memory.space import MemoryFullError, needs_space
 _ROUND = 2 << 20
 #: Bytes prepared at once: a save waits for them, and others get the memory map's lock between two pieces.
 _PIECE = 8 << 20
-#: Between two pieces that are pinned, so that training launches what it has to.
+#: Pause between two pieces that are pinned, so that training can launch its kernels.
 _PIN_PAUSE_S = 0.05
 #: Linux 5.14; older kernels answer EINVAL, and the pages are then touched by the first copy.
 _MADV_POPULATE_WRITE = 23
@@ -80,7 +80,7 @@ class Slot:
             if self.huge == self.reserved:
                 self.huge = huge
             if self.touched == self.reserved:
-                # A fault for each of these pages is none too many.
+                # A fault for each of these pages is affordable.
                 self.touched = huge
             self.reserved = size
         if os.fstat(self.descriptor).st_size < size:
@@ -128,8 +128,8 @@ class SlotPool:
             folder: Folder of free slots.
             room: Bytes that the budget still allows, beyond what is in use.
             clock: For waits and names.
-            unmap: Told of each mapping that loses pages, and how many bytes keep theirs: what is registered as pinned
-                memory is these pages, and a device would go on to copy into them.
+            unmap: Told of each mapping that loses pages, and the number of bytes that keep theirs: registered pinned
+                memory consists of these pages, and a device would go on to copy into them.
         """
         self._folder = folder
         self._room = room
@@ -185,7 +185,7 @@ class SlotPool:
     def prepare(self, size: int, stopped: Callable[[], bool], pin: Callable[[memoryview], bool] | None = None) -> None:
         """Makes a free slot of ``size`` bytes and touches its pages, if there is room and need, until ``stopped``.
 
-        Piece by piece, and the slot can be acquired as far as it is: that waits for one piece at most. Likewise,
+        Piece by piece; a save can acquire the slot as far as it is made, and waits for one piece at most. Likewise,
         ``pin`` is then called with the bytes of the slot, as often as it says that there is another piece.
         """
         slot = self._to_prepare(size, stopped)
@@ -251,7 +251,7 @@ class SlotPool:
         with self._lock:
             self._lent.pop(slot.inode, None)
             if os.path.dirname(slot.path) != self._folder:
-                # It was on its way into a checkpoint that did not come to be.
+                # The slot was on its way into a checkpoint that did not come to be.
                 self._discard(slot)
             else:
                 self._keep_or_discard(slot)
@@ -330,7 +330,7 @@ class SlotPool:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 if os.fstat(descriptor).st_nlink == 0:
-                    # Another process came between, took it for a dead one's, and unlinked it.
+                    # Another process came between, took the file for a dead process's, and unlinked it.
                     os.close(descriptor)
                     continue
                 slot = Slot(path, descriptor, _round_up(size + size // 16 + 1))
@@ -359,7 +359,7 @@ class SlotPool:
 
     @contextlib.contextmanager
     def _taking_space(self) -> Iterator[None]:
-        """One process of the node at a time looks how much is left and takes it."""
+        """Lets one process of the node at a time look at the free room and take it."""
         lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         deadline = self._clock.monotonic() + (bound := self._clock.timing.space_wait_s)
         try:
@@ -379,7 +379,7 @@ class SlotPool:
             try:
                 yield
             finally:
-                # In so many words: a process that was forked meanwhile has the same open file.
+                # Unlocked explicitly: a process that was forked meanwhile has the same open file.
                 fcntl.flock(lock, fcntl.LOCK_UN)
         finally:
             os.close(lock)

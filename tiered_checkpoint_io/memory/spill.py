@@ -1,4 +1,4 @@
-"""The spill: a folder on the node's disk for parts that do not fit into its memory, and which node memory owns it.
+"""The spill: a folder on the node's disk for parts that do not fit into its memory, and the node memory that owns it.
 
 A path does not tell: containers that have a memory each see it under the same path, and may have one disk. So a spill
 names the node memory that owns it, by device and inode at this boot, and each process that uses it locks that file,
@@ -46,7 +46,7 @@ class _Claim(NamedTuple):
         return inode_at(self.folder / OWNER_FILE) != inode_of(os.fstat(self.descriptor))
 
     def write(self, owner: str) -> None:
-        """Says whose it is."""
+        """Writes the owner."""
         os.ftruncate(self.descriptor, os.pwrite(self.descriptor, owner.encode(), 0))
 
 
@@ -79,7 +79,7 @@ def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
                     # Cleaners of temporary folders remove files of 10 days ago.
                     os.utime(mine.descriptor)
                 if owner != mine.owner:
-                    # The memory's folder was made anew. It is all its processes' spill still.
+                    # The memory's folder was made anew. The spill is still that of all its processes.
                     mine.write(owner)
                     _claims[base] = mine._replace(owner=owner)
                 return mine.folder
@@ -102,7 +102,7 @@ def _next(base: Path, owner: str, others: set[Path], *, make: bool) -> Path | No
 
 
 def siblings(base: Path) -> list[Path]:
-    """Returns the spills that are there under a path, whosever they are."""
+    """Returns the spills that are there under a path, of any owner."""
     try:
         names = os.listdir(base.parent)
     except OSError:
@@ -132,7 +132,7 @@ def _owner_of(folder: Path) -> str:
 
 
 def _take(folder: Path, owner: str, clock: Clock, *, tries: int) -> _Claim | None:
-    """Claims one spill; None if it is another live memory's, as often as it is tried."""
+    """Claims one spill; None if another live memory has it at each try."""
     deadline = clock.monotonic() + clock.timing.space_wait_s
     while True:
         private_folder(folder)
@@ -140,7 +140,7 @@ def _take(folder: Path, owner: str, clock: Clock, *, tries: int) -> _Claim | Non
         taken = _Claim(folder, os.open(folder / OWNER_FILE, flags, 0o600), owner)
         try:
             if _lock(taken.descriptor, fcntl.LOCK_EX):
-                # No live process has it. Written in place: a full disk has no new block for it.
+                # No live process has it. The owner is written in place: a full disk has no new block for it.
                 taken.write(owner)
             # Not in one step: another process may come between, and its owner is read then.
             while not _lock(taken.descriptor, fcntl.LOCK_SH):
@@ -155,7 +155,7 @@ def _take(folder: Path, owner: str, clock: Clock, *, tries: int) -> _Claim | Non
         tries -= not is_lost
         if not tries:
             return None
-        # It was being removed, or is another's as yet.
+        # The spill was being removed, or is another's as yet.
         _wait(clock, deadline, folder)
 
 
@@ -269,7 +269,7 @@ class Spill:
         if base is None:
             return None
         try:
-            # Again each time: what clears temporary folders may have taken some.
+            # Again each time: a cleaner of temporary folders may have taken some.
             os.makedirs(base.parent.parent, exist_ok=True)
             private_folder(base.parent)
             root = claim(base, self._memory, self._clock, make=make)

@@ -9,7 +9,7 @@
                                  replicated            marker: all parts of the save are on other nodes too
       replicas/<save_id>/...     the same, of other nodes' parts: never uploaded from here
       slots/  trash/  quarantine/  status/
-      operations.log  drain.json  *.lock              what trainers and the drain tell each other
+      operations.log  drain.json  *.lock              exchange between trainers and the drain
       budget                     bytes that the trainer's checkpoints may take, for metrics
       id                         a link to nowhere that names this memory, for its spill
 
@@ -86,7 +86,7 @@ class MemoryTier:
     ) -> None:
         """Takes a root that :meth:`open` has checked, or one to look at.
 
-        ``budget_bytes`` is what all ranks of the node may use together, None for no limit of ours; ``left`` gives the
+        ``budget_bytes`` is the limit of all ranks of the node together, None for no limit of ours; ``left`` gives the
         bytes that the node has left for it; ``unmap`` see :class:`SlotPool`; ``folder`` is ``saves``, or ``replicas``;
         ``say`` warns.
         """
@@ -119,7 +119,7 @@ class MemoryTier:
         clock: Clock = SYSTEM,
         say: Callable[[str], None] = by_warning,
     ) -> MemoryTier:
-        """Opens the tier, making its folders, and clears what dead processes left incomplete; ``say`` warns.
+        """Opens the tier, making its folders, and clears incomplete remains of dead processes; ``say`` warns.
 
         Raises MemoryTierError if a folder is not ours alone, MemoryTierError if it can't be used.
         """
@@ -137,7 +137,7 @@ class MemoryTier:
         return tier
 
     def mend(self) -> bool:
-        """Makes the folders anew if they were removed; whether that was so. Raises as :meth:`open`."""
+        """Makes the folders anew if they were removed; returns whether they were. Raises as :meth:`open`."""
         if self._parts.is_dir():
             return False
         with opening(self.root):
@@ -159,7 +159,7 @@ class MemoryTier:
 
     # --------------------------------------------------------------------------------- spill
     def use_spill(self, configured: str | None) -> None:
-        """Takes where parts go that do not fit: see ``spill_dir`` of the configuration."""
+        """Takes the folder for parts that do not fit: see ``spill_dir`` of the configuration."""
         self._spill.use(configured)
 
     @property
@@ -287,7 +287,7 @@ class MemoryTier:
             MemoryFullError: The file system is full; nothing is left of the part, nor of its slots.
             MemoryTierError: Memory holds it already.
         """
-        # A rename does not lead from one file system to another.
+        # A rename does not work from one file system to another.
         home = next((self._home(slot.path) for slot in slots.values() if isinstance(slot, Slot)), self)
         folder = home._parts / part.save_id / ids.rank_folder(part.rank)
         text, step = "memory already holds this part", part.content.step
@@ -312,7 +312,7 @@ class MemoryTier:
             write_private(fresh / PART_FILE, part.to_json())
             os.rename(fresh, folder)
         except BaseException as error:
-            # Ctrl-C, too, leaves nothing that only another start would clear.
+            # Ctrl-C, too, leaves no remains that only another start would clear.
             is_full = isinstance(error, OSError) and (isinstance(error, MemoryFullError) or error.errno in NO_SPACE)
             # The files had their space, their description has none: give all of it back.
             for slot in slots.values() if is_full else ():
@@ -372,7 +372,7 @@ class MemoryTier:
         except FileNotFoundError:
             return
         except BaseException:
-            # After Ctrl-C once more: nothing else would give this memory back while this process lives.
+            # Again after Ctrl-C: nothing else would give this memory back while this process lives.
             self._empty(trash, stored)
             raise
 
@@ -387,9 +387,9 @@ class MemoryTier:
         shutil.rmtree(trash, ignore_errors=True)
 
     def quarantine(self, folder: Path, reason: str) -> Path:
-        """Takes a corrupt part's folder out of use, without deleting it; where it lies now."""
+        """Takes a corrupt part's folder out of use, without deleting it; returns its new place."""
         mark = f"{REPLICAS}." if folder.parent.parent.name == REPLICAS else ""
-        # A name of its own: a rename does not replace what an earlier start, or another rank, has put there.
+        # A name of its own: a rename does not replace a folder of an earlier start, or of another rank.
         part = f"{mark}{folder.parent.name}.{folder.name}"
         target = self._home(folder).root / "quarantine" / f"{part}.{self._clock.token(4)}"
         target.parent.mkdir(mode=0o700, exist_ok=True)  # a corrupt part that stays would be tried for ever
@@ -425,7 +425,7 @@ class Space(NamedTuple):
 
 
 def note_budget(tier: MemoryTier) -> None:
-    """Notes what the trainer's checkpoints may take; on a tmpfs that is full, nothing is noted."""
+    """Notes the budget of the trainer's checkpoints; on a full tmpfs, nothing is noted."""
     path, text = tier.root / BUDGET_FILE, str(tier.budget).encode()
     with contextlib.suppress(OSError):
         if tier.budget is not None and not (path.exists() and path.read_bytes() == text):

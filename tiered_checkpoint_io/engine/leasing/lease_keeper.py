@@ -253,7 +253,7 @@ class LeaseKeeper:
             except StoreError as error:
                 if error.reason != "archived":
                     raise
-                # A lifecycle rule has removed it as old: it counts as one that can't be understood.
+                # A lifecycle rule has archived it as old: it counts as one that can't be understood.
                 lease = None
             if lease is None or not are_one(lease.owner, self._lease.owner):
                 others.append(Other(info.key, lease, beats=False, quiet=0.0))
