@@ -22,7 +22,7 @@ def for_lightning() -> list[Any]:
 
 
 def for_pytorch_lightning() -> list[Any]:
-    """Returns the callback that refuses what is ours in a Trainer of pytorch_lightning, if there may be any."""
+    """Returns the callback that refuses our classes in a Trainer of pytorch_lightning, if there may be any."""
     if _IO not in sys.modules:
         return []
     from tiered_checkpoint_io.other_trainer import OtherTrainerGuard

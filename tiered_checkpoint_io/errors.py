@@ -68,7 +68,7 @@ class TieredCheckpointError(Exception):
         hint: str | None = None,
         reason: Reason | None = None,
     ) -> None:
-        # Errors are logged, written down and sent to other ranks; URLs in them may hold what none of those should.
+        # Errors are logged, written down and sent to other ranks; URLs in them may hold secrets.
         self.message = without_secrets(message)
         self.operation = operation
         self.tier = tier or self._tier

@@ -34,7 +34,7 @@ Logger = logging.Logger | _Adapter
 class CheckpointLogger(_Adapter):
     """Adds namespace, rank and step to each record; ``file:line`` stays the caller's.
 
-    Rank 0 speaks: what is information on rank 0 is a record of level DEBUG on all others.
+    Rank 0 speaks: a line of level INFO on rank 0 has level DEBUG on all others.
     """
 
     def __init__(self, logger: logging.Logger, extra: MutableMapping[str, Any]) -> None:
@@ -67,7 +67,7 @@ class DebugOnly(_Adapter):
         return bool(self.logger.isEnabledFor(logging.DEBUG))
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        # The logger, itself an adapter, adds what it has to add.
+        # The logger, itself an adapter, adds its own part.
         return msg, kwargs
 
 
@@ -140,7 +140,7 @@ class _Ours(logging.Filter):
 
 
 class _Console(_StreamHandler):
-    """Writes to stderr, as it is at that moment, what no other handler shows: no line appears twice."""
+    """Writes records that no other handler shows to stderr, as it is at that moment: no line appears twice."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

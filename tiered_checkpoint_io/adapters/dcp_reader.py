@@ -169,7 +169,7 @@ class TieredStorageReader(OverTiers, StorageReader):
             raise
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: it is what :meth:`read_metadata` gave."""
+        """Does nothing: :meth:`read_metadata` has set up all."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Changes nothing."""
@@ -180,7 +180,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what this rank's plan asks for.
+        """Reads the items of this rank's plan.
 
         Raises:
             CorruptCheckpointError: No intact copy of some byte is within reach.
@@ -190,7 +190,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         if opened is None or opened.files is None or self._metadata is None:
             raise RestoreError("read_data without read_metadata", operation="load")
         session, log = self.session, self.session.log.at_step(opened.step)
-        # Of what lies in the memory of several nodes, this one may hold nothing.
+        # If several nodes hold the checkpoint in memory, this node may hold nothing.
         self.tier = "memory" if opened.files.held else "peer" if opened.scattered else "durable"
         try:
             if self._joined is None or self._joined.rank == 0:
@@ -248,7 +248,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         return shared_of(self.settings)
 
     def _warn_of_empty(self, state: Any, name: str) -> None:
-        """Warns of what is not loaded because there is nothing to load it into: DCP itself says nothing."""
+        """Warns of entries that are not loaded because they have no target: DCP itself says nothing."""
         assert self._metadata is not None
         held = self._metadata.state_dict_metadata
         for path in _empty(state, ()):
@@ -420,7 +420,7 @@ class _Direct:
     def commit(self, planner: LoadPlanner) -> None:
         """Has the planner take the tensor, once it is filled."""
         if self.fits:
-            # As copy_ does: what autograd has saved of the tensor is outdated.
+            # As copy_ does: values that autograd has saved of the tensor are outdated.
             torch.autograd.graph.increment_version(self.tensor)
             planner.commit_tensor(self.wanted[0], self.tensor)
 
@@ -443,7 +443,7 @@ class PlanReader:
                     self._tensors[key] = (stored.properties.dtype, tuple(chunk.sizes))
 
     def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Reads what the plan asks for, each file's bytes together, and nothing else.
+        """Reads the plan's items, each file's bytes together, and nothing else.
 
         Raises:
             CorruptCheckpointError: No intact copy of some byte is within reach.
@@ -456,7 +456,7 @@ class PlanReader:
             reads.fill(basename, targets, [target for each in direct for target in each.on_device])
             for each in direct:
                 each.commit(planner)
-            # If the bytes do not lie as expected, what was filled with them is filled anew.
+            # If the bytes do not lie as expected, tensors that were filled with them are filled again.
             for item, info, layout in (*rest, *((*each.wanted[:2], None) for each in direct if not each.fits)):
                 if layout is not None and layout.fits(view[info.offset : info.offset + info.length]):
                     _copy(view, item, info, layout, planner)
@@ -494,7 +494,7 @@ class PlanReader:
         return _Layout(skeleton, *known) if skeleton.length == info.length else None
 
     def _load(self, view: memoryview, item: ReadItem, info: Any, planner: LoadPlanner) -> None:
-        """As FileSystemReader does it: for what others laid out, and for all that is no plain tensor."""
+        """As FileSystemReader does it: for files of other layouts, and for all items but plain tensors."""
         raw = io.BytesIO(view[info.offset : info.offset + info.length])
         stream: Any = raw
         if _descriptors(info):
@@ -508,7 +508,7 @@ class PlanReader:
         _into(planner, item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
 
     def _checked(self, item: ReadItem, stream: io.BytesIO, planner: LoadPlanner) -> io.BytesIO:
-        """Returns an object's bytes as this process would save it: DCP's own planner unpickles whatever it is given."""
+        """Returns an object's bytes as this process would save it: DCP's own planner unpickles any bytes."""
         if self._trust.weights_only is False or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
             return stream
         again = io.BytesIO()

@@ -38,7 +38,7 @@ _EVERY = {each.name: each.default for each in fields(TieredCheckpointConfig)}["s
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A validated configuration, and what concerns sharded checkpoints alone: see :class:`TieredStorageWriter`."""
+    """A validated configuration, and the settings of sharded checkpoints alone: see :class:`TieredStorageWriter`."""
 
     config: TieredCheckpointConfig
     #: True if a durable tier was named.
@@ -95,7 +95,7 @@ class Settings:
 
 
 def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
-    """Validates what :class:`TieredStorageWriter` takes.
+    """Validates the arguments of :class:`TieredStorageWriter`.
 
     Args:
         config: In any of its forms.

@@ -99,7 +99,7 @@ def first_failure(error: CheckpointException) -> tuple[list[int], BaseException]
 
 
 def save_planner(what: str, process_group: Any = None, *, alone: bool = False) -> DefaultSavePlanner:
-    """Returns a planner that plans once what stays the same over all saves of ``what``.
+    """Returns a planner that plans once the parts that stay the same over all saves of ``what``.
 
     A rank and its coordinator have to keep plans of the same saves. DCP tells plans apart by the planner's class only:
     two groups of ranks, or processes that restarted as other ranks, would take each other's, and save too little.

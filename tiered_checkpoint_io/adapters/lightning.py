@@ -239,7 +239,7 @@ class TieredCheckpointIO(CheckpointIO):
         )
 
     def is_resumable(self, checkpoint: Any, path: str | os.PathLike[str]) -> bool:
-        """Tells whether training can resume from what is saved now; see the function of that name."""
+        """Tells whether training can resume from a save made now; see the function of that name."""
         return not self.mixes_steps and is_resumable(checkpoint, path)
 
     def load_checkpoint(
@@ -286,7 +286,7 @@ class TieredCheckpointIO(CheckpointIO):
         return state
 
     def load_alone(self, path: str | os.PathLike[str]) -> Any:
-        """Returns what a checkpoint holds, without the other ranks; the run does not count as resumed from it."""
+        """Returns the content of a checkpoint, without the other ranks; the run does not count as resumed from it."""
         restored = self.checkpointer.restored
         try:
             return self.checkpointer.load(path, map_location="cpu", alone=True)
@@ -301,7 +301,7 @@ class TieredCheckpointIO(CheckpointIO):
         self.checkpointer.remove(path)
 
     def _is_of_one_rank(self, path: str | os.PathLike[str]) -> bool:  # noqa: ARG002
-        """Tells whether a path names what only one rank loads."""
+        """Tells whether a path names a checkpoint that only one rank loads."""
         return False
 
     def _is_scratch(self, path: str | os.PathLike[str]) -> bool:
@@ -404,7 +404,7 @@ class FreshStart(NoCheckpoint):
         """A Trainer never asks for them; Fabric does, before it fills a state, model or optimizer.
 
         Raises:
-            CheckpointNotFoundError: Always: what is not filled would be taken for restored.
+            CheckpointNotFoundError: Always: an unfilled state would be taken for restored.
         """
         raise CheckpointNotFoundError(
             f"there is no checkpoint at {self._dirpath} yet, so nothing was loaded into the state",

@@ -1,4 +1,4 @@
-"""Optimizers' states put into sharded models, and what models and optimizers hold."""
+"""Optimizers' states put into sharded models, and the tensors of models and optimizers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OTHERS = "configure the optimizers as in the run that saved it, or load its wei
 def optimizer_state(
     module: torch.nn.Module, optimizer: Optimizer, full: Callable[[Optimizer], dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """Returns an optimizer's state by names, or what ``full`` makes of it; the optimizer stays as it is.
+    """Returns an optimizer's state by names, or the result of ``full`` on it; the optimizer stays as it is.
 
     Torch has an optimizer without a state make a step, after which the first step of training is another.
     """

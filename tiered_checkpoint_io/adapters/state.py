@@ -49,7 +49,7 @@ def _mapped(value: Any, replace: Callable[[Any], Any]) -> Any:
 
 
 def prepared(by: Callable[[Any], Any], state: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]:
-    """Returns what a function makes of a state, or its error: the other ranks wait for each one to save."""
+    """Returns the result of a function on a state, or its error: the other ranks wait for each one to save."""
     try:
         return by(state), None
     except Exception as error:
@@ -97,7 +97,7 @@ def fill(state: dict[str, Any], loaded: Any, *, where: str) -> None:
 class _Filling:
     def __init__(self, where: str, own: Callable[[Any], Any]) -> None:
         self._where = where
-        #: Copies what stays in the state after the load; what was one tensor stays one.
+        #: Copies tensors that stay in the state after the load; a shared tensor stays shared.
         self._own = own
 
     def dictionary(self, state: dict[Any, Any], loaded: Any, path: str) -> None:
@@ -383,7 +383,7 @@ class _PlainPickler(pickle.Pickler):
 
 
 class _Written:
-    """Stands for a pickler, and is given what one has written."""
+    """Stands for a pickler, and is given the output of one."""
 
     def __init__(self, file: BinaryIO, **_: Any) -> None:
         self._file = file
@@ -393,7 +393,7 @@ class _Written:
 
 
 class Rest:
-    """A copy of a state as it is now, whatever changes later.
+    """A copy of a state as it is now, unaffected by later changes.
 
     Attributes:
         sharded: The sharded tensors in it, which are saved beside the model's.

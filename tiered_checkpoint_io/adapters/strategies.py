@@ -95,7 +95,7 @@ class StrategyWriter(_OfStrategy, TieredStorageWriter):
         seals_in_background: bool = False,
         overlapped: Overlapped | None = None,
     ) -> None:
-        """Takes what goes beside the shards, on rank 0, as ``rest``."""
+        """Takes the data that goes beside the shards, on rank 0, as ``rest``."""
         super().__init__(shared.session.config, save_to_s3=durable, wait=wait, require_step=False)
         self._of_strategy = shared
         self._save = self._of_thread.save = Save(self.settings, located)
@@ -338,7 +338,7 @@ class TieredSharding(_Base):
             return
         state, overlapped = begun
         overlapped.stall_s = stall_s = session.clock.monotonic() - started
-        # Callers look here for what was saved, as soon as this returns.
+        # Callers look here for the saved files, as soon as this returns.
         more = {"queued": is_durable, "overlapped": True, "resumable": resumable}
         overlapped.made = SaveReport(name, step, "", overlapped.size, stall_s, frozenset(tiers), **more)
         session.last_save = overlapped.made

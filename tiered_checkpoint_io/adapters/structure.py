@@ -1,4 +1,4 @@
-"""The structure of a state that is saved again and again, so that what follows from it is not planned at each save."""
+"""The structure of a state that is saved again and again, so that its plan is not made at each save."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 class UnknownStructureError(Exception):
-    """The state holds what DCP may plan by more than is looked at here."""
+    """The state holds values that DCP may plan by more facts than are looked at here."""
 
 
 class _Container:
@@ -48,7 +48,7 @@ class Structure:
     """A state's keys, the types of its values, and all of its tensors but their storages and bytes."""
 
     def __init__(self, state: Any, flat: Mapping[str, Any], mappings: Any, plan: SavePlan) -> None:
-        """Takes a state, and what DCP makes of it.
+        """Takes a state, and DCP's plan of it.
 
         Args:
             state: The state.

@@ -43,7 +43,7 @@ def is_in_memory_alone(callbacks: Iterable[Resumable]) -> bool:
 
 
 class EndOfTraining(Callback):
-    """Saves what training ends with, before other callbacks put averaged weights in its place."""
+    """Saves the state at the end of training, before other callbacks replace it by averaged weights."""
 
     def __init__(self) -> None:
         self._has_trained = self._has_ended = False
@@ -186,7 +186,7 @@ class DurableEnd(SafeDeletes):
         return trainer.global_step > self._began_at and not trainer.fit_loop._should_accumulate()
 
     def _save_state(self, trainer: Trainer, name: str, *tiers: str) -> SaveReport | None:
-        """Saves the whole training state below the IO's dirpath, beside what ModelCheckpoint counts."""
+        """Saves the whole training state below the IO's dirpath, beside the checkpoints that ModelCheckpoint counts."""
         report: SaveReport | None = self._save(
             trainer, ids.join_url(self._engine.dirpath, name), {"tiers": tiers}, weights_only=False
         )
@@ -213,7 +213,7 @@ class DurableEnd(SafeDeletes):
         wanted = self.save_on_train_end and self._io is not None and self._io.config.save_on_train_end
         if wanted and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             missing = is_in_memory_alone(each._resumable for each in self._siblings(trainer))
-            # Rank 0 knows what became of the saves, and each rank what it has lost of them since.
+            # Rank 0 knows the outcomes of the saves, and each rank what it has lost of them since.
             lost = trainer.strategy.reduce_boolean_decision(self._has_lost(), all=False)
             if trainer.strategy.broadcast(missing or lost):
                 with last_saves(self._engine.session):

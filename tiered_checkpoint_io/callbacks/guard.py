@@ -1,4 +1,4 @@
-"""Looks after each trainer that has our checkpoint IO, whatever its callbacks are."""
+"""Looks after each trainer that has our checkpoint IO, with any callbacks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class HeldWeights:
         return {**vars(self), "_trained": None, "_has_loaded": False}
 
     def train(self, module: LightningModule) -> None:
-        """Notes that a training goes on with what the module holds now."""
+        """Notes that a training goes on with the module's present state."""
         self._trained, self._has_loaded = weakref.ref(module), False
 
     def load(self, module: LightningModule) -> None:
@@ -89,7 +89,7 @@ class StrategyGuard(Callback):
         self._without_dirpath: list[ModelCheckpoint] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses what would go past our checkpoint IO; has ranks meet that keep each other's copies.
+        """Refuses saves that would go past our checkpoint IO; has ranks meet that keep each other's copies.
 
         Raises:
             ConfigError: A strategy does, or a ModelCheckpoint; or there are fewer machines than ``replication_factor``.
@@ -126,7 +126,7 @@ class StrategyGuard(Callback):
             self._held.train(pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Counts the epoch as it was left, and tells the IO whether training can resume from what comes next."""
+        """Counts the epoch as it was left, and tells the IO whether training can resume from the next save."""
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is not None:
             count_epoch_as_it_ended(trainer, checkpoint)
@@ -134,7 +134,7 @@ class StrategyGuard(Callback):
             io.mixes_steps = self._held.are_others(pl_module, log)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warns on rank 0: of what a resume leaves out, and of checkpoints that ``fit`` did not resume from."""
+        """Warns on rank 0: of parts that a resume leaves out, and of checkpoints that ``fit`` did not resume from."""
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is None:
             return
@@ -347,7 +347,7 @@ def _saves(trainer: Trainer) -> tuple[bool, bool]:
 
 
 def _need(trainer: Trainer, module: LightningModule) -> Need:
-    """Returns what a training will save, by the module as it is before its strategy sets it up."""
+    """Returns the needs of a training's saves, by the module as it is before its strategy sets it up."""
     tensors = [each for each in (*module.parameters(), *module.buffers()) if not torch.nn.parameter.is_lazy(each)]
     weights = sum(each.numel() * each.element_size() for each in tensors)
     is_sharded = any(kind.__name__ == "TieredSharding" for kind in type(trainer.strategy).__mro__)

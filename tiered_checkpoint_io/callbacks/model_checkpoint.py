@@ -208,7 +208,7 @@ class TieredModelCheckpoint(DurableEnd):
         super().on_train_start(trainer, pl_module)
         self._begin_training(trainer)
         self._reached = trainer.global_step
-        # Not in setup: what is restored since then may be of another step.
+        # Not in setup: a checkpoint restored since then may be of another step.
         if self._last_global_step_saved != trainer.global_step:
             self._last_global_step_saved = 0
         if trainer.is_global_zero:
@@ -229,7 +229,7 @@ class TieredModelCheckpoint(DurableEnd):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         # EndOfTraining has saved by now.
         if trainer.is_global_zero:
-            # The IO's teardown shows what cannot be finished, and the next start takes it up.
+            # The IO's teardown shows unfinished work, and the next start takes it up.
             with contextlib.suppress(DrainError):
                 self._engine.session.wait()
         self._look_after(trainer)
@@ -273,7 +273,7 @@ class TieredModelCheckpoint(DurableEnd):
 
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            # Upstream saves it when training ends, whatever the training was.
+            # Upstream saves it when any training ends.
             return
         self._naming_last = True
         try:
@@ -282,7 +282,7 @@ class TieredModelCheckpoint(DurableEnd):
             self._naming_last = False
 
     def file_exists(self, filepath: Any, trainer: Trainer) -> bool:
-        """Answers from what rank 0 knows: a LIST of each folder at first use, none later."""
+        """Answers from rank 0's knowledge: a LIST of each folder at first use, none later."""
         return on_rank_0(trainer, lambda: self._is_taken(filepath))
 
     def _is_taken(self, filepath: Any) -> bool:
@@ -308,7 +308,7 @@ class TieredModelCheckpoint(DurableEnd):
 
     # ----------------------------------------------------------------------------------- inside
     def _promise_best(self) -> None:
-        # In a process that has not trained, ckpt_path="best" finds what earlier ones saved.
+        # In a process that has not trained, ckpt_path="best" finds saves of earlier ones.
         self.best_model_path = self.best_model_path or ids.best_url(self.monitor, self.mode)
 
     def _save(
@@ -365,7 +365,7 @@ class TieredModelCheckpoint(DurableEnd):
         self._engine.alias(filepath, target, copy=not self._links_last)
 
     def _look_after(self, trainer: Trainer) -> None:
-        """Reads what the drain did, and passes it on to every callback of this kind."""
+        """Reads the drain's outcomes, and passes them on to every callback of this kind."""
         session = self._engine.session
         if trainer.is_global_zero:
             outcomes, progress = session.poll(), session.progress()

@@ -81,7 +81,7 @@ class Notice:
         return math.inf if self.leave_by is None else max(0.0, self.leave_by - session.clock.monotonic())
 
     def expect(self, leave_by: float, session: Session) -> None:
-        """Takes over this rank's notice, or another's; what waits for the durable tier waits no longer than that."""
+        """Takes over this rank's notice, or another's; waits for the durable tier end by its deadline."""
         if self.leave_by is None or leave_by < self.leave_by:
             self.leave_by = leave_by
             session.leave_by(leave_by)

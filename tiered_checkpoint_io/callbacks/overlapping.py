@@ -1,4 +1,4 @@
-"""Waits for overlapped captures before anything may change what they copy: see :mod:`engine.save.overlap`.
+"""Waits for overlapped captures before anything may change their tensors: see :mod:`engine.save.overlap`.
 
 Lightning's hooks come in this order: a batch ends, and ModelCheckpoint saves; the next one begins; forward, backward;
 ``on_before_optimizer_step``; the update. Only a save between two batches may leave its capture to the background.
@@ -29,7 +29,7 @@ from tiered_checkpoint_io.errors import SaveError
 
 
 class OverlappedCapture(Callback):
-    """The first callback of a trainer: what others do in the same hook comes after the wait."""
+    """The first callback of a trainer: other callbacks' work in the same hook comes after the wait."""
 
     def __init__(self, trainer: Trainer, io: TieredCheckpointIO, saver: FullSaver | CoordinatedSaver) -> None:
         self._trainer = trainer
@@ -106,7 +106,7 @@ class OverlappedCapture(Callback):
     on_test_start = on_predict_start = on_train_end = on_fit_end = teardown = _wait
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
-        """Waits; what has ended the training is what the user sees."""
+        """Waits; the user sees the error that has ended the training."""
         try:
             self._wait()
         except SaveError as error:
@@ -122,7 +122,7 @@ class OverlappedCapture(Callback):
 
     # ------------------------------------------------------------------------------- the tensors
     def _tensors(self) -> list[torch.Tensor]:
-        """Returns what only an optimizer's step changes before :meth:`_wait`; nothing for an eager save."""
+        """Returns tensors that only an optimizer's step changes before :meth:`_wait`; nothing for an eager save."""
         trainer = self._trainer
         state = trainer.state
         is_training = state.stage is RunningStage.TRAINING and state.status is TrainerStatus.RUNNING

@@ -232,7 +232,7 @@ class PreemptionCheckpoint(Callback):
                 error,
             )
         else:
-            # Of what all ranks save, the first one's operation is the commit.
+            # The first operation among all ranks' saves is the commit.
             if made is not None and trainer.is_global_zero and self._is_durable(made):
                 log.info("the last checkpoint is on the durable tier")
 
@@ -252,7 +252,7 @@ class PreemptionCheckpoint(Callback):
         return session.last_save if session.last_save is not before else None
 
     def _is_held(self, made: SaveReport) -> bool:
-        """Tells whether this node has what this rank saved, once the background has done its part."""
+        """Tells whether this node has this rank's save, once the background has done its part."""
         try:
             parts = [each for each in self._session.open().tier.parts() if not each.is_replica]
             return (made.save_id, current_rank()) in [(each.save_id, each.part.rank) for each in parts]
@@ -260,13 +260,13 @@ class PreemptionCheckpoint(Callback):
             return False
 
     def _is_durable(self, made: SaveReport) -> bool:
-        """Tells whether S3 has what was saved, by its outcome, or because it was sent before it returned."""
+        """Tells whether S3 has the save, by its outcome, or because it was sent before the save returned."""
         outcome = self._session.outcome(made.save_id)
         sent = made.tiers == {"durable"} and not made.queued
         return sent or (outcome is not None and outcome.state == "committed")
 
     def _end(self) -> signal.Signals | None:
-        """Takes no more notice; returns what came, if nothing has acted on it."""
+        """Takes no more notice; returns the notice that came, if nothing has acted on it."""
         number = self.notice.remove()
         agreement, self._agreement = self._agreement, None
         if agreement is not None:
@@ -328,7 +328,7 @@ def take_over_requeue(trainer: Trainer, module: LightningModule, io: TieredCheck
             checkpoint_path = ids.LATEST
         connector.resume_start(checkpoint_path, *args, **options)
 
-    # The path is chosen before any callback is asked, and this is what takes it.
+    # The path is chosen before any callback is asked, and this function takes it.
     connector.resume_start = resume_start
 
 

@@ -31,7 +31,7 @@ _BYPASSING = {
 
 def check_strategy(strategy: Strategy) -> None:
     """Raises ConfigError for a strategy that would go past a TieredCheckpointIO."""
-    # Known by name: what is not used need not be installed.
+    # Known by name: an unused class need not be installed.
     names = [kind.__name__ for kind in type(strategy).__mro__]
     bypassing = [name for name in names if name in _BYPASSING]
     if bypassing and "TieredSharding" not in names:
@@ -52,7 +52,7 @@ def is_below(path: str, root: str) -> bool:
 
 
 def on_rank_0(trainer: Trainer, work: Callable[[], _T]) -> _T:
-    """Returns on every rank what ``work`` returns on rank 0; its error is raised on all of them."""
+    """Returns rank 0's result of ``work`` on every rank; its error is raised on all of them."""
     answer: Any = None
     failed: Exception | None = None
     if trainer.is_global_zero:

@@ -1,7 +1,7 @@
 """The command line ``tiered-ckpt``: run a drain, look at both tiers, verify, export, clean.
 
 Exit statuses: 0 if all is good; 1 for an error, or something damaged; 2 for wrong use; 130 after Ctrl-C; 141 if
-what reads the output has ended, as for other commands in a pipe.
+the reader of the output has ended, as for other commands in a pipe.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def _open_streams() -> None:
-    """Opens what the caller has closed: else its place would go to the next file, and what is said there into that.
+    """Opens streams that the caller has closed: else the next file would take their place, and get their output.
 
     Letters that a locale other than UTF-8 lacks are written as escapes: names of checkpoints may hold any.
     """

@@ -53,7 +53,7 @@ def ask(
     stop: threading.Event | None = None,
     quiet: bool = False,
 ) -> _T:
-    """Opens the durable tier of a configuration, or another with its options, and asks it what ``work`` asks.
+    """Opens the durable tier of a configuration, or another with its options, and sends it the requests of ``work``.
 
     Args:
         config: Configuration that reaches the durable tier.

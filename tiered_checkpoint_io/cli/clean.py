@@ -76,7 +76,7 @@ class Clean(Output, Node):
     ] = None
 
     def run(self) -> None:
-        """Shows what would go, or deletes it; the status is 1 if there is a warning."""
+        """Shows the files that would go, or deletes them; the status is 1 if there is a warning."""
         root = self.root
         with contextlib.ExitStack() as held:
             left = _left_over(root, held)
@@ -188,7 +188,7 @@ def _nothing(root: Path, config: TieredCheckpointConfig | None, spill_dir: Path 
 
 
 def _left_over(root: Path, held: contextlib.ExitStack) -> list[Path]:
-    """Returns what killed commands have put away, locked until ``held`` ends."""
+    """Returns folders that killed commands have put away, locked until ``held`` ends."""
     found: list[Path] = []
     for left in sorted(root.parent.iterdir()) if root.parent.is_dir() else ():
         # One that is locked is another command's, which may put it back.
@@ -222,7 +222,7 @@ def _others(root: Path, config: TieredCheckpointConfig | None, named: Path | Non
 
 
 def _used_by(spill: Path) -> str:
-    """Tells if a spill is in use, and what to do."""
+    """Tells if a spill is in use, and gives advice."""
     lock = try_lock(spill / OWNER_FILE)
     if lock is None:
         return "a trainer or drain whose memory is not seen here uses it"

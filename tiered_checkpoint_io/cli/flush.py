@@ -137,7 +137,7 @@ class Flush(Output, Node):
 
 
 def _stay(root: Path) -> None:
-    """Uploads what is queued until a signal ends this; stands by while another drain works."""
+    """Uploads the queue until a signal ends this; stands by while another drain works."""
     log = get_logger(root.name)
     # One that is ended while it waits for work has not failed.
     with ended_by_signal(log, late=0) as stop:
@@ -178,7 +178,7 @@ class _Flush:
         self.is_good = False
 
     def run(self, timeout: float, *, silent: bool) -> None:
-        """Uploads the saves and what is queued; ``timeout`` is for all of it."""
+        """Uploads the saves and the queue; ``timeout`` is for all of it."""
         began, tried = SYSTEM.monotonic(), list[HeldSave]()
         damaged: set[str] = set()
         lost: set[Unit] = set()
@@ -332,7 +332,7 @@ def _is_damaged(queue: Queue, save: HeldSave) -> bool:
 
 
 def _row(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: HeldSave) -> FlushedSave:
-    """Returns what became of a save."""
+    """Returns the outcome of a save."""
     pending = {each.op_id for each in queue.look(tier)}
     outcomes = [queue.outcome(each.op_id) for each in save.parts]
     known = queue.outcomes()
@@ -360,7 +360,7 @@ def _row(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: H
 
 
 def _asked(config: TieredCheckpointConfig, save: HeldSave, why: str) -> tuple[FlushState, str]:
-    """Returns what the durable tier says of a save whose parts here were sent; ``why`` it may not have it."""
+    """Returns the durable tier's answer about a save whose parts here were sent; ``why`` it may not have it."""
     try:
         manifest = _manifest(config, save)
         is_sent = manifest is not None or not save.missing or _has_parts(config, save)

@@ -154,7 +154,7 @@ def state_text(each: CheckpointInfo) -> str:
 
 
 def note_of(each: CheckpointInfo, names: Mapping[str, str], *, with_problem: bool = True) -> str:
-    """Returns what else is to be said of a checkpoint."""
+    """Returns further notes about a checkpoint."""
     notes = ["latest"] if each.is_latest else []
     if each.alias_of:
         notes.append(f"alias of {each.alias_of}")

@@ -31,12 +31,12 @@ _WIDE, _SHORT, _NAME = 100, 11, 30
 #: Between two lines of progress in a pipe, seconds.
 EVERY_S = 5.0
 
-#: The columns of a table: an attribute of the row, or what makes a cell of the row.
+#: The columns of a table: an attribute of the row, or a function that makes a cell of the row.
 Columns = Mapping[str, str | Callable[[Any], object]]
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Prints one line, without what would move a terminal's cursor; raises as :func:`write`."""
+    """Prints one line, without codes that would move a terminal's cursor; raises as :func:`write`."""
     write(printable(text), err=err)
 
 
@@ -56,7 +56,7 @@ def write(text: str, *, err: bool = False) -> None:
 
 
 def printable(text: str) -> str:
-    """Returns text without what would move a terminal's cursor, or end a line or a column."""
+    """Returns text without codes that would move a terminal's cursor, or end a line or a column."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 

@@ -98,7 +98,7 @@ class Prune(Output, Server, Keep):
     yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, only show what would go.")] = False
 
     def run(self) -> None:
-        """Shows what would go, or deletes it; the status is 1 if the server refuses a delete."""
+        """Shows the checkpoints that would go, or deletes them; the status is 1 if the server refuses a delete."""
         policies, json = self.policies(), self.as_json
         config = self.config(self.dirpath)
         plan = ask(config, lambda store: _plan(store, policies))

@@ -63,7 +63,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Progress:
-    """The drain; None for what is not known of it."""
+    """The drain; None for unknown facts."""
 
     pid: int | None
     last_seen: datetime | None
@@ -134,7 +134,7 @@ class Status(Output, Nodes):
 def _write_metrics(roots: Sequence[Path], textfile: Path | None) -> None:
     samples: list[Sample] = []
     for root in roots:
-        # Deleted meanwhile, or out of descriptors: the next look tells. A missing series is what alerts see.
+        # Deleted meanwhile, or out of descriptors: the next look tells. Alerts see a missing series.
         with contextlib.suppress(OSError, TieredCheckpointError):
             samples += collect(root)
     text = prometheus_text(samples)

@@ -32,7 +32,7 @@ class Checked:
     """A copy of a checkpoint, or a part of one, after its bytes were read.
 
     Attributes:
-        name: The checkpoint's; of what can't be read, the folder or key.
+        name: The checkpoint's; for an unreadable one, the folder or key.
         tier: The tier that has it.
         state: See :data:`CopyState`.
         rank: The rank of the part, or of the damaged file; None for all of them.
@@ -137,7 +137,7 @@ class Verify(Output, Server, Nodes):
 
 
 def _look(store: Store, wanted: str | None, held: Sequence[object]) -> list[DurableCheckpoint]:
-    """Returns what the durable tier has of a name, or in all; nothing at all is no error if memory has something."""
+    """Returns the durable tier's checkpoints, or those of a name; none at all is no error if memory has something."""
     if wanted is not None:
         return [each for each in [read(store, wanted)] if each.is_there]
     try:
@@ -152,7 +152,7 @@ def _latest(held: _Parts, found: Sequence[DurableCheckpoint]) -> tuple[_Parts, l
     """Returns the copies of the checkpoint that a restart on this node would take.
 
     Raises:
-        CorruptCheckpointError: A newer release wrote what may be the latest; a restart is refused as well.
+        CorruptCheckpointError: A newer release wrote a checkpoint that may be the latest; a restart is refused as well.
     """
     meant = latest(found, (stored for _, stored in held))
     if meant is None:

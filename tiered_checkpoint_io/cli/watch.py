@@ -100,7 +100,7 @@ def _run(runs: _CommandLine, config: TieredCheckpointConfig, each: CheckpointInf
         if is_there:
             runs.run(each)
             return
-    # If it was overwritten, what it is now has a turn of its own.
+    # If it was overwritten, the new checkpoint has a turn of its own.
     why = "was deleted or overwritten before its turn came: the command was not run for it"
     say(f"{each.name} {why}", err=True)
 
@@ -114,7 +114,7 @@ class _CommandLine:
     """
 
     def __init__(self, command: str, *, as_json: bool) -> None:
-        """Takes the command; with ``as_json`` its output goes to stderr, and what became of it to stdout."""
+        """Takes the command; with ``as_json`` its output goes to stderr, and its outcome to stdout."""
         self._command = command
         self._as_json = as_json
         self.failed = 0
@@ -198,7 +198,7 @@ class Ran(Change):
 
 
 def _lines(as_json: bool) -> _Update:
-    """Returns what prints a line, or a JSON document, for each change since the last look."""
+    """Returns a function that prints a line, or a JSON document, for each change since the last look."""
     before: dict[tuple[str, str], CheckpointInfo] | None = None
     write = row_writer(_COLUMNS)
 

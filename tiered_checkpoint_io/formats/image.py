@@ -1,4 +1,4 @@
-"""A planned file: what surrounds the tensors' bytes, where these come from, and how it is put together in a buffer.
+"""A planned file: the bytes around the tensors', the tensors' own, and the way to put both together in a buffer.
 
 It is copied in parallel, and hashed on the way or later. About 128 bytes of the zip file stand between any two tensors,
 and optimizers keep a number for each parameter. So one call copies as many stretches as a piece of the file has: a call
@@ -92,7 +92,7 @@ class Copies:
         offsets, lengths, addresses = offsets[order], lengths[order], addresses[order]
         ends, first = offsets + lengths, offsets // piece
         cuts = (ends - 1) // piece - first + 1
-        # A row is what a stretch has in a piece.
+        # A row is a stretch's part of a piece.
         rows = np.repeat(np.arange(len(offsets)), cuts)
         pieces = np.arange(len(rows)) - np.repeat(np.cumsum(cuts) - cuts - first, cuts)
         lows, highs = np.maximum(offsets[rows], pieces * piece), np.minimum(ends[rows], (pieces + 1) * piece)
@@ -118,7 +118,7 @@ class Copies:
         self.calls = len(alone) + int(np.count_nonzero(~single))
 
     def copy(self, piece: int, away: int = 0) -> None:
-        """Copies what belongs in a piece, by its number, to ``away`` bytes beyond the buffer's own."""
+        """Copies the bytes that belong in a piece, by its number, to ``away`` bytes beyond the buffer's own."""
         for batch in range(*self._pieces[piece : piece + 2]):
             start, end = self._firsts[batch : batch + 2]
             if start < end:
@@ -402,7 +402,7 @@ class Filling:
         return hasher.hexdigest()
 
     def _await(self, begin: int, end: int) -> None:
-        """Waits for what devices write there; stretches before it have been waited for, or are another chunk's."""
+        """Waits for the bytes that devices write there; stretches before were waited for, or are another chunk's."""
         for index in range(bisect.bisect_right(self._arrivals, begin, key=itemgetter(0)), len(self._arrivals)):
             stop, wait = self._arrivals[index]
             wait()
@@ -410,7 +410,7 @@ class Filling:
                 break
 
     def _begin(self, region: Region) -> None:
-        """Copies what is not to be had at an address; from devices, it only begins to."""
+        """Copies bytes that have no address; from devices, it only begins to."""
         cuts = cuts_of(region.offset, region.offset + region.nbytes, self._pinned)
         is_split = len(cuts) > 1 and region.storage.device.type == "cuda"
         if isinstance(region, TensorRegion):

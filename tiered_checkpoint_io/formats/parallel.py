@@ -20,7 +20,7 @@ _FEW, _SLOW_S = 4, 0.1
 
 
 def in_parallel(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int = _REQUESTS) -> list[_R]:
-    """Does ``work`` on each item, a few at a time; what it gave, in order.
+    """Does ``work`` on each item, a few at a time; returns the results, in order.
 
     The caller's thread is one of those that work: on two cores, a third thread that hands out the work and waits for it
     would take turns with them. The first failure, or an interrupt, stops what has not begun; nothing runs any more when
@@ -67,7 +67,7 @@ def in_parallel(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int 
             thread.join()
     if failed:
         error = failed[min(failed)]
-        # Or else it would keep what it was raised over, through its traceback, until the garbage collector comes.
+        # Or else it would keep the frames of its traceback until the garbage collector comes.
         failed.clear()
         try:
             raise error

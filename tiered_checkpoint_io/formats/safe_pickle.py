@@ -385,7 +385,7 @@ class Allowed:
 
 
 def _elements(value: Any, *containers: type) -> Iterator[Any]:
-    """Yields what a value holds that is neither a number nor text nor one of some containers."""
+    """Yields the parts of a value that are neither numbers nor text nor one of some containers."""
     todo = [value]
     for each in todo:
         if type(each) in containers:
@@ -492,7 +492,7 @@ class Converter:
         return call.value
 
     def _by_user(self, call: Call) -> Any:
-        """Makes what a class or function of the user makes: by the code of the user, as pickle does it."""
+        """Makes the object of a user's class or function: by the code of the user, as pickle does it."""
         what = self.allowed.named.get(call.name)
         if what is None:
             raise RefusedError(f"it calls {call.name}, which is not allowed")
@@ -572,7 +572,7 @@ def attributes(cls: type, state: Any) -> dict[str, Any]:
 
 
 def imported(name: str) -> Any:
-    """Returns what has a name that a table of rules holds; None if it is not there."""
+    """Returns the object of a name in a table of rules; None if it is not there."""
     module, _, attribute = name.rpartition(".")
     if attribute == "WindowsPath" and os.name != "nt":
         # It can't be made elsewhere.
@@ -625,7 +625,7 @@ def _no_storage(_: Any) -> Any:
 
 
 def load(data: bytes, allowed: Allowed, load_storage: Callable[[Any], Any] = _no_storage) -> Any:
-    """Returns what a pickle holds.
+    """Returns the content of a pickle.
 
     Args:
         data: The pickle.

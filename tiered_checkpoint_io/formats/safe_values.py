@@ -203,7 +203,7 @@ def _word(call: Call, convert: Converter) -> Any:
 
 
 def _config(call: Call, convert: Converter) -> Any:
-    """Makes a container or node of OmegaConf, or what describes one. An interpolation stays text until it is read."""
+    """Makes a container or node of OmegaConf, or its metadata. An interpolation stays text until it is read."""
     cls, base = imported(call.name), importlib.import_module("omegaconf.base")
     expect(not call.args and len(call.steps) == 1, call.name)
     made = call.value = cls.__new__(cls)
@@ -376,7 +376,7 @@ def named(names: Iterable[str]) -> dict[str, Any]:
 
 
 def allowed(names: Iterable[str] = ()) -> Allowed:
-    """Returns what a checkpoint may hold: these values, and what the user named here or to torch.
+    """Returns the values that a checkpoint may hold: these, and those that the user named here or to torch.
 
     Raises:
         ConfigError: A name is of nothing that can be imported.

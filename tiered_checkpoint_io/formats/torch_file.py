@@ -161,7 +161,7 @@ class _Storages:
         return key
 
     def reference(self, storage: Any) -> tuple[Any, ...]:
-        """Returns what ``torch.save`` pickles in the place of a storage."""
+        """Returns the object that ``torch.save`` pickles in the place of a storage."""
         untyped, dtype = getattr(storage, "_untyped_storage", storage), torch.uint8
         if getattr(storage, "_fake_device", None) is not None:
             raise _UnplannedError("a storage has no data")
@@ -443,7 +443,7 @@ def _names_hash(before: tuple[bytes, ...], count: int) -> bytes:
 
 # ------------------------------------------------------------------------------- the release of torch
 def _environment() -> tuple[Any, ...]:
-    """Returns what decides how ``torch.save`` writes a file."""
+    """Returns the settings that decide how ``torch.save`` writes a file."""
     tensor, module = torch.Tensor, torch.serialization
     replaced = (tensor.__reduce_ex__, tensor._reduce_ex_internal, copyreg.dispatch_table.get(tensor))
     align = getattr(module, "_get_storage_alignment", None)
@@ -457,7 +457,7 @@ def _format(environment: tuple[Any, ...]) -> _Format:
 
     Raises:
         _UnplannedError: It is not.
-        Exception: This release lacks what is used here.
+        Exception: This release lacks a function that is used here.
     """
     zeros = [torch.zeros(count, dtype=torch.float32, device="cpu") for count in (3, 0, 70, *([1] * 10))]
     state = {"weights": OrderedDict(enumerate(zeros)), "views": [zeros[2][5:], zeros[2].view(7, 10).t(), zeros[0]]}

@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` that anybody may have written, read without running what is in them."""
+"""Files of ``torch.save`` from any writer, read without running their code."""
 
 from __future__ import annotations
 

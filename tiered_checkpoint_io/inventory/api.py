@@ -1,4 +1,4 @@
-"""For programs beside the training: what is there, which is the latest, and what becomes durable.
+"""For programs beside the training: a list of checkpoints, the latest one, and new durable ones.
 
 Each call waits 15 s at most for a server that is silent. None reads a checkpoint's bytes, or
 imports torch.
@@ -112,7 +112,7 @@ def new_checkpoints(
     Args:
         dirpath: The durable tier; it need not exist yet.
         after: Start: the greatest ``save_id`` that was worked on before a restart; "" for all that is there.
-            None for what becomes durable from now on.
+            None for checkpoints that become durable from now on.
         idle_timeout_s: End after so many seconds without a new one; None for never.
         stop: End when this is set.
         every_s: Interval between looks, seconds.
@@ -240,7 +240,7 @@ class _Tiers:
         return self.ask(lambda store: self._looker.look(store, with_incomplete=self._with_incomplete))
 
     def ask(self, work: Callable[[Store], _T]) -> _T:
-        """Returns what ``work`` finds in the durable tier; raises StoreError if that is silent."""
+        """Returns the result of ``work`` on the durable tier; raises StoreError if that is silent."""
 
         def asked() -> _T:
             # One that fails, or is given up, is not asked again.

@@ -1,4 +1,4 @@
-"""The memory of this node: each namespace, looked at without asking a server, and what must not be lost of it."""
+"""The memory of this node: each namespace, looked at without asking a server, and the parts that must not be lost."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class HeldPart:
 
 
 def held_part(tier: MemoryTier, stored: StoredPart, outcomes: Iterable[Outcome]) -> HeldPart:
-    """Returns a part of a tier, or of its replicas, with what became of it."""
+    """Returns a part of a tier, or of its replicas, with its outcome."""
     part, content, outcome = stored.part, stored.part.content, _outcome(stored, outcomes)
     return HeldPart(
         name=part.name,
@@ -197,7 +197,7 @@ def _state(stored: StoredPart, outcome: Outcome | None) -> PartState:
     if is_gone or not stored.part.durable:
         return "memory_only"
     if outcome is None or stored.is_replica:
-        # Also what a restore has brought, from the durable tier or from a node that has yet to upload it.
+        # Also parts that a restore has brought, from the durable tier or from a node that has yet to upload them.
         return "unknown"
     return "durable" if stored.part.commits else "sent"
 
@@ -210,7 +210,7 @@ def tier_of(tier: MemoryTier, folder: Path) -> Tier:
 
 
 def _outcome(stored: StoredPart, outcomes: Iterable[Outcome]) -> Outcome | None:
-    """Returns what became of a part on the durable tier last."""
+    """Returns the last outcome of a part on the durable tier."""
     part, last = stored.part, None
     for each in outcomes:
         # One that was skipped, as for a hold, has deleted nothing.
@@ -265,7 +265,7 @@ class NodeMemory:
     working_on: frozenset[str] = frozenset()
 
     def at(self, place: Place) -> NodeMemory:
-        """Returns what of it belongs to one durable tier."""
+        """Returns the parts that belong to one durable tier."""
         return NodeMemory(
             tuple(each for each in self.held if each.place == place),
             tuple(each for each in self.broken if each.place == place),

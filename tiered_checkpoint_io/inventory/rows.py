@@ -1,4 +1,4 @@
-"""Rows of a listing: one for each checkpoint, from what the tiers hold, and all that is known of one."""
+"""Rows of a listing: one for each checkpoint, from the tiers' contents, and all details of one."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class CheckpointInfo:
 
     @property
     def order(self) -> tuple[str, bool]:
-        """Sorts in the order of the saves; a copy, or an alias, comes right before what it stands for."""
+        """Sorts in the order of the saves; a copy, or an alias, comes right before its target."""
         return self.copy_of or self.save_id, not (self.copy_of or self.alias_of)
 
 
@@ -137,7 +137,7 @@ class Look:
         found: Sequence[DurableCheckpoint] | None = None,
         incomplete: Sequence[IncompleteSave] = (),
     ) -> None:
-        """Takes what the tiers hold; ``incomplete`` are saves of the durable tier without a manifest."""
+        """Takes the tiers' contents; ``incomplete`` are saves of the durable tier without a manifest."""
         self.place, self.node, self.found = place, node, found
         self._incomplete, self._here = incomplete, node.at(place)
         self.manifests = {each.name: each.manifest for each in found or () if each.manifest is not None}
@@ -150,7 +150,7 @@ class Look:
 
     @property
     def checkpoints(self) -> list[CheckpointInfo]:
-        """One row for each checkpoint of the durable tier, the latest save first; what can't be read is last."""
+        """One row for each checkpoint of the durable tier, the latest save first; unreadable ones are last."""
         rows = [self._durable(each) for each in self.found or ()]
         rows += [self._overwriting(each) for each in self.manifests.values() if each.previous and not each.alias_of]
         rows += self._queued()
@@ -284,7 +284,7 @@ class Looker:
         self._manifests = manifest_cache()
 
     def look(self, store: Store | None, *, with_incomplete: bool = True) -> Look:
-        """Looks at both tiers, at memory first: what is committed in between is seen twice, and not missed.
+        """Looks at both tiers, at memory first: a checkpoint committed in between is seen twice, and not missed.
 
         Args:
             store: The durable tier; None to look at memory alone.
@@ -309,10 +309,10 @@ class Looker:
 
 
 class RepeatedLook:
-    """Looks again and again, for those who wait; a durable tier that is silent meanwhile is said once."""
+    """Looks again and again, for callers that wait; a durable tier that is silent meanwhile is reported once."""
 
     def __init__(self, look: Callable[[], Look], say: Callable[[str], object]) -> None:
-        """Takes what looks, and what shows a line to the user."""
+        """Takes a function that looks, and one that shows a line to the user."""
         self._look = look
         self._say = say
         self._found: list[CheckpointInfo] | None = None

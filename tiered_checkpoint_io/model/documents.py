@@ -59,7 +59,7 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 
 def dump(body: dict[str, Any], *, compact: bool = False) -> bytes:
-    """Returns a document as it is stored; ``compact``: without what makes it pleasant to read, for large ones."""
+    """Returns a document as it is stored; ``compact``: without spaces and line ends, for large ones."""
     document = {"format": FORMAT, "version": FORMAT_VERSION, **body}
     layout: dict[str, Any] = {"separators": (",", ":")} if compact else {"indent": 1}
     text = json.dumps(document, ensure_ascii=False, default=fields_of, **layout).encode("utf-8")

@@ -1,4 +1,4 @@
-"""The events of a run, and what they add up to (pure).
+"""The events of a run, and their totals (pure).
 
 An event is a dictionary: ``t`` (seconds since the epoch), ``event`` (its kind), and facts.
 
@@ -146,7 +146,7 @@ class Totals:
         """Training is at a step. If it went back, the steps since the resumed checkpoint are repeated."""
         self.durable_age_s += max(0.0, t - self.trained_to) if self.trained_to else 0.0
         self.active_at, self.trained_to = t, t if self.running else 0.0
-        # Only what begins right after a load resumes from it.
+        # Only a training that begins right after a load resumes from it.
         from_durable, self.resumed_durable = self.resumed_durable, False
         if step < 0:
             return

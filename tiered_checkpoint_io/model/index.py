@@ -80,7 +80,7 @@ class Index:
         return (file for row in self.rows.values() for file in row.files)
 
     def to_json(self) -> tuple[bytes, IndexRef]:
-        """Returns the index as it is stored, and what a manifest says of it."""
+        """Returns the index as it is stored, and a manifest's reference to it."""
         prefix = f"{self.name}/"
         rows = [
             [rank, [[_relative(path, prefix), size] for path, size in row.files], row.digest]

@@ -1,4 +1,4 @@
-"""Manifests and parts: what a checkpoint is made of, as data. Pure; no input or output.
+"""Manifests and parts of a checkpoint, as data. Pure; no input or output.
 
 A *part* says what one rank contributed to one save. A *manifest* says that a checkpoint exists and
 what its bytes are. Both are versioned JSON, sealed by a digest: see ``documents``.
@@ -62,7 +62,7 @@ class FileEntry:
         self.check_digest(index, hash_bytes(data), tier=tier, where=where)
 
     def check_digest(self, index: int, digest: str, *, tier: str, where: str) -> None:
-        """As :meth:`check_chunk`, by the digest of what was read."""
+        """As :meth:`check_chunk`, by the digest of the bytes that were read."""
         if digest != self.hashes[index]:
             offset, length = self.chunks[index]
             raise CorruptCheckpointError(

@@ -67,7 +67,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Checkpoint:
-        """Returns what a manifest says."""
+        """Returns the facts of a manifest."""
         content = manifest.settled
         return cls(
             name=manifest.name,
@@ -161,7 +161,7 @@ class Best:
 
 
 Policy: TypeAlias = Latest | EverySteps | Best
-#: Policies as a user may write them; what a configuration holds is a tuple of them.
+#: Policies as a user may write them; a configuration holds a tuple of them.
 Policies: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any] | Policy]
 _POLICIES: tuple[type[Policy], ...] = (Latest, EverySteps, Best)
 _BY_KEY: dict[str, type[Policy]] = {fields(each)[0].name: each for each in _POLICIES}

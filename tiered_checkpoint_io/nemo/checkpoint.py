@@ -36,7 +36,7 @@ _STEP_OR_EPOCH = re.compile(r"(?:step|epoch)[=_-](\d+)")
 
 
 class TieredNeMoCheckpoint(TieredModelCheckpoint):
-    """A TieredModelCheckpoint with what NeMo's callback adds.
+    """A TieredModelCheckpoint with the additions of NeMo's callback.
 
     - ``-last`` names with step and metric; each replaces the one before.
     - A checkpoint at the end of training, and ``.nemo`` files on the durable tier.

@@ -1,4 +1,4 @@
-"""Store: the little that the engine needs from a durable tier. :mod:`fallbacks` says what a store may have beyond it.
+"""Store: the little that the engine needs from a durable tier. :mod:`fallbacks` lists further methods of a store.
 
 Policy (commit order, retention, verification, which ranges to read) lives in the engine, above
 this protocol. A store moves bytes and tells the truth about errors. Keys are ``str``, relative to
@@ -9,7 +9,7 @@ Promises of every store (``tests/support/store_contract.py`` checks them):
 - ``put`` and ``upload`` are atomic: a reader sees the old object or the new one, whole, and a
   failed or killed write leaves the old one as it was.
 - A read that follows a write that returned sees it, and so does a list.
-- ``delete`` of what is not there succeeds.
+- ``delete`` of a missing object succeeds.
 - Errors are those of ``tiered_checkpoint_io.errors``, translated where the client library is
   imported, by code and never by text; ``StoreError.retryable`` tells whether to try again.
 - All methods may be called from several threads at once.
@@ -81,7 +81,7 @@ class ObjectInfo:
 
 
 class Metrics:
-    """Thread-safe counters of what was asked of a store.
+    """Thread-safe counters of requests to a store.
 
     Names are ``requests.<operation>`` (``list``, ``get``, ``put``, ``head``, ``delete``,
     ``part`` ... one per request that went out, retries included), ``answers`` (one per request that
@@ -197,7 +197,7 @@ class Store(Readable, Protocol):
         ...
 
     def put(self, key: str, data: bytes) -> None:
-        """Writes a small object, atomically, over what may be there."""
+        """Writes a small object, atomically, over any object that is there."""
         ...
 
     def size(self, key: str) -> int:
@@ -216,7 +216,7 @@ class Store(Readable, Protocol):
         journal: UploadJournal | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Writes a large object, atomically, over what may be there.
+        """Writes a large object, atomically, over any object that is there.
 
         Args:
             key: Key of the object.
@@ -227,7 +227,7 @@ class Store(Readable, Protocol):
         ...
 
     def abandon(self, key: str, journal: UploadJournal) -> None:
-        """Ends the upload that ``journal`` describes, freeing what the store holds of it."""
+        """Ends the upload that ``journal`` describes, freeing the bytes that the store holds of it."""
         ...
 
     def delete(self, key: str) -> None:
@@ -260,7 +260,7 @@ class ConditionalStore(Store, Protocol):
         ...
 
     def put_if(self, key: str, data: bytes, expected: str | None) -> str:
-        """As ``put``; gives the tag of what was written.
+        """As ``put``; returns the tag of the written object.
 
         Raises:
             StoreError: The object is another than expected, and not this one either. Nothing was written.
@@ -277,7 +277,7 @@ class ConditionalStore(Store, Protocol):
         progress: Callable[[int], None] | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:
-        """As ``upload``; raises as :meth:`put_if`, and what ``look`` raises; then, too, nothing was written.
+        """As ``upload``; raises as :meth:`put_if`, and as ``look``; then, too, nothing was written.
 
         It is called right before the object appears, which for a large one is long after the upload began. It is needed
         if a tag is a digest, and so is the same again once the same bytes are there again.

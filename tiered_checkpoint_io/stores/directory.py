@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 _SLICE = 8 << 20
 #: Number of times that folders are made again which others, who had emptied them, removed under our hands.
 _ATTEMPTS = 100
-#: In the scratch folder, where what no process has locked is removed.
+#: In the scratch folder, where files that no process has locked are removed.
 _LOCK = "conditional-write"
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 #: A folder in which others are opened; needs no right to read it.
@@ -56,7 +56,7 @@ class DirectoryStore(FileStore):
     # ------------------------------------------------------------------------------ files and folders
     @contextlib.contextmanager
     def _folder(self, path: str, *, make: bool = False) -> Iterator[int]:
-        """Opens the root or a folder below it; ``make`` makes, durably, what is missing."""
+        """Opens the root or a folder below it; ``make`` makes missing folders, durably."""
         folder = self._open_root(make=make)
         try:
             for name in filter(None, path[len(self._root) :].split("/")):
@@ -78,7 +78,7 @@ class DirectoryStore(FileStore):
         return os.open(root, flags)
 
     def _in(self, path: str, action: Callable[[int, str], _T]) -> _T:
-        """Returns what ``action`` does with the folder of a path, and the name in it."""
+        """Returns the result of ``action`` on the folder of a path, and the name in it."""
         above, name = os.path.split(path)
         with self._folder(above) as folder:
             return action(folder, name)
@@ -132,7 +132,7 @@ class DirectoryStore(FileStore):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._folder(folder) as top:
             for base, _, names, opened in os.fwalk(".", onerror=_refuse_walk, dir_fd=top):
                 for name in names:
-                    # Removed while we look: the list is of what is there.
+                    # Removed while we look: the list has only files that are there.
                     with contextlib.suppress(FileNotFoundError):
                         facts = _facts(opened, name)
                         if stat.S_ISREG(facts.st_mode):

@@ -28,7 +28,7 @@ from tiered_checkpoint_io.stores.base import (
 
 
 class Unconditional:
-    """The methods of a ConditionalStore by those of a store that has them not: what is expected is not looked at."""
+    """The methods of a ConditionalStore for a store without them: conditions are not looked at."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -107,7 +107,7 @@ def copy_to(
     journal: UploadJournal | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Has the store copy bytes over what may be at ``key``; atomic, and with a journal as :meth:`Store.upload`.
+    """Has the store copy bytes over any object at ``key``; atomic, and with a journal as :meth:`Store.upload`.
 
     Raises:
         CopyRefusedError: The store can't copy, or refuses to. The old object is as it was.

@@ -1,4 +1,4 @@
-"""FileStore: what stores of files have in common. The public method owns the guard, the subclass the hook."""
+"""FileStore: the common part of stores of files. The public method owns the guard, the subclass the hook."""
 
 from __future__ import annotations
 
@@ -221,12 +221,12 @@ class FileStore(ABC):
 
     @abstractmethod
     def _drop_abandoned(self) -> None:
-        """Removes what writers that died left in the scratch folder."""
+        """Removes the remains of dead writers from the scratch folder."""
 
     # --------------------------------------------------------------------------------------- helpers
     @staticmethod
     def _check_size(key: str, found: int, size: int) -> None:
-        """Refuses to copy what has another size than it should have."""
+        """Refuses to copy an object that has another size than it should have."""
         if found != size:
             raise StoreError(f"{found} bytes are there, in place of {size}", operation="copy", key=key)
 
@@ -328,7 +328,7 @@ def reason_of(error: Exception) -> Reason | None:
             # That something else was missing before does not prove that what we asked for is.
             return None if each is not error and reason == "missing" else reason
         judged.add(id(each))
-        # Not what was being handled meanwhile, which may be an error of the caller's.
+        # Not the error that was being handled meanwhile, which may be the caller's.
         each = each.__cause__
     return None
 

@@ -1,7 +1,7 @@
 """The memory of another node as a store that is only read: ranged GETs to its drain, see ``engine/drain/serving.py``.
 
 A key is ``<save id>/<rank>`` for the description of a part, and ``<save id>/<rank>/<number>`` for one of its files. All
-waits are bounded. A peer that is lost or silent is not asked again: whoever reads takes the next copy.
+waits are bounded. A peer that is lost or silent is not asked again: the reader takes the next copy.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class _Connection:
         return int(status[1]), int(length[1])
 
     def read_into(self, buffer: memoryview) -> int:
-        """Fills the start of a buffer with what has arrived; returns the count of its bytes."""
+        """Fills the start of a buffer with the bytes that have arrived; returns their count."""
         if self._rest:
             count = min(len(self._rest), len(buffer))
             buffer[:count], self._rest = self._rest[:count], self._rest[count:]

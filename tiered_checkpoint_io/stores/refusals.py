@@ -14,7 +14,7 @@ class Refusals(list[StoreError]):
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """A block that ends if something in it is refused, so that its caller goes on with what is behind it.
+        """A block that ends if something in it is refused, so that its caller goes on with the next thing.
 
         Raises:
             StoreError: The store does not answer, or is not there: then nothing else will be done either.

@@ -25,7 +25,7 @@ _SLICE = 16 * _MIB
 #: Part size of uploads to object stores; raised for large objects, which may have 10,000 parts.
 _BLOCK = 64 * _MIB
 _MAX_BLOCKS = 9_000
-#: Object stores, where what is written appears when the file is closed, whole.
+#: Object stores, where a written object appears whole, when the file is closed.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 #: Schemes with one connection for all calls.
 _ONE_AT_A_TIME = {"ftp", "sftp", "ssh"}

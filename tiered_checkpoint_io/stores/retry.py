@@ -1,4 +1,4 @@
-"""Retry: how requests are repeated, and what an upload reports when they are."""
+"""Retry: how requests are repeated, and how an upload then reports progress."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Retry:
 
 
 class Progress:
-    """Passes progress on without counting twice what an attempt sends again. Thread-safe."""
+    """Passes progress on without counting bytes twice that an attempt sends again. Thread-safe."""
 
     def __init__(self, report: Callable[[int], None] | None) -> None:
         self._report = report

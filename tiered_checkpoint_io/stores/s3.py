@@ -192,7 +192,7 @@ class S3Store:
         except StoreError as error:
             if error.reason != "changed":
                 raise
-            # Its own answer may have been lost: a repetition then meets what the first attempt wrote.
+            # Its own answer may have been lost: a repetition then meets the object of the first attempt.
             with contextlib.suppress(StoreNotFoundError):
                 found, tag = self.get_tagged(key)
                 if found == data:

@@ -120,7 +120,7 @@ class S3Client:
         doubt: Callable[[], None] | None = None,
         receive: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Sends a request, repeated as need be; gives boto3's answer, or what ``receive`` makes of it.
+        """Sends a request, repeated as need be; returns boto3's answer, or the result of ``receive`` on it.
 
         Args:
             method: Method of boto3's client.
@@ -128,7 +128,7 @@ class S3Client:
             arguments: Arguments of the method, besides bucket and key.
             body: Body to send.
             cancelled: See :class:`Retry`.
-            doubt: Called after each attempt that may have been done all the same; what it raises is final.
+            doubt: Called after each attempt that may have been done all the same; its error is final.
             receive: Reads the body of an answer, as a part of the attempt.
         """
         question = current_question()
@@ -373,7 +373,7 @@ class Body(io.RawIOBase):
         return self._position
 
     def read(self, size: int | None = -1) -> Any:
-        # The HTTP client asks for 16 KiB at a time; whatever it gets it sends in one call.
+        # The HTTP client asks for 16 KiB at a time, and sends in one call all that it gets.
         count = len(self._data) if size is None or size < 0 else max(size, _SEND_SIZE)
         self._piece.release()
         self._piece = self._data[self._position : self._position + count]

@@ -147,7 +147,7 @@ class Connection:
                     return False
                 client = self._client_of(session)
             except Exception:
-                # Half written, or not to be had just now: the refusal is what counts.
+                # Half written, or not to be had just now: the refusal counts.
                 return False
             self.client = client
         # Requests of other threads that are under way end all the same.

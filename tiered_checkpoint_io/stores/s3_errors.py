@@ -87,7 +87,7 @@ _ARCHIVED_HINT = "it was archived, by a lifecycle rule for one: have S3 restore 
 _FULL_HINT = "no room: free some (tiered-ckpt prune), or raise the quota; what was saved before is intact"
 _FOREIGN_HINT = "no S3 server answers so; check endpoint_url, and the proxies in HTTPS_PROXY"
 _PROXY_HINT = "the proxy did not pass it on; check HTTPS_PROXY, HTTP_PROXY and NO_PROXY, and its user and password"
-#: Error codes whose HTTP status, mostly 400, does not tell what they mean.
+#: Error codes whose HTTP status, mostly 400, does not tell their meaning.
 _BAD_KEYS = {
     "InvalidAccessKeyId",
     "InvalidClientTokenId",
@@ -153,10 +153,10 @@ _Meaning = tuple[Reason | None, str | None]
 
 
 def of_s3(method: str, answer: Any) -> Any:
-    """Gives boto3's answer back, which has what S3 says in it.
+    """Returns boto3's answer, if it has S3's own fields.
 
     Raises:
-        ForeignAnswerError: It has not.
+        ForeignAnswerError: It has none.
     """
     if method in _SAID and not _SAID[method] & answer.keys():
         if "Body" in answer:

@@ -236,7 +236,7 @@ class MultipartUploads:
         return upload, {}
 
     def _arrived(self, upload: Upload) -> dict[int, dict[str, Any]] | None:
-        """Returns the parts that the server holds; None if the upload is gone, or is not what we sent."""
+        """Returns the parts that the server holds; None if the upload is gone, or is not ours."""
         arrived: dict[int, dict[str, Any]] = {}
         try:
             for page in self._client.pages("list_parts", upload.key, {"UploadId": upload.upload_id}):
@@ -299,7 +299,7 @@ class MultipartUploads:
             self._client.ask("abort_multipart_upload", key, {"UploadId": upload_id}, cancelled=cancelled)
 
     def _abort_after(self, failure: BaseException, key: str, upload_id: str) -> None:
-        # Asked once only: the server may be what failed, and the next look for stale uploads finds it.
+        # Asked once only: the server may have failed, and the next look for stale uploads finds it.
         once = threading.Event()
         once.set()
         try:

@@ -1,4 +1,4 @@
-"""Tries on any store what saves, loads and deletes need of it."""
+"""Tries on any store the requests of saves, loads and deletes."""
 
 from __future__ import annotations
 

@@ -10,13 +10,13 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.redaction import holds_secrets
 
-#: The scheme of what stands for a choice of checkpoint.
+#: The scheme of URLs that stand for a choice of checkpoint.
 SENTINELS = "tiered"
 #: ``ckpt_path`` to resume from the newest intact checkpoint, or from scratch.
 LATEST = "tiered:latest"
 #: The same for the newest checkpoint that a callback called "last"; used by ``ckpt_path="last"``.
 LAST = "tiered:last"
-#: As a URL: Lightning asks the file system of what it resolves "last" to.
+#: As a URL: Lightning asks the file system of the path that it resolves "last" to.
 LAST_URL = "tiered://last"
 #: The checkpoint whose monitored value is the best: ``tiered://best?mode=min&monitor=val_loss``.
 _BEST_URL = "tiered://best"
@@ -143,7 +143,7 @@ def normalize_dirpath(dirpath: StrPath) -> str:
 
 
 def refuse_misspelt(dirpath: str) -> None:
-    """Refuses what names an S3 bucket in another way than ``s3://bucket/prefix``, and URLs of no absolute path.
+    """Refuses names of an S3 bucket other than ``s3://bucket/prefix``, and URLs of no absolute path.
 
     A web server takes no writes, and ``s3//bucket`` or ``file://data`` would be a folder of the working directory.
 
@@ -210,7 +210,7 @@ def at_home(path: str) -> str:
 
 
 def join_url(dirpath: str, name: str) -> str:
-    """Returns the full path of a checkpoint: what Lightning shows as ``best_model_path``."""
+    """Returns the full path of a checkpoint, as Lightning shows it in ``best_model_path``."""
     return f"{dirpath.rstrip('/')}/{name}" if not dirpath.endswith("://") else dirpath + name
 
 
