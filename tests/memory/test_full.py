@@ -128,10 +128,7 @@ def test_an_export_to_a_full_file_system_is_an_error(small):
 
 @pytest.mark.parametrize(("drain", "how"), [("thread", "files alone"), ("thread", "moved"), ("process", "removed")])
 def test_training_goes_on_where_memory_is_removed_beside_it(drain, how, memory_dir, tmp_path, caplog):
-    """A user may call ``rm``; a service may clear /dev/shm at logout, or remove old files.
-
-    Or its folder is moved away, or mounted over: its files have their names, but these are elsewhere.
-    """
+    """A user may call ``rm``, or a service clear /dev/shm; the folder may be moved away, or mounted over."""
     kept = Kept(tmp_path / "kept", memory_dir)
     io = kept.io(drain=drain)
     io.save_checkpoint(state(2), "2.ckpt")

@@ -81,10 +81,7 @@ def views_of(files):
 
 
 def readable(store, name):
-    """Returns the number (the step) of the save that a reader finds whole under a name; None if absent.
-
-    All files of the content that is found must be there, and match.
-    """
+    """Returns the step of the save whose files are all there under a name, and match; None if absent."""
     manifest = read_manifest(store, name)
     if manifest is not None and manifest.alias_of:
         manifest = read_manifest(store, manifest.alias_of)
