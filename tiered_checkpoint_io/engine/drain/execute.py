@@ -224,7 +224,7 @@ class Executor:
             raise CheckpointNotFoundError(text, operation="drain", tier="durable", key=delete.name)
 
     def _retain(self, operation: Request, operations: list[Request], store: Store) -> tuple[OutcomeState, str]:
-        """Applies the policies; returns the message about that: why it was not done, or what the server refused."""
+        """Applies the policies; returns the outcome, and the reason why it was not done, or the server's refusals."""
         if operation.place != self.stores.place:
             return "skipped", f"{operation.dirpath} is another dirpath than that of the run which is here now"
         policies = policies_from(self.stores.config.retention)

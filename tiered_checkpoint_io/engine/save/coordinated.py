@@ -99,7 +99,7 @@ class CoordinatedSaver:
 
     def fail(self, error: Exception) -> NoReturn:
         """Raises the error of :meth:`begin`; by this error, other ranks may learn that the last save failed."""
-        # It does not come to hear of that.
+        # This rank does not learn if all ranks have sealed that save.
         self._finished = None
         raise error
 
