@@ -10,6 +10,7 @@ from support.story import op_id
 from support.waiting import until
 
 from tiered_checkpoint_io.clock import Clock, Timing
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain import status
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import Outcome
@@ -59,23 +60,19 @@ def test_a_corrupt_part_is_set_aside_and_what_it_was_to_replace_stays(node, stor
     outcome = node.queue.outcome(bad)
     assert (outcome.state, outcome.error_type) == ("failed", "damaged_in_memory")
     assert node.queue.outcome(later_alias).state == "skipped"
-    assert node.queue.outcome(held) is None
+    assert node.queue.outcome(held).state == "skipped"
+    assert "old.ckpt stays, as" in node.queue.outcome(held).error
+    assert "`tiered-ckpt prune`" in node.queue.outcome(held).error
     assert names(store) == ["old.ckpt"]
     assert readable(store, "old.ckpt") == b"old"
     assert [folder.name.rpartition(".")[0] for folder in node.tier.quarantined()] == [f"{bad}.rank-00000"]
-    # Another drain, later, knows it still; what replaces the lost save sets the delete free.
-    drain(node).run(once=True)
-    assert names(store) == ["old.ckpt"]
-    node.save("newer.ckpt", b"newer")
-    drain(node).run(once=True)
-    assert names(store) == objects(store) == ["newer.ckpt"]
 
 
 @pytest.mark.parametrize("error", [StoreError("no", reason="access"), ZeroDivisionError("a bug")], ids=["no", "bug"])
 def test_a_save_that_no_store_takes_is_superseded_by_the_next_one(node, store, error):
-    first, old, second = node.save("a.ckpt", b"A"), node.delete("none.ckpt"), node.save("b.ckpt", b"B")
+    first, second = node.save("a.ckpt", b"A"), node.save("b.ckpt", b"B")
     drain(node, refusing(store, of("upload", "a.ckpt"), error)).run(once=True)
-    assert node.states() == {first: "skipped", old: "committed", second: "committed"}
+    assert node.states() == {first: "skipped", second: "committed"}
     assert names(store) == ["b.ckpt"]
     assert not [stored for stored in node.tier.parts() if stored.pending]
     assert node.queue.outcome(first).attempts == 1
@@ -152,6 +149,17 @@ def test_a_delete_goes_with_the_save_that_replaces_and_stays_where_that_is_given
         node.delete("best-2")
         drain(node).run(once=True)
     assert "did not reach the durable tier" in node.queue.outcome(old).error
+
+
+def test_a_process_that_has_saved_nothing_deletes_behind_what_is_queued(node, store):
+    node.save("1.ckpt", b"1")
+    node.drain()
+    saved, lock, checkpointer = node.save("2.ckpt", b"2"), try_lock(node.root / LOCK_FILE), Checkpointer(node.config)
+    checkpointer.remove("1.ckpt")
+    assert [each.target for each in node.queue.requests()] == [saved]
+    release(lock)
+    checkpointer.session.close()
+    assert names(store) == ["2.ckpt"]
 
 
 def test_a_save_goes_before_a_delete_that_was_refused(node, store):

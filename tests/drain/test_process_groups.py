@@ -44,60 +44,6 @@ def test_a_save_is_not_given_up_where_another_group_has_got_through(nodes, store
     assert (left(store), pending(here)) == ([], [])
 
 
-def test_a_delete_waits_for_a_further_save_of_the_group_that_has_lost_one(node, store):
-    """The deleted checkpoint may be the last good one of that group."""
-    stage(node, 0, 1)
-    assert drain(node).run(once=True)
-    lost = stage(node, 0, 2)
-    node.cancel(lost)
-    old = node.delete("stage0/step_1")
-    stage(node, 1, 5)
-    # Nobody waits for what only a further save can set free.
-    assert drain(node).run()
-    assert names(store) == ["stage0/step_1", "stage1/step_5"]
-    assert old not in node.states()
-    stage(node, 0, 6)
-    assert drain(node).run(once=True)
-    assert names(store) == ["stage0/step_6", "stage1/step_5"]
-
-
-@pytest.mark.parametrize("is_queued", [True, False])
-@pytest.mark.parametrize("lost", ["final", "stage1/step_3"])
-def test_no_delete_waits_for_a_save_that_may_have_no_successor(node, store, lost, is_queued):
-    """A name that is saved once, or a group that is gone after a restart: only deletes of the same series wait."""
-    stage(node, 0, 1)
-    stage(node, 0, 2)
-    assert drain(node).run(once=True)
-    lost = node.part(lost, 3, 0, world_size=1, series=ids.series_of(lost))
-    if not is_queued:
-        node.cancel(lost)
-    old = node.delete("stage0/step_1")
-    assert drain(node, refusing(store, lambda what, key: key.startswith(("final", "stage1")))).run(once=True)
-    assert node.states()[lost] == ("failed" if is_queued else "skipped")
-    assert node.states()[old] == "committed"
-    assert names(store) == ["stage0/step_2"]
-
-
-@pytest.mark.parametrize("named", ["stage0/step_{}", "checkpoint-{}"])
-def test_a_delete_waits_no_longer_where_another_rank_commits_or_no_step_is_known(node, store, named):
-    """After a restart on fewer nodes, another rank may coordinate; if the step is not known, each name is a series."""
-
-    def save(number, rank=0):
-        name = named.format(number)
-        return node.part(name, number, rank, world_size=1 + rank, coordinator=rank, series=ids.series_of(name))
-
-    save(1)
-    assert drain(node).run(once=True)
-    node.cancel(save(2))
-    node.delete(named.format(1))
-    assert drain(node).run(once=True)
-    assert names(store) == [named.format(1)]
-    node.part(named.format(6), 6, 0, world_size=2, coordinator=1, series=ids.series_of(named.format(6)))
-    save(6, rank=1)
-    assert drain(node).run(once=True)
-    assert names(store) == [named.format(6)]
-
-
 @pytest.mark.parametrize("series", ["", "stage0/step_#"])
 def test_a_part_says_which_saves_its_own_is_one_of(series):
     """As its ranks agreed: names do not tell whether they are those of one job."""

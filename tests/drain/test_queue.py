@@ -14,10 +14,8 @@ from tiered_checkpoint_io.engine.drain.operations import (
     Outcome,
     Request,
     blocked_by_failures,
-    held_back,
     in_order,
     next_operation,
-    unreplaced,
 )
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
 from tiered_checkpoint_io.memory.space import MemoryFullError
@@ -40,8 +38,8 @@ def part(number, rank, name="", dirpath="d"):
     return Request(op, "part", name or f"{number}.ckpt", dirpath)
 
 
-def delete(number, name, dirpath="d", target=""):
-    return Request(op_id(number), "delete", name, dirpath, target)
+def delete(number, name, follows=""):
+    return Request(op_id(number), "delete", name, "d", follows)
 
 
 def alias(number, name, target, dirpath="d"):
@@ -62,7 +60,6 @@ def test_a_look_costs_what_is_new(queue, tmp_path, memory_dir, monkeypatch):
     for number in range(2, 102):
         queue.submit(delete(number, f"{number}.ckpt"))
         assert len(trainer.look(tier)) == number - 1
-        assert trainer.doable(tier) == [], "they wait for a save that is committed"
         queue.finish(ended(number, "failed"), final=False)
         assert trainer.outcomes()[-1].state == "failed"
     assert len(parsed) < 500
@@ -70,7 +67,7 @@ def test_a_look_costs_what_is_new(queue, tmp_path, memory_dir, monkeypatch):
 
 # ------------------------------------------------------------------------------------------ order
 def test_what_concerns_one_name_stays_in_order_and_saves_pass_what_waits():
-    first, last, old, second = save(1), alias(2, "last", "1.ckpt"), delete(3, "0.ckpt"), save(4)
+    first, last, old, second = save(1), alias(2, "last", "1.ckpt"), delete(3, "0.ckpt", op_id(1)), save(4)
     assert next_operation([first, last, old, second], {first.op_id}) == second
     assert next_operation([first, last, old], {first.op_id}) is None
     assert blocked_by_failures([first, last, old, second], {first.op_id}) == {last.op_id, old.op_id}
@@ -86,19 +83,6 @@ def test_of_one_save_the_part_that_commits_goes_last():
         assert next_operation(ordered[skipped:], ()) == ordered[skipped]
 
 
-def test_a_part_that_arrived_makes_up_for_lost_parts_but_not_for_a_lost_save():
-    operations = [delete(2, "0.ckpt")]
-    for outcomes in (
-        [ended(1, "failed"), ended(1, "committed", rank=3)],
-        [ended(1, "failed"), ended(3, "committed", rank=3)],
-    ):
-        assert held_back(operations, unreplaced(outcomes)) == operations
-    lost = [ended(1, "skipped", rank=3)]
-    assert held_back(operations, unreplaced(lost)) == operations
-    assert not held_back(operations, unreplaced([*lost, ended(3, "committed", rank=3)]))
-    assert not held_back(operations, unreplaced([*lost, ended(1, "failed"), ended(3, "committed")]))
-
-
 NAMES = ("a", "b", "c")
 LINES = st.lists(
     st.one_of(
@@ -111,34 +95,22 @@ LINES = st.lists(
 
 
 @given(LINES, st.data())
-def test_whatever_fails_no_delete_passes_a_save_that_is_neither_committed_nor_replaced(lines, data):
-    """Carries out random operations, of which any may fail for good; the rule is checked at each delete."""
-    operations = [
-        Request(op_id(number), action, name, "d", target) for number, (action, name, target) in enumerate(lines)
-    ]
-    saves = {operation.op_id for operation in operations if operation.action == "save"}
-    left, outcomes, waiting = list(operations), {}, set()
-    while True:
-        operation = next_operation(left, waiting, unreplaced(outcomes.values()))
-        if operation is None:
-            break
-        fate = data.draw(st.sampled_from(["committed", "skipped", "waits"]))
+def test_whatever_fails_no_delete_passes_what_it_waits_for(lines, data):
+    """Carries out random operations, of which any may have to wait; the rule is checked at each delete."""
+    left, waiting, newest = [], set(), ""
+    for number, (action, name, target) in enumerate(lines):
+        newest = op_id(number) if action == "save" else newest
+        left.append(Request(op_id(number), action, name, "d", newest if action == "delete" else target))
+    while (operation := next_operation(left, waiting)) is not None:
         if operation.action == "delete":
-            committed = max((op for op, outcome in outcomes.items() if outcome.state == "committed"), default="")
-            before = {op for op in saves if op < operation.op_id}
-            assert all(op in outcomes and (outcomes[op].state == "committed" or op < committed) for op in before)
-        if fate == "waits":
+            before = [each for each in left if each.op_id < operation.op_id]
+            assert operation.target not in [each.op_id for each in before]
+            assert not [each for each in before if each.action == "alias" or each.name == operation.name]
+        if data.draw(st.booleans()):
             waiting.add(operation.op_id)
-            continue
-        left.remove(operation)
-        if operation.action == "save":
-            outcomes[operation.op_id] = Outcome(operation.op_id, "save", operation.name, 0, fate, dirpath="d")
-    # What is left waits for a reason: itself, a save, a name, or a save still to come.
-    if not waiting:
-        assert left == held_back(left, unreplaced(outcomes.values())) or any(
-            operation.action == "alias" for operation in left
-        )
-        assert not any(operation.action == "save" for operation in left)
+        else:
+            left.remove(operation)
+    assert waiting or not left
 
 
 # ---------------------------------------------------------------------------------------- the log
@@ -201,27 +173,14 @@ def test_only_the_newest_outcomes_are_kept_and_those_of_one_save_together(queue,
     assert other.outcome(part(69, 1).op_id).action == "part"
 
 
-@pytest.mark.parametrize("series", ["", "final{}"], ids=["one series", "ever new ones"])
-def test_what_a_delete_waits_for_is_known_however_much_was_done_since(queue, series):
-    """Outcomes are kept of the newest saves alone, but for the first failure since what was good."""
-
-    def end(numbers, state):
-        for number in numbers:
-            queue.finish(replace(ended(number, state), series=series.format(number)))
-
-    of_a_save, later = delete(1000, "old", target=op_id(1)), delete(1001, "old")
-    queue.submit(of_a_save)
-    end([1, 2], "committed")
-    end(range(3, 620), "skipped")
-    assert 500 < len(queue.outcomes()) < 512 + 64 + 4
+def test_what_a_delete_follows_is_known_however_much_was_done_since(queue):
+    """Outcomes are kept of the newest saves alone, but for these."""
+    queue.submit(delete(1000, "old", op_id(1)))
+    for number in range(1, 620):
+        queue.finish(ended(number, "committed"))
+    assert 500 < len(queue.outcomes()) < 512 + 4
     assert queue.outcome(op_id(1)).state == "committed"
-    if not series:
-        assert queue.outcome(op_id(2)) is None
-        assert queue.outcome(op_id(3)).state == "skipped"
-        assert held_back([of_a_save, later], unreplaced(queue.outcomes())) == [later]
-        end([620, 621], "committed")
-        assert not held_back([later], unreplaced(queue.outcomes()))
-        assert queue.outcome(op_id(3)) is None, "it is replaced"
+    assert queue.outcome(op_id(2)) is None
 
 
 def test_a_reader_sees_what_the_drain_last_said_and_waits_wake_for_operations_alone(queue, tmp_path):
@@ -256,7 +215,7 @@ def test_notes_of_work_in_progress_outlive_their_writer(queue, tmp_path):
 
 
 def test_a_server_is_noted_with_requests_and_outcomes(queue):
-    there, here = Server("http://a", "eu-west-1", "p"), Server("http://b")
+    there = Server("http://a", "eu-west-1", "p")
     asked = replace(alias(2, "last.ckpt", "2.ckpt", "s3://bucket"), server=there)
     queue.submit(asked)
     assert queue.requests() == [asked]
@@ -264,7 +223,3 @@ def test_a_server_is_noted_with_requests_and_outcomes(queue):
     done = replace(ended(1, "committed", "s3://bucket"), server=there)
     queue.finish(done)
     assert (queue.outcome(done.op_id), queue.outcomes()) == (done, [done])
-    # On one server nothing of another is replaced, held back or waited for.
-    other = replace(ended(1, "failed", "s3://bucket"), server=here)
-    assert unreplaced([other, replace(ended(2, "committed", "s3://bucket"), server=there)]) == [other]
-    assert not held_back([replace(delete(3, "a", "s3://bucket"), server=there)], [other])

@@ -1,14 +1,17 @@
 """End of a process with work left for others: nothing is waited for in vain, and nothing is forgotten."""
 
 import contextlib
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from support.bad_input import KEPT, state
+from support.waiting import until
 
 from tiered_checkpoint_io import TieredCheckpointIO
-from tiered_checkpoint_io.errors import SaveError
+from tiered_checkpoint_io.errors import SaveError, StoreError
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 MEMORY_ONLY = {"tiers": ["memory"]}
 
@@ -65,3 +68,40 @@ def test_a_job_of_memory_alone_starts_no_drain_to_remove_something(tmp_path, mem
     assert not io.checkpointer.session.open().drain.pending()
     io.teardown()
     assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_of_saves_that_each_delete_the_one_before_the_newest_good_one_stays(how, kept, monkeypatch):
+    """As a ModelCheckpoint of Lightning's own calls its IO, with ``save_top_k=1`` and ``on_save_error: warn``."""
+    io = kept.io(drain="thread", max_pending=2, pending_timeout_s=1, memory_keep_last=9, on_save_error="warn")
+    is_there, upload = threading.Event(), DirectoryStore.upload_if
+    is_there.set()
+
+    def upload_if(*arguments, **options):
+        if how == "fails" and not is_there.is_set():
+            raise StoreError("away", reason="unavailable")
+        is_there.wait()
+        return upload(*arguments, **options)
+
+    def save(number):
+        io.checkpointer.save(state(number), f"{number}.ckpt", wait=False)
+        io.remove_checkpoint(f"{number - 1}.ckpt")
+
+    def there():
+        return {path.name for path in Path(kept.options["dirpath"]).glob("*.ckpt")} - {KEPT}
+
+    monkeypatch.setattr(DirectoryStore, "upload_if", upload_if)
+    save(2)
+    io.checkpointer.session.wait()
+    is_there.clear()
+    for number in range(3, 8):
+        save(number)
+    assert there() == {"2.ckpt"}
+    is_there.set()
+    until(lambda: not io.checkpointer.session.open().drain.pending(), "all is done", timeout_s=40)
+    # Where the save is given up, or is not queued, that a delete follows, what it was to delete stays.
+    assert there() == ({"2.ckpt", "7.ckpt"} if how == "fails" else {"4.ckpt"})
+    save(8)
+    io.teardown()
+    assert there() == ({"2.ckpt", "8.ckpt"} if how == "fails" else {"4.ckpt", "8.ckpt"})

@@ -78,14 +78,14 @@ DEFECTS = [
     (
         "an alias overtakes a queued save of its own name",
         OPERATIONS,
-        "what is newer.\n            is_blocked = bool(names & (busy | saving))",
-        "what is newer.\n            is_blocked = bool(names & busy or (operation.place, operation.target) in saving)",
+        "is_blocked |= bool(names & (busy | saving))",
+        "is_blocked |= bool(names & busy or (operation.place, operation.target) in saving)",
     ),
     (
-        "a delete does not wait for the saves before it",
-        OPERATIONS,
-        "is_blocked = bool(names & (busy | saving)) or (bool(forms) and not forms.isdisjoint(_waits_for(operation)))",
-        "is_blocked = bool(names & busy)",
+        "a delete is carried out though the save that it follows was given up",
+        EXECUTE,
+        "if not delete.target or (followed is not None",
+        "if True or (followed is not None",
     ),
     (
         "what can't become complete any more is waited for all the same",

@@ -31,6 +31,10 @@ def plan_of(rng, count):
     plan = []
     for _ in range(count):
         kind, name = rng.choices(["save", "alias", "delete"], [5, 2, 2])[0], rng.choice(NAMES)
+        saved = [other for what, other, _ in plan if what == "save"]
+        if kind == "delete" and saved:
+            # Mostly, as a trainer does it: an older one makes way for the newest.
+            name = rng.choice([other for other in saved if other != saved[-1]] or NAMES)
         plan.append((kind, name, rng.choice([each for each in NAMES if each != name]) if kind == "alias" else ""))
     return plan
 
@@ -46,6 +50,11 @@ def views_of(plan):
         model.apply(number, kind, name, target)
         views.append(model.view())
     return views
+
+
+def followed(plan, number):
+    """The number of the save that a delete follows, as a session tells it; 0 for none."""
+    return max((at for at, (kind, *_) in enumerate(plan[: number - 1], start=1) if kind == "save"), default=0)
 
 
 def shown(world, name):
@@ -84,10 +93,10 @@ class Judge:
                 self._check_delete(name, found)
 
     def _check_delete(self, name, number):
-        """Checks that a good checkpoint stays until all saves before its delete are there."""
-        for earlier, (kind, other, _) in enumerate(self._plan[: number - 1], start=1):
-            if kind == "save" and self._at[other] < earlier:
-                self._world.violation = f"{name} is gone (operation {number}), and save {earlier} of {other} not there"
+        """Checks that a good checkpoint stays until the save that its delete follows is there."""
+        earlier = followed(self._plan, number)
+        if earlier and self._at[self._plan[earlier - 1][1]] < earlier:
+            self._world.violation = f"{name} is gone (operation {number}), and save {earlier} is not there"
 
 
 def trainer(world, node, rank, ranks, plan):
@@ -101,7 +110,9 @@ def trainer(world, node, rank, ranks, plan):
                 node.part(name, number, rank, world_size=ranks, suffix=f"-{number}", size=40)
                 world.note(f"{process.name} saves {number} as {name}")
             elif rank == 0 and (kind == "delete" or views[number] is not views[number - 1]):
-                node.queue.submit(Request(ids.save_id(RUN, number), kind, name, "d", target))
+                earlier = followed(plan, number) if kind == "delete" else 0
+                of = ids.save_id(RUN, earlier) if earlier else target
+                node.queue.submit(Request(ids.save_id(RUN, number), kind, name, "d", of))
                 world.note(f"{process.name} {kind} {number} {name} {target}")
 
     return work

@@ -29,7 +29,10 @@ WOKEN_S = 20.0
 
 @dataclass(eq=False)
 class Operation:
-    """A save, an alias or a delete; it is certain once the call has returned, and its machine was not lost."""
+    """A save, an alias or a delete; it is certain once the call has returned, and its machine was not lost.
+
+    The target of a delete is the save that it follows.
+    """
 
     number: int
     name: str
@@ -77,6 +80,8 @@ class Judge:
         #: All operations by name, and the saves among them by number.
         self.operations = {}
         self.saves = {}
+        #: The save that each run began last for the durable tier.
+        self._followed = {}
         #: The greatest number that each name has shown, or the delete that it has followed.
         self._shown = {}
         self._both = (0.0, frozenset())
@@ -96,6 +101,8 @@ class Judge:
     def begin(self, number, name, run, *, durable, resumable):
         saved = Operation(number, name, run, durable=durable, resumable=resumable)
         self.saves[number] = saved
+        if durable:
+            self._followed[run.number] = saved
         return self._add(saved) if durable else saved
 
     def returned(self, saved, report):
@@ -115,7 +122,7 @@ class Judge:
         return self._add(Operation(number, name, run, "alias", target=target))
 
     def begin_delete(self, number, name, run):
-        return self._add(Operation(number, name, run, "delete"))
+        return self._add(Operation(number, name, run, "delete", target=self._followed.get(run.number)))
 
     def queued(self, operation):
         operation.is_certain = not operation.is_lost
@@ -137,9 +144,9 @@ class Judge:
         for name in self.operations:
             number, last = self._number_shown(name), self._shown.get(name, 0)
             if number is None:
-                deletes = [number for number in self._ends_of(name) if number > last]
+                deletes = [each.number for each in self._ends_of(name) if each.number > last and self._is_due(each)]
                 if last and not deletes and not self._is_delete(name, last):
-                    self._blame(f"{name} is gone, which has shown {last}, and was not deleted")
+                    self._blame(f"{name} is gone, which has shown {last}, and no delete was due")
                 elif last and not self._is_delete(name, last):
                     self._shown[name] = deletes[0]
             elif number < last and not self._is_alias_anew(name, last):
@@ -148,13 +155,17 @@ class Judge:
                 self._shown[name] = max(last, number)
 
     def _ends_of(self, name):
-        """The numbers of the deletes by which a name goes: its own, and those of what it was made an alias of."""
+        """The deletes by which a name goes: its own, and those of what it was made an alias of."""
         names = {name, *(each.target.name for each in self.operations[name] if each.kind == "alias")}
         found = (each for named in names for each in self.operations.get(named, ()))
-        return sorted(each.number for each in found if each.kind == "delete")
+        return sorted((each for each in found if each.kind == "delete"), key=lambda each: each.number)
 
     def _is_delete(self, name, number):
-        return number in self._ends_of(name)
+        return number in [each.number for each in self._ends_of(name)]
+
+    def _is_due(self, delete):
+        """Returns True if the save that it follows was on the durable tier."""
+        return delete.target is None or self._shown.get(delete.target.name, 0) >= delete.target.number
 
     def _is_alias_anew(self, name, last):
         """Returns True if a name that had gone may now show an older save: that of the target of an alias."""
@@ -284,36 +295,36 @@ class Judge:
     def root_of(machine: Machine):
         return next((each.parent for each in Path(machine.folder).glob("*/*/saves")), None)
 
-    def _operations_left(self, machine, *, doable):
+    def _operations_left(self, machine):
         root = self.root_of(machine)
         if root is None:
             return []
-        queue = Queue(root, clock=machine.clock)
-        look = queue.doable if doable else queue.look
-        return look(MemoryTier(root, clock=machine.clock))
+        return Queue(root, clock=machine.clock).look(MemoryTier(root, clock=machine.clock))
 
     def is_busy(self, machine):
         """Returns True if a drain of the machine has something to do."""
-        return bool(self._operations_left(machine, doable=True))
+        return bool(self._operations_left(machine))
 
     def left(self):
         """Returns a text for each queued operation of all machines."""
         return [
             f"{machine.name}: {each.action} {each.name} {each.op_id}"
             for machine in self._life.machines
-            for each in self._operations_left(machine, doable=False)
+            for each in self._operations_left(machine)
         ]
 
     def check_end(self):
         """All drains are done: each name shows its last operation that is certain, or a later one that may be."""
         machines = self._life.machines
-        waiting = {each.name for machine in machines for each in self._operations_left(machine, doable=False)}
+        waiting = {each.name for machine in machines for each in self._operations_left(machine)}
         skipped = {each.op_id for machine in machines for each in self._outcomes(machine) if each.state == "skipped"}
         for name, operations in self.operations.items():
             number, allowed = self._number_shown(name), {None}
             for each in operations:
                 both = (one for one in (each, each.target) if one is not None and one.report is not None)
                 given_up = any(one.report.save_id in skipped for one in both)
+                # Without a report, it is not known which save that was.
+                given_up |= each.kind == "delete" and not (self._is_due(each) and (each.target or each).report)
                 if each.is_certain and not given_up:
                     allowed.clear()
                 allowed |= self._results(each)

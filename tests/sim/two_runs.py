@@ -10,13 +10,13 @@ import copy
 import os
 from dataclasses import replace
 
-from sim.drains import NAMES, PATIENCE_S, drain, plan_of, shown
+from sim.drains import NAMES, PATIENCE_S, drain, followed, plan_of, shown
 from sim.world import Fates, Serial, World
 from support.draining import Node
 from support.sharded import full_part, make_part
 from support.story import Model
 
-from tiered_checkpoint_io.engine.drain.operations import Request, next_operation, unreplaced
+from tiered_checkpoint_io.engine.drain.operations import Request, blocked_by_failures
 from tiered_checkpoint_io.model import ids
 
 RUNS = ("20260101T000000.000000-00000001", "20260102T000000.000000-00000002")
@@ -124,7 +124,9 @@ def trainer(world, nodes, run, plan, *, left_over, is_full):
                     content = replace(part.content, save_id=ids.save_id(RUNS[run], number), created=created)
                     node.commit(replace(part, content=content), files)
             else:
-                nodes[0].queue.submit(Request(ids.save_id(RUNS[run], number), kind, name, "d", target))
+                earlier = followed(plan, index + 1) if kind == DELETE else 0
+                of = ids.save_id(RUNS[run], earlier + run * SECOND) if earlier else target
+                nodes[0].queue.submit(Request(ids.save_id(RUNS[run], number), kind, name, "d", of))
             world.note(f"run {run + 1}: {kind} {number} {name} {target}")
 
     return work
@@ -178,17 +180,26 @@ def life(seed, fates=Fates(), *, folder):
                 return False
             given_up = lost()
             for node in nodes.values():
-                left = [each for each in node.queue.look(node.tier) if each.op_id not in given_up]
-                # A delete, and what follows it, may wait for a save that the ended run would have to make.
-                if any(each.stored for each in left) or next_operation(left, (), unreplaced(node.queue.outcomes())):
+                left = node.queue.look(node.tier)
+                if {each.op_id for each in left} - given_up - blocked_by_failures(left, given_up):
                     return False
             return True
+
+        def held():
+            """Returns what came to nothing: lost saves, queued requests, and deletes that follow an absent save."""
+            found = lost() | {request.op_id for node in nodes.values() for request in node.queue.requests()}
+            for run, plan in enumerate(plans):
+                there = {each.op_id for each in runs[run][0].queue.outcomes() if each.state == "committed"}
+                for index, (kind, *_) in enumerate(plan):
+                    earlier, number = followed(plan, index + 1), index + 1 + run * SECOND
+                    if kind == DELETE and earlier and ids.save_id(RUNS[run], earlier + run * SECOND) not in there:
+                        found.add(ids.save_id(RUNS[run], number))
+            return found
 
         if not world.run(is_done, PATIENCE_S) and not world.violation:
             waiting = [stored.op_id for node in nodes.values() for stored in node.tier.parts() if stored.pending]
             world.violation = f"not done within {PATIENCE_S:.0f} s: {waiting}"
         seen = {name: step for name in NAMES if (step := shown(world, name)) is not None}
-        held = lost() | {request.op_id for node in nodes.values() for request in node.queue.requests()}
-        if not world.violation and not fates.failed and seen not in ends(plans, held, left_over=left_over):
+        if not world.violation and not fates.failed and seen not in ends(plans, held(), left_over=left_over):
             world.violation = f"in the end {seen}, which no order of the operations gives"
     return world

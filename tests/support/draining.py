@@ -67,7 +67,7 @@ class Node:
         self.config = self.config_of(memory_dir, dirpath, namespace=namespace, **options)
         self.server = place_of(self.config).server
         write_atomic(self.root / "drain.json", self.config.to_json().encode())
-        self.number = 0
+        self.number, self.followed = 0, ""
 
     @property
     def where(self):
@@ -82,6 +82,7 @@ class Node:
         slots = {basename: self.tier.acquire(len(data)) for basename, data in files.items()}
         for basename, slot in slots.items():
             slot.view[: len(files[basename])] = files[basename]
+        self.followed = part.save_id if part.durable else self.followed
         return self.tier.commit(part, slots).op_id
 
     def save(self, name, data, *, durable=True, **facts):
@@ -105,7 +106,7 @@ class Node:
         return self.request("alias", name, target)
 
     def delete(self, name):
-        return self.request("delete", name)
+        return self.request("delete", name, self.followed)
 
     def cancel(self, save_id):
         return self.request("cancel", "cancel", save_id)

@@ -138,7 +138,7 @@ class Story:
         """Waits until no drain of this story works any more."""
         for root in self.roots():
             end = time.monotonic() + DEADLINE_S
-            while Queue(root).doable(MemoryTier(root)) or _has_drain(root):
+            while Queue(root).look(MemoryTier(root)) or _has_drain(root):
                 assert time.monotonic() < end, f"the drain of {root} does not end"
                 time.sleep(0.1)
 

@@ -294,7 +294,7 @@ class TieredCheckpointIO(CheckpointIO):
             self.checkpointer.restored = restored
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint from both tiers; from the durable one in the background, after earlier saves."""
+        """Removes a checkpoint from both tiers; from the durable one in the background, after the newest save."""
         if self._is_elsewhere(path):
             TorchCheckpointIO().remove_checkpoint(str(path))
             return

@@ -70,6 +70,7 @@ class Session:
         clock: Clock of all that it opens.
         counts: See :attr:`Progress.counters`.
         last_save: The newest save of this process.
+        followed: The id of the newest save that this process began for the durable tier; empty before the first.
         save_ids: Gives out the ids of its operations.
         known: Names on the durable tier.
         background: The end of a save that runs while training goes on.
@@ -96,6 +97,7 @@ class Session:
         config, clock = self.config, self.clock
         self.counts: Counter[str] = Counter()
         self.last_save: SaveReport | None = None
+        self.followed = ""
         self.known = DurableNameCache(
             lambda: names_of(self.durable()), self._queued_names, lambda: self.open().drain.runner.has_worked, clock
         )
@@ -345,13 +347,17 @@ class Session:
     def submit(self, action: Literal["alias", "copy", "delete", "retain"], name: str, target: str = "") -> None:
         """Queues an alias, a copy, a delete or retention after what was saved before it.
 
+        A delete without a target follows the save that this process began last, or else the newest that is queued.
+
         Raises:
             SaveError: Node memory has no room for it, or can't be used, and ``on_save_error`` is ``raise``.
         """
         try:
-            self.open().drain.submit(
-                Request(self.save_ids.next(), action, name, self.dirpath, target, server=self.place.server)
-            )
+            tier, _, drain = self.open()
+            if action == "delete" and not target:
+                queued = (each for each in drain.queue.look(tier) if each.action in SAVES and each.place == self.place)
+                target = self.followed or max((ids.save_id_of_op(each.op_id) for each in queued), default="")
+            drain.submit(Request(self.save_ids.next(), action, name, self.dirpath, target, server=self.place.server))
         except (OSError, DrainError) as refused:
             # OSError: no room, no descriptor, no process, and whatever else may befall a node.
             self.not_done(action, name, refused)

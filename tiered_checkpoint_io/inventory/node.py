@@ -104,9 +104,9 @@ def has_trainer(root: Path) -> bool:
 
 
 def undone(root: Path) -> int:
-    """Counts the operations that wait for the durable tier, except those that need a further save."""
+    """Counts the operations that wait for the durable tier."""
     try:
-        return len(Queue(root).doable(tier_at(root)))
+        return len(Queue(root).look(tier_at(root)))
     except FileNotFoundError:
         # Half cleaned away already.
         return 0

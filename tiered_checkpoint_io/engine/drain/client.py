@@ -105,7 +105,7 @@ class DrainHandle:
         self.runner.leave(timeout_s, self._is_idle)
 
     def _is_idle(self) -> bool:
-        left = self.queue.doable(self._tier)
+        left = self.queue.look(self._tier)
         return not left or self._stuck_by(left) is not None
 
     # ----------------------------------------------------------------------------------- work
@@ -240,7 +240,7 @@ class DrainHandle:
         """
         left: list[Request] = []
         for _ in self._looks(timeout_s):
-            left = [each for each in self.queue.doable(self._tier) if only is None or each.op_id in only]
+            left = [each for each in self.queue.look(self._tier) if only is None or each.op_id in only]
             if not left:
                 return
             self._check_drain()

@@ -23,7 +23,6 @@ from tiered_checkpoint_io.engine.drain.operations import (
     Outcome,
     OutcomeState,
     Request,
-    is_committed,
     superseded,
 )
 from tiered_checkpoint_io.engine.drain.queue import Queue
@@ -31,6 +30,7 @@ from tiered_checkpoint_io.engine.drain.status import Reporter
 from tiered_checkpoint_io.engine.drain.stores import Stores
 from tiered_checkpoint_io.engine.drain.unfinished import REFRESHES, Begun, Unfinished
 from tiered_checkpoint_io.engine.durable import commit, copies, retention, sweep
+from tiered_checkpoint_io.engine.durable.manifests import current
 from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -95,8 +95,7 @@ class Executor:
                     copies.put_alias(store, operation.name, operation.target, before=operation.op_id)
                 elif operation.action == "retain":
                     state, said = self._retain(operation, operations, store)
-                else:
-                    self._check_replaced(operation)
+                elif self._is_due(operation, store):
                     sweep.delete(store, operation.name, before=operation.op_id, clock=self.clock)
         except _Stopped:
             return
@@ -218,10 +217,16 @@ class Executor:
                 refused,
             )
 
-    def _check_replaced(self, delete: Request) -> None:
-        if delete.target and not is_committed(delete.target, self.queue.outcomes()):
-            text = f"{delete.name} stays: the checkpoint that was to replace it did not reach the durable tier"
-            raise CheckpointNotFoundError(text, operation="drain", tier="durable", key=delete.name)
+    def _is_due(self, delete: Request, store: Store) -> bool:
+        """Returns True if the save that a delete follows is there; raises if a checkpoint stays as it is not."""
+        followed = self.queue.outcome(delete.target) if delete.target else None
+        if not delete.target or (followed is not None and followed.state == "committed"):
+            return True
+        if current(store, delete.name) is None:
+            return False
+        text = f"{delete.name} stays, as the save that its delete follows did not reach the durable tier;"
+        text += " `tiered-ckpt prune` finds what is too many"
+        raise CheckpointNotFoundError(text, operation="drain", tier="durable", key=delete.name)
 
     def _retain(self, operation: Request, operations: list[Request], store: Store) -> tuple[OutcomeState, str]:
         """Applies the policies; returns the outcome, and the reason why it was not done, or the server's refusals."""
@@ -355,7 +360,6 @@ class Executor:
             begun.failures + (final and state != "skipped"),
             operation.dirpath,
             operation.server,
-            operation.series,
         )
         note(
             self.tier.root,

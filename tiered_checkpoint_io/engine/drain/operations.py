@@ -22,10 +22,6 @@ TIDYING: tuple[Action, ...] = ("delete", "retain")
 #: Begins the name of a request to apply retention; the rest of it is the owner of the launch that asks.
 RETENTION = "retention/"
 OutcomeState = Literal["committed", "failed", "skipped"]
-#: What names have in common, whoever saves them: "" for those of one job.
-_Form = tuple[Place, str]
-#: So many forms keep the first failure that no later save has replaced.
-_FORMS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +33,8 @@ class Request(AtPlace):
         action: What to do.
         name: The checkpoint (or alias) that it is about.
         dirpath: The durable tier.
-        target: The target's name of an alias or a copy; the save id that a cancel is about, that a ``retain`` waits
-            for, or that a delete makes way for (empty where that is not known).
+        target: The target's name of an alias or a copy; the save id that a cancel is about, or that a ``retain`` or
+            a delete follows (empty for a delete where there is none).
         stored: The part in node memory that a save uploads.
         server: Of the durable tier, see :class:`Place`.
     """
@@ -50,11 +46,6 @@ class Request(AtPlace):
     target: str = ""
     stored: StoredPart | None = field(default=None, repr=False, compare=False)
     server: Server | None = None
-
-    @property
-    def series(self) -> str:
-        """Of a save, as it was noted; see :attr:`Outcome.series`."""
-        return self.stored.part.series if self.stored is not None else ""
 
 
 #: The error type of a save whose copy in node memory is damaged.
@@ -80,7 +71,6 @@ class Outcome(AtPlace):
         attempts: How often it was tried.
         dirpath: The durable tier.
         server: Its server, see :class:`Place`.
-        series: Of a save, see :attr:`Part.series`.
     """
 
     op_id: str
@@ -96,12 +86,6 @@ class Outcome(AtPlace):
     attempts: int = 1
     dirpath: str = ""
     server: Server | None = None
-    series: str = ""
-
-    @property
-    def form(self) -> _Form:
-        """Of a save: the deletes of the same form wait for it, and a later one of the same form replaces it."""
-        return _form_of(self.place, self.series)
 
     @property
     def url(self) -> str:
@@ -109,15 +93,12 @@ class Outcome(AtPlace):
         return ids.join_url(self.dirpath, self.name)
 
 
-def next_operation(
-    operations: Sequence[Request], waiting: Collection[str], unreplaced: Sequence[Outcome] = ()
-) -> Request | None:
+def next_operation(operations: Sequence[Request], waiting: Collection[str]) -> Request | None:
     """What the drain does next.
 
     Operations go in the order in which they were made, with these exceptions. A cancel goes first.
-    A save that waits for its next attempt does not hold up later saves. A delete waits for the save that replaces what
-    it deletes: what was good stays until its replacement is good. Where that is not known, it waits for all saves
-    before it that may be of its series, and where one of them came to nothing, for a later one. An alias, or a copy,
+    A save that waits for its next attempt does not hold up later saves. A delete waits for the save that it follows:
+    what was good stays until its replacement is good. An alias, or a copy,
     waits for the saves of its target and of its own name. A delete waits for the aliases and copies before it: an alias
     goes with its target, so "last" has to point elsewhere by then. What concerns the same name stays in order.
     Retention waits for its own save alone: it removes only what is there beside newer ones, whatever becomes of others.
@@ -127,9 +108,8 @@ def next_operation(
     for operation in operations:
         if operation.action == "cancel" and operation.op_id not in waiting:
             return operation
-    not_now = {*waiting, *(operation.op_id for operation in held_back(operations, unreplaced))}
-    for operation, is_blocked in _in_turn(operations, not_now):
-        if not is_blocked and operation.op_id not in not_now:
+    for operation, is_blocked in _in_turn(operations, waiting):
+        if not is_blocked and operation.op_id not in waiting:
             return operation
     return None
 
@@ -138,26 +118,18 @@ def _in_turn(operations: Iterable[Request], undone: Collection[str]) -> Iterator
     """Each operation, and whether earlier ones block it, where these, and those that they block, are not done."""
     busy: set[tuple[Place, str]] = set()
     saving: set[tuple[Place, str]] = set()
-    forms: set[_Form] = set()
     undone_saves: set[str] = set()
     naming: set[Place] = set()
     for operation in operations:
         names = {(operation.place, name) for name in (operation.name, operation.target) if name}
-        is_blocked = False
-        if operation.action == "delete" and operation.target:
-            is_blocked = operation.target in undone_saves or bool(names & (busy | saving))
-        elif operation.action == "delete":
-            is_blocked = bool(names & (busy | saving)) or (bool(forms) and not forms.isdisjoint(_waits_for(operation)))
-        elif operation.action in NAMING:
+        is_blocked = operation.action in TIDYING and operation.target in undone_saves
+        if operation.action == "delete" or operation.action in NAMING:
             # Of a save of the alias' own name as well: it would come later, and replace what is newer.
-            is_blocked = bool(names & (busy | saving))
-        elif operation.action == "retain":
-            is_blocked = operation.target in undone_saves
+            is_blocked |= bool(names & (busy | saving))
         is_blocked |= operation.action == "delete" and operation.place in naming
         yield operation, is_blocked
         if operation.action in SAVES and operation.op_id in undone:
             saving |= names
-            forms.add(_form_of(operation.place, operation.series))
             undone_saves.add(ids.save_id_of_op(operation.op_id))
         elif operation.action not in (*SAVES, "retain") and (is_blocked or operation.op_id in undone):
             busy |= names
@@ -169,73 +141,13 @@ def in_order(operations: Iterable[Request]) -> list[Request]:
     return sorted(operations, key=lambda each: (ids.save_id_of_op(each.op_id), each.action == "save", each.op_id))
 
 
-def unreplaced(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Saves and parts that failed, and after which none of their form was committed yet.
-
-    Not of their coordinator: after a restart on other ranks, the same series may have another one.
-
-    A part on the durable tier does not mean that its save is committed: it replaces lost parts alone.
-    """
-    saves = [outcome for outcome in outcomes if outcome.action in SAVES]
-    newest: dict[tuple[_Form, Action], str] = {}
-    for save in saves:
-        if save.state == "committed":
-            for action in SAVES if save.action == "save" else ("part",):
-                of = save.form, action
-                newest[of] = max(newest.get(of, ""), ids.save_id_of_op(save.op_id))
-    return [
-        save
-        for save in saves
-        if save.state != "committed" and ids.save_id_of_op(save.op_id) > newest.get((save.form, save.action), "")
-    ]
-
-
-def first_unreplaced(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """The first that :func:`unreplaced` gives of each form and action: the same deletes wait for these.
-
-    Only of the forms that failed last: there is no bound on names.
-    """
-    first: dict[tuple[_Form, Action], Outcome] = {}
-    for save in sorted(unreplaced(outcomes), key=lambda each: each.op_id, reverse=True):
-        first[save.form, save.action] = save
-    return [*first.values()][:_FORMS]
-
-
-def held_back(operations: Iterable[Request], unreplaced: Iterable[Outcome]) -> list[Request]:
-    """Deletes that wait for a further save, because one before them failed that may be of the same series.
-
-    Not for any other: of a name that was saved once, or of a group that is gone, there may be no further save.
-    """
-    first: dict[_Form, str] = {}
-    for save in unreplaced:
-        first[save.form] = min(first.get(save.form, save.op_id), save.op_id)
-    if not first:
-        return []
-    return [
-        operation
-        for operation in operations
-        if operation.action == "delete"
-        and not operation.target
-        and any(first.get(form, operation.op_id) < operation.op_id for form in _waits_for(operation))
-    ]
-
-
-def _form_of(place: Place, series: str) -> _Form:
-    return place, ids.loose_form_of(series) if series else ""
-
-
-def _waits_for(delete: Request) -> list[_Form]:
-    """The forms of the saves that may replace what a delete is about, where that is not known."""
-    return [_form_of(delete.place, series) for series in ("", delete.name)]
-
-
 def blocked_by_failures(operations: Iterable[Request], failed: Collection[str]) -> set[str]:
     """Ids of deletes and aliases that wait for operations which failed: see :func:`next_operation`."""
     return {operation.op_id for operation, is_blocked in _in_turn(operations, failed) if is_blocked}
 
 
 def needed(operations: Sequence[Request]) -> set[str]:
-    """Ids of saves that replace what a queued delete is about, and that no later save replaces in turn.
+    """Ids of saves that a queued delete follows, and that are not to be deleted in turn.
 
     Not those of several parts: other nodes, which do not see the delete, may have given up theirs.
     """
@@ -267,8 +179,3 @@ def superseded(operations: Sequence[Request], failed: Collection[str], committed
         and operation.place == committed.place
         and (new is None or operation.stored is None or new.part.series_key == operation.stored.part.series_key)
     ]
-
-
-def is_committed(save_id: str, outcomes: Iterable[Outcome]) -> bool:
-    """Whether all that this node was to do for a save is known to be done."""
-    return {each.state for each in outcomes if ids.save_id_of_op(each.op_id) == save_id} == {"committed"}

@@ -16,15 +16,7 @@ from typing import Any, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.log import OperationLog
-from tiered_checkpoint_io.engine.drain.operations import (
-    Action,
-    Outcome,
-    Request,
-    first_unreplaced,
-    held_back,
-    in_order,
-    unreplaced,
-)
+from tiered_checkpoint_io.engine.drain.operations import Action, Outcome, Request, in_order
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -131,13 +123,6 @@ class Queue:
         requests = [each for each in self.requests() if each.op_id in seen or each.op_id < newest]
         return operations_of(parts, requests)
 
-    def doable(self, tier: MemoryTier) -> list[Request]:
-        """All that waits for the drain, in order, but for what only a save that is still to come sets free."""
-        operations = self.look(tier)
-        held = {each.op_id for each in held_back(operations, unreplaced(self.outcomes()))}
-        # A save that is under way may set them free as well, and then they are waited for.
-        return [operation for operation in operations if operation.op_id not in held]
-
     # ------------------------------------------------------------------------------------ drains
     def announced(self) -> str:
         """Returns the token of the drain that began last; empty for one that no trainer started."""
@@ -171,24 +156,22 @@ class Queue:
         said = {_OUTCOME + outcome.op_id: _facts(replace(outcome, error=outcome.error[:_SHORT]))}
         try:
             try:
-                self._log.write({**self._forgotten(outcome, _KEEP), **said, **done}, leaves_room=True)
+                self._log.write({**self._forgotten(_KEEP), **said, **done}, leaves_room=True)
             except MemoryFullError:
-                self._log.write({**self._forgotten(outcome, _LEAST), **said, **done})
+                self._log.write({**self._forgotten(_LEAST), **said, **done})
         except MemoryFullError:
             # Else it would be done again and again.
             self._log.write(done)
             raise
 
-    def _forgotten(self, news: Outcome, count: int) -> dict[str, None]:
+    def _forgotten(self, count: int) -> dict[str, None]:
         """The change by which about ``count`` outcomes stay, of the newest saves, beside another one."""
         kept = sorted(self._log.entries(_OUTCOME))
         if len(kept) <= count:
             return {}
-        # Those of one save stay or go together. What deletes wait for stays, however much has failed since.
+        # Those of one save stay or go together. What a delete follows stays, however much was done since.
         first = ids.save_id_of_op(kept[-count])
-        outcomes = [*(each for each in self.outcomes() if each.op_id != news.op_id), news]
-        needed = {ids.save_id_of_op(each.op_id) for each in first_unreplaced(outcomes)}
-        needed |= {each.target for each in self.requests() if each.action == "delete"}
+        needed = {each.target for each in self.requests() if each.action == "delete"}
         return {_OUTCOME + each: None for each in kept if (of := ids.save_id_of_op(each)) < first and of not in needed}
 
     def outcome(self, op_id: str) -> Outcome | None:

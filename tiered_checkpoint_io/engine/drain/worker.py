@@ -15,7 +15,7 @@ from pathlib import Path
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.execute import Executor
 from tiered_checkpoint_io.engine.drain.locks import is_lost, release, try_lock
-from tiered_checkpoint_io.engine.drain.operations import next_operation, unreplaced
+from tiered_checkpoint_io.engine.drain.operations import next_operation
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.serving import Server
 from tiered_checkpoint_io.engine.drain.status import Reporter, Standstill, shorten_log
@@ -185,9 +185,8 @@ class Drain:
         self._executor.begun.alive.queued(operations)
         self._executor.keep_alive()
         waiting = self._executor.begun.waiting({operation.op_id for operation in operations}, self._clock.monotonic())
-        failed = unreplaced(self._queue.outcomes())
-        operation = next_operation(operations, waiting.keys() | self._executor.begun.later, failed)
-        operation = operation or next_operation(operations, waiting, failed)
+        operation = next_operation(operations, waiting.keys() | self._executor.begun.later)
+        operation = operation or next_operation(operations, waiting)
         if operation is not None:
             self._executor.execute(operation, operations)
             self._report.write()
@@ -221,7 +220,7 @@ class Drain:
         return is_over
 
     def _is_over(self) -> bool:
-        left = {operation.op_id for operation in self._queue.doable(self._tier)}
+        left = {operation.op_id for operation in self._queue.look(self._tier)}
         now = self._clock.monotonic()
         overdue = now - self._report.last_success > self._clock.timing.drain_give_up_s
         # Permanent failures are no reason to stay: the next start may have other credentials than ours.
@@ -231,7 +230,7 @@ class Drain:
         waits = any(each.arrivals is not None and now - each.moved < patience_s for each in begun)
         if left and (waits or not overdue) and not (begun and all(each.permanent for each in begun)):
             return False
-        if operations := self._queue.look(self._tier):
+        if left:
             text = "leaving %d operations for the next start to take up. Last error: %s"
-            self._log.error(text, len(operations), self._report.now.last_error or "none")
+            self._log.error(text, len(left), self._report.now.last_error or "none")
         return True

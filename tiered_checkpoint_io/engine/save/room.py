@@ -89,6 +89,8 @@ def admit(
     """
     if not facts.durable:
         return facts
+    # Whatever becomes of it: who saves first and then deletes may delete what it was to replace.
+    session.followed = facts.save_id
     _give_up(session, {each.given_up for each in votes})
     if _is_last(session) or (all(each.free for each in votes) and _has_room(session, facts, held)):
         session.known.note(facts.name, exists=True)

@@ -203,12 +203,6 @@ def form_of(name: str) -> str:
     return series_of(name, -1 if told is None else told)
 
 
-@functools.lru_cache(maxsize=4096)
-def loose_form_of(name: str) -> str:
-    """The same of a name or a series, where a number after a word for a step is taken for one: ``checkpoint-#``."""
-    return series_of(_OF_STEP.sub(r"\g<word>#", name))
-
-
 def folder_of(name: str) -> str:
     """Returns a name's folder, with ``#`` for the parts that :func:`series_of` leaves out; empty without one."""
     return form_of(name).rpartition("/")[0]
