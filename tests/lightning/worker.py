@@ -63,7 +63,7 @@ class Toy(LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
         self.head = nn.Linear(16, 16) if "joins" in told else None
-        self.seen = {}
+        self.seen, self.asked = {}, {}
 
     def configure_model(self):
         for part in filter(None, (self.net, self.head)):
@@ -83,6 +83,8 @@ class Toy(LightningModule):
         return self.device_mesh["data_parallel"]
 
     def training_step(self, *_):
+        # Of the restart only: the lease is looked at again from time to time.
+        self.asked = self.asked or self.trainer.strategy.checkpoint_io.checkpointer.session.asked
         tell(self.trainer, "train", self.global_step)
         # Not synchronised between the ranks; on one of them always the same.
         self.log("own", float((self.global_rank != told.get("same_on", 0)) * self.global_step))
@@ -98,7 +100,6 @@ class Toy(LightningModule):
 
     def validation_step(self, _, index):
         tell(self.trainer, "validation", index)
-        # A long validation: nobody may wait for its end.
         if told.get("slow_validation") and noted:
             time.sleep(0.3)
 
@@ -300,7 +301,7 @@ def fit():
         "from": restored and (restored.name, restored.step, restored.tier),
         "step": trainer.global_step,
         "losses": model.seen,
-        "asked": io.checkpointer.session.asked,
+        "asked": model.asked,
         "durable": sorted(path.name[:-5] for path in Path(told["dirpath"]).glob(".tiered/manifests/*.json")),
         **{key: noted.get(key) for key in ("overlapped", "told", "prepared")},
     }
