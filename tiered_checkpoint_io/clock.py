@@ -89,7 +89,7 @@ class Timing:
     replication_linger_s: float = 10.0
     #: Bound of the wait for replicas at the end of a process that did not close its session.
     replication_release_s: float = 10.0
-    #: Ranks begin a local load within this time of each other, or are not waited for.
+    #: Ranks begin a local load, or fail, within this time of each other, or are not waited for.
     local_patience_s: float = 60.0
     #: Interval at which a rank looks for requests for a part, and for news; see :meth:`pause_s`.
     local_poll_s: float = 0.1

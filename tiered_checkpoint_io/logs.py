@@ -196,12 +196,6 @@ class _JobFile(logging.handlers.WatchedFileHandler):
         else:
             super().handleError(record)
 
-    def flush(self) -> None:
-        try:
-            super().flush()
-        except OSError as error:
-            self._lose(error)
-
     def close(self) -> None:
         try:
             super().close()

@@ -1,6 +1,7 @@
 """Bad configuration: one clear error that names the key, its value and what is allowed; nothing is done."""
 
 from functools import partial
+from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import botocore.session
@@ -174,8 +175,6 @@ def test_a_secret_in_the_endpoint_is_refused_and_not_repeated():
 
 
 def test_paths_may_be_paths(tmp_path, memory_dir):
-    from pathlib import Path
-
     io = TieredCheckpointIO(tmp_path / "d", memory_dir=Path(memory_dir), log_dir=tmp_path / "logs")
     io.save_checkpoint(state(1), "a.ckpt")
     io.teardown()

@@ -3,6 +3,7 @@
 import contextlib
 
 import pytest
+from support.as_lightning import INSTALLED
 from support.running import Run, runner
 from support.training import durable
 
@@ -36,6 +37,16 @@ def test_an_error_of_rank_0_ends_all_ranks(told, error, fits, tmp_path):
         told["dirpath"] = str(tmp_path / "file" / "run")
     (answers,) = fits({"steps": 4, **told}, strategy="ddp", fails=True)
     assert all(answer["error"].startswith(error) for answer in answers), answers
+
+
+@pytest.mark.skipif(INSTALLED < (2, 6), reason="save_on_exception is an argument of lightning 2.6")
+def test_a_rank_that_fails_alone_says_why_before_it_waits_and_rank_0_saves(fits, tmp_path):
+    told = {"config": EVERY, "callback": {"save_on_exception": True}, "raises": 1}
+    (answers,) = fits({"steps": 8, **told}, strategy="ddp", fails=True)
+    assert answers[1]["error"] == "ValueError: a bug of one rank"
+    log = (tmp_path / "log-1.txt").read_text()
+    assert 0 < log.find("training failed on this rank: a bug of") < log.find("the ranks do not save together")
+    assert "epoch=0-step=5.ckpt" in durable(str(tmp_path / "durable"))
 
 
 def test_ranks_whose_names_differ_go_on_together(fits, tmp_path):

@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.strategies import fsdp
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from support.clocks import hurry
 from support.supporting import build
 from support.training import wipe
 from torch import nn
@@ -86,6 +87,8 @@ class Toy(LightningModule):
         # Of the restart only: the lease is looked at again from time to time.
         self.asked = self.asked or self.trainer.strategy.checkpoint_io.checkpointer.session.asked
         tell(self.trainer, "train", self.global_step)
+        if told.get("raises") == self.global_rank and self.global_step == 5:
+            raise ValueError("a bug of one rank")
         # Not synchronised between the ranks; on one of them always the same.
         self.log("own", float((self.global_rank != told.get("same_on", 0)) * self.global_step))
         # By the step, because not all releases of Lightning go on with the same number of the batch.
@@ -246,6 +249,7 @@ def strategy():
 def fit():
     """Trains as told; gives what became of it."""
     seed_everything(1, verbose=False)
+    hurry(local_patience_s=2.0 if "raises" in told else 60.0)
     block = {
         "dirpath": told["dirpath"],
         "memory_dir": told["memory_dir"],

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from support.bad_input import state
 from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
@@ -26,10 +27,6 @@ def make(memory_dir):
     yield make
     for io in made:
         io.teardown()
-
-
-def state(step):
-    return {"w": torch.arange(1000.0) + step, "global_step": step, "epoch": 0}
 
 
 def test_a_checkpoint_of_others_loads_with_a_notice(tmp_path, make, caplog):

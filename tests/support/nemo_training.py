@@ -13,7 +13,7 @@ from nemo.utils.exp_manager import exp_manager
 from nemo.utils.model_utils import inject_model_parallel_rank
 from omegaconf import OmegaConf
 from support.supporting import build
-from support.training import Stop, durable, wipe
+from support.training import Runs, Stop
 
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.nemo import NeMoCheckpointConnector, S3CheckpointIO, tiered_exp_manager
@@ -202,8 +202,7 @@ class NeMoRuns:
             trainer.strategy.checkpoint_io.teardown()
         return trainer, module
 
-    def durable(self):
-        return durable(self.dirpath)
+    durable, wipe = Runs.durable, Runs.wipe
 
     def objects(self, prefix=""):
         """All objects at the durable tier, but for what this package keeps for itself."""
@@ -212,10 +211,6 @@ class NeMoRuns:
             return sorted(entry.key for entry in store.list(prefix) if not entry.key.startswith(".tiered/"))
         finally:
             store.close()
-
-    def wipe(self):
-        """Loses the node: nothing is left in its memory."""
-        wipe(self.memory_dir)
 
 
 def io_of(trainer):

@@ -59,12 +59,6 @@ class PlannedFile(NamedTuple):
     names: Sequence[list[list[str]]]
 
 
-def planned_file(ordered: Sequence[WriteItem], data: Sequence[Item], names: Sequence[list[list[str]]]) -> PlannedFile:
-    """Plans the file of items, in their order."""
-    image, placed = plan_shard(data)
-    return PlannedFile(image, [item.index for item in ordered], placed, names)
-
-
 class FileLayout:
     """The layout of the file of a plan, kept for later saves; none of its tensors."""
 
@@ -503,7 +497,9 @@ def file_of(
         # An item that can't be kept is planned again each time.
         with contextlib.suppress(ValueError):
             structure.layout = FileLayout(plan, ordered, [data for data, _ in items])
-    return planned_file(ordered, [data for data, _ in items], [[names] if names else [] for _, names in items])
+    image, placed = plan_shard([data for data, _ in items])
+    names_of = [[names] if names else [] for _, names in items]
+    return PlannedFile(image, [item.index for item in ordered], placed, names_of)
 
 
 def _item(item: WriteItem, planner: SavePlanner, transforms: Any, kinds: KindsCheck) -> tuple[Item, list[str]]:

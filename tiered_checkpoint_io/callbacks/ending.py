@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from tiered_checkpoint_io.callbacks.deletes import SafeDeletes
 from tiered_checkpoint_io.callbacks.overlapping import OverlappedCapture
-from tiered_checkpoint_io.callbacks.trainer import trained_weights
+from tiered_checkpoint_io.callbacks.trainer import all_failed, trained_weights
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.save.room import last_saves
 from tiered_checkpoint_io.errors import DrainError
@@ -153,6 +153,8 @@ class DurableEnd(SafeDeletes):
         self._resumable = Resumable()
         self._began_at = 0
         self._is_amid_validation = False
+        #: All ranks, to meet after an exception: a group that is made then may wait for ever for a dead one.
+        self._group: Any = None
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_epoch_start(trainer, pl_module)
@@ -160,10 +162,16 @@ class DurableEnd(SafeDeletes):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """As upstream, of the weights that are trained."""
-        saves = getattr(self, "save_on_exception", False)
+        saves = getattr(self, "save_on_exception", False) and self._should_save_on_exception(trainer)
         amid_validation, self._is_amid_validation = self._is_amid_validation, False
         with trained_weights(trainer) if saves and amid_validation else contextlib.nullcontext():
-            super().on_exception(trainer, pl_module, exception)
+            if not saves or self._group is None or all_failed(self._engine.session, self._group, exception):
+                super().on_exception(trainer, pl_module, exception)
+            elif trainer.is_global_zero and not hasattr(trainer.strategy, "_saves_shards"):
+                # A full checkpoint needs no other rank, and Trainer.save_checkpoint would wait for them.
+                name = f"{self.dirpath}/epoch={trainer.current_epoch}-step={trainer.global_step}{self.FILE_EXTENSION}"
+                state = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
+                trainer.strategy.save_checkpoint(state, name)
 
     def _should_save_on_exception(self, trainer: Trainer) -> bool:
         # Lightning asks since 2.6. An evaluation may have loaded weights of another step.

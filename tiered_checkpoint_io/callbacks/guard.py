@@ -287,14 +287,10 @@ def _count_as_last(trainer: Trainer, io: TieredCheckpointIO) -> None:
         except ConfigError:
             if not io._is_elsewhere(each.ckpt_path):
                 raise
-            if trainer.is_global_zero and each.ckpt_path not in engine.session.warned:
-                engine.session.warned.add(each.ckpt_path)
-                engine.session.log.warning(
-                    "OnExceptionCheckpoint saves to %s, which is not below %s: its checkpoint is in neither tier, and"
-                    " ckpt_path='last' passes it by; give it dirpath='', which stands for that folder",
-                    each.ckpt_path,
-                    engine.dirpath,
-                )
+            if trainer.is_global_zero:
+                where = f"OnExceptionCheckpoint saves to {each.ckpt_path}, which is not below {engine.dirpath}"
+                advice = "ckpt_path='last' passes it by; give it dirpath='', which stands for that folder"
+                engine.session.warn(where, f"{where}: its checkpoint is in neither tier, and {advice}")
     engine.also_last = frozenset(names)
 
 
@@ -327,14 +323,10 @@ def _warn_of_others(trainer: Trainer, io: TieredCheckpointIO) -> None:
         if not isinstance(each, ModelCheckpoint) or isinstance(each, TieredModelCheckpoint):
             continue
         if (each.save_top_k or each.save_last) and folder_of(each.dirpath, io.config.dirpath) is None:
-            io.checkpointer.session.log.warning(
-                "%s saves to %s, which is not below %s: its checkpoints are in neither tier, and %s passes them by;"
-                " derive the class from tiered_checkpoint_io.callbacks.TieredModelCheckpoint",
-                type(each).__name__,
-                each.dirpath,
-                io.config.dirpath,
-                ids.LATEST,
-            )
+            where = f"{type(each).__name__} saves to {each.dirpath}, which is not below {io.config.dirpath}"
+            advice = "derive the class from tiered_checkpoint_io.callbacks.TieredModelCheckpoint"
+            text = f"{where}: its checkpoints are in neither tier, and {ids.LATEST} passes them by; {advice}"
+            io.checkpointer.session.warn(where, text)
 
 
 def _saves(trainer: Trainer) -> tuple[bool, bool]:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -207,6 +208,9 @@ class TieredModelCheckpoint(DurableEnd):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._begin_training(trainer)
+        if getattr(self, "save_on_exception", False) and trainer.world_size > 1:
+            bound = timedelta(seconds=self._engine.session.clock.timing.local_patience_s)
+            self._group = torch.distributed.new_group(backend="gloo", timeout=bound)
         self._reached = trainer.global_step
         # Not in setup: a checkpoint restored since then may be of another step.
         if self._last_global_step_saved != trainer.global_step:

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 
 from tiered_checkpoint_io.engine.ranks.coordination import portable, raise_first
+from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 
@@ -87,15 +88,27 @@ def failing_together(trainer: Trainer) -> Iterator[None]:
     raise_first(errors)
 
 
+def all_failed(session: Session, group: Any, error: BaseException) -> bool:
+    """Returns whether all ranks come here after an exception; logs that of this rank before it waits for them."""
+    if isinstance(error, Exception):
+        session.log.error("training failed on this rank: %s", error, exc_info=error)
+    try:
+        # By messages, which end at their bound, or with the rank that they wait for.
+        torch.distributed.monitored_barrier(group)
+    except RuntimeError as lost:
+        session.log.error("the ranks do not save together on this exception, because some did not come: %s", lost)
+        return False
+    return True
+
+
 def save_together(trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool) -> None:
     """Saves on all ranks, or raises the same error on all."""
     with failing_together(trainer):
         try:
             trainer.save_checkpoint(filepath, weights_only, storage_options=options)
         except TieredCheckpointError:
-            if trainer.world_size > 1:
-                # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
-                trainer.strategy.barrier("Trainer.save_checkpoint")
+            # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
+            trainer.strategy.barrier("Trainer.save_checkpoint")
             raise
 
 

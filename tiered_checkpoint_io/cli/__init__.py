@@ -87,7 +87,7 @@ def main() -> None:
     _open_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # A SystemExit, for which typer says nothing of its own; a drain installs another handler.
-        signal.signal(signal.SIGINT, _interrupt)
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(INTERRUPTED))
     status: object = 0
     try:
         app()
@@ -120,7 +120,3 @@ def _open_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-
-
-def _interrupt(*_: object) -> None:
-    raise SystemExit(INTERRUPTED)

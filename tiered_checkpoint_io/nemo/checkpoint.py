@@ -386,12 +386,8 @@ def drop_optimizer_states(io: TieredCheckpointIO, name: str) -> None:
         return
     old = manifest.content
     if old.kind != "full":
-        if "save_last_n_optim_states" not in session.warned:
-            session.warned.add("save_last_n_optim_states")
-            text = (
-                "save_last_n_optim_states is for full checkpoints: %s is a %s one, and such keep their optimizer states"
-            )
-            session.log.warning(text, name, old.kind)
+        text = f"save_last_n_optim_states is for full checkpoints: {name}, a {old.kind} one, keeps its optimizer states"
+        session.warn("save_last_n_optim_states", text)
         return
     state = io.load_alone(name)
     if state.pop("optimizer_states", None) is None:
