@@ -1,4 +1,4 @@
-"""What the deletes of a ModelCheckpoint wait for, on tiers where a save may fail after it has returned."""
+"""Deletes of a ModelCheckpoint: they wait, on tiers where a save may fail after it has returned."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class SafeDeletes(PortableState):
     """
 
     _io: TieredCheckpointIO | None
-    #: Whether the newest save is on the durable tier, or queued for it; and then its id.
+    #: True if the newest save is on the durable tier, or queued for it; and then its id.
     _landed: bool
     _landed_as: str
     #: On rank 0, paths that are to be deleted once a save has landed.
     _withheld: list[str]
-    #: Of the best, those that never landed: too many saves waited, or it failed.
+    #: Best checkpoints that never landed: too many saves waited, or the save failed.
     _lost: set[str]
 
     def _begin(self) -> None:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 Action = Literal["save", "part", "alias", "copy", "delete", "retain", "cancel"]
 #: ``save``: the part that commits a save, which mostly is all of it; ``part``: one of another rank.
 SAVES: tuple[Action, ...] = ("save", "part")
-#: What gives the content of one name to another: the same object, or one of its own.
+#: Actions that give the content of one name to another: the same object, or one of its own.
 NAMING: tuple[Action, ...] = ("alias", "copy")
-#: What only removes.
+#: Actions that only remove.
 TIDYING: tuple[Action, ...] = ("delete", "retain")
 #: Begins the name of a request to apply retention; the rest of it is the owner of the launch that asks.
 RETENTION = "retention/"
@@ -30,13 +30,13 @@ class Request(AtPlace):
 
     Attributes:
         op_id: Its id: see :func:`ids.part_op_id` for saves.
-        action: What to do.
+        action: Its kind.
         name: The checkpoint (or alias) that it is about.
         dirpath: The durable tier.
         target: The target's name of an alias or a copy; the save id that a cancel is about, or that a ``retain`` or
             a delete follows (empty for a delete where there is none).
         stored: The part in node memory that a save uploads.
-        server: Of the durable tier, see :class:`Place`.
+        server: Server of the durable tier, see :class:`Place`.
     """
 
     op_id: str
@@ -54,21 +54,21 @@ DAMAGED_IN_MEMORY = "damaged_in_memory"
 
 @dataclass(frozen=True, slots=True)
 class Outcome(AtPlace):
-    """What became of an operation.
+    """Outcome of an operation.
 
     Attributes:
         op_id: Its id.
-        action: What it was.
+        action: Kind of the operation.
         name: The checkpoint that it was about.
         step: The training step of a save; -1 otherwise.
         state: ``committed`` (done; of a ``part``: it is on the durable tier, its save may not be),
             ``failed`` (an error; it may be tried again) or ``skipped`` (given up on purpose).
-        error: What went wrong, as text.
+        error: The failure, as text.
         error_type: The reason of that error, or else its class; or ``DAMAGED_IN_MEMORY``.
         bytes: Bytes of the checkpoint; of a ``part``, of that alone.
         seconds: From its start to its end, with the wait for parts of other nodes.
         finished: Seconds since the epoch.
-        attempts: How often it was tried.
+        attempts: Number of tries.
         dirpath: The durable tier.
         server: Its server, see :class:`Place`.
     """
@@ -89,12 +89,12 @@ class Outcome(AtPlace):
 
     @property
     def url(self) -> str:
-        """Where the checkpoint is, or was to be: maybe not below the dirpath of this start."""
+        """URL of the checkpoint, present or planned: maybe not below the dirpath of this start."""
         return ids.join_url(self.dirpath, self.name)
 
 
 def next_operation(operations: Sequence[Request], waiting: Collection[str]) -> Request | None:
-    """What the drain does next.
+    """Returns the operation that the drain does next.
 
     Operations go in the order in which they were made, with these exceptions. A cancel goes first.
     A save that waits for its next attempt does not hold up later saves. A delete waits for the save that it follows:
