@@ -193,8 +193,7 @@ class TieredModelCheckpoint(DurableEnd):
             # The same step may be another state now.
             self._last_memory_step, self._last_checkpoint_saved, self._durable_save, self._landed = -1, "", None, False
             EndOfTraining.join(trainer)
-        self._io = io
-        self._asks_from = 0.0
+        self._io, self._asks_from = io, 0.0
         if stage == "fit" and ids.parse_best_url(self.best_model_path) is not None:
             self.best_model_path = ""
         # Not upstream's setup: it lists that folder, which is remote, and holds many checkpoints by design.

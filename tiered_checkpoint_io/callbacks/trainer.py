@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -93,8 +94,7 @@ def all_failed(session: Session, group: Any, error: BaseException) -> bool:
     if isinstance(error, Exception):
         session.log.error("training failed on this rank: %s", error, exc_info=error)
     try:
-        # By messages, which end at their bound, or with the rank that they wait for.
-        torch.distributed.monitored_barrier(group)
+        torch.distributed.monitored_barrier(group, timedelta(seconds=session.clock.timing.local_patience_s))
     except RuntimeError as lost:
         session.log.error("the ranks do not save together on this exception, because some did not come: %s", lost)
         return False
