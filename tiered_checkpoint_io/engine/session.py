@@ -354,9 +354,9 @@ class Session:
         """
         try:
             tier, _, drain = self.open()
-            if action == "delete" and not target:
+            if action == "delete" and not target and not (target := self.followed):
                 queued = (each for each in drain.queue.look(tier) if each.action in SAVES and each.place == self.place)
-                target = self.followed or max((ids.save_id_of_op(each.op_id) for each in queued), default="")
+                target = max((ids.save_id_of_op(each.op_id) for each in queued), default="")
             drain.submit(Request(self.save_ids.next(), action, name, self.dirpath, target, server=self.place.server))
         except (OSError, DrainError) as refused:
             # OSError: no room, no descriptor, no process, and whatever else may befall a node.
