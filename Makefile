@@ -65,7 +65,7 @@ test: venv ## each promise once, against a real S3 server; AREA=drain for one fo
 
 # With ONE_OF=8, as .ci/run has it, a sweep tries an eighth of its cases; SEED says which.
 test-all: venv ## all else: further cases (marker matrix), and the sweeps crash, sim, crash-states, corruption
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m matrix tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix tests
 	$(MAKE) test-crash
 	$(MAKE) test-sim
 	$(MAKE) -j2 -Otarget test-crash-states test-corruption

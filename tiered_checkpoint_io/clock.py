@@ -99,12 +99,12 @@ class Timing:
     local_linger_s: float = 10.0
     #: Bound of a silence of a peer that is read; the longest one of a reader that is served.
     peer_silence_s: float = 10.0
-    #: A peer whose connection ended is tried again for so long: its next drain may be starting.
-    peer_back_s: float = 10.0
+    #: A peer whose connection ended is tried again for so long: its next drain may be starting, on a busy node.
+    peer_back_s: float = 30.0
     #: The same for a peer that serves as many readers as it can.
     peer_busy_s: float = 60.0
-    #: Bound of a trainer's wait until its node's memory is served: a drain starts within seconds.
-    serve_s: float = 20.0
+    #: Bound of a trainer's wait until its node's memory is served: a drain starts within seconds, on a busy node later.
+    serve_s: float = 60.0
     #: Interval at which a process looks whether another one has fetched a chunk: mostly a matter of milliseconds.
     chunk_poll_s: float = 0.005
     #: A folder of fetched chunks is removed within milliseconds; there is nothing to wait for beyond.

@@ -33,12 +33,12 @@ def test_a_job_goes_on_from_peers(ranks, lose, s3_url, record_property, nodes, f
     lose(*lost)
     shards, full, _ = ranks(nodes, ["load", 3], ["load_full", 1, {"path": "tiered:last"}], ["close"], **options)
     for rank, answer in enumerate(shards):
-        assert answer.get("matches"), answer
+        assert answer.get("matches"), str(answer)
         assert gets(answer) == {}
         # What was lost is back where it belongs.
         assert [3, rank] in [each[:2] for each in answer["tiers"]["own"]]
     for node, answer in zip(nodes, full, strict=True):
-        assert answer.get("matches"), answer
+        assert answer.get("matches"), str(answer)
         assert (answer["step"], gets(answer)) == (1, {})
         if node in lost:
             assert answer["tier"] == "peer"
