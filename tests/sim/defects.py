@@ -52,12 +52,6 @@ DEFECTS = [
         "        manifests.put(new)\n        _switch_over(",
     ),
     (
-        "an alias whose target is gone stands for a checkpoint",
-        "engine/restore/choice.py",
-        "if target is None or target.alias_of:\n            continue",
-        "if target is None or target.alias_of:\n            target = manifest",
-    ),
-    (
         "a delete removes files without a look at what a later save has put there",
         SWEEP,
         "conditional(store).delete_if(path, tag)",
@@ -86,12 +80,6 @@ DEFECTS = [
         EXECUTE,
         "if not delete.target or (followed is not None",
         "if True or (followed is not None",
-    ),
-    (
-        "what can't become complete any more is waited for all the same",
-        EXECUTE,
-        "for old in superseded(operations, self.begun.lost(part), operation):",
-        "for old in ():",
     ),
     (
         "a run does not notice that another has taken its lease for a dead one's",
