@@ -1,6 +1,7 @@
 """Cases of torch's own entry points, by our writer and reader and by torch's; steps as in ``worker.py``."""
 
 import contextlib
+import functools
 import itertools
 import shutil
 import warnings
@@ -16,30 +17,32 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
 
-#: Facts that a writer or reader is told; and True if the call gives a ``checkpoint_id``.
+#: Facts for a writer or reader; and True if the call gives a ``checkpoint_id``.
 TOLD = ("nothing", "step", "path")
 GIVEN = (False, True)
 USED = ("new", "again")
 SAVES = ("save", "thread", "process", "save_state_dict")
 LOADS = ("load", "load_state_dict")
+#: Process groups of a job: the default one, one of all ranks that is given, and one of the last rank only.
+GROUPS = ("default", "given", "last")
 
 
-def save_cases():
-    """Each with its entry point, what the writer is told, whether an id is given, and the writer's use."""
-    found = itertools.product(SAVES, TOLD, GIVEN, USED)
-    # torch's save_state_dict takes no checkpoint_id.
-    return [case for case in found if not (case[0] == "save_state_dict" and case[2])]
+def save_cases(groups):
+    """Each with its group, entry point, what the writer is told, whether an id is given, and the writer's use."""
+    found = itertools.product(groups, SAVES, TOLD, GIVEN, USED)
+    # torch's save_state_dict takes no checkpoint_id; its process for saves has the group of the first one for ever.
+    found = (case for case in found if case[:2] != ("last", "process"))
+    return [case for case in found if not (case[1] == "save_state_dict" and case[3])]
 
 
-def load_cases():
-    return [
-        case for case in itertools.product(LOADS, TOLD, GIVEN, USED) if not (case[0] == "load_state_dict" and case[2])
-    ]
+def load_cases(groups):
+    found = itertools.product(groups, LOADS, TOLD, GIVEN, USED)
+    return [case for case in found if not (case[1] == "load_state_dict" and case[3])]
 
 
-def state(seed):
+def state(seed, group):
     weight = torch.arange(12.0).reshape(4, 3) + 100 * seed
-    if dist.is_initialized():
+    if dist.is_initialized() and group != "last":
         weight = distribute_tensor(weight, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
     return {"model": {"weight": weight, "bias": torch.full((3,), float(seed))}, "step": seed}
 
@@ -48,6 +51,13 @@ def values(state):
     weight = state["model"]["weight"]
     weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
     return [weight.tolist(), state["model"]["bias"].tolist(), state["step"]]
+
+
+@functools.cache
+def how(group):
+    """Returns the arguments that tell torch of a group, which all ranks make."""
+    ranks = list(range(dist.get_world_size())) if group != "default" else []
+    return {"process_group": dist.new_group(ranks if group == "given" else ranks[-1:])} if ranks else {}
 
 
 def save(entry, saved, writer, arguments):
@@ -112,7 +122,7 @@ class Stock:
 
 def saved_by(tiers, case):
     """Returns the results of two saves of a case, each loaded by its name, or refused."""
-    entry, told, given, used = case
+    group, entry, told, given, used = case
     outcomes, writer = [], None
     for number in (1, 2):
         # A step in the writer takes precedence over a name: what it says of the first save holds for the second.
@@ -122,31 +132,31 @@ def saved_by(tiers, case):
                 # Torch's own can't be told nothing, and takes a checkpoint_id in place of its path.
                 told_stock = "path" if given and told == "nothing" and isinstance(tiers, Stock) else told
                 writer = tiers.writer(told_stock, number)
-            arguments = {"checkpoint_id": tiers.given(name)} if given else {}
-            save(entry, state(number), writer, arguments)
+            arguments = {**how(group), **({"checkpoint_id": tiers.given(name)} if given else {})}
+            save(entry, state(number, group), writer, arguments)
     for number in (1, 2):
         with refusing(outcomes):
-            loaded = state(0)
-            build(dcp.load, loaded, storage_reader=tiers.reader("path", number))
+            loaded = state(0, group)
+            build(dcp.load, loaded, storage_reader=tiers.reader("path", number), **how(group))
             outcomes.append(values(loaded))
     return outcomes
 
 
 def loaded_by(tiers, case):
     """Returns the results of two loads of a case, after two saves."""
-    entry, told, given, used = case
+    group, entry, told, given, used = case
     for number in (1, 2):
-        save("save", state(number), tiers.writer("path", number), {})
+        save("save", state(number, group), tiers.writer("path", number), how(group))
     outcomes, reader = [], None
     # The first load of one that is used again gives an id; the second does so where the case says so.
     for number, has_id in ((1, True), (2, given)) if used == "again" else ((1, given), (2, given)):
         with refusing(outcomes):
-            loaded = state(0)
+            loaded = state(0, group)
             if reader is None or used == "new":
                 reader = tiers.reader(told, number)
             name = 1 if told == "step" and used == "again" else number
             by_load = entry if not has_id else "load"
-            arguments = {"checkpoint_id": tiers.given(name)} if has_id else {}
+            arguments = {**how(group), **({"checkpoint_id": tiers.given(name)} if has_id else {})}
             load(by_load, loaded, reader, arguments)
             outcomes.append(values(loaded))
     return outcomes
@@ -164,11 +174,13 @@ def entry_points(job, kind, cases):
     """Runs cases of saves or loads; gives each, with what ours and what torch's own did."""
     found = []
     for number, case in enumerate(cases):
-        outcomes = []
+        group, outcomes = case[0], []
+        how(group)
         for made in (Ours, Stock):
             tiers = made(job, f"{kind}-{number}")
             try:
-                outcomes.append((saved_by if kind == "save" else loaded_by)(tiers, case))
+                takes_part = group != "last" or dist.get_rank() == dist.get_world_size() - 1
+                outcomes.append((saved_by if kind == "save" else loaded_by)(tiers, case) if takes_part else [])
             finally:
                 tiers.close()
         found.append([case, *outcomes])

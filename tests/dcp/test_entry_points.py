@@ -8,7 +8,7 @@ from support.launch import launch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from entry_points_worker import entry_points, load_cases, save_cases
+from entry_points_worker import GROUPS, entry_points, load_cases, save_cases
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORKER = Path(__file__).with_name("entry_points_worker.py")
@@ -43,8 +43,8 @@ def by_ranks(count, kind, cases, memory_dir, tmp_path):
 
 
 #: The SageMaker library's own call, and its kin: the step is in the writer, and no ``checkpoint_id`` is given.
-OF_SAGEMAKER = [[entry, "step", False, "new"] for entry in ("save", "thread", "save_state_dict")]
-LOADED = [["load", "step", False, "new"], ["load", "nothing", False, "again"]]
+OF_SAGEMAKER = [["default", entry, "step", False, "new"] for entry in ("save", "thread", "save_state_dict")]
+LOADED = [["default", "load", "step", False, "new"], ["default", "load", "nothing", False, "again"]]
 
 
 def test_a_step_in_the_writer_needs_no_checkpoint_id(memory_dir, tmp_path):
@@ -58,9 +58,9 @@ def test_a_step_in_the_writer_needs_no_checkpoint_id_without_a_process_group(kin
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "all_cases"), [("save", save_cases), ("load", load_cases)])
-@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("count", [0, 1, 2])
 def test_entry_points_do_as_with_the_files_of_torch(count, kind, all_cases, memory_dir, tmp_path):
-    cases = all_cases()
+    cases = all_cases(GROUPS[: count + 1] if count else GROUPS[:1])
     if count:
         by_ranks(count, kind, cases, memory_dir, tmp_path)
     else:
