@@ -1,4 +1,4 @@
 """Staging, commit, drain and restore: what the package exists for."""
 
-# It refuses other systems than Linux, by name: before anything here imports what these lack.
+# First: this module refuses systems other than Linux before a missing module fails an import.
 import tiered_checkpoint_io.errors  # noqa: F401

@@ -42,13 +42,13 @@ class NoCheckpoint(dict[str, Any]):
 
 
 def nothing_to_resume(selector: Selector, dirpath: str) -> str:
-    """Returns the text for a sentinel that finds nothing; other checkpoints may exist, such as weights alone."""
+    """Returns the text for a sentinel that finds nothing; weights-only checkpoints may exist."""
     which = " that is named last" if selector.kind == "last" else ""
     return f"no checkpoint{which} to resume from at {dirpath}"
 
 
 def no_best(selector: Selector, dirpath: str) -> CheckpointNotFoundError:
-    """Returns the error if no checkpoint tells the value by which the best is found."""
+    """Returns the error if no checkpoint has the monitored value."""
     return CheckpointNotFoundError(
         f"no checkpoint at {dirpath} tells a value of {selector.monitor!r}",
         operation="load",
@@ -67,9 +67,9 @@ class Checkpointer:
         self.dirpath = config.dirpath
         self.session = session or Session(config, logger=logger)
         self.restored: Restored | None = None
-        #: Names that ``tiered:last`` means as well, beside those that are called "last".
+        #: Further names that ``tiered:last`` means, besides "last".
         self.also_last: frozenset[str] = frozenset()
-        #: The latest checkpoint, not compared yet with those that others have saved beside it.
+        #: The latest checkpoint, until it is compared with checkpoints that Lightning saved in the same folder.
         self._latest: Restored | None = None
         self.saver = FullSaver(self.session)
         self._entries = Entries(self._children)
@@ -87,24 +87,23 @@ class Checkpointer:
     ) -> SaveReport | None:
         """Saves a state.
 
-        When this returns, later changes to the tensors do not affect the checkpoint; if a trainer has captures
-        overlap its training, that holds once it has waited for them. Threads may save at once: each waits until the
-        others have their states in node memory.
+        When this returns, later changes to the tensors do not affect the checkpoint; with overlapped captures, once the
+        trainer has waited for them. Threads may save at once: each waits until the states of the earlier saves are in
+        node memory.
 
         Args:
             state: Anything that ``torch.save`` takes; step and epoch come from a Lightning
                 checkpoint's ``global_step`` and ``epoch``, or from the name.
             path: A path below dirpath, or a name relative to it.
-            tiers: ``"memory"``, ``"durable"`` or both. What goes to the durable tier goes through
-                memory.
-            wait: True to return only when a durable save is committed there, or nothing moves for
-                ``pending_timeout_s``: then it stays in node memory, queued.
+            tiers: ``"memory"``, ``"durable"`` or both. A durable save goes through memory.
+            wait: True to return only when a durable save is committed there, or the upload makes no progress for
+                ``pending_timeout_s``: then the save stays queued.
             metric: Value that a ModelCheckpoint monitored, and its name.
             resumable: True if training can resume from it; ``tiered:latest`` and ``tiered:last`` skip all others.
 
         Returns:
-            None if the save failed and ``on_save_error`` is ``warn``, or if it is of memory alone and was
-            skipped, because there is no room for it.
+            None if the save failed and ``on_save_error`` is ``warn``, or if a memory-only save was skipped for want of
+            room.
 
         Raises:
             ConfigError: The path is not below dirpath, or not a valid name. Unknown tiers; or another live run writes
@@ -123,8 +122,8 @@ class Checkpointer:
     def prepare(self, size: int) -> None:
         """Makes room in node memory for a first save of about ``size`` bytes, in the background.
 
-        That save then takes a fraction of the time, and one that comes meanwhile waits for nothing. Nothing is removed
-        for the room, and this never fails: if it can't be done, or is not worth it, nothing is.
+        The first save then takes a fraction of the time. A save that comes earlier does not wait. This removes no
+        checkpoint, and never raises.
         """
         if size < _LEAST_PREPARED:
             return
@@ -220,15 +219,15 @@ class Checkpointer:
             map_location: As ``torch.load`` takes it.
             weights_only: As ``torch.load`` takes it.
             companion: For sentinels: see :class:`Selector`.
-            alone: True if this rank loads a checkpoint that no other needs, and waits for no other.
+            alone: True if only this rank loads the checkpoint; it then waits for no other rank.
 
         Returns:
             The state; a falsy :class:`NoCheckpoint` if a sentinel finds no checkpoint at all.
 
         Raises:
             CheckpointNotFoundError: There is none of that name.
-            RestoreError: None is intact, or torch can't load it.
-            StoreError: The durable tier could not be asked.
+            RestoreError: No copy is intact, or torch can't load the file.
+            StoreError: The durable tier does not answer.
         """
 
         def read(found: Restored) -> Any:
@@ -245,7 +244,7 @@ class Checkpointer:
         alone: bool = False,
         rejected: Mapping[str, str] | None = None,
     ) -> Any:
-        """As :meth:`load`, for callers that read the file in a way of their own.
+        """Restores as :meth:`load` does, for callers that read the file themselves.
 
         Args:
             path: As :meth:`load` takes it.
@@ -291,7 +290,7 @@ class Checkpointer:
         self.restored = restored
         if selector.kind == "latest" and dirpath == self.dirpath and group.rank == 0:
             self._latest = restored
-            # A server is not asked for this alone: the names are compared when the folder is listed for another reason.
+            # This sends no request to a server: the names are compared when the folder is listed for another reason.
             with contextlib.suppress(TieredCheckpointError):
                 _ = self._entries.below() if ids.url_scheme(dirpath) is None else ()
         note_restore(self.session, restored, restored.tier, began)
@@ -315,10 +314,10 @@ class Checkpointer:
             )
 
     def select(self, text: str) -> tuple[str, Selector]:
-        """Returns the durable tier and the checkpoint there that ``text`` means; as :meth:`load` takes it.
+        """Returns the durable tier and the checkpoint that ``text`` means, a path as :meth:`load` takes it.
 
         Raises:
-            ConfigError: It names no checkpoint.
+            ConfigError: ``text`` names no checkpoint.
         """
         if text == ids.LATEST:
             return self.dirpath, Selector("latest")

@@ -73,7 +73,7 @@ def fetch(store: Readable, entry: FileEntry, view: memoryview, *, concurrency: i
 
     Raises:
         CorruptCheckpointError: The object is short, or a chunk differs from its hash.
-        StoreError: It could not be read.
+        StoreError: The object could not be read.
     """
     Copies(entry, [Copy(lambda: store, entry.path)]).fetch(view, concurrency=concurrency, write=write)
 
@@ -240,7 +240,7 @@ def verify(
     Args:
         entry: File to verify.
         view: Its bytes.
-        where: For errors.
+        where: The file's place, for errors.
         indices: Chunks' numbers; None for all chunks.
         progress: Called with the bytes of each chunk that matches, from any thread.
 
@@ -314,7 +314,7 @@ os.register_at_fork(after_in_child=_drop_in_child)
 
 @contextlib.contextmanager
 def temporary_file(folder: Path, size: int) -> Iterator[tuple[Path, memoryview]]:
-    """A file of ``size`` bytes in a folder of slots, mapped for writing, until :func:`drop_temporary`.
+    """Makes a file of ``size`` bytes in a folder of slots, mapped for writing, until :func:`drop_temporary`.
 
     Raises:
         RestoreError: No room for it.

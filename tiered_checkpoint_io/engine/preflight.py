@@ -1,8 +1,7 @@
-"""Preflight: the needs of a training's saves are tried before its first batch, within a few seconds.
+"""Preflight: tries the needs of a training's saves before its first batch, within a few seconds.
 
-First come the tries, then a judgement that is pure. What no retry can mend is an error, unless a restart can do without
-it, and node memory holds a checkpoint to resume from: then training must not stay down for it. What may pass is a
-warning.
+First come the tries, then a judgement that is pure. A permanent problem is an error, unless node memory holds a
+checkpoint to resume from and a restart can do without the durable tier. A transient problem is a warning.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class Need(NamedTuple):
     Attributes:
         node_bytes: Least size of a checkpoint in one node's memory: parameters and buffers.
         file_bytes: The size of a checkpoint's largest file, with optimizers: an estimate.
-        memory_steps: True if some steps go to memory alone.
-        durable_steps: True if others go to the durable tier.
+        memory_steps: True if some saves are memory-only.
+        durable_steps: True if some saves go to the durable tier.
     """
 
     node_bytes: int
@@ -83,7 +82,7 @@ class Problem(NamedTuple):
 
 
 def preflight(session: Session, need: Need) -> None:
-    """Tries the needs of saves; rank 0 alone calls this, before the first batch. Does nothing if preflight is off.
+    """Tries the needs of saves; only rank 0 calls this, before the first batch. Does nothing if preflight is off.
 
     Raises:
         StoreError: The durable tier refuses requests of saves, or does not exist as configured.
@@ -167,7 +166,7 @@ def judge_store(failures: Sequence[TieredCheckpointError], config: TieredCheckpo
     )
     # The restore comes after this, and never takes silence for an empty tier.
     unless = ", unless ckpt_path needs an answer from there"
-    # As in the restore: a refused read is not skipped, except for want of credentials.
+    # The restore does the same: a refused read is not skipped, except for want of credentials.
     refused = (each for each in failures if not each.retryable and each.reason != "credentials")
     stops = any(
         isinstance(each, ConfigError) or each.reason == "config" or each.operation in ("list", "get")
@@ -177,9 +176,9 @@ def judge_store(failures: Sequence[TieredCheckpointError], config: TieredCheckpo
 
 
 def judge_room(need: Need, room: Room, config: TieredCheckpointConfig) -> list[Problem]:
-    """Returns a problem if not even the weights alone fit into empty memory and an empty spill.
+    """Returns a problem if not even the weights fit into empty memory and an empty spill.
 
-    Or that the spill that the user named can't be used, whether it is needed or not.
+    Also if the spill that the user named can't be used, even if it is not needed.
     """
     if room.spill_is_refused:
         refused = MemoryTierError(
@@ -231,8 +230,8 @@ def _asked(config: TieredCheckpointConfig, clock: Clock, ask: Callable[[Store], 
     """Returns the result of ``ask`` on the durable tier; each request is sent once.
 
     Raises:
-        StoreError: It is not done within ``preflight_s`` seconds; it ends by itself, later.
-        StoreError, ConfigError: As ``ask`` raises, or the store can't be opened.
+        StoreError: No answer within ``preflight_s`` seconds; the request ends by itself, later.
+        StoreError, ConfigError: Errors of ``ask``, or the store can't be opened.
     """
     seconds = clock.timing.preflight_s
     bounds = replace(

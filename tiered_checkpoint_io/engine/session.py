@@ -73,12 +73,12 @@ class Session:
         followed: The id of the newest save that this process began for the durable tier; empty before the first.
         save_ids: Gives out the ids of its operations.
         known: Names on the durable tier.
-        background: The end of a save that runs while training goes on.
+        background: The end of a save that runs during training.
         turn: Turn of the thread that saves.
-        claims: Claims that keep other runs away from the same place.
+        claims: Claims that keep other runs away from the dirpath.
         place: Durable tier, by the environment when it is first asked for.
-        is_last: True if no save follows: the durable tier takes it, however many wait for it.
-        is_preempted: True if the job ends because it was told to: failures are logged alone, and its exit status stays.
+        is_last: True if no save follows: the durable tier takes this one, even if its queue is full.
+        is_preempted: True if the job was asked to end: failures are only logged, and its exit status stays.
     """
 
     place: functools.cached_property[Place] = functools.cached_property(lambda self: place_of(self.config))
@@ -93,7 +93,7 @@ class Session:
         forks.register(self)
 
     def forked(self) -> None:
-        """Begins anew: see :class:`forks.Owner`."""
+        """Begins again: see :class:`forks.Owner`."""
         config, clock = self.config, self.clock
         self.counts: Counter[str] = Counter()
         self.last_save: SaveReport | None = None
@@ -132,10 +132,10 @@ class Session:
 
     # ------------------------------------------------------------------------------------- tiers
     def open(self) -> Opened:
-        """The memory tier, the capturer and the drain's handle, once the background task has ended.
+        """Returns the memory tier, the capturer and the drain's handle, once the background task has ended.
 
         Raises:
-            DrainError: It has not ended within ``wait_timeout_s``.
+            DrainError: The task has not ended within ``wait_timeout_s``.
             MemoryTierError: The memory tier's folder is not safe to use. memory_dir is missing or can't be written.
         """
         self.background.wait()
@@ -163,7 +163,7 @@ class Session:
         return self._opened is not None
 
     def durable(self, dirpath: str | None = None) -> Store:
-        """The durable tier; another one if a dirpath is given."""
+        """Opens the durable tier; another one if a dirpath is given."""
         wanted = self.dirpath if dirpath is None else dirpath
         with self._opening:
             # Threads that fetch ask for it all at once.
@@ -178,7 +178,7 @@ class Session:
                 self._close_tiers(self._opened)
             self.claims.show()
         finally:
-            # Others may save here before this session is opened again, and what it saves then is newer.
+            # Other processes may save here before this session is opened again; its later saves are newer.
             self.save_ids.restart()
             for each in (self.claims, self.known, self.background, current_run()):
                 each.close()
@@ -186,7 +186,7 @@ class Session:
                 self._asked.update(store.metrics.snapshot())
                 store.close()
             self._stores.clear()
-            self._leave_by, self.is_preempted = None, False  # The next fit of this process is not told to end.
+            self._leave_by, self.is_preempted = None, False  # The next fit of this process need not end.
 
     def _close_tiers(self, opened: Opened) -> None:
         self.background.wait()
@@ -211,7 +211,7 @@ class Session:
         if not isinstance(error, DrainError):
             self.failed("queued checkpoints", -1, error)
             return
-        # The reasons first. Each is counted where it is logged, and what is slow has not failed.
+        # The reasons first: each is counted when it is logged. A slow upload has not failed.
         self.look()
         said, left = not_uploaded(self.standing().pending, self.config, error)
         if leads_node():
@@ -256,7 +256,7 @@ class Session:
         return {each.name for each in drain.queue.look(tier) if each.action in (*NAMING, *SAVES)}
 
     def poll(self) -> list[Outcome]:
-        """Background operations that ended since the last call, each once."""
+        """Returns background operations that ended since the last call, each once."""
         self.look()
         return self._announcer.take()
 
@@ -314,7 +314,7 @@ class Session:
         """Waits until all queued work is on the durable tier.
 
         Raises:
-            DrainError: It is not within ``timeout_s`` seconds (``wait_timeout_s``), or the queue is unreadable.
+            DrainError: The bound ``timeout_s`` (by default ``wait_timeout_s``) is over, or the queue is unreadable.
         """
         if self._opened is None:
             return
@@ -326,7 +326,7 @@ class Session:
     def leave_by(self, deadline: float) -> None:
         """Waits for nothing beyond ``deadline``, by the monotonic clock: the process has to end by then.
 
-        What is queued then stays so, and is no failure. Holds until it is closed. May be called from a signal handler.
+        Later uploads stay queued, which is no failure. Holds until the close. A signal handler may call this.
         """
         self._leave_by = deadline
         if self._opened is not None:
@@ -363,11 +363,11 @@ class Session:
             self.not_done(action, name, refused)
 
     def not_done(self, action: str, name: str, reason: OSError | DrainError) -> None:
-        """As :meth:`failed`, of what was not done with a name in node memory."""
+        """Does :meth:`failed` for an operation on a name that was refused in node memory."""
         self.failed(name, -1, not_done(action, name, self.dirpath, reason), action)
 
     def take_up(self) -> None:
-        """Starts the drain for what an earlier process left; one rank of each node does so, if that can be told."""
+        """Starts the drain for parts that an earlier process left; on one rank of each node, if that is known."""
         tier, _, drain = self.open()
         if may_lead_node() and any(stored.pending for stored in tier.parts()):
             try:
@@ -407,7 +407,7 @@ class Session:
             SaveError: ``on_save_error`` is ``raise``.
         """
         self.count_failure(name, step, error, action, shared=shared)
-        # What was not done with a name says itself what it is.
+        # The error of an operation on a name names the operation.
         text = f"saving {name} failed: {error}" if action == "save" else str(error)
         self.log.at_step(step).error("%s", text)
         if self._raises:

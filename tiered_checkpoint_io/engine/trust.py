@@ -1,4 +1,4 @@
-"""Trust in a loaded checkpoint: its objects beside tensors and plain data, whose code may run."""
+"""Trust in a loaded checkpoint: its objects other than tensors and plain data, whose code may run."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ class Trust:
         return (self.weights_only is False or forced) and not _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
 
     def load(self, file: Any, *, mapped: torch.UntypedStorage | None = None, **options: Any) -> Any:
-        """As ``torch.load``.
-
-        Args:
+        """Loads a file with ``torch.load``. Args:
             file: A path, or an open file.
             mapped: The bytes of a path's file, if they are mapped already: ``torch.load`` would map them once more.
             options: As ``torch.load`` takes them.
@@ -69,7 +67,7 @@ class Trust:
         return torch_files.load(reader, safe_values.allowed(self.names), mapped, options.get("map_location"))
 
     def read(self, file: Any, what: str, where: Mapping[str, Any], *, verified: bool = True, **options: Any) -> Any:
-        """As :meth:`load`, with an error that says what to do.
+        """Loads as :meth:`load` does, with an error that says what to do.
 
         Args:
             file: A path, or an open file.

@@ -56,7 +56,7 @@ class DrainHandle:
         self._inherited = frozenset(self.pending())
         #: Time since which only saves that wait for other nodes' parts are left.
         self._stuck_since = math.inf
-        #: Nothing is waited for beyond this, by the monotonic clock: the process has to end.
+        #: The end of all waits, by the monotonic clock: the process has to end then.
         self.leave_by: float | None = None
         self._news = NewOutcomes(self.queue)
         #: Times of failures before this process began: these operations are tried again, perhaps with success.
@@ -73,11 +73,11 @@ class DrainHandle:
             runner.ensure()
 
     def serve(self, address: str) -> Endpoint:
-        """Has the drain serve this node's memory at an address, and returns where once it does.
+        """Has the drain serve this node's memory, and returns the endpoint.
 
         Raises:
-            DrainError: It does not within a bound.
-            MemoryFullError: There is no space for the little that it needs.
+            DrainError: The drain does not serve within a bound.
+            MemoryFullError: Memory has no space for the request.
         """
         root, clock, timing = self._tier.root, self._clock, self._clock.timing
         deadline = clock.monotonic() + timing.serve_s
@@ -196,13 +196,13 @@ class DrainHandle:
         """Returns the outcome of an operation: its commit, or its first failure.
 
         Args:
-            op_id: Its id.
+            op_id: Id of the operation.
             timeout_s: Seconds to wait in all.
             is_hopeless: True if another rank has reported that its part of the save will not come.
             moving_s: Seconds to wait while the drain moves nothing; 0 once the process has to end.
 
         Raises:
-            StandstillError: Nothing has moved for ``moving_s``, or the process has to end. The operation stays queued.
+            StandstillError: No progress for ``moving_s``, or the process has to end. The operation stays queued.
             DrainError: No outcome within ``timeout_s`` seconds, a hopeless save, or an unknown outcome.
         """
         self._standstill.begin()

@@ -1,8 +1,8 @@
 """The record of a run: one line of JSON for each event, appended to ``events.jsonl`` below the memory tier's root.
 
-Trainers and the drain of a node write it, metrics read it. It decides nothing: if memory has no room for a line, or no
-descriptor is left, the line is missing and all else continues. Beyond a bound, older events become one event of their
-totals. Their meaning: :mod:`tiered_checkpoint_io.model.events`.
+Trainers and the drain of a node write the record, metrics read it. No decision depends on it: if memory has no room for
+a line, or no descriptor is left, the line is lost. Beyond a bound, older events become one event of their totals. The
+events are described in :mod:`tiered_checkpoint_io.model.events`.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ from tiered_checkpoint_io.stores import Store
 from tiered_checkpoint_io.stores.base import UploadJournal
 
 
-class _Stopped(Exception):  # noqa: N818 - not an error: the way out of what goes on later, or in another process
+class _Stopped(Exception):  # noqa: N818 - not an error: ends an operation that continues later, or in another process
     pass
 
 
@@ -285,7 +285,7 @@ class Executor:
         try:
             begun.arrivals.look(self.stores.get(operation.place))
         except Exception as error:
-            # Whatever the error, the queue stays bounded.
+            # The queue stays bounded after any error.
             self.log.warning("could not look for the parts of %s: %s", operation.name, error)
             return False
         if begun.arrivals.missing:

@@ -61,7 +61,7 @@ def is_lost(descriptor: int) -> bool:
 
 
 def share(descriptor: int) -> None:
-    """Lets others hold a lock of :func:`try_lock` too. It is free for a moment, in which another may take it."""
+    """Makes a lock of :func:`try_lock` shared. It is free for a moment; another process may take the lock then."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 

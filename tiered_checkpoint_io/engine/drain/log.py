@@ -1,7 +1,7 @@
-"""The operation log: one preallocated file through which the trainers and the drain of a node talk.
+"""The operation log: one preallocated file through which the trainers and the drain of a node communicate.
 
-It holds a dictionary. Each write puts all of it into the half that is not in use, and that half's head last. So a
-writer that dies at any point leaves a file that reads as it did before, and a reader that meets a writer reads again.
+The file holds a dictionary. Each write puts the dictionary into the unused half, and the head of that half last. So a
+writer that dies at any point leaves the old content, and a reader that meets a writer reads again.
 
 ::
 
@@ -11,8 +11,8 @@ writer that dies at any point leaves a file that reads as it did before, and a r
     8192   half 0, half 1: JSON
 
 All space is taken when the file is made, and a process keeps one descriptor open: a write needs neither space, nor an
-inode, nor a descriptor. Writers take ``flock``, readers nothing. A file that is lost or damaged is begun anew, with a
-warning: parts in memory are the truth, only outcomes and queued aliases and deletes are lost with it.
+inode, nor a descriptor. Writers take ``flock``, readers nothing. A lost or damaged file is replaced by an empty one,
+with a warning: parts in memory are the truth, only outcomes and queued aliases and deletes are lost with it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class OperationLog:
             return os.pread(file, _BELL_AT + _BELL_SIZE, 0) if file is not None else b""
 
     def poll_with_heartbeat(self) -> bytes:
-        """As :meth:`poll`; the bytes also differ after a :meth:`beat`."""
+        """Returns the bytes of :meth:`poll`, which here also differ after a :meth:`beat`."""
         with self._guard:
             file = self._opened()
             return os.pread(file, _BEAT_AT + _BEAT_SIZE, 0) if file is not None else b""
@@ -118,10 +118,10 @@ class OperationLog:
 
         Args:
             changes: Entries to set, and to remove.
-            leaves_room: True to leave the room that :data:`_SPARE` tells to others.
+            leaves_room: True to leave the share :data:`_SPARE` of the space to other writers.
 
         Raises:
-            MemoryFullError: There is no space for the file, or too much in it.
+            MemoryFullError: Memory has no space for the file, or the file is full.
             MemoryTierError: Another process has held its lock for too long.
         """
         with self._guard, self._locked() as file:

@@ -29,12 +29,12 @@ class Request(AtPlace):
     """One operation on the durable tier.
 
     Attributes:
-        op_id: Its id: see :func:`ids.part_op_id` for saves.
-        action: Its kind.
-        name: The checkpoint (or alias) that it is about.
+        op_id: The operation's id: see :func:`ids.part_op_id` for saves.
+        action: Kind of the operation.
+        name: The operation's checkpoint or alias.
         dirpath: The durable tier.
-        target: The target's name of an alias or a copy; the save id that a cancel is about, or that a ``retain`` or
-            a delete follows (empty for a delete where there is none).
+        target: The target's name of an alias or a copy; the save id that a cancel ends, or that a ``retain`` or a
+            delete follows (empty if a delete follows none).
         stored: The part in node memory that a save uploads.
         server: Server of the durable tier, see :class:`Place`.
     """
@@ -57,15 +57,15 @@ class Outcome(AtPlace):
     """Outcome of an operation.
 
     Attributes:
-        op_id: Its id.
+        op_id: The operation's id.
         action: Kind of the operation.
-        name: The checkpoint that it was about.
+        name: The operation's checkpoint.
         step: The training step of a save; -1 otherwise.
         state: ``committed`` (done; of a ``part``: it is on the durable tier, its save may not be),
             ``failed`` (an error; it may be tried again) or ``skipped`` (given up on purpose).
         error: The failure, as text.
         error_type: The reason of that error, or else its class; or ``DAMAGED_IN_MEMORY``.
-        bytes: Bytes of the checkpoint; of a ``part``, of that alone.
+        bytes: Bytes of the checkpoint; of a ``part``, its own bytes.
         seconds: From its start to its end, with the wait for parts of other nodes.
         finished: Seconds since the epoch.
         attempts: Number of tries.
@@ -98,10 +98,10 @@ def next_operation(operations: Sequence[Request], waiting: Collection[str]) -> R
 
     Operations go in the order in which they were made, with these exceptions. A cancel goes first.
     A save that waits for its next attempt does not hold up later saves. A delete waits for the save that it follows:
-    what was good stays until its replacement is good. An alias, or a copy,
-    waits for the saves of its target and of its own name. A delete waits for the aliases and copies before it: an alias
-    goes with its target, so "last" has to point elsewhere by then. What concerns the same name stays in order.
-    Retention waits for its own save alone: it removes only what is there beside newer ones, whatever becomes of others.
+    the old checkpoint stays until its replacement is committed. An alias, or a copy, waits for the saves of its target
+    and of its own name. A delete waits for the aliases and copies before it: an alias goes with its target, so "last"
+    has to point elsewhere by then. Operations on one name stay in order. Retention waits only for its own save: it
+    removes only checkpoints that newer ones on the tier replace.
 
     ``waiting`` has the ids of operations that were begun and whose next attempt is not due.
     """
@@ -115,7 +115,7 @@ def next_operation(operations: Sequence[Request], waiting: Collection[str]) -> R
 
 
 def _in_turn(operations: Iterable[Request], undone: Collection[str]) -> Iterator[tuple[Request, bool]]:
-    """Each operation, and whether earlier ones block it, where these, and those that they block, are not done."""
+    """Yields each operation, and whether an earlier operation that is ``undone``, or blocked itself, blocks it."""
     busy: set[tuple[Place, str]] = set()
     saving: set[tuple[Place, str]] = set()
     undone_saves: set[str] = set()
@@ -137,19 +137,19 @@ def _in_turn(operations: Iterable[Request], undone: Collection[str]) -> Iterator
 
 
 def in_order(operations: Iterable[Request]) -> list[Request]:
-    """Operations in the order in which they were made; of one save, the part that commits it last."""
+    """Returns operations in the order in which they were made; of one save, the part that commits it last."""
     return sorted(operations, key=lambda each: (ids.save_id_of_op(each.op_id), each.action == "save", each.op_id))
 
 
 def blocked_by_failures(operations: Iterable[Request], failed: Collection[str]) -> set[str]:
-    """Ids of deletes and aliases that wait for operations which failed: see :func:`next_operation`."""
+    """Returns the ids of deletes and aliases that wait for failed operations: see :func:`next_operation`."""
     return {operation.op_id for operation, is_blocked in _in_turn(operations, failed) if is_blocked}
 
 
 def needed(operations: Sequence[Request]) -> set[str]:
-    """Ids of saves that a queued delete follows, and that are not to be deleted in turn.
+    """Returns the ids of saves that a queued delete follows, and that are not to be deleted in turn.
 
-    Not those of several parts: other nodes, which do not see the delete, may have given up theirs.
+    Without saves of several parts: other nodes, which do not see the delete, may have given up theirs.
     """
     deletes = [each for each in operations if each.action == "delete" and each.target]
     targets, replaced = {each.target for each in deletes}, {(each.place, each.name) for each in deletes}
@@ -164,7 +164,7 @@ def needed(operations: Sequence[Request]) -> set[str]:
 
 
 def superseded(operations: Sequence[Request], failed: Collection[str], committed: Request) -> list[Request]:
-    """Failed saves that are not tried again, because a later one of their series is committed; none that is needed.
+    """Returns failed saves to give up, because a later one of their series is committed; none that is needed.
 
     A later part that has arrived does the same for parts, but not for saves.
     """

@@ -33,8 +33,8 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 FOR_TRAINER = ["drain", "--for-trainer", "--root"]
 #: Exit status of a drain that can't import a module: another drain would fail, too.
 CANNOT_IMPORT = 3
-#: The drain runs its trainer's code of this package, whatever else is installed, and looks for all other modules
-#: where its trainer does. The package is loaded from its own place: that, put first, might hide the standard library.
+#: The drain runs its trainer's copy of this package, even if another is installed, and has its trainer's search path
+#: for all other modules. The package is loaded by its path: its folder, put first, might hide the standard library.
 _CODE = """\
 # tiered_checkpoint_io drain, of a trainer
 import sys
@@ -73,7 +73,7 @@ _FOLDERS = ("AWS_DATA_PATH", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "SSL_CERT_
 _PLACE = Path(__file__).absolute().parents[3]
 #: Drains that this process has started, and that may outlive their handle: reaped when they have ended.
 _children: list[subprocess.Popen[bytes]] = []
-#: Interval at which a drain that stands by looks whether it is needed, seconds.
+#: Interval at which a waiting drain looks whether it is needed, seconds.
 _STAND_BY_S = 1.0
 #: Lower priority than the trainer's, by so much. If training fills all cores, the drain still gets a tenth of one.
 _NICENESS = 10
@@ -182,7 +182,7 @@ class DrainRunner:
             return
         reap()
         if self._trainer_lock is not None and is_lost(self._trainer_lock):
-            # Somebody removed this memory beside us: the drain needs all of it anew.
+            # Another process removed this memory: the drain needs new files.
             release(self._trainer_lock)
             self._trainer_lock = None
         if self._trainer_lock is None:
@@ -215,7 +215,7 @@ class DrainRunner:
     def _follow(self, token: str) -> None:
         """Asks the drain of an earlier trainer, which may still work, to leave, and starts ours, which waits for it."""
         if token:
-            # If there is no space to ask, that drain goes on.
+            # If there is no space to ask, that drain continues.
             with contextlib.suppress(MemoryFullError):
                 self._queue.ask_to_leave(token)
             self._spawn()
@@ -251,7 +251,7 @@ class DrainRunner:
                 self._child = start_process(self._root, self._log)
                 return
             self._stop = threading.Event()
-            # Outcomes tell the drain's messages, both of a thread and of a process.
+            # The trainer logs outcomes: the drain's own messages would repeat them.
             quiet = DebugOnly(self._log, {})
             drain = Drain(self._root, logger=quiet, stop=self._stop, stay=True, clock=self._clock)
             self._thread = self._clock.start(functools.partial(self._run, drain), "tiered-drain")
@@ -337,7 +337,7 @@ class DrainRunner:
 
 
 def run(worker: Drain, root: Path, log: Logger, stop: threading.Event, *, stay: bool = False) -> bool:
-    """Lets a drain work, or stand by while another one works; returns whether it had the root at first."""
+    """Runs a drain, or waits while another one works; returns whether it had the root at first."""
     worked = worker.run()
     if not worked:
         stands_by = stay or worker.follows()
@@ -357,8 +357,8 @@ def give_way(niceness: int) -> None:
 
 
 def main() -> None:
-    """The drain of a trainer, over the root that is the last argument; an error is one line on stderr, and status 1."""
-    # Slurm signals all processes of a step: these tell the trainer to make its last checkpoint, which is uploaded here.
+    """Runs a trainer's drain on the root, the last argument; an error is one line on stderr, and status 1."""
+    # Slurm signals all processes of a step: the trainer then saves its last checkpoint, uploaded here.
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     give_way(_NICENESS)

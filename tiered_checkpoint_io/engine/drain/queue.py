@@ -30,7 +30,7 @@ _DRAIN, _LEAVE = "drain", "leave"
 _KEEP, _LEAST = 512, 32
 #: Characters of an error that are kept.
 _SHORT = 1000
-#: Bytes of a note that fit into the log beside all else.
+#: Most bytes of a note that is kept in the log.
 _NOTE_SIZE = 1 << 18
 _T = TypeVar("_T", Request, Outcome)
 
@@ -165,11 +165,11 @@ class Queue:
             raise
 
     def _forgotten(self, count: int) -> dict[str, None]:
-        """The change by which about ``count`` outcomes stay, of the newest saves, beside another one."""
+        """Returns the change of the log after which about ``count`` outcomes, of the newest saves, are left."""
         kept = sorted(self._log.entries(_OUTCOME))
         if len(kept) <= count:
             return {}
-        # Those of one save stay or go together. What a delete follows stays, however much was done since.
+        # Outcomes of one save stay or go together. Outcomes of a save that a queued delete follows stay.
         first = ids.save_id_of_op(kept[-count])
         needed = {each.target for each in self.requests() if each.action == "delete"}
         return {_OUTCOME + each: None for each in kept if (of := ids.save_id_of_op(each)) < first and of not in needed}
@@ -215,7 +215,7 @@ class Queue:
 
 
 class Note:
-    """A note of work in progress: see :class:`UploadJournal`. A note without room in the log is kept here alone.
+    """A note of work in progress: see :class:`UploadJournal`. Without room in the log, only this object keeps it.
 
     A later process that finds no note does the work again, or clears up its remains.
     """

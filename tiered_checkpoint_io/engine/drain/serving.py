@@ -103,7 +103,7 @@ class Server:
         self._connections: set[socket.socket] = set()
 
     def look(self) -> None:
-        """Listens where the trainer asks for; never raises."""
+        """Listens on the address that the trainer asks for; never raises."""
         wish = _wish(self._root)
         with self._lock:
             if wish == self._address:
@@ -174,7 +174,7 @@ class Server:
             with self._lock:
                 self._connections.add(connection)
                 count = len(self._connections)
-            # As many further readers are told to wait.
+            # The same number of further readers get the answer "busy".
             is_busy, is_too_many = count > _MAX_CONNECTIONS, count > 2 * _MAX_CONNECTIONS
             try:
                 if is_too_many:
@@ -245,7 +245,7 @@ class _Reader:
         """Answers a request.
 
         Raises:
-            _RefusedError: It is not understood, or does not show the token.
+            _RefusedError: The request is not understood, or lacks the token.
         """
         shown = _TOKEN.search(head)
         if not hmac.compare_digest(shown[1] if shown else b"", token):

@@ -1,4 +1,4 @@
-"""Says what happened: to a save, to the drain, to each of its operations; and where the checkpoints of a node are.
+"""Reports about saves, the drain and each of its operations; and the tiers of a node's checkpoints.
 
 Each outcome is one line of the trainer's log, and each failure is raised once, if at all. An operation that an earlier
 start has queued failed there: this process only warns of that.
@@ -54,15 +54,15 @@ class SaveReport:
 
     Attributes:
         name: The checkpoint's name.
-        step: Its training step; -1 if the state does not tell.
+        step: Its training step; -1 if the state has none.
         save_id: The save's id.
         size: Bytes.
         stall_s: Seconds for which the caller waited.
         tiers: Tiers that have the checkpoint, or will get it.
         queued: True if its upload is still queued.
-        spilled: True if it lies in the spill, on the node's disk.
-        capture_s: Seconds for which the state was copied; 0 if that continues after the save returned.
-        overlapped: True if it was copied during training, and not within the stall.
+        spilled: True if the part is in the spill, on the node's disk.
+        capture_s: Seconds of the copy of the state; 0 if the copy continues after the save returned.
+        overlapped: True if the state was copied during training, and not within the stall.
         resumable: True if training can resume from it.
     """
 
@@ -129,9 +129,9 @@ class Standing:
     """A node's knowledge of a job's checkpoints.
 
     Attributes:
-        memory: The newest in its memory, if any.
-        durable: The newest that was uploaded and not deleted since, as far as the operation log reaches back.
-        pending: Those whose upload is queued, or has failed and is tried again; in order.
+        memory: The newest checkpoint in the node's memory, if any.
+        durable: The newest uploaded checkpoint that was not deleted since, as far as the operation log reaches back.
+        pending: Checkpoints whose upload is queued, or has failed and is tried again; in order.
         resumable: True if training can resume from some of them, as far as this is known.
     """
 
@@ -386,7 +386,7 @@ class Standstill:
 
 
 class Reporter:
-    """Collects a drain's figures, and writes them where the trainer reads them.
+    """Collects a drain's figures, and writes them to the log for the trainer.
 
     Attributes:
         now: The figures that do not change by themselves.

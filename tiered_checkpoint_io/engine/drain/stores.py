@@ -25,7 +25,7 @@ def last_config(root: Path) -> TieredCheckpointConfig | None:
 
 
 class Stores:
-    """One store a place; all are opened anew when the configuration changes."""
+    """One store for each place; all are opened again when the configuration changes."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The drain: moves parts from node memory to the durable tier, commits there, and deletes.
 
-One drain a node and namespace, held by a file lock; a process of its own, a thread, or a sidecar.
-It outlives the trainer, takes up what a dead drain left, and imports neither torch nor Lightning.
+One drain a node and namespace, held by a file lock; a process of its own, a thread, or a sidecar. A drain outlives the
+trainer, continues the work of a dead drain, and imports neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Drain:
         """Returns whether to wait for the drain that holds the lock: a trainer has asked it to leave.
 
         Raises:
-            DrainError: It was asked, and has moved nothing for ``drain_handover_s``.
+            DrainError: That drain was asked, and has made no progress for ``drain_handover_s``.
         """
         is_leaving = self._for_trainer and self._queue.is_asked_to_leave(self._queue.announced())
         if is_leaving:
@@ -142,7 +142,7 @@ class Drain:
                     return
                 troubled_at, self._report.now.trouble = None, ""
             except OSError as error:
-                # Out of descriptors, for one: the next look may find some. Nothing was begun that is not noted.
+                # For example, no descriptor is left: a later look may find some. All work that was begun is noted.
                 if once or not is_scarcity(error):
                     raise
                 if troubled_at is None:

@@ -11,21 +11,21 @@ W2    the part's description                                                    
 W3    the index, once all descriptions are there and all files have their size    the old one
 W4    a manifest of both contents, if the old one has such a switch as well       the new fails at its switch: the old
 W5    the switch                                                                  the new one
-W6    the manifest of the new content alone                                       the new one
+W6    the manifest of only the new content                                        the new one
 W7    the old one's files, then its descriptions and index go                     the new one
 ====  ==========================================================================  ===================================
 
-W1 and W2 are :func:`put_part`, the others :func:`commit`, by the drain that holds the coordinator's part. Of a
-checkpoint of one part, :func:`commit` does all of it, and while its manifest is small, that lists the files itself:
-W2 and W3 are then left out. Without a switch, W4 and W5 are. ``sweep`` has W7, and removes the rest after a crash.
+W1 and W2 are :func:`put_part`, the others :func:`commit`, by the drain that holds the coordinator's part.
+:func:`commit` does all writes of a checkpoint of one part. A small manifest lists the files itself: W2 and W3 are then
+left out. Without a switch, W4 and W5 are. ``sweep`` does W7, also after a crash.
 
 The bytes of a file come from node memory (an upload), or from another checkpoint of the tier, by a copy that the store
-makes (``copies``): all the same to the rest.
+makes (``copies``).
 
-It is safe because no file of committed content is written to but the switch: other files have names of their own, and
-a part that does not is refused. While the switch may be the old or the new one, the manifest has both contents. An
-object that no manifest names is replaced after a reservation. Each manifest and switch is written only while it is as
-it was read (``manifests``).
+The switch is the only file of committed content that is written to: other files have names of their own, and a part
+whose files do not is refused. While the switch may be the old or the new one, the manifest has both contents. An object
+that no manifest names is replaced after a reservation. Each manifest and switch is written only if it is unchanged
+since it was read (``manifests``).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _UPLOAD = "upload"
 #: Journal section that says that W4 may have been written.
 _HELD = "held"
 _DESCRIPTION = "part.json"
-#: Bytes of a manifest beyond which the files of a checkpoint of one part are listed beside it, too.
+#: Largest manifest that lists the files itself, for a checkpoint of one part.
 _MAX_INLINE = 3 << 10
 
 
@@ -91,7 +91,7 @@ class Section:
 
 # ------------------------------------------------------------------------------------------ names
 def gone_past(old: Manifest | None, part: Part, clock: Clock) -> bool:
-    """Returns True if a name already holds a later save than this part's, as far as can be told."""
+    """Returns True if a name already holds a later save than this part's, as far as is known."""
     if old is None or old.alias_of is not None or old.content.save_id <= part.save_id:
         return False
     # Clocks of different runs may disagree: there the last to commit gets the name, except for a save that a dead run
@@ -117,17 +117,17 @@ def put_part(
     progress: _Progress = None,
     clock: Clock = SYSTEM,
 ) -> Fate:
-    """Uploads one of several parts: its files but the switch, then its description.
+    """Uploads one of several parts: its files except the switch, then its description.
 
     The journal remembers the arrived files, between a crash and the next call, and :func:`commit` continues with it.
 
     Returns:
-        ``sent``; or else nothing was written.
+        ``sent``; with any other result, nothing was written.
 
     Raises:
-        CorruptCheckpointError: A file differs from its hashes. It names files outside of its checkpoint. This name has
-            another format version. Nothing was written.
-        ConfigError: It would write to files of the checkpoint that it replaces. Nothing was written.
+        CorruptCheckpointError: A file differs from its hashes. The part names files outside of its checkpoint. This
+            name has another format version. Nothing was written.
+        ConfigError: The part would overwrite files of the checkpoint that it replaces. Nothing was written.
         StoreError: Repeat the call to finish.
     """
     old = current(store, part.name)
@@ -184,21 +184,19 @@ def commit(
     Args:
         store: Durable tier.
         part: The coordinator's part; of several, after :func:`put_part`.
-        files: The bytes of its files, by basename; of those that were sent, only the switch is needed.
-        rows: All parts, by rank, as :class:`Arrivals` found them; not needed if there is only this one.
+        files: The bytes of its files, by basename; if they were sent, only the switch is needed.
+        rows: All parts, by rank, as :class:`Arrivals` found them; not needed for a checkpoint of one part.
         journal: The one of :func:`put_part`; cleared at the end.
         progress: See :meth:`Store.upload`.
-        clock: Tells how long a save of another run has waited.
-
-    Returns:
+        clock: The time, to see how long a save of another run has waited. Returns:
         ``sent`` if this call made it exist; ``committed`` if an earlier one had; ``replaced`` if a later save
         has taken its name.
 
     Raises:
         CorruptCheckpointError: A file differs from its hashes. The parts do not make one checkpoint. This name has
             another format version. Nothing was written.
-        ConfigError: As :func:`put_part`.
-        StoreError: A file is not there as its part says. Or else: repeat the call to finish.
+        ConfigError: See :func:`put_part`.
+        StoreError: A file is missing or has another size. Any other error: repeat the call to finish.
         CopyRefusedError: The store can't copy a file. The name is as it was; call again with the bytes.
     """
     switch, manifests = _switch(part), Manifests(store, part.save_id)
@@ -219,7 +217,7 @@ def commit(
     own = old if old is not None and old.alias_of is None else None
     sizes = _sizes_of(store, part, index)
     if own is not None and own.content.save_id > part.save_id and None in sizes.values():
-        # The save was as far as W4, where the run that has the name now found it, replaced it, and removed its files.
+        # The save had done W4. Then the run that has the name now replaced it, and removed its files.
         return "replaced"
     _check_sizes(part, index, sizes)
     tag = manifests.conditional.tag(switch.path) if switch is not None else None
@@ -270,7 +268,7 @@ def _index_of(part: Part, rows: Mapping[int, IndexRow]) -> Index:
 
 
 def _put_index(store: Store, part: Part, index: Index) -> Content:
-    """Writes the index (W3), before it the description of a part that is alone; returns the content that names it."""
+    """Writes the index (W3), after the description of an only part; returns the content that names it."""
     content = replace(part.content, coordinator=part.rank, files=())
     if part.content.parts == 1:
         store.put(ids.description_key(part.save_id, part.rank), part.to_json())
@@ -321,7 +319,7 @@ def _put_files(
 def _put_file(
     store: Store, entry: FileEntry, files: Mapping[str, _Source], journal: UploadJournal | None, progress: _Progress
 ) -> None:
-    """Puts a file's bytes where they belong."""
+    """Uploads a file, or copies it on the server."""
     data, upload = files[entry.basename], Section(journal, _UPLOAD)
     if isinstance(data, ServerCopy):
         copy_to(store, entry.path, data, journal=upload, progress=progress)
@@ -332,7 +330,7 @@ def _put_file(
 def _switch_over(
     manifests: Manifests, name: str, key: str, tag: str | None, data: _Source, journal: Section, progress: _Progress
 ) -> None:
-    """Puts the switch's bytes where they belong, while what is there is as its tag says (W5)."""
+    """Writes the switch, if the object that is there still has the tag (W5)."""
     conditional = manifests.conditional
     look = functools.partial(manifests.look, name) if tag is not None else None
     if not isinstance(data, ServerCopy):

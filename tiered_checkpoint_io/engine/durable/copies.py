@@ -1,11 +1,11 @@
 """A second name for a checkpoint, such as ``last.ckpt``: a copy of its object, or an alias that points to it.
 
 A copy is an ordinary checkpoint of one part, committed as any other is. The store copies its bytes instead of an
-upload. It has a save id of its own, and its content says of which save it is.
+upload. A copy has a save id of its own, and its content names the save that was copied.
 
-An alias is a manifest that names another checkpoint. It owns no object, follows an overwrite of its target, and goes
-with its target. The target learns of the alias first, so that a delete of the target finds the alias. An alias whose
-target has no manifest is no checkpoint: a crash between the two deletes may leave one.
+An alias is a manifest that names another checkpoint. An alias owns no object, follows an overwrite of its target, and
+goes with its target. The target's manifest names the alias first, so that a delete of the target finds the alias. An
+alias whose target has no manifest is no checkpoint: a crash between the two deletes may leave one.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def put_copy(
 
     Args:
         store: Durable tier.
-        name: The name to set. A checkpoint saved as that later than the copy was asked for is left alone.
+        name: The name to set. A checkpoint saved under it after the request for the copy stays.
         target: A checkpoint that is no alias itself.
-        save_id: The copy's own: that of the request.
+        save_id: The copy's own save id: the id of the request.
         dirpath: The durable tier.
         in_memory: Parts in memory with the bytes of the target's save, if the store refuses.
-        journal: Notes what has arrived, and what is still to be removed.
+        journal: The notes of arrived files, and of files to remove.
         progress: See :meth:`Store.upload`.
-        clock: Tells how long a request of another run has waited.
+        clock: The time, to see how long a request of another run has waited.
 
     Returns:
         The reason why the store did not copy; None if it did, or if it was not asked to.
@@ -128,8 +128,8 @@ def put_alias(store: Store, alias: str, target: str, *, before: str | None = Non
         store: Durable tier.
         alias: The name to set.
         target: A checkpoint that is no alias itself.
-        before: The id of the request. A checkpoint saved as ``alias`` later than it is left alone, and so is an
-            alias of one: the request was left over in the memory of another node.
+        before: The id of the request. A checkpoint saved as ``alias`` later stays, and so does an alias of one: the
+            request was left over in the memory of another node.
 
     Raises:
         CheckpointNotFoundError: ``target`` does not exist. The old alias is as it was.
@@ -165,10 +165,10 @@ def put_alias(store: Store, alias: str, target: str, *, before: str | None = Non
 
 
 def target_of(manifests: Manifests, target: str, alias: str) -> Manifest:
-    """Returns the manifest that another name is to stand for.
+    """Returns the manifest of the target of a new alias or copy.
 
     Raises:
-        CheckpointNotFoundError: There is none, or it is an alias itself.
+        CheckpointNotFoundError: The target does not exist, or is an alias.
     """
     manifest = manifests.current(target)
     if manifest is None or manifest.alias_of is not None:

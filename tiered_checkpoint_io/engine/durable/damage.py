@@ -34,10 +34,10 @@ class Damage:
 def contents_there(store: Store, manifest: Manifest) -> tuple[Content, ...]:
     """Returns the contents that a checkpoint's objects may be; an overwrite under way adds the content before.
 
-    The file of a sharded one that changes over last tells which; of one file, only all of its bytes do.
+    A sharded checkpoint's switch decides. Of one file, all contents are returned: only a read of all bytes decides.
 
     Raises:
-        StoreError: The tier could not be asked.
+        StoreError: The tier does not answer.
     """
     contents = (manifest.content, *manifest.previous)
     if not manifest.previous:

@@ -1,4 +1,4 @@
-"""Small documents beside the checkpoints, read again and again: one list, and a read of the changed ones."""
+"""A cache of small documents next to the checkpoints: a look is one list, and a read of the changed documents."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 
 _T = TypeVar("_T")
-#: A listing tells times in whole seconds: a document read so soon after a change may change again unseen. By the times
-#: of the listing itself, or by how long it has been the same.
+#: Listings have times in whole seconds: a document read so soon after a change may change again unseen. Measured by the
+#: listing's times, or by how long the document has been unchanged.
 _SETTLED_S = 2.0
 
 

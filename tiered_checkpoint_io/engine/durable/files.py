@@ -1,7 +1,7 @@
-"""The files of a checkpoint on the durable tier: named by its manifest, or by an index and descriptions beside it.
+"""The files of a checkpoint on the durable tier: named by its manifest, or by its index and descriptions.
 
-To choose among checkpoints, manifests are enough. To read the bytes of one, the files that are needed are looked up
-here, and only their descriptions are fetched.
+To choose among checkpoints, manifests are enough. To read the bytes of one, the needed files are looked up here, and
+only their descriptions are fetched.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def files_of(store: Store, content: Content) -> Files:
 
 @contextlib.contextmanager
 def _as_committed(where: str) -> Iterator[None]:
-    """A block that reads a document which a manifest needs: a missing or damaged document is corruption."""
+    """Raises CorruptCheckpointError if a document that the block reads for a manifest is missing or damaged."""
     try:
         yield
     except StoreNotFoundError as error:
@@ -115,9 +115,9 @@ def read_description(store: Store, name: str, save_id: str, rank: int, digest: s
     """Returns a part, by its description.
 
     Raises:
-        CorruptCheckpointError: It is not the one that has the ``digest``, if that is given. It is that of another
-            part, or names files outside of its checkpoint.
-        StoreError: It is not there, or the tier could not be asked.
+        CorruptCheckpointError: The description does not have the ``digest``, if one is given. It is of another part, or
+            names files outside of its checkpoint.
+        StoreError: The description is missing, or the tier does not answer.
     """
     key = ids.description_key(save_id, rank)
     data, where = store.get(key), f"{store.url}/{key}"
@@ -134,7 +134,7 @@ def check_paths(part: Part) -> None:
     """Refuses a part that names files of other checkpoints.
 
     Raises:
-        CorruptCheckpointError: It names a file outside of the folder of its checkpoint.
+        CorruptCheckpointError: The part names a file outside of the folder of its checkpoint.
     """
     for entry in part.content.files:
         if entry.path not in (part.name, f"{part.name}/{entry.basename}"):

@@ -21,7 +21,7 @@ def hold(store: Store, name: str, save_id: str, *, clock: Clock = SYSTEM) -> str
     """Keeps a save from being deleted under its name; returns the key that :func:`release` takes.
 
     Raises:
-        CheckpointNotFoundError: The name has no checkpoint, or one of another save. Nothing is held.
+        CheckpointNotFoundError: The name has no checkpoint, or another save's. No hold was written.
     """
     key = ids.hold_prefix(name) + clock.token(8)
     store.put(key, b"{}")
@@ -43,7 +43,7 @@ def refuse_held(store: Store, name: str, *, clock: Clock = SYSTEM) -> None:
     prefix, now = ids.hold_prefix(name), clock.wall()
     for entry in store.list(prefix):
         if "/" in entry.key.removeprefix(prefix):
-            # Of a checkpoint whose name goes on.
+            # The hold of a replaced checkpoint.
             continue
         if now - entry.modified < LIFETIME_S:
             raise ConfigError(

@@ -2,9 +2,9 @@
 
 Two drains may work on one name: of two runs, or of one job on two nodes. So an operation changes a manifest only while
 it is as the operation has read it (:class:`Manifests`), and an object that several saves write in turn, the switch,
-only after such a change, and while that is as it was. An operation that meets a change begins anew
-(:func:`repeated`). A tag that is a digest is the same again once the same bytes are there again, so the manifest is
-read once more right before such an object is written to (:meth:`Manifests.look`).
+only after such a change, and while that is as it was. An operation that meets a change begins again (:func:`repeated`).
+A tag that is a digest is the same again once the same bytes are there again, so the manifest is read once more right
+before such an object is written to (:meth:`Manifests.look`).
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def repeated(operation: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 class Manifests:
-    """The manifests of a durable tier as one operation sees them. It changes only one that is as it was first read.
+    """The manifests that one operation reads and changes, each only if it is unchanged since it was first read.
 
     Attributes:
         store: Store that has the manifests.
-        conditional: The same, for writes on a condition.
+        conditional: The same store, for conditional writes.
     """
 
     def __init__(self, store: Store, owner: str) -> None:
@@ -88,7 +88,7 @@ class Manifests:
         return manifest
 
     def put(self, manifest: Manifest) -> None:
-        """Writes a manifest in place of the one that was read.
+        """Replaces the manifest that was read.
 
         Raises:
             StoreError: Another drain was faster.
@@ -141,7 +141,7 @@ class Manifests:
         self._data[name] = data
 
     def _mark(self, name: str) -> str:
-        """Returns a mark of this operation alone, new each time: some tags are digests, the same for the same text."""
+        """Returns a unique mark: some tags are digests, equal for equal text."""
         return hash_bytes(f"{self._owner} {self.reserved(name)} {self._tags[name]}".encode())
 
 
@@ -164,9 +164,9 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
     """Returns the manifest of a checkpoint; None if there is no such checkpoint.
 
     Raises:
-        CorruptCheckpointError: It can't be understood.
-        StoreError: It is there, and can't be read: its objects are not to be overwritten or removed. The tier
-            could not be asked.
+        CorruptCheckpointError: The manifest can't be understood.
+        StoreError: The manifest exists, and can't be read: do not overwrite or remove its objects. The tier does not
+            answer.
     """
     key = ids.manifest_key(name)
     try:
@@ -208,7 +208,7 @@ def _listed(store: Store) -> dict[str, ObjectInfo]:
 
 
 def names_of(store: Store) -> set[str]:
-    """Returns all names that have a manifest, by one list; if a reservation may stand, it is read.
+    """Returns all names that have a manifest, by one list; reads manifests that may be reservations.
 
     Raises:
         StoreError: The tier could not be asked.

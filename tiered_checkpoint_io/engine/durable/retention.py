@@ -29,23 +29,23 @@ def removed(
     needed: Collection[str] = (),
     clock: Clock = SYSTEM,
 ) -> Iterator[RemovalAttempt]:
-    """Removes checkpoints that no policy keeps, each only while it is as it was judged; repeatable after a crash.
+    """Removes checkpoints that no policy keeps, each only if it is unchanged since then; repeatable after a crash.
 
-    One after the other, as they are asked for: a caller that stops leaves the others. A checkpoint that is refused
-    stays as it is, and does not keep the others.
+    Each is removed when the caller asks for the next result. If the server refuses to remove a checkpoint, it stays
+    complete, and the others are still removed.
 
     Args:
         store: The durable tier.
         policies: Without one, nothing is removed.
         survey: State that earlier calls saw; refusals are noted there.
         needed: Names that stay whatever the policies say.
-        clock: Tells which holds have expired.
+        clock: The time, to see which holds have expired.
 
     Yields:
         Each checkpoint that is gone, and each that was refused.
 
     Raises:
-        StoreError: Some are still there. Repeat the call to finish.
+        StoreError: Some of them are still there. Repeat the call to finish.
     """
     there = survey.look(store, clock=clock)
     reasons = kept(there, policies)
@@ -80,7 +80,7 @@ def remove(store: Store, checkpoint: Checkpoint, *, clock: Clock = SYSTEM) -> Re
         if error.reason != "held":
             raise
         return RemovalAttempt(checkpoint, is_gone=False)
-    # If the server does not refuse this one object alone, as with expired credentials, this raises too.
+    # If the server refuses all requests, as with expired credentials, this raises too.
     manifest = current(store, checkpoint.name)
     is_there = manifest is not None and manifest.content.save_id == checkpoint.save_id
     return RemovalAttempt(checkpoint, not is_there, refused[0])

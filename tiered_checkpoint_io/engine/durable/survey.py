@@ -49,7 +49,7 @@ class RemovalAttempt(NamedTuple):
 
 @dataclass(slots=True)
 class Survey:
-    """Knowledge of the sweep and of retention about a durable tier; nothing that was read once is read again.
+    """Knowledge of the sweep and of retention about a durable tier; no manifest is read twice unless it changes.
 
     Attributes:
         locked: Unnamed saves that the server refuses to remove.

@@ -17,11 +17,11 @@ Before D2, a delete notes the tag of each object that later saves may write to, 
 other files have names that no later save uses, or are compared with the manifest that is there by then.
 
 The sweep removes each save that no manifest names: the rest of a delete that was cut off after D2, and saves that never
-became complete. Their descriptions tell their files. A save goes once nothing of it was written for a minimum age, and
-once it is older than all live saves. A live save is refreshed well within that age: each drain that has a part in it
-writes a description again until the save is committed or given up (:func:`refresh`). Before the sweep removes a file,
-it reserves the place of the manifest. A drain that comes back at that moment can't commit, begins again, and misses its
-files. An object that is newer than the descriptions of its save belongs to somebody else, and stays.
+became complete. Their descriptions name their files. A save goes if its last write is older than a minimum age, and if
+it is older than all live saves. A live save is refreshed well within that age: each drain that has a part in it writes
+a description again until the save is committed or given up (:func:`refresh`). Before the sweep removes a file, it
+reserves the place of the manifest. A drain that comes back at that moment can't commit, begins again, and misses its
+files. An object that is newer than the descriptions of its save belongs to another writer, and stays.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def delete(store: Store, name: str, *, before: str | None = None, clock: Clock =
     later than ``before``, the id of the request, stays.
 
     Raises:
-        ConfigError: Another program uses it. Nothing was removed.
+        ConfigError: Another program uses the checkpoint. Nothing was removed.
         CorruptCheckpointError: This name has another format version. Nothing was removed.
         StoreError: The checkpoint is as it was. Repeat the call.
     """
@@ -146,7 +146,7 @@ def delete(store: Store, name: str, *, before: str | None = None, clock: Clock =
     manifest = manifests.current(name)
     if manifest is None:
         remove_unnamed(manifests, name, name)
-        # One that cannot be read stands for no checkpoint either.
+        # An unreadable manifest is no checkpoint either.
         manifests.delete(name)
         return Deletion(is_gone=True)
     if before is not None and manifest.content.save_id > before:
@@ -194,10 +194,10 @@ def delete_all(store: Store, keys: Iterable[str]) -> None:
 def remove_unnamed(manifests: Manifests, name: str, path: str) -> None:
     """Removes a switch that no manifest names.
 
-    It may be of a save that is about to be committed: the place of its manifest is reserved first, so that this fails.
+    If its save is about to be committed, that fails: its manifest's place is reserved first.
 
     Raises:
-        StoreError: It is being replaced. Nothing was removed.
+        StoreError: The switch is being replaced. Nothing was removed.
     """
     tag = manifests.conditional.tag(path)
     if tag is not None:
@@ -231,15 +231,15 @@ def sweep(
     Args:
         store: The durable tier.
         survey: Results of earlier calls.
-        before: Time by the store's own clock. A save that was written to since then is young, and stays.
-        live: Ids of saves that are alive although nothing of them may be there: all later ones stay.
-        clock: Tells which manifests may have changed again within the second of their last change.
+        before: Time by the store's own clock. A save that was written to since then stays.
+        live: Ids of live saves, even without files there: all later ones stay.
+        clock: The time, to see which manifests may have changed again within the second of their last change.
 
     Returns:
         Ids and names of the saves that are gone.
 
     Raises:
-        StoreError: The tier could not be asked, or refuses to remove some; all others are gone.
+        StoreError: The tier does not answer, or refuses to remove some saves; all others are gone.
     """
     saves = {save_id for save_id in folders_of(store, ids.SAVES_PREFIX) if ids.is_save_id(save_id)}
     if not saves:
@@ -277,7 +277,7 @@ def _remove_unnamed_save(
         contents = contents_of([manifest])
         live = paths_in(store, contents)
         is_unread = manifest is None and isinstance(unread.get(name), CorruptCheckpointError)
-        # It was committed since, or it is not known which files the name has.
+        # The save was committed since, or the files of the name are not known.
         if live is None or is_unread or any(content.save_id == save_id for content in contents):
             return None
         manifests.reserve(name)

@@ -1,1 +1,1 @@
-"""Leases on a dirpath and locks on a namespace: they tell which run may write there."""
+"""Leases on a dirpath and locks on a namespace: only the run that holds them may write there."""

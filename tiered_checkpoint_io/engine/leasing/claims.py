@@ -38,7 +38,7 @@ class Claims:
         in_time: Callable[[float], float],
         follows: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Claims nothing yet; ``in_time`` shortens waits, ``follows`` tells if save ids sort after those there."""
+        """Claims nothing yet; ``in_time`` shortens waits, ``follows`` says if save ids sort after existing ones."""
         self._config = config
         self._log = log
         self._clock = clock
@@ -56,11 +56,11 @@ class Claims:
     def claim(self, *, saves: bool = True) -> None:
         """Claims the dirpath for this launch, in the background; a repeated call looks at the result.
 
-        The first call waits for the first look, which tells nearly all, for ``lease_first_look_s``, and
+        The first call waits for the first look, which finds nearly every other run, for ``lease_first_look_s``, and
         ``durable_timeout_s`` at most. A rank other than 0 that torch.distributed does not know yet claims nothing.
 
         Args:
-            saves: True if a save comes next, which has to sort after the saves that are there.
+            saves: True if a save follows, which has to sort after the existing saves.
 
         Raises:
             ConfigError: Another live run writes there.
@@ -122,9 +122,9 @@ class Claims:
             self._lease.check()
 
     def look(self) -> None:
-        """Looks whether the namespace's file was removed, which tells others its owner: the next check makes it."""
+        """Looks whether the namespace's file, which names its owner, was removed: the next check makes it again."""
         namespace = self._namespace
-        # Other errors of memory are raised by the save.
+        # The save raises other errors of memory.
         with contextlib.suppress(OSError):
             if namespace is not None and namespace.is_lost:
                 namespace.close()
@@ -143,7 +143,7 @@ class Claims:
         return is_new
 
     def show(self) -> None:
-        """As :meth:`check`, if an error of the lease was not raised yet."""
+        """Raises the error of :meth:`check`, if the lease has not raised it yet."""
         if self._lease is not None:
             self._lease.show()
 
@@ -155,7 +155,7 @@ class Claims:
 
     def close(self) -> None:
         """Gives lease and lock back."""
-        # Others may save before this process' next save.
+        # Other processes may save before this process' next save.
         self._looking, self.newest = None, None
         self.release_lease()
         if self._namespace is not None:

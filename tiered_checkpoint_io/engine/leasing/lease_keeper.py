@@ -1,8 +1,8 @@
 """Keeps this process' lease: claims it, beats, and notices when another run has come. See :mod:`leases`.
 
-This work happens on a thread of its own, so that training never waits for the store. The first look tells for sure that
-no other run is there, or that one of this node is alive. A lease of another node that is still fresh may be that of a
-run which has just crashed; it is watched, while training goes on, until it beats or has had its time.
+This work happens on a thread of its own, so that training never waits for the store. The first look finds for sure that
+no other run is there, or that a run of this node is alive. A fresh lease of another node may belong to a run that has
+just crashed; it is watched during training until it beats or expires.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Watched(NamedTuple):
 class LeaseKeeper:
     """The lease of one process on one dirpath, claimed from the start on.
 
-    Runs of any namespace are seen; the namespace is part of the key, and tells people and ``flush`` the owner.
+    Runs of any namespace are seen; the namespace is part of the key, and names the owner to people and ``flush``.
     """
 
     def __init__(self, store: Callable[[], Store], namespace: str, log: Logger, *, owner: str, clock: Clock) -> None:
@@ -137,7 +137,7 @@ class LeaseKeeper:
             raise self._refusal
 
     def show(self) -> None:
-        """As :meth:`check`, if the error was not raised yet."""
+        """Raises the error of :meth:`check`, if it was not raised yet."""
         if not self._was_shown:
             self.check()
 
@@ -156,8 +156,8 @@ class LeaseKeeper:
                 pause = self.step()
                 self._is_answered, self.failure = True, None
             except Exception as error:
-                # No reason to stop training: a store that does not answer takes no writes either. Other runs may
-                # be cut off as well, so their silence so far proves nothing.
+                # Training continues: a store that does not answer takes no writes either. Other runs may be cut off as
+                # well, so their silence so far proves nothing.
                 self._watched.clear()
                 if self._is_answered is not False:
                     self._log.warning("could not check whether another run uses this dirpath: %s", error)
@@ -167,8 +167,8 @@ class LeaseKeeper:
                 break
             self._clock.wait(self._stop, pause)
         if self._is_answered and (self._lease.held or self._refusal is not None):
-            # If that fails, the lease expires. So does that of a run which ends before it knows of another, and may
-            # have saved beside it: it stays, or the other, which looks now and then, might never learn of that.
+            # If that fails, the lease expires. A run that ends before it knows of others leaves its lease to expire,
+            # too: the others must learn of it at one of their looks, because both may have saved.
             with contextlib.suppress(Exception):
                 self._open().delete(self._key)
 

@@ -29,10 +29,10 @@ class Lease:
     Attributes:
         owner: The launch, see :func:`model.launches.are_one`.
         token: The lease itself.
-        held: True if its process has found no other; false while it still looks.
+        held: True if its process has found no other run; false during the search.
         host: Its machine, for people.
-        boot_id: The start of its machine; "" if that can't be told.
-        pid_ns: The namespace of its pid; "" if that can't be told.
+        boot_id: The start of its machine; "" if unknown.
+        pid_ns: The namespace of its pid; "" if unknown.
         pid: Its process.
         born: Start of its process, in the machine's clock ticks.
     """

@@ -1,7 +1,7 @@
 """Exclusive use of a namespace of a node's memory: by one live job at a time.
 
-Two jobs in one namespace would remove each other's checkpoints by their retention, and each would tell the drain to
-use its own durable tier. A job is known by its launch, which is in a file; each of its processes holds a shared lock on
+Two jobs in one namespace would remove each other's checkpoints by their retention, and each would configure the drain
+for its own durable tier. A job is known by its launch, which is in a file; each of its processes holds a shared lock on
 another file, which ends with the process.
 """
 

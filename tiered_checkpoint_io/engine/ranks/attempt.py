@@ -1,12 +1,12 @@
 """Attempts of torchrun: each rank learns its own without waiting for other ranks.
 
 torchrun starts ranks again that have failed, or whose number changes, and may keep the store of torch.distributed, with
-all that was agreed in it. A count of restarts is no name for an attempt: each agent counts for itself, and that of
-a node which replaces another begins at 0. So the first rank names an attempt, and each rank enters itself there once. A
-rank that finds itself entered is in a later attempt, and names that one.
+all its keys. A count of restarts is no name for an attempt: each agent counts for itself, and the agent of a
+replacement node begins at 0. So the first rank names an attempt, and each rank enters itself there once. A rank that
+finds itself entered is in a later attempt, and names that one.
 
-A rank that died before it had entered may then join the attempt before the latest. It is refused as soon as it asks
-again: a rank whose attempt is not the latest does not save, load, or name another one.
+A rank that died before it had entered may then join the attempt before the latest. That rank is refused as soon as it
+asks again: a rank whose attempt is not the latest does not save, load, or name another one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def outlives_attempts() -> bool:
 
 
 class LeftBehindError(ConfigError):
-    """Other ranks of the job were started anew, and this one was not."""
+    """Other ranks of the job were started again, and this one was not."""
 
 
 def enter(client: StoreClient, rank: int, token: str) -> str:

@@ -1,13 +1,13 @@
 """Communication between ranks during a restore: a few collectives, each with a bound.
 
-Ranks gather only data that is small for any checkpoint: every rank gets that of all ranks, each padded to the
-largest. Data that grows with the checkpoint goes out from one rank, and is on each other rank once. That rank has it,
-or gathers alone the parts of several ranks.
+Ranks gather only data that is small for any checkpoint: every rank gets the data of all ranks, padded to the largest.
+Data that grows with the checkpoint goes out from one rank, so each rank has it once. Only the sending rank gathers such
+data.
 
 Ranks that restore together exchange in a fixed order. If one raised in between, the others would wait for as long as a
-node may take to fetch. Inside ``with group.failing_together()`` it makes one more exchange instead, with its error: the
-others get it in their next exchange, and raise the same. The block itself ends with an exchange, so every rank makes as
-many as any other.
+node may take to fetch. Inside ``with group.failing_together()`` the failed rank makes one more exchange, with its
+error: the other ranks get the error in their next exchange, and raise it. The block itself ends with an exchange, so
+every rank makes as many as any other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Failed(NamedTuple):
 
 
 class Group:
-    """All ranks that restore together; without a process group, this process alone.
+    """All ranks that restore together; without a process group, only this process.
 
     Attributes:
         rank: This process.
@@ -58,7 +58,7 @@ class Group:
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """A block in which no rank goes on if another one fails."""
+        """Returns a block in which all ranks fail if one fails."""
         self._is_over = False
         try:
             yield
@@ -96,14 +96,14 @@ class Group:
 
     def share_bytes(self, data: bytes, source: int) -> bytes | memoryview:
         """Returns the bytes of one rank, of which each other rank gets one copy; raises as :meth:`all_gather`."""
-        # That rank may have failed, and have nothing to share.
+        # The sending rank may have failed, and have nothing to share.
         size = self.all_gather(len(data))[source]
         return self._share_bytes(data, size, source) if size else b""
 
     def gather(self, obj: Any, to: int = 0) -> list[Any] | None:
         """Returns each rank's ``obj``, by rank, on the rank ``to``, None elsewhere; raises as :meth:`all_gather`.
 
-        That rank gets them padded to the largest.
+        The objects travel padded to the largest.
         """
         # Some rank may have failed, and have nothing to send.
         self.all_gather(None)
@@ -188,9 +188,9 @@ class GivenGroup(Group):
 
 
 def device_of(process_group: Any) -> str:
-    """Returns the device of tensors that a group's ranks exchange: the CPU if it may; NCCL takes none from there.
+    """Returns the device of tensors that a group's ranks exchange: the CPU if possible; not for NCCL.
 
-    It asks for the group's own devices: the configuration may name a device that a mesh has not made.
+    The group's own devices decide: the configuration may name a device that a mesh has not made.
     """
     devices: list[str] = [device.type for device in process_group._device_types]
     return "cpu" if "cpu" in devices or not devices else devices[0]
@@ -264,7 +264,7 @@ def trains_here() -> bool:
 
 
 def current_group(root: Path, clock: Clock, *, timeout_s: float, what: str = "load_checkpoint") -> Group:
-    """Returns the ranks that act together: those of torch.distributed, or this process alone.
+    """Returns the ranks that act together: those of torch.distributed, or only this process.
 
     Args and errors: as :class:`TorchGroup`, except that ``root`` is the memory tier's, which identifies the node.
     """
@@ -281,7 +281,7 @@ def ready_together(
     what: str = "load_checkpoint",
     alone: bool = False,
 ) -> Iterator[Group]:
-    """A block that all ranks enter once each has opened its memory tier, and in which they fail together.
+    """Runs a block on all ranks once each has opened its memory tier; in the block, they fail together.
 
     Args:
         open_root: Opens this rank's memory tier, and gives its root.
@@ -298,7 +298,7 @@ def ready_together(
     try:
         root = open_root()
     except Exception as caught:
-        # The others are on their way to the first exchange: they must hear of it there.
+        # The other ranks wait in the first exchange: they must get the error there.
         error = caught
     group = Group(node_of(root)) if alone else current_group(root, clock, timeout_s=timeout_s, what=what)
     try:
@@ -312,7 +312,7 @@ def ready_together(
 def node_of(root: Path) -> str:
     """Names the things that ranks share in a load: a memory tier, and a folder for temporary files.
 
-    Containers with hostnames of their own may share the first alone, as by Kubernetes' ``hostPath``.
+    Containers with hostnames of their own may share only the memory tier, as by Kubernetes' ``hostPath``.
     """
     return f"{socket.gethostname()}/{memory_of(root)}"
 

@@ -1,8 +1,8 @@
-"""Agreement of ranks that don't wait for each other: the run, and which checkpoint it begins with.
+"""Agreement of ranks that don't wait for each other: the run's id, and the checkpoint to resume from.
 
 Ranks that save and load local checkpoints make no collective call. Yet all parts of one checkpoint need one save id,
 and ranks must not resume from different ones. For both, the first rank sets a key in the key-value store of
-torch.distributed, and all others get its value: one request, answered at once, and no wait for another rank.
+torch.distributed, and all others get its value: one request, answered at once, without a wait for another rank.
 
 *Save ids.* At its first local save a process learns the id of the run. From it, a save's id follows from what each rank
 knows by itself: the series of the name, the step, and how often the series has gone back to a step that it had saved.
@@ -11,16 +11,16 @@ So
 - after a restart the store is a new one, or its keys are those of another attempt (see ``attempt``), and so are the run
   and all ids: parts of two starts never mix, even if both saved the same name at the same step. The run's id begins
   with the time, and sorts after all ids that its maker has seen, so that later starts count as newer;
-- a name that is saved again gets another id, because its step does not grow: that is a repeat;
+- a name that is saved again gets another id, because its step does not grow: this counts as a repeat;
 - a save that fails on one rank, or is skipped, does not put later ones out of step: each rank counts it before anything
   can fail;
-- process groups that save side by side, in names of their own, are series of their own.
+- process groups that save under names of their own have series of their own.
 
-Steps may fall only together: a rank that goes back alone makes parts that no other has a part for.
+All ranks must go back to an earlier step together: a rank that does so alone saves parts that match no others.
 
-*Saves that miss a part.* Retention in memory takes a save for complete by what one node holds. A rank that has no room
-there, or whose save fails, sets a key for that save. The others get it at their next save, before they remove older
-ones, and a drain that waits for all parts gives up. If nothing fails, each save but the first gets one key.
+*Saves that miss a part.* Retention in memory sees one node's parts of a save. A rank that has no room there, or whose
+save fails, sets a key for that save. The others get the key at their next save, before they remove older ones, and a
+drain that waits for all parts gives up. If nothing fails, each save but the first gets one key.
 
 *Synchronous saves.* The rank that saves shard 0 waits for the commit, and sets a key to its outcome. The others
 look for that key once their own parts are uploaded. The keys of the last few saves stay, for ranks that are late.
@@ -66,7 +66,7 @@ class Run:
     """
 
     def __init__(self, store: Any, clock: Clock = SYSTEM) -> None:
-        """Takes the store that all ranks share, None for a process alone; and the clock with the bound."""
+        """Takes the store that all ranks share, None for a single process; and the clock with the bound."""
         self.store = store
         self._clock = clock
         #: Client of the requests, in the process of that id.
@@ -79,14 +79,14 @@ class Run:
         self._run_id: str | None = None
         self._saved: dict[tuple[str, str], tuple[int, int]] = {}
         self._loads: Counter[str] = Counter()
-        #: Saves of which this rank has told the end.
+        #: Saves whose end this rank has reported.
         self._ends: deque[str] = deque()
 
     def count_save(self, namespace: str, series: str, step: int) -> int:
         """Counts a save that begins now: returns how often its series has gone back to a step that it had saved.
 
-        To be called once for each save, and before anything that can fail on this rank alone: the ids of later saves
-        follow from the count.
+        Call this once for each save, before anything that can fail on one rank: the ids of later saves follow from the
+        count.
 
         Args:
             namespace: The job's.
@@ -117,19 +117,19 @@ class Run:
             return ids.save_id_of_ranks(self._run_id, f"{namespace}/{series}", repeat, step)
 
     def report_missing(self, save_id: str, where: Where) -> None:
-        """Tells the other ranks that this rank's part is not in memory, or will not come to the durable tier."""
+        """Reports to the other ranks that this rank's part is not in memory, or will not come to the durable tier."""
         self.first(_missing_key(save_id, where), "-")
 
     def lacking(self, save_ids: Iterable[str]) -> set[str]:
         """Returns the saves of which some node's memory has no part; to be asked when a later save begins.
 
-        Ranks are at most one save apart: each has told by then whether it has its part of all but the last of them.
+        Ranks are at most one save apart: each has reported by then on all its parts except the last.
         """
         return {each for each in save_ids if self._get(_missing_key(each, "memory")) is not None}
 
     @contextlib.contextmanager
     def watching(self, save_id: str, log: Logger, clock: Clock) -> Iterator[Callable[[], bool]]:
-        """Tells in the block whether some part of a save will not come to the durable tier, while training runs.
+        """Returns a block that learns, during training, if some part of a save will not come to the durable tier.
 
         If the store does not answer within a bound, this warns once, and no save counts as given up.
         """
@@ -153,7 +153,7 @@ class Run:
                 client.close()
 
     def report_end(self, save_id: str, end: str) -> None:
-        """Tells the other ranks how the wait for a save's commit has ended: see :meth:`end_of`."""
+        """Reports to the other ranks how the wait for a save's commit has ended: see :meth:`end_of`."""
         self.first(_end_key(save_id), end)
         if self.store is not None:
             self._ends.append(save_id)
@@ -183,7 +183,7 @@ class Run:
         return self.first(load, mine)
 
     def report_held(self, load: str, save_ids: Iterable[str]) -> None:
-        """Tells the other ranks in a load the saves of which this rank's file is in its node's memory."""
+        """Reports to the other ranks in a load the saves of which this rank's file is in its node's memory."""
         if self.store is not None:
             for save_id in save_ids:
                 self._add(f"{load}/held/{save_id}", 1)
@@ -223,7 +223,7 @@ class Run:
         """The name of this run's attempt, see :mod:`attempt`; asked of the store each time.
 
         Raises:
-            LeftBehindError: Other ranks were started again, and this one is of an earlier attempt.
+            LeftBehindError: Other ranks were started again, and this rank is of an earlier attempt.
         """
         if self.store is None or not outlives_attempts():
             return "0"
@@ -234,7 +234,7 @@ class Run:
             except LeftBehindError:
                 if self._run_id is not None or self._loads:
                     raise
-                # Nothing was agreed in that attempt yet.
+                # That attempt has no run yet.
                 self._attempt, self._token = None, self._clock.token(8)
         if self._attempt is None:
             self._attempt = self._ask(lambda client: enter(client, current_rank(), self._token))
@@ -272,7 +272,7 @@ _current: Run | None = None
 
 
 def current_run() -> Run:
-    """Returns the run of this process: a new one if torch.distributed was initialised anew."""
+    """Returns the run of this process: a new one if torch.distributed was initialised again."""
     import torch.distributed as dist
 
     global _current

@@ -1,8 +1,8 @@
 """A client of the key-value store of torch.distributed whose requests all have a bound.
 
 The store answers at once, unless its host can't be reached: then torch's own client waits until the kernel gives the
-connection up, a quarter of an hour later. So a thread of this client makes the requests, and the caller goes on without
-an answer that is late. That ends the connection; the next request is made over another.
+connection up, a quarter of an hour later. So a thread of this client makes the requests, and the caller does not wait
+for a late answer. A late answer ends the connection; the next request is made over another.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StoreClient:
         """Asks nothing yet.
 
         Args:
-            origin: The store. This makes a connection of its own, because a call locks the one it is made over.
+            origin: The store. The client makes a connection of its own, because each call locks its connection.
             prefix: Prefix of all keys.
             timeout_s: Bound of each request, seconds.
         """
@@ -72,7 +72,7 @@ class StoreClient:
         return total
 
     def forget(self, *keys: str) -> None:
-        """Removes keys that no rank asks for any more. They stay if the store can't, or does not answer."""
+        """Removes keys that no rank needs any more; does nothing if the store can't remove them, or does not answer."""
         with contextlib.suppress(LostStoreError):
             self.ask(lambda store: [store.delete_key(key) for key in keys])
 

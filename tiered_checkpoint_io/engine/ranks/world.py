@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-#: Variables of launchers without LOCAL_RANK that tell a process its rank, and its rank within its node.
+#: Variables of launchers without LOCAL_RANK: a process's rank, and its rank within its node.
 _LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -27,7 +27,7 @@ def current_world_size() -> int:
 
 
 def leads_node() -> bool:
-    """Returns True for the first rank of a node, as its launcher says; without a launcher, for rank 0 alone."""
+    """Returns True for the first rank of a node, as its launcher says; without a launcher, only for rank 0."""
     said = os.environ.get("LOCAL_RANK")
     if said is not None:
         return said == "0"
@@ -38,7 +38,7 @@ def leads_node() -> bool:
 
 
 def may_lead_node() -> bool:
-    """As :func:`leads_node`; also if no launcher says which ranks are on this node."""
+    """Returns :func:`leads_node`, or True if no launcher says which ranks are on this node."""
     rank = str(current_rank())
     told = "LOCAL_RANK" in os.environ or any(os.environ.get(of_all) == rank for of_all, _ in _LAUNCHERS)
     return leads_node() or not told

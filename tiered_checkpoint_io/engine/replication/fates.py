@@ -99,7 +99,7 @@ class Fates:
         self._store.add(f"copied/{part.save_id}")
 
     def drop(self, part: Part) -> None:
-        """Gives up this rank's part; asks nothing, :meth:`look` tells the others."""
+        """Gives up this rank's part; asks nothing, :meth:`look` informs the other ranks."""
         with self._lock:
             self._close(part.save_id)
             self._dropped.append(part)
@@ -114,7 +114,7 @@ class Fates:
             return any(each.save_id == part.save_id for each in self._open.values())
 
     def look(self) -> None:
-        """Learns the decisions, and tells the others the saves that this rank has given up."""
+        """Learns the decisions, and informs the other ranks of the saves that this rank has given up."""
         with self._lock:
             opened = {part.save_id: part for part in self._open.values()}
             dropped = list(self._dropped)

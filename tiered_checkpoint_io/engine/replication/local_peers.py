@@ -38,7 +38,7 @@ class LocalPeers:
         self._may_choose = False
 
     def begin(self, load: str, held: Mapping[tuple[str, int], int]) -> None:
-        """Tells the content of this node's memory; from now on, others may read it.
+        """Publishes the content of this node's memory; from now on, other nodes may read it.
 
         ``held`` are save ids and shards, with how many shards make each save.
         """
@@ -71,7 +71,7 @@ class LocalPeers:
         return self._store.get(f"{load}/newest")
 
     def end(self, load: str) -> None:
-        """Tells that this rank's load is over, for any reason."""
+        """Reports that this rank's load is over, for any reason."""
         if self._may_choose:
             self._store.add(f"{load}/choosing", -1)
         self._store.add(f"{load}/over")

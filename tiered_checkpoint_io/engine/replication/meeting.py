@@ -37,16 +37,16 @@ from tiered_checkpoint_io.stores.peer import Endpoint
 
 
 class _Member(NamedTuple):
-    """Report of one rank when all meet.
+    """Report of one rank in the first exchange.
 
     Attributes:
-        machine: The machine whose loss is the loss of its node's memory.
+        machine: The machine with its node's memory: both are lost together.
         memory: Its node's memory.
         replicas: Saves and ranks of the replicas on its node.
         parts: Saves and ranks of its own parts.
-        newest: The newest save of which it has a part of its own.
+        newest: The newest save of its own parts.
         replicated: The newest saves that are marked as replicated there.
-        token: The first rank's tells this group from all others that used the same store.
+        token: A random value; the first rank's identifies this group in the store.
     """
 
     machine: str
@@ -139,7 +139,7 @@ class Peering:
             self._say_interface(store, logger)
             self._serve()
         except Exception as caught:
-            # The others wait in the first exchange: they get the error there.
+            # The other ranks wait in the first exchange: they get the error there.
             error = caught
         node = node_of(tier.root if tier is not None else Path("/"))
         group: Group
@@ -295,5 +295,5 @@ def _of_group(held: Sequence[StoredPart], series: str | None) -> list[StoredPart
 
 
 def _group(series: str) -> str:
-    # Groups without folders are told apart by the rest of the name.
+    # Groups without folders differ in the rest of the name.
     return ids.folder_of(series) or series

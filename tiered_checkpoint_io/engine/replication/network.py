@@ -50,14 +50,14 @@ def choose(interfaces: Sequence[Interface], *, environment: str, host: str, sour
     Args:
         interfaces: Interfaces of this host.
         environment: The value of ``GLOO_SOCKET_IFNAME``.
-        host: The host of the store of torch.distributed, as it was given; "" if it has none.
-        source: The address from which this host reaches that one.
+        host: The host of the store of torch.distributed, as it was given; "" if the store has none.
+        source: This host's address on the route to ``host``.
 
     Returns:
         None if there is nothing to choose from.
 
     Raises:
-        ConfigError: This host has no interface of the name that was given, or no address on it.
+        ConfigError: This host has no interface of the given name, or the interface has no address.
     """
     # If there are several names, a link uses the first.
     if name := environment.partition(",")[0]:

@@ -1,8 +1,8 @@
-"""Placement of replicas: pure functions tell which rank keeps whose parts, by the ranks' nodes.
+"""Placement of replicas: pure functions choose the rank that keeps each part, by the ranks' nodes.
 
 Nodes form cliques, as NVRx has them: with a factor of 2, nodes 0 and 1 keep each other's parts, then 2 and 3.
-If the number of nodes does not allow cliques of equal size, the nodes form a ring: each keeps copies
-for as many others as any other does, whatever their number.
+If the number of nodes does not allow cliques of equal size, the nodes form a ring: each keeps copies for as many others
+as any other does.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Copies of parts in the memory of other nodes: a rank offers its part, and its peers read it from its node's drain.
 
 An *offer* is a key of the store of torch.distributed: the save, and the endpoint of its node's memory. A rank that
-keeps copies looks at that key a few times a second, and every two seconds if nothing has come for long. It reads
-the part as a restore does, commits it as a replica, and answers by another key; while it reads, the answer says how
-far it is. A part is replicated once all peers have answered that they keep it. No rank sends bytes.
+keeps copies looks at that key a few times a second, and every two seconds if nothing has come for long. That rank reads
+the part as a restore does, commits it as a replica, and answers by another key; during the read, the answer is the
+progress. A part is replicated once all peers have answered that they keep it. No rank sends bytes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Member:
 class Replicator:
     """The replication of one rank of a group, on two threads, without collectives.
 
-    A failure costs a warning and a count: the part stays in this node's memory, and training goes on.
+    A failure costs a warning and a count: the part stays in this node's memory, and training continues.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Replicator:
             member: This rank.
             peers: The ranks that keep replicas of each rank's parts, by rank.
             counts: ``replicated`` and ``unreplicated`` parts.
-            replicated: Saves that any rank knows to be replicated.
+            replicated: Saves that some rank knows to be replicated.
         """
         self._store, fates = member.store, Fates(member.store, member.tier, replicated)
         self._keeper = Keeper(member, [rank for rank, theirs in enumerate(peers) if member.rank in theirs], fates)
@@ -94,7 +94,7 @@ class Replicator:
     def offer(self, stored: StoredPart, *, again: bool = False) -> None:
         """Offers a part that has just been committed, see :meth:`Offers.add`."""
         self._offers.add(stored, again=again)
-        # This rank has saved, and so have the ranks whose replicas it keeps, or are about to.
+        # This rank has saved; the ranks whose replicas it keeps have saved as well, or will soon.
         self._keeper.wake()
 
     def awaited(self, urgent: bool) -> set[str]:
@@ -144,7 +144,7 @@ class Offers:
                 outdated, why = [stored], "replication has ended"
             else:
                 self._waiting.append(stored)
-                # As many parts of an earlier start wait as were lost; none of them is outdated.
+                # All lost parts of an earlier start wait here; none of them is outdated.
                 fresh = [each for each in self._waiting if each.save_id not in self._again]
                 outdated = fresh[:-_MAX_WAITING]
                 for each in outdated:
@@ -163,7 +163,7 @@ class Offers:
     def awaited(self, urgent: bool) -> set[str]:
         """Returns the saves of which no part may be removed, because they are replicated, or may become so.
 
-        ``urgent``: room is needed, so of parts that are not offered yet, only the newest goes on waiting.
+        ``urgent``: room is needed, so of parts that are not offered yet, only the newest still waits.
         """
         with self._changed:
             spared = [self._waiting.popleft() for _ in range(len(self._waiting) - 1)] if urgent else []

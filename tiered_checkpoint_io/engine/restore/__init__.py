@@ -1,1 +1,1 @@
-"""Restore: the choice of a checkpoint, and the reading of its bytes to where they are needed."""
+"""Restore: the choice of a checkpoint, and the reading of its bytes to their targets."""

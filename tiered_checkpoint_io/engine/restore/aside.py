@@ -12,7 +12,7 @@ from tiered_checkpoint_io.errors import MemoryTierError, RestoreError
 from tiered_checkpoint_io.memory.private import private_folder
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
-#: As in a memory tier: files that a living process has locked.
+#: Folder of slots, as in a memory tier: files that a living process has locked.
 SLOTS = "slots"
 
 

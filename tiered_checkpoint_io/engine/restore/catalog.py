@@ -38,8 +38,8 @@ from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 from tiered_checkpoint_io.stores.peer import Endpoint
 from tiered_checkpoint_io.stores.silence import answer_within
 
-#: Manifests that are read at once when looking for the newest, and how many of them are picked by
-#: the step that their name tells.
+#: Manifests that are read at once when looking for the newest, and how many of them are picked by the step in their
+#: name.
 _BATCH = 32
 _BY_STEP = 8
 #: Number of checkpoints that have changed while they were read, after which others are taken.
@@ -50,8 +50,8 @@ _MOST_CHANGES = 8
 class Tiers(AtPlace):
     """Tiers of a restore, and the means to read them.
 
-    ``store`` opens the durable tier, on rank 0 and where bytes are fetched; ``on_listed`` gets all its names, where
-    this rank listed them. ``store_at`` opens that of another dirpath, whose run may have saved the wanted name;
+    ``store`` opens the durable tier, on rank 0 and on ranks that fetch bytes; ``on_listed`` gets all its names, if this
+    rank listed them. ``store_at`` opens the durable tier of another dirpath, whose run may have saved the wanted name;
     None if no other dirpath is looked at. ``serve`` has the drain serve this node's memory to others.
     """
 
@@ -77,7 +77,7 @@ class Tiers(AtPlace):
         self.log.error("skipping this copy, trying the next: %s", note)
 
     def say_whose(self, content: Content) -> None:
-        """Logs that a checkpoint was saved under another namespace, if it tells so: perhaps by another job."""
+        """Logs that a checkpoint was saved under another namespace, if its content says so: perhaps by another job."""
         if content.namespace not in ("", self.config.namespace):
             text = "this checkpoint was saved under namespace %s; this job's is %s"
             self.log.info(text, content.namespace, self.config.namespace)
@@ -156,13 +156,13 @@ def discover(
 ) -> DurableCatalog:
     """Asks the durable tier: one list and the first manifests, or the few objects of one name.
 
-    Never raises: an error is part of the answer, since memory may do without the durable tier. Nothing but stores is
-    touched: see :class:`Question`.
+    Never raises: an error is part of the answer, because memory may suffice. This uses only stores: see
+    :class:`Question`.
 
     Args:
         tiers: Tiers to look at.
         selector: Request for a checkpoint.
-        queued: Aliases that are not on the tier yet, and their targets.
+        queued: Aliases whose upload is queued, and their targets.
         accepts: The wanted payload; another tool may have written a checkpoint of that name and payload.
         known: Result of an earlier call, to read more manifests.
     """
@@ -183,12 +183,11 @@ def discover(
             targets = {target for alias, target in queued.items() if selector.wants(alias)}
             found.rest = [name for name in names if selector.wants(name) or name in targets]
             if selector.folder == ONE_FOLDER:
-                # All folders must be known, also those with older saves only. Nothing else that is
-                # wrong there is asked for.
+                # All folders must be known, also folders with only older saves. Other errors there do not matter.
                 by_step, folders = sorted(names, key=lambda name: ids.step_in_name(name) or 0), DurableCatalog()
                 newest = {ids.form_of(name): name for name in by_step}
                 newest_there = {ids.form_of(name): name for name in reversed(names)}
-                # Those in no folder first. However many forms there are, few are read.
+                # Names in no folder first. The number of manifests to read is bounded.
                 forms = sorted(newest, key=lambda form: ("/" in form, form))[:_BATCH]
                 wanted = {each[form] for each in (newest, newest_there) for form in forms}
                 _read(store, sorted(wanted - set(found.rest[:_BATCH])), folders)
@@ -196,7 +195,7 @@ def discover(
         while True:
             batch, found.rest = found.rest[:_BATCH], found.rest[_BATCH:]
             _read(store, batch, found)
-            # No name tells which one is the best.
+            # Names do not contain the monitored value.
             if selector.kind != "best" or not found.rest:
                 break
         _leave_out_gone(store, selector, found)
@@ -229,8 +228,7 @@ def _leave_out_gone(store: Store, selector: Selector, found: DurableCatalog) -> 
 def reading_order(listed: Sequence[ObjectInfo]) -> list[str]:
     """Returns names of checkpoints in the order in which their manifests are worth reading.
 
-    Those committed last come first, and with them those of the greatest steps: the times of a
-    bucket that was copied tell the order of copying alone.
+    The last commits come first, then the greatest steps: the times of a copied bucket give only the order of copying.
     """
     by_time = sorted(listed, key=lambda entry: entry.modified, reverse=True)
     names = [name for entry in by_time if (name := ids.name_from_manifest_key(entry.key)) is not None]
@@ -275,7 +273,7 @@ class Versions:
         self._weights |= {each.name for each in manifests if not each.content.resumable}
 
     def say_weights(self, tiers: Tiers, selector: Selector, nodes: Iterable[NodeCatalog]) -> None:
-        """Warns if there is nothing to resume from but weights alone: a caller may count on them."""
+        """Warns if there are only weights-only checkpoints: the caller may expect to resume from them."""
         names = sorted(
             self._weights | {each.name for node in nodes for each in node.held if not each.content.resumable}
         )
@@ -351,12 +349,12 @@ def queued_aliases(nodes: Iterable[NodeCatalog]) -> dict[str, str]:
 
 
 def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
-    """Lists this node's memory, and quarantines the parts that can't be read.
+    """Lists this node's memory, and quarantines unreadable parts.
 
     Args:
-        tiers: Tiers with the memory to look at, and the durable tier that it is for.
-        rank: This rank, for notes of parts that can't be read.
-        name: Name that is asked for, which another run may have saved; empty for none.
+        tiers: Tiers with the memory to look at, and its durable tier.
+        rank: This rank, for notes of unreadable parts.
+        name: Requested name, which another run may have saved; empty for none.
     """
     here, tier, place = NodeCatalog(), tiers.memory, tiers.place
     elsewhere = other_names(place, name) if name and tiers.store_at is not None else {}

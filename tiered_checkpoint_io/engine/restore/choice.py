@@ -30,18 +30,18 @@ class Selector:
     """Request for a checkpoint to restore.
 
     Attributes:
-        kind: ``latest``: the newest of all that training can resume from; ``last``: the newest such that is called
-            "last", or if those are all weights alone, the newest of them; ``name``: the newest of one name;
+        kind: ``latest``: the newest checkpoint that training can resume from; ``last``: the newest resumable one that
+            is called "last", or if all of these are weights-only, the newest of them; ``name``: the newest of one name;
             ``best``: the one with the best monitored value.
         name: For ``name``.
-        monitor: For ``best``: which value.
-        mode: For ``best``: which end of it is the best.
-        step: For ``latest``: only checkpoints of this training step, if it is given.
-        also: For ``last``: names that count as such beside those that a callback called "last".
-        companion: If it is given, ``x.ckpt`` counts only together with ``x<companion>.ckpt`` of the same
-            step, which is never meant by itself.
+        monitor: For ``best``: name of the monitored value.
+        mode: For ``best``: "min" or "max".
+        step: For ``latest``: only checkpoints of this training step, if given.
+        also: For ``last``: further names that count as "last".
+        companion: If given, ``x.ckpt`` counts only together with ``x<companion>.ckpt`` of the same step, which does not
+            count by itself.
         folder: For ``latest``: only names in this folder, as :func:`ids.folder_of` gives it; None for any. Process
-            groups, or averaged weights, may be saved side by side: the newest of all may be another's.
+            groups, or averaged weights, may be saved in folders of their own.
     """
 
     kind: Literal["latest", "last", "name", "best"]
@@ -55,7 +55,7 @@ class Selector:
 
     @property
     def terms(self) -> str:
-        """Terms of a request beside the name, for messages: `` of step 5 in folder 'ema'``."""
+        """Further terms of a request, for messages: `` of step 5 in folder 'ema'``."""
         step = f" of step {self.step}" if self.step is not None else ""
         return f"{step} in folder {self.folder!r}" if self.folder not in (None, "", ONE_FOLDER) else step
 
@@ -82,7 +82,7 @@ class Selector:
         there = list(contents)
         wanted = [each for each in there if self.companion or self.takes(each)]
         if self.kind == "last" and not wanted:
-            # Weights alone, for an evaluation. Training on from them is refused, as by their name.
+            # Weights only, for an evaluation. Resuming from them is refused, as by their name.
             wanted = there
         latest = newest_first(each for each in wanted if self.step in (None, each.step))
         if self.kind != "best":
@@ -100,9 +100,9 @@ class Selector:
 class Held:
     """One part of a checkpoint in the memory of a node; ``content`` lists its files without their hashes.
 
-    ``commits`` tells if it is the coordinator's, ``owns`` if it is this node's own and no replica,
-    ``replicated`` if all parts of its save are in the memory of other nodes as well, ``committed`` if the
-    node knows that its save was on the durable tier.
+    ``commits`` is true for the coordinator's part, ``owns`` for a node's own part (no replica), ``replicated`` if all
+    parts of its save are in the memory of other nodes as well, ``committed`` if the node knows that its save was on the
+    durable tier.
     """
 
     name: str
@@ -201,14 +201,14 @@ def choose(
 ) -> list[Candidate]:
     """Returns the wanted complete checkpoints, in the order in which to try them.
 
-    One is complete if there is its manifest, or if all its parts are seen.
+    A checkpoint is complete if its manifest exists, or if all its parts are seen.
 
     Args:
         catalog: Contents of the tiers.
         selector: Request for a checkpoint.
-        accepts: The payload that is wanted: see :func:`refuse_other_kind` for the others. None for any.
-        own: The part that this rank needs, if it looks at its own node alone. For a checkpoint that is asked for by
-            name it suffices.
+        accepts: The wanted payload: see :func:`refuse_other_kind` for other payloads. None for any.
+        own: The part that this rank needs, if it looks only at its own node. This part suffices for a checkpoint that
+            is requested by name.
         replicas: True to count the mark that all parts are in the memory of other nodes, because they can be asked.
     """
     wanted = {target for alias, target in catalog.aliases.items() if selector.wants(alias)}
@@ -216,7 +216,7 @@ def choose(
         content.save_id: (name, content) for name, content in _durable_contents(catalog.manifests, selector, wanted)
     }
     parts: dict[str, list[tuple[str, Held]]] = {}
-    # A copy stands for its original, in whatever tier that is: it may be in memory.
+    # A copy counts as its original, in any tier: the original may be in memory.
     copied = {content.copy_of for _, content in on_durable.values() if content.copy_of}
     meant = set(on_durable)
     for node, held in catalog.memory.items():
@@ -266,8 +266,8 @@ def _candidate(parts: Sequence[tuple[str, Held]], durable: tuple[str, Content] |
     )
 
 
-#: Payloads that a search for a payload skips: local checkpoints are steps of memory beside others, each loaded by
-#: the rank that made it. A full and a sharded one in one place are one run's, which must not go back to the older one.
+#: Payloads that a search for a payload skips: local checkpoints are further steps in memory, each loaded by the rank
+#: that saved it. A full and a sharded one in one dirpath are one run's, which must not go back to the older one.
 _PASSED_OVER: Mapping[str, tuple[Kind, ...]] = {"sharded": ("local",), "local": ("full", "sharded")}
 
 _HOW_TO_LOAD: Mapping[Kind, str] = {
@@ -279,12 +279,12 @@ _HOW_TO_LOAD: Mapping[Kind, str] = {
 
 
 def refuse_other_kind(candidate: Candidate, accepts: Kind, dirpath: str, rejected: Mapping[str, str]) -> None:
-    """Refuses a checkpoint whose payload the caller can't load, rather than to go back to an older one.
+    """Refuses a checkpoint whose payload the caller can't load, instead of going back to an older one.
 
     ``rejected`` has the ids of saves that were tried before it, and the reasons against them.
 
     Raises:
-        RestoreError: It has another payload.
+        RestoreError: The checkpoint has another payload.
     """
     kind = candidate.content.kind
     if kind != accepts:

@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 _MOST_FOLDERS = 16
 
 
-class Elsewhere(Exception):  # noqa: N818 - no failure: it says where to look
+class Elsewhere(Exception):  # noqa: N818 - no failure: names the dirpath to use
     """Signal that the wanted checkpoint belongs to another dirpath; raised on all ranks."""
 
     def __init__(self, split: ids.Split) -> None:

@@ -42,7 +42,7 @@ class Found:
 
     @property
     def step(self) -> int:
-        """The training step; -1 if the checkpoint does not tell."""
+        """The training step; -1 if the checkpoint has none."""
         if self.content is not None:
             return self.content.step
         step = ids.step_in_name(self.name)
@@ -52,14 +52,14 @@ class Found:
 def why_nothing(
     tiers: Tiers, selector: Selector, accepts: Kind, rejected: Sequence[str], suspects: Iterable[str], rank: int
 ) -> RestoreError | CheckpointNotFoundError:
-    """Returns the error that says why nothing was found.
+    """Returns the error that explains why no checkpoint was found.
 
     Args:
         tiers: Tiers that were searched.
         selector: Request for a checkpoint.
         accepts: The payload that was wanted.
-        rejected: Copies that were tried, or could not be read, and why they were not taken.
-        suspects: Other parts in memory that can't be read, or were found corrupt earlier; one may be the wanted one.
+        rejected: Copies that were tried, or could not be read, and the reasons against them.
+        suspects: Other unreadable parts in memory, or parts found corrupt earlier; one may be of the wanted checkpoint.
         rank: Rank of this process, for the error.
     """
     what = "checkpoint" if accepts == "full" else f"{accepts} checkpoint"

@@ -1,14 +1,14 @@
 """Loading a local checkpoint: each rank the file of its shard, without any collective.
 
 A checkpoint is taken if it is known to be complete: it is committed on the durable tier, or this node's memory holds
-the parts of all its shards, or knows that all of them were replicated. The first rank that has an intact file of one
-publishes that save, see ``local_run``; all others take their files of that save: from their node's memory, else
-from a peer's, see ``local_peers``, else from the durable tier. If peers can be asked, a node that was not part of
-the job for a while may hold an old one: only ranks whose node has a part of the newest that all nodes together hold
-choose. If no peer can be asked, a checkpoint of memory alone is passed over if some rank's node lacks that rank's
-file: the ranks of one node may have saved it for replicas on others, or ranks may be on other nodes than they were. A
-checkpoint that several nodes hold in memory alone, without replicas, is loaded by its name: no node can see that it is
-complete, but a rank that lacks its part says so. Replicas that a node keeps for others count as parts that it holds.
+the parts of all its shards, or knows that all of them were replicated. The first rank that has an intact file of a
+complete checkpoint publishes its save, see ``local_run``; all others take their files of that save: from their node's
+memory, else from a peer's, see ``local_peers``, else from the durable tier. With peers, a node that was not part of the
+job for a while may hold an old checkpoint. So only ranks whose node has a part of the newest save that all nodes
+together hold may choose. Without peers, a memory-only checkpoint is skipped if some rank's node lacks that rank's file:
+the ranks of one node may have saved it for replicas on others, or ranks may have moved to other nodes. A memory-only
+checkpoint of several nodes without replicas is loaded by its name: no node can see that it is complete, but a rank that
+lacks its part says so. Replicas that a node keeps for others count as parts that it holds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LocalRestorer:
     def __init__(self, tiers: Tiers, role: ShardRole, peers: LocalPeers | None = None, *, alone: bool = False) -> None:
         """Takes the tiers, this rank's shard, and the peers that may have it; None if none load.
 
-        ``alone`` says that no other rank takes part in the load.
+        ``alone`` is true if no other rank takes part in the load.
         """
         self._alone = alone
         # Each rank looks by itself: all have to look at one dirpath.
@@ -82,7 +82,7 @@ class LocalRestorer:
 
     # ------------------------------------------------------------------------------------ choosing
     def _choose(self, search: Search, listed: list[Held], *, has_some: bool) -> FetchedPart:
-        """The first rank to have found an intact file of its own chooses; all others take theirs of the same save."""
+        """Chooses a save: the first rank with an intact file chooses; all others take their files of the same save."""
         run, load = current_run(), self._load
         chosen = run.chosen(load)
         if chosen is None and self._peers is not None:
@@ -92,7 +92,7 @@ class LocalRestorer:
                 listed[:] = [replace(each, replicated=each.replicated or _is(each, newest)) for each in listed]
                 has_some = has_some and (newest is None or any(_is(each, newest) for each in listed))
             if not has_some:
-                # This node may have lost parts that others still have, or be back with old ones.
+                # This node may have lost parts that other nodes still have, or have only old parts.
                 chosen = self._peers.await_choice(load, lambda: run.chosen(load))
         if chosen is None:
             mine = search.run(lambda candidate: self._try(candidate, search))

@@ -36,7 +36,7 @@ class Peers:
         """Asks nothing yet.
 
         Args:
-            tiers: Gives the clock and the log.
+            tiers: Tiers with the clock and the log.
             candidate: The save.
             endpoints: Endpoint that serves each node's memory.
             node: This node.

@@ -170,7 +170,7 @@ class NodeFetcher:
         """Returns the file from the durable tier, in this node's memory or spill, or else a temporary file."""
         assert candidate.durable is not None
         store = self.tiers.store()
-        # In a checkpoint of several parts, the index and the description of one part tell it.
+        # For a checkpoint of several parts, the index and the description of one part are read.
         files = files_of(store, candidate.durable).of_rank(self._rank or 0)
         if len(files) != 1:
             whose = "" if self._rank is None else f" of shard {self._rank}"
@@ -244,12 +244,12 @@ class NodeFetcher:
         return restored
 
     def retain(self, fetched: FetchedPart) -> None:
-        """Removes checkpoints that earlier loads have brought to this node, beyond its limit; never raises."""
+        """Removes checkpoints that earlier loads have copied to this node, beyond its limit; never raises."""
         try:
             if fetched.part.save_id:
                 retain_loaded(self.tiers.memory, fetched.part, self.tiers.config.memory_keep_last)
         except Exception as error:
-            # This checkpoint is loaded all the same.
+            # The load does not fail because of this.
             self.tiers.log.warning("earlier checkpoints that were loaded stay in memory: %s", error)
 
     def report(self, restored: Restored) -> None:

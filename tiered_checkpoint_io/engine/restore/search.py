@@ -1,9 +1,8 @@
 """The search for a checkpoint to load: one loop for every payload, and one place for its errors.
 
 Only rank 0 asks the durable tier what is there, and chooses; the lowest rank of each node lists the node's
-memory for it. All ranks then try the same candidate, and go on to the next one if it is not intact on any node. An
-error of one rank is carried to the next exchange and raised there on each rank, so that none waits for one that has
-left.
+memory for it. All ranks then try the same candidate, and the next one if no node has it intact. An error of one rank is
+carried to the next exchange and raised there on each rank, so that no rank waits for a failed one.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Attempt(Generic[_T]):
 
 
 class _Turn(NamedTuple):
-    """Next candidate, as rank 0 tells the other ranks; without one, the reason."""
+    """Next candidate, as rank 0 sends it to the other ranks; without one, the reason."""
 
     candidate: Candidate | None = None
     rejected: Sequence[str] = ()
@@ -170,7 +169,7 @@ class Search:
         nodes = self._memory.values()
         raise_first(each.error for each in nodes)
         if self.selector.kind != "name":
-            # A newer release's part may be the newest of all; no rank here can tell.
+            # A newer release's part may be the newest of all; this release can't read it.
             raise_first(each.newer for each in nodes)
 
     @property
@@ -187,15 +186,15 @@ class Search:
         """Tries one candidate after the other; every rank calls this, after :meth:`look`.
 
         Args:
-            attempt: Called on all ranks with the same candidate; None if it is not intact on some node.
+            attempt: Called on all ranks with the same candidate; None if some node has no intact copy.
 
         Returns:
             Result of ``attempt``; None if nothing is left to try: see :attr:`nothing`.
 
         Raises:
             RestoreError: The wanted checkpoint has another payload.
-            Elsewhere: It is another dirpath's: see :func:`at_its_place`.
-            StoreError: The durable tier could not be asked, and memory does not suffice.
+            Elsewhere: The checkpoint is another dirpath's: see :func:`at_its_place`.
+            StoreError: The durable tier does not answer, and memory does not suffice.
             CorruptCheckpointError: A newer release wrote a checkpoint that may be the right one.
         """
         with contextlib.closing(self._candidates()) as candidates:
@@ -310,8 +309,8 @@ class Search:
             self.selector = catalog.in_one_folder(self.selector, self._accepts, self._tiers.dirpath)
             options = self._untried(catalog)
             if known.error is not None:
-                # Training must go on while S3 is away, if memory can carry it; but no rank may start from scratch
-                # because S3 did not answer. Without good credentials, S3 tells as little.
+                # If S3 does not answer, training must resume from memory, if all nodes can; it must not start from
+                # scratch. Bad credentials count as no answer.
                 is_silent = known.error.retryable or known.error.reason == "credentials"
                 if not options or not is_silent:
                     raise known.error
@@ -378,7 +377,7 @@ class Search:
                 here = self._untried(self._catalog())
                 if here and not question.within(bound, self._said("resuming from node memory")):
                     yield DurableCatalog(error=question.silence(where, bound))
-                # A store's own error tells more; a folder of a file server's that is gone never gives one.
+                # A store's own error says more; a missing folder of a file server never gives one.
                 longer = timing.retry_deadline_s + 2 * timing.s3_read_s
                 ends = question.within(longer, self._said("node memory has no checkpoint that serves; giving up"))
                 known = question.result() if ends else DurableCatalog(error=question.silence(where, longer))

@@ -51,7 +51,7 @@ class ShardFiles:
             tiers: This node's memory, and the durable tier.
             candidate: The save.
             readers: Number of ranks of this node that read, and share the requests that may be in flight.
-            peers: Parts of it in the memory of other nodes; closed with this.
+            peers: Parts of the save in the memory of other nodes; closed with this object.
         """
         self._tiers = tiers
         self._content = candidate.durable
@@ -163,16 +163,15 @@ class ShardFiles:
         )
 
     def begin(self, basename: str, spans: Iterable[Span]) -> tuple[FileEntry, int]:
-        """Prepares to :meth:`fill` targets of a file by and by; ``(offset, length)`` spans are all that will be needed.
+        """Prepares to :meth:`fill` targets of a file in several calls, within the ``(offset, length)`` spans.
 
         Chunks that other ranks of this node read too are fetched now, by all of these ranks at once.
 
         Returns:
-            The file, and how many of its chunks :meth:`fill` reads at once. It reads none twice if each time it is
-            given all targets of a chunk.
+            The file, and how many of its chunks :meth:`fill` reads at once. Each chunk is read once if each call has
+            all targets of its chunks.
 
-        Raises:
-            As :meth:`ensure`.
+        Raises: Errors of :meth:`ensure`.
         """
         if basename in self._held:
             return self._held[basename].entry, default_threads()

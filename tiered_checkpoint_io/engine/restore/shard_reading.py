@@ -31,12 +31,11 @@ class OpenShards(Found):
     """A sharded checkpoint that all ranks have agreed on; held on this node until it is closed.
 
     Attributes:
-        small: ``.metadata`` until it is parsed, and the other files beside the shards, by name; verified where they
-            can be.
-        files: The bytes that it names; None if they are not read piece by piece.
-        scattered: True if its bytes lie in the memory of several nodes.
-        shared: True if it comes from the durable tier, and several ranks of a node read it.
-        is_durable: True if it is known to be on the durable tier, from whatever tier its bytes come.
+        small: ``.metadata`` until it is parsed, and the other small files, by name; verified if they have hashes.
+        files: The shards' bytes; None if they are not read piece by piece.
+        scattered: True if its bytes are in the memory of several nodes.
+        shared: True if it is read from the durable tier, by several ranks of a node.
+        is_durable: True if it is known to be on the durable tier; its bytes may come from memory.
     """
 
     small: dict[str, bytes | memoryview] = field(default_factory=dict)
@@ -99,7 +98,7 @@ def _open(tiers: Tiers, selector: Selector, group: Group, rejected: Mapping[str,
 
 
 def share_reads(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]) -> None:
-    """Tells the ranks of each node which chunks of the durable tier several of them read.
+    """Agrees with the ranks of each node on the chunks of the durable tier that several of them read.
 
     Every rank calls this, in :meth:`Group.failing_together`.
 
@@ -118,12 +117,12 @@ def share_reads(group: Group, files: ShardFiles, spans: Mapping[str, list[Span]]
 
 
 def _try(tiers: Tiers, candidate: Candidate, search: Search) -> OpenShards | None:
-    """Opens a candidate on all ranks; None if no rank has the files beside its shards intact."""
+    """Opens a candidate on all ranks; None if no rank has its small files intact."""
     scattered = candidate.in_memory and len(set(search.nodes)) > 1
     peers = search.peers(candidate) if scattered else None
     if candidate.in_memory:
         restore_owners(tiers, candidate, search.nodes, search.group.rank, peers)
-        # All ranks of a node find there the files that one of them has brought.
+        # One rank of each node has restored the files; now all its ranks see them.
         search.group.all_gather(None)
     readers_here = search.nodes.count(search.group.node)
     files = search.together(lambda: ShardFiles(tiers, candidate, readers=readers_here, peers=peers), ShardFiles.close)
@@ -159,7 +158,7 @@ def _try(tiers: Tiers, candidate: Candidate, search: Search) -> OpenShards | Non
 
 
 def _small(files: ShardFiles, tier: Tier) -> dict[str, bytes]:
-    """Returns the files beside the shards, which every rank needs; verified."""
+    """Returns the small files that every rank needs; verified."""
     if tier == "memory":
         held = {name: entry.size for name, entry in files.held.items() if _is_small(name)}
         found = {name: files.verified(name, [(0, size)])[:size] for name, size in held.items()}

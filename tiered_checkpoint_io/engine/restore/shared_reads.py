@@ -149,7 +149,7 @@ class FetchedFile:
         self._write = writer_to(self._descriptor)
 
     def ensure(self, spans: Iterable[Span]) -> None:
-        """Has the chunks that ``(offset, length)`` spans lie in on this node, verified.
+        """Fetches the chunks of ``(offset, length)`` spans to this node, verified.
 
         Raises:
             CorruptCheckpointError: A chunk differs from its hash, or the object is short.
@@ -165,7 +165,7 @@ class FetchedFile:
             # Chunks that others were fetching are here by now, or theirs to finish, or ours if they died.
             missing, now = self._missing(missing), self._clock.monotonic()
             if deadline == math.inf or len(missing) < before:
-                # This rank's own fetches are no wait, and as long as chunks arrive, others are alive.
+                # This rank's own fetches are no wait. If chunks arrive, the other ranks are alive.
                 deadline = now + self._timeout_s
             if missing and now > deadline:
                 raise RestoreError(
@@ -180,7 +180,7 @@ class FetchedFile:
     def fill(self, targets: Sequence[Target], *, alone: Callable[[int], bool]) -> None:
         """Fills targets, see :mod:`targets`; chunks that only this rank reads are named by ``alone``, and not kept.
 
-        Raises as :meth:`ensure`; the targets then hold anything.
+        Raises errors of :meth:`ensure`; the targets then have undefined content.
         """
         wanted = by_chunk(self.entry, targets)
         self.ensure_shared(wanted, alone=alone)

@@ -1,7 +1,7 @@
 """Bytes of a file, read straight to their targets: each chunk is read once, in pieces, and hashed while in cache.
 
-A *target* is ``(offset in the file, buffer)``. It has its bytes before the chunk's hash is known: if that differs,
-the targets hold anything, and have to be filled from another source, or the restore fails.
+A *target* is ``(offset in the file, buffer)``. A target gets its bytes before the chunk's hash is known: if the hash
+differs, the targets have undefined content, and are filled from another source, or the restore fails.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def pieces_of(offset: int, length: int, targets: Sequence[Target]) -> list[Piece
 def read_chunk(entry: FileEntry, index: int, descriptor: int, targets: Sequence[Target], *, where: str | None) -> None:
     """Reads the targets' part of a chunk of a file in memory, and verifies the chunk as it arrives.
 
-    By reads, not from a mapping: to touch its pages, and to end it, would take a third of the time of the whole.
+    The file is read, not mapped: page faults and the end of the mapping would take a third of the time.
 
     Args:
         entry: The file.

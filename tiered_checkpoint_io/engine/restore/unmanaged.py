@@ -57,7 +57,7 @@ def plain_checkpoints(entries: Iterable[str]) -> list[str]:
 
 
 def warn_of_later(log: Logger, dirpath: str, latest: Found, entries: Iterable[str]) -> None:
-    """Warns if a name tells a later step of a Lightning checkpoint than the one that was loaded as the latest."""
+    """Warns if a Lightning checkpoint's name has a later step than the one that was loaded as the latest."""
     steps = {name: ids.step_in_name(name) for name in plain_checkpoints(entries)}
     later = next((name for name, step in steps.items() if step is not None and step > latest.step), None)
     if later is not None:

@@ -1,10 +1,10 @@
 """Saving a checkpoint whose ranks agree: one coordinates, and each puts its part into memory.
 
-The coordinator issues the :class:`SaveFacts`, which reach the other ranks by whatever carries the plan of the save.
-Each rank then captures its own file. The coordinator's part, with ``.metadata``, is sealed once every rank has
-reported that it has captured its own; without it the other parts make no checkpoint.
+The coordinator issues the :class:`SaveFacts`, which reach the other ranks together with the plan of the save. Each rank
+then captures its own file. The coordinator's part, with ``.metadata``, is sealed once every rank has reported that it
+has captured its own; without that part, the others make no checkpoint.
 
-A part is sealed with its save, or in the background: the ranks then go on as soon as all have captured. A checkpoint
+A part is sealed with its save, or in the background: the ranks then continue as soon as all have captured. A checkpoint
 counts as complete, so that older ones may be removed from memory, once all ranks have come to the next save without a
 failure.
 """
@@ -54,7 +54,7 @@ class CoordinatedSaver:
     """Saves one process' parts of checkpoints that several ranks save together.
 
     Attributes:
-        overlap: Captures that may go on when a save has returned; None if all end before.
+        overlap: Captures that may continue after a save has returned; None if all end before.
     """
 
     def __init__(self, session: Session, *, one_series: bool = False) -> None:
@@ -99,7 +99,7 @@ class CoordinatedSaver:
 
     def fail(self, error: Exception) -> NoReturn:
         """Raises the error of :meth:`begin`; by this error, other ranks may learn that the last save failed."""
-        # This rank does not learn if all ranks have sealed that save.
+        # This rank does not learn if all ranks have sealed the earlier save.
         self._finished = None
         raise error
 
@@ -212,7 +212,7 @@ class CoordinatedSaver:
             )
         part, facts = captured.part, captured.part.facts
         if not in_memory:
-            # A save of memory alone; the rank that has no room for it has said so.
+            # A memory-only save; the rank without room for it has warned.
             part.give_back()
             return
         beside = {facts.name_beside(extra[0]): extra[1]} if extra is not None else {}
@@ -221,7 +221,7 @@ class CoordinatedSaver:
             with self._lock:
                 self._captured = captured
             self._finished = facts
-            # If a rank fails to seal its part now, that rank alone knows.
+            # If a rank fails to seal its part now, only that rank knows.
             self._incomplete = None
             return
         try:
@@ -253,7 +253,7 @@ class CoordinatedSaver:
         background: bool = False,
         overlapped: Overlapped | None = None,
     ) -> bool:
-        """Captures this rank's items. When this returns, later changes of them are not in the checkpoint.
+        """Captures this rank's items; later changes to them are not in the checkpoint.
 
         The part is sealed as well, except the coordinator's, which :meth:`finish` seals, and parts that
         :meth:`seal_in_background` seals.
@@ -261,13 +261,13 @@ class CoordinatedSaver:
         Args:
             facts: Facts from the coordinator.
             rank: This rank, in the group that saves.
-            image: The file that it contributes, planned; None if there is nothing.
+            image: The rank's planned file; None if it has none.
             threads: Number of threads that copy.
             background: True if the part is hashed and sealed by :meth:`seal_in_background`.
             overlapped: The overlapped capture in progress, if any.
 
         Returns:
-            True if this node has it. Without room for a save of memory alone, that is skipped, with one warning.
+            True if this node has it. Without room, a memory-only save is skipped, with one warning.
 
         Raises:
             SaveError: Neither memory nor the spill has room for a durable save.
@@ -281,7 +281,7 @@ class CoordinatedSaver:
             self._session.background.lost.add(facts.name)
         part = PartSave(self._session, facts, rank, image, threads, overlapped=overlapped)
         keep = max(1, self._session.config.memory_keep_last - 1)
-        # This save adds one; memory keeps two at least, because this save may fail.
+        # This save adds one checkpoint; memory keeps at least two, because this save may fail.
         size = image.size if image is not None else 0
         evidence = Evidence(facts.completed, frozenset(facts.lacking))
         part.retain(self._session.open().tier.parts(), keep, evidence, size=size)
@@ -330,7 +330,7 @@ class CoordinatedSaver:
         self.overlap, self._why_eager = None, FOUND_CHANGED
 
     def give_up(self) -> None:
-        """Frees the remains of an unfinished save: some other rank failed, and DCP has told all ranks."""
+        """Frees the remains of an unfinished save: another rank failed, and DCP has raised on all ranks."""
         with self._lock:
             captured, self._captured = self._captured, None
         if captured is not None:

@@ -1,8 +1,8 @@
-"""The facts of a save: what all its ranks have to agree on before they write.
+"""The facts of a save, on which all its ranks agree before they write.
 
-There are three ways to obtain them: *alone*, where one rank has the whole state; *coordinated*, where one rank issues
-them and they reach the others with DCP's plan; *uncoordinated*, where each rank derives them from the run's id and the
-step. From then on a save is carried out in one way: see :mod:`tiered_checkpoint_io.engine.save.part`.
+There are three ways to obtain them: *alone*, if one rank has the whole state; *coordinated*, if one rank issues them
+and they reach the others with DCP's plan; *uncoordinated*, if each rank derives them from the run's id and the step.
+All else is the same for each save: see :mod:`tiered_checkpoint_io.engine.save.part`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class SaveFacts:
 
     def scope(self, rank: int, place: Place) -> Scope:
         """Returns the scope of retention in memory for a rank's part."""
-        # Saves that other ranks make alone have ids of other runs; this rank does not remove them.
+        # Full saves of other ranks have ids of other runs; this rank does not remove them.
         alone = self.payload == "full"
         return Scope(
             self.save_id, rank, self.payload, place.dirpath, self.series, own_rank_only=alone, server=place.server
@@ -153,9 +153,9 @@ def arrived() -> SaveFacts | None:
     """Returns the facts that this thread has received since :func:`expect_facts`.
 
     With ``enable_plan_caching``, DCP's planner receives the coordinator's new plan, facts and all, finds it empty,
-    and hands the writer the plan of an earlier save in its place. Counting saves on each rank would agree only until
-    one of them misses a save, and could not tell whether *this* save goes to the durable tier. But the facts did
-    reach every rank, in the thread that saves: so they are noted when they are unpickled.
+    and hands the writer the plan of an earlier save instead. Counting saves on each rank would agree only until one of
+    them misses a save, and would not show whether *this* save goes to the durable tier. But the facts did reach every
+    rank, in the thread that saves: so unpickling notes them.
     """
     facts: SaveFacts | None = getattr(_arrivals, "facts", None)
     return facts
@@ -167,7 +167,7 @@ def agreed(facts: object, located: ids.Located, dirpath: str, rank: int) -> Save
     Args:
         facts: Facts that have reached this rank.
         located: Checkpoint that this rank saves.
-        dirpath: Its durable tier; empty if it names none.
+        dirpath: Its durable tier; empty if the path names none.
         rank: This rank.
 
     Raises:
@@ -226,10 +226,9 @@ def alone(
 def may_be_taken(session: Session, name: str, step: int, *, durable: bool) -> bool:
     """Returns True if another save, of any run, may have a name: then each save's small files get their own names.
 
-    A look at the durable tier is not enough: a part that an earlier run left on another node may be
-    uploaded at any time. A name that tells the step of its save counts as free all the same, so that others find the
-    files by the names that they know; if a run saves the step of an earlier one again, which another node uploads
-    meanwhile, one of the two is refused.
+    A look at the durable tier is not enough: a part that an earlier run left on another node may be uploaded at any
+    time. Yet a name that contains its step counts as free, so that other tools find the files by their usual names. If
+    a run saves the step of an earlier run again, which another node uploads meanwhile, one of the two is refused.
 
     Args:
         session: Both tiers.
@@ -242,7 +241,7 @@ def may_be_taken(session: Session, name: str, step: int, *, durable: bool) -> bo
     if any(each.part.name == name and each.part.place == session.place for each in session.open().tier.held()):
         return True
     if not durable:
-        # A save of memory alone asks nothing; it may be flushed later.
+        # A memory-only save asks nothing; it may be flushed later.
         return session.known.may_be_durable(name)
     try:
         return name in session.known.all(session.config.support.durable_timeout_s)
@@ -262,7 +261,7 @@ def check_attempt() -> None:
     """Checks that a rank which saves nothing itself was not left behind by those that do.
 
     Raises:
-        LeftBehindError: It was left behind.
+        LeftBehindError: This rank was left behind.
     """
     try:
         _ = current_run().attempt

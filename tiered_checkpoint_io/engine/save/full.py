@@ -1,7 +1,6 @@
 """Saving a full checkpoint: one rank has the whole state.
 
-The state is captured before a save returns; or, if :mod:`overlap` allows that, on a background task while training
-goes on.
+The state is captured before a save returns; or, if :mod:`overlap` allows that, on a background task during training.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class FullSaver:
     """Saves full checkpoints of one process.
 
     Attributes:
-        overlap: Captures that may go on when a save has returned; None if all end before.
+        overlap: Captures that may continue after a save has returned; None if all end before.
     """
 
     def __init__(self, session: Session) -> None:
@@ -49,13 +48,13 @@ class FullSaver:
         metric: tuple[str, float] | None,
         resumable: bool,
     ) -> SaveReport | None:
-        """As :meth:`Checkpointer.save`."""
+        """Saves a state: see :meth:`Checkpointer.save`."""
         session, started = self._session, self._session.clock.monotonic()
         with session.turn.taken(name):
             try:
                 self.show()
             except DrainError as error:
-                # This save can't wait any longer for background work that has not ended in time.
+                # The background work has exceeded its bound: this save can't wait longer.
                 self._failed(name, position(state, name)[0], error)
                 return None
             # A save whose rest is left to the background looks there, if it comes so far: see :meth:`_complete`.

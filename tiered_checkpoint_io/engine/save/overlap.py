@@ -1,9 +1,9 @@
 """Overlapped capture: tensors that only optimizers change are copied while the next forward and backward run.
 
-The trainer says which tensors these are, and waits before an optimizer's step: see :meth:`Overlap.wait`. That wait is
-the guarantee. All other bytes are copied before the save returns. Once all is copied, *witnesses* are looked at:
-version counters, addresses, and a few bytes of some tensors. None proves that nothing has changed, but one that
-shows a change fails this save, and later ones are eager: a checkpoint never mixes two steps.
+The trainer names these tensors, and waits before an optimizer's step: see :meth:`Overlap.wait`. This wait is the
+guarantee. All other bytes are copied before the save returns. After the copy, *witnesses* are compared: version
+counters, addresses, and a few bytes of some tensors. They cannot prove that no tensor has changed. But if a witness
+shows a change, this save fails, and later ones are eager: a checkpoint never mixes two steps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SLOW = "see whether the node is out of memory or of processor time; or use stag
 #: A sparse tensor, for one, has no memory of its own.
 _UNCOMMON = "it holds what can't be copied as it is: {}"
 _NO_ROOM = "the GPU has no room for the copies that an overlapped save makes there"
-#: If more than this part of a file is not the optimizers' alone, an eager copy into a slot is faster.
+#: If a larger share of a file belongs to more than the optimizers, an eager copy into a slot is faster.
 _MOST_EAGER = 1 / 3
 #: Number of tensors, and of bytes of each, that are compared with the capture.
 _SAMPLES, _SAMPLE_BYTES = 4, 64
@@ -61,19 +61,19 @@ class ChangedError(SaveError):
 
 @dataclass(slots=True)
 class Overlapped:
-    """One capture that goes on when the save has returned.
+    """One capture that continues after the save has returned.
 
     Attributes:
-        tensors: Tensors that only the optimizers change, and this save leaves in place; all else is copied already.
+        tensors: Tensors that only the optimizers change; the save returns before their copy.
         addresses: Their addresses.
         sharded: The sharded tensors among those that the optimizers hold, which have version counters of their own.
-        copies: For a full checkpoint, copies of all else, by the storage that was copied.
-        copied: Set once nothing of the live state is needed any more.
-        wanted: Set once training waits for that.
+        copies: For a full checkpoint, copies of all other storages, by the storage that was copied.
+        copied: Set once the live state is no longer needed.
+        wanted: Set once training waits for ``copied``.
         size: Bytes of the state, of a sharded one.
         stall_s: Time for which the save's caller waited, seconds.
         made: Report that the caller got about the save.
-        is_late: True if training has gone on before the copy was done.
+        is_late: True if training continued before the copy was done.
         is_checked: True if :data:`CHECK` is set.
     """
 
@@ -153,7 +153,7 @@ class Overlapped:
     def hashes_later(self) -> bool:
         """True if the state is hashed after the copy: a GPU copies many times as fast as a core hashes.
 
-        On the CPU, bytes are hashed right after their copy, in the cache, which costs the training beside it less.
+        On the CPU, bytes are hashed right after their copy, in the cache, which slows training less.
         """
         return bool(self._ready)
 
@@ -249,7 +249,7 @@ class Overlap:
         return overlapped.with_copies(image), overlapped
 
     def begin_state(self, state: dict[str, Any]) -> tuple[dict[str, Any], Overlapped] | None:
-        """As :meth:`begin`, of a state that is planned in the background: dictionaries and lists of anything."""
+        """Begins as :meth:`begin` does, of a state that is planned in the background: dictionaries and lists."""
         overlapped = self._left_for_later()
         if overlapped is None:
             return None
@@ -300,9 +300,9 @@ class Overlap:
         say_eager(self._session, "much of the state is changed by others than the optimizers")
 
     def wait(self) -> None:
-        """Waits until nothing of the live state is needed any more: to be called before it may change.
+        """Waits until the live state is no longer needed; call this before the state may change.
 
-        If that takes longer than ``wait_timeout_s``, training goes on, and the save fails.
+        If the wait takes longer than ``wait_timeout_s``, training continues, and the save fails.
 
         Raises:
             SaveError: The wait takes longer, and ``on_save_error`` is ``raise``.

@@ -75,11 +75,11 @@ class PartSave:
         self.session.open().capturer.retain(held, scope, keep, evidence, size=size)
 
     def capture(self, *, retained: tuple[str, ...] = (), hashed: bool = True) -> None:
-        """Copies the state. When this returns, later changes to the tensors do not affect the checkpoint.
+        """Copies the state; later changes to the tensors do not affect the checkpoint.
 
         Args:
             retained: Ids of saves that must not make room for it.
-            hashed: True if it is hashed while it is copied, and not by :meth:`seal`.
+            hashed: True if the state is hashed during the copy, and not by :meth:`seal`.
 
         Raises:
             MemoryFullError: Neither memory nor the spill has room; the save is of memory alone.
@@ -125,7 +125,7 @@ class PartSave:
         self.capture_s += session.clock.monotonic() - began
 
     def fill_beside(self, overlapped: Overlapped) -> None:
-        """As :meth:`fill`, on a background task; raises ``ChangedError`` if the state is not what it was."""
+        """Does :meth:`fill` on a background task; raises ``ChangedError`` if the state has changed."""
         # The training has the cores.
         self.threads = 1
         with overlapped.on_side_streams():
@@ -206,11 +206,11 @@ class PartSave:
         """Waits until the drain's upload is on the durable tier; for ``is_hopeless`` see :meth:`DrainHandle.wait`.
 
         Returns:
-            True if it has; not if nothing moves for ``pending_timeout_s``, or the job has to end.
+            True if it is there; False if the drain makes no progress for ``pending_timeout_s``, or the job has to end.
 
         Raises:
-            SaveError: It does not get there; or nothing moves or it was left out, and ``on_save_error`` is ``raise``.
-            DrainError: It is not there within ``wait_timeout_s``, or it is hopeless.
+            SaveError: The upload failed; or it makes no progress or was skipped, and ``on_save_error`` is ``raise``.
+            DrainError: The upload is not done within ``wait_timeout_s``, or hopeless.
         """
         drain, config, facts = self.session.open().drain, self.session.config, self.facts
         timeout_s, moving_s = config.support.wait_timeout_s, config.support.pending_timeout_s
@@ -267,7 +267,7 @@ class PartSave:
             queued=report.queued,
         )
         log = session.log.at_step(facts.step)
-        # One part speaks for the save; steps of memory alone are too many.
+        # One part counts for the save; memory-only steps are too many.
         say = log.info if facts.durable and self.rank == facts.coordinator else log.debug
         say(report.line(session.dirpath, self.facts.label(self.rank)))
         return report

@@ -1,8 +1,8 @@
-"""Room for a save: in the queues for the durable tier, in node memory and in the spill; and the logs about want of it.
+"""Room for a save: in the queues for the durable tier, in node memory and in the spill; and the logs about it.
 
 A save is queued for the durable tier if the queue of each of its nodes has room for one more. A coordinator sees only
-the queue of its own node. So each other rank of a coordinated save looks at that of its own node, and votes; DCP brings
-the votes to the coordinator beside the ranks' plans.
+the queue of its own node. So each other rank of a coordinated save looks at its own node's queue, and votes; the votes
+reach the coordinator with the ranks' DCP plans.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.model import ids
 
-#: Votes that this thread has unpickled; as :func:`facts.arrived` tells, plans may be replaced.
+#: Votes that this thread has unpickled; plans may be replaced: see :func:`facts.arrived`.
 _arrivals = threading.local()
 
 
@@ -76,10 +76,10 @@ def vote(session: Session, *, durable: bool) -> Vote | None:
 def admit(
     session: Session, facts: SaveFacts, held: Collection[StoredPart] = (), votes: Collection[Vote] = ()
 ) -> SaveFacts:
-    """Returns the same facts, for memory alone if too many saves wait for the durable tier already.
+    """Returns the same facts; for memory only, if too many saves wait for the durable tier already.
 
-    Waits for room on the way to the durable tier. The last save of a training, or of a
-    preempted job, neither waits for that nor is skipped: no save follows it.
+    Waits for room in the queue. The last save of a training, or of a preempted job, neither waits nor is skipped: no
+    save follows it.
 
     Args:
         session: Both tiers.
@@ -89,7 +89,7 @@ def admit(
     """
     if not facts.durable:
         return facts
-    # Whatever becomes of it: who saves first and then deletes may delete what it was to replace.
+    # Noted even if this save fails: a delete that follows may delete the checkpoint that this save should replace.
     session.followed = facts.save_id
     _give_up(session, {each.given_up for each in votes})
     if _is_last(session) or (all(each.free for each in votes) and _has_room(session, facts, held)):
@@ -113,10 +113,10 @@ def why_left_out(session: Session, facts: SaveFacts) -> str | None:
 
 @contextlib.contextmanager
 def needing_room(session: Session, facts: SaveFacts) -> Iterator[None]:
-    """Fails a durable save if the block finds no room.
+    """Fails a durable save if the block has no room.
 
     Raises:
-        MemoryFullError: The save is of memory alone, and is skipped.
+        MemoryFullError: The save is memory-only, and is skipped.
         SaveError: The save is durable.
     """
     try:
@@ -157,7 +157,7 @@ def warn_spilled(session: Session, size: int) -> None:
 
 
 def skip(session: Session, facts: SaveFacts, reason: Exception) -> None:
-    """Counts a save of memory alone for which there is no room, with one warning."""
+    """Counts a memory-only save for which there is no room, with one warning."""
     if not facts.left_out:
         # Otherwise it was counted when it was left out of the durable tier.
         session.counts["skipped"] += 1
@@ -170,7 +170,7 @@ def skip(session: Session, facts: SaveFacts, reason: Exception) -> None:
 
 @contextlib.contextmanager
 def last_saves(session: Session) -> Iterator[None]:
-    """While the block runs, saves are the last ones of a training."""
+    """Marks saves within the block as the last ones of a training."""
     session.is_last = True
     try:
         yield

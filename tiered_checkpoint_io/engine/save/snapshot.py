@@ -1,8 +1,8 @@
 """A sharded state as it is now: the part that an overlapped capture leaves live, and the part that is copied at once.
 
 DCP looks into mappings and lists, and pickles all else when it writes, which is later. So everything that training may
-change in place by then is copied: each tensor that is not the optimizers' alone, and each object that is not known to
-stay as it is.
+change in place by then is copied: each tensor that not only the optimizers hold, and each object that is not known to
+be immutable.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Snapshot:
 
         Args:
             state: Dictionaries and lists of anything.
-            find_others: Tells which of its tensors are to be copied; see :meth:`Overlapped.find_others`.
+            find_others: Finds the tensors to copy; see :meth:`Overlapped.find_others`.
 
         Raises:
             UncopiedError: An object can't be copied.

@@ -41,12 +41,12 @@ class Spans:
         return int((self._ends - self._begins).sum())
 
     def cover(self, begins: Integers, ends: Integers) -> Mask:
-        """Tells, for each other span, whether the set has all its bytes; False for one that begins outside."""
+        """Returns for each given span whether the set has all its bytes; False for one that begins outside."""
         at = np.searchsorted(self._begins, begins, "right") - 1
         return (at >= 0) & (ends <= self._ends[at]) if len(self._ends) else at >= 0
 
     def meet(self, begins: Integers, ends: Integers) -> Mask:
-        """Tells, for each other span, whether the set has any of its bytes."""
+        """Returns for each given span whether the set has any of its bytes."""
         at = np.searchsorted(self._begins, ends) - 1
         return (at >= 0) & (begins < self._ends[at]) if len(self._ends) else at >= 0
 

@@ -1,6 +1,6 @@
 """Saving a local checkpoint: each rank its own state, as one file, without asking any other rank.
 
-``local_run`` tells how the ranks' save ids agree. On the durable tier the checkpoint exists once the parts of all
+``local_run`` explains how the ranks' save ids agree. On the durable tier the checkpoint exists once the parts of all
 shards are there.
 """
 
@@ -74,22 +74,22 @@ def save_local(
     Args:
         session: Both tiers.
         surface: Raises failures of earlier saves, which stop this one. It is called here, as ``planned`` is, so that
-            the other ranks hear of a failure: they then remove nothing for this save.
+            the other ranks learn of a failure: they then remove nothing for this save.
         planned: Plans the state's file.
         role: Shard of this rank.
         name: The checkpoint's name.
         step: The training step; -1 if it is not known.
-        repeat: See :func:`count_save`, which is called first of all, on ranks that do not save as well.
+        repeat: See :func:`count_save`, which is called first, also on ranks that do not save.
         durable: True to save it to the durable tier, if there is room on the way.
         wait: True to return, on all ranks, only when the checkpoint is committed there; see :meth:`PartSave.wait`.
         threads: Number of threads that copy.
 
     Returns:
-        None if it is of memory alone and was skipped, because there is no room for it.
+        None if a memory-only save was skipped for want of room.
 
     Raises:
-        SaveError: Neither memory nor the spill has room for a durable save; or the save did not reach the durable tier
-            while we waited, then on all ranks that wait.
+        SaveError: Neither memory nor the spill has room for a durable save; or, on all ranks that wait, the save did
+            not reach the durable tier.
         ConfigError: The run's id could not be learnt; or another live run writes to the same dirpath.
         Exception: Errors of ``surface`` or ``planned``.
     """
@@ -132,7 +132,7 @@ def save_local(
 def _look(
     session: Session, surface: Callable[[], None], role: ShardRole, *, durable: bool
 ) -> tuple[Collection[StoredPart], Exception | None]:
-    """Returns the parts in this node's memory, and this rank's error, to be raised once the others are told."""
+    """Returns the parts in this node's memory, and this rank's error, to be raised once the other ranks know of it."""
     held: Collection[StoredPart] = ()
     try:
         # First: the id of a run follows from the saves that are here.
@@ -152,7 +152,7 @@ def _answered(session: Session, ask: Callable[[], _T]) -> _T:
     """Returns the result of ``ask``; if the store of torch.distributed fails, asks again for ``pending_timeout_s``.
 
     Raises:
-        ConfigError: It has not answered for so long; at once if this rank was left behind.
+        ConfigError: The store has not answered for so long; at once if this rank was left behind.
     """
     clock, began, is_said = session.clock, session.clock.monotonic(), False
     while True:
@@ -178,7 +178,7 @@ def _make_room(part: PartSave, held: Collection[StoredPart], run: _RunWide) -> t
         return tuple(each.save_id for each in held)
     evidence = complete_here(held, scope, lacking)
     assert part.image is not None
-    # This save adds one; memory keeps two at least, because this save may fail.
+    # This save adds one checkpoint; memory keeps at least two, because this save may fail.
     part.retain(list(held), max(1, session.config.memory_keep_last - 1), evidence, size=part.image.size)
     return evidence.completed[-1:]
 
@@ -193,17 +193,17 @@ class _RunWide:
         self._run = current_run()
 
     def report_missing(self, where: Where) -> None:
-        """Tells the other ranks that this rank's part is not in memory, or will not come to the durable tier."""
+        """Reports to the other ranks that this rank's part is not in memory, or will not come to the durable tier."""
         try:
             self._run.report_missing(self._facts.save_id, where)
         except ConfigError as error:
-            # The save goes on, or has failed already for a more important reason.
+            # The save continues, or has failed already for a more important reason.
             self._session.log.at_step(self._facts.step).warning(
                 "could not tell the other ranks that the part of shard %d is missing: %s", self._shard, error
             )
 
     def wait(self, part: PartSave) -> bool:
-        """As :meth:`PartSave.wait`, for the whole checkpoint: shard 0 tells the others of the commit."""
+        """Waits as :meth:`PartSave.wait`, for the whole checkpoint: shard 0 reports the commit to the other ranks."""
         if part.facts.world_size == 1:
             return part.wait()
         if self._shard != part.facts.coordinator:

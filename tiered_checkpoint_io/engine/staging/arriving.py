@@ -53,8 +53,8 @@ class SlotDestination:
         Args:
             tier: This node's memory, or its replicas.
             part: Part that arrives.
-            drained: True if this node has nothing to do for it to get to the durable tier.
-            acquire: Gives a slot of a size; by default, as the tier does.
+            drained: True if this node need not upload the part.
+            acquire: Returns a slot of a size; the tier's function by default.
         """
         self._tier = tier
         self._part = part
@@ -94,8 +94,8 @@ def describe(store: PeerStore, save_id: str, rank: int) -> Part:
     """Returns the description of a part that a peer holds.
 
     Raises:
-        StoreError: The peer does not have it, or does not answer.
-        CorruptCheckpointError: This release can't understand it.
+        StoreError: The peer does not have the part, or does not answer.
+        CorruptCheckpointError: This release can't understand the description.
     """
     key = f"{save_id}/{rank}"
     part = Part.from_json(store.get(key), where=f"{store.url}/{key}")

@@ -1,4 +1,4 @@
-"""The end of a save that runs while training goes on."""
+"""The end of a save that runs during training."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Capturer:
 
         Args:
             tier: Memory tier of the slots.
-            pins: The register of pinned memory that the tier tells of ending mappings.
+            pins: The register of pinned memory, to which the tier reports ending mappings.
             clock: Starts the thread that prepares slots.
         """
         self._clock = clock
@@ -202,10 +202,10 @@ class Capturer:
 
 
 def acquire_for(tier: MemoryTier, size: int, going_for: Callable[[int], list[StoredPart]]) -> Slot:
-    """Returns a slot of ``size`` bytes; if there is no room, ``going_for`` tells the parts that are to go.
+    """Returns a slot of ``size`` bytes; if there is no room, the parts that ``going_for`` returns are removed.
 
     Raises:
-        MemoryFullError: There is no room even so.
+        MemoryFullError: There is no room even then.
     """
     try:
         return tier.acquire(size)
@@ -215,7 +215,7 @@ def acquire_for(tier: MemoryTier, size: int, going_for: Callable[[int], list[Sto
         # The pool has just given up its free slots, so the number of missing bytes is known exactly.
         missing = size + _ROUND - tier.room()
         if missing <= 0:
-            # These parts were enough, or others have given back the missing bytes.
+            # These parts were enough, or other processes have given back the missing bytes.
             with contextlib.suppress(MemoryFullError):
                 return tier.acquire(size)
             missing = size + _ROUND - tier.room()

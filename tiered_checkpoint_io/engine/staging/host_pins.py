@@ -1,4 +1,4 @@
-"""Slots as pinned memory, and threads that use a GPU beside the one that trains."""
+"""Slots as pinned memory, and threads that use a GPU during training."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ def _runtime() -> Any:
 
 @contextlib.contextmanager
 def beside_graphs() -> Iterator[bool]:
-    """Lets this thread use a GPU while another one captures a CUDA graph, and tells whether that was possible.
+    """Lets this thread use a GPU while another one captures a CUDA graph; yields whether that is possible.
 
-    By default, a capture forbids all threads of the process what might wait for it, as to register memory or to wait
-    for an event, and fails itself if one tries to.
+    By default, a capture forbids all threads of the process calls that might wait for it, such as to register memory or
+    to wait for an event, and fails itself if one tries to.
     """
     mode, driver = ctypes.c_int(_RELAXED), None
     # There is no such library if torch's GPUs are not NVIDIA's.

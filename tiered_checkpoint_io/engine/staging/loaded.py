@@ -1,7 +1,7 @@
-"""Retention of loaded checkpoints in a node's memory: as many stay as of saved ones; they go if room is needed.
+"""Retention of loaded checkpoints in a node's memory: their limit is that of saved ones; they go if room is needed.
 
-A node or a process that only loads has no save that would remove anything. A load removes parts of its own payload and
-series alone, and none that another process reads, that only this node has saved, or that waits to be uploaded.
+A node or a process that only loads has no save that would remove anything. A load removes only parts of its own payload
+and series, and none that another process reads, that only this node has saved, or that waits for its upload.
 """
 
 from __future__ import annotations
@@ -64,6 +64,6 @@ def _may_go(stored: StoredPart) -> bool:
 
 def _scope(part: Part) -> Scope:
     kind, place = part.content.kind, part.place
-    # As in saves of the same payload: the names of full checkpoints are one series.
+    # The same as in saves of the payload: the names of full checkpoints are one series.
     series = "" if kind == "full" else ids.series_of(part.name, part.content.step)
     return Scope(part.save_id, part.rank, kind, place.dirpath, series, own_rank_only=True, server=place.server)

@@ -112,8 +112,8 @@ def all_complete(held: Iterable[StoredPart], scope: Scope) -> Evidence:
 def complete_here(held: Iterable[StoredPart], scope: Scope, lacking: Collection[str] = ()) -> Evidence:
     """Returns the evidence of one node, if ranks do not talk: saves of which each rank seen here has its part.
 
-    Ranks that train together are never more than one save apart, since each step needs all of them. What earlier
-    runs have saved goes only once this run has completed two.
+    Ranks that train together are never more than one save apart, since each step needs all of them. Saves of earlier
+    runs go only once this run has completed two.
 
     Args:
         held: All parts in this node's memory.
@@ -132,12 +132,12 @@ def complete_here(held: Iterable[StoredPart], scope: Scope, lacking: Collection[
 def removable(
     held: Iterable[StoredPart], scope: Scope, keep: int, evidence: Evidence, retained: Collection[str] = ()
 ) -> list[StoredPart]:
-    """Returns the parts that a rank removes so that memory holds ``keep`` of the checkpoints that are there.
+    """Returns the parts that a rank removes so that memory holds ``keep`` checkpoints.
 
     A part that waits for the durable tier stays, and so do all parts as new as the newest complete save, or
-    newer: other ranks may be finishing it. The newest save that is safe with peers stays until a newer one is. A
-    save that memory will never hold completely is of no use once there is a newer one, and goes. Weights alone do
-    not replace the newest that training can resume from.
+    newer: other ranks may be finishing it. The newest save that is safe with peers stays until a newer one is. A save
+        that memory will never hold completely goes once there is a newer one. A weights-only checkpoint does not
+        replace the newest resumable one.
 
     Args:
         held: The parts in memory.
@@ -210,7 +210,7 @@ def room_for(
 def spill_room_for(
     missing: int, held: Iterable[StoredPart], scope: Scope, retained: Collection[str] = ()
 ) -> list[StoredPart]:
-    """As :func:`room_for`, in the spill, where even the newest may go once the durable tier needs nothing more of it.
+    """Does :func:`room_for` in the spill; there, even the newest may go once its upload is not pending.
 
     Args:
         missing: Bytes.

@@ -54,7 +54,7 @@ class SaveIds:
         if self._run_id is not None:
             own = ids.save_id(self._run_id, self._counter + 1)
         if own is not None and own <= (newest or ""):
-            # Others have saved since this process' first save, and it has gone on from there.
+            # Other runs have saved since this process' first save, which continued theirs.
             self.restart()
             if newest and newest != self.seen and ids.new_run_id(clock=self._clock) < newest:
                 self._log.warning(
@@ -63,7 +63,7 @@ class SaveIds:
                     newest,
                 )
         elif own is not None and self._met_others():
-            # This process's next save is newer than any that they may have made.
+            # This process's next save is newer than any save of theirs.
             self.restart()
         if self._run_id is None:
             self._run_id = self.new_run([newest, own, *self._held()])

@@ -20,11 +20,11 @@ class Turn:
 
     @contextlib.contextmanager
     def taken(self, name: str) -> Iterator[None]:
-        """Runs the block while no other thread is in one; ``name`` is the checkpoint's, for errors.
+        """Runs the block while no other thread has a turn; ``name`` is the checkpoint's, for errors.
 
         Raises:
-            ConfigError: This thread is in one: a signal handler saves while it interrupts a save.
-            SaveError: Another thread's has not ended within the bound.
+            ConfigError: This thread has a turn: a signal handler saves while it interrupts a save.
+            SaveError: Another thread's turn has not ended within the bound.
         """
         if self._thread == threading.get_ident():
             raise ConfigError(
