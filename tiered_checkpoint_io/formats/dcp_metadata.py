@@ -121,13 +121,12 @@ def parse_metadata(
 
     Args:
         data: The file's content.
-        tier: For errors.
-        where: For errors.
-        shard_name: Gives the file of a rank, if it may be of the SageMaker library, which names ranks and no files.
+        tier: The file's tier, for errors.
+        where: The file's key or path, for errors.
+        shard_name: Returns the file of a rank, for metadata of the SageMaker library, which names ranks and no files.
 
     Raises:
-        CorruptCheckpointError: It is not such a file, holds other things than DCP writes, or names
-            files outside of its folder.
+        CorruptCheckpointError: The file is not of DCP's format, or names files outside of its folder.
     """
     try:
         others = {} if shard_name is None else {_OF_SAGEMAKER: _record(_SageMakerInfo)}

@@ -1,8 +1,8 @@
 """A planned file: the bytes around the tensors', the tensors' own, and the way to put both together in a buffer.
 
-It is copied in parallel, and hashed on the way or later. About 128 bytes of the zip file stand between any two tensors,
-and optimizers keep a number for each parameter. So one call copies as many stretches as a piece of the file has: a call
-for each would cost as much as copying some KiB, and the interpreter lock would change hands at each.
+The bytes are copied in parallel, and hashed during the copy or later. About 128 bytes of the zip file are between any
+two tensors, and optimizers keep a number for each parameter. So one call copies all stretches of a piece of the file: a
+call for each stretch would cost as much as copying some KiB, and the interpreter lock would change hands each time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Written:
             left, offset = left[written:], offset + written
 
 
-#: As many as the system takes at once.
+#: Most stretches that the system takes in one call.
 _AT_ONCE = 1024
 #: So few stretches of a piece are copied one by one, each by a call that is faster than the one for many.
 _FEW = 24
@@ -98,7 +98,7 @@ class Copies:
         lows, highs = np.maximum(offsets[rows], pieces * piece), np.minimum(ends[rows], (pieces + 1) * piece)
         self._places = ctypes.addressof(target) + lows
         self._sources = np.stack((addresses[rows] + (lows - offsets[rows]), highs - lows), axis=1)
-        # A batch of rows begins with a piece, or where there would be too many.
+        # A batch of rows begins with a piece, or after the most rows of one call.
         begins = (np.arange(len(rows)) - np.searchsorted(pieces, pieces)) % _AT_ONCE == 0
         batches = np.append(np.flatnonzero(begins), len(rows))
         self._batches = batches.tolist()
@@ -145,10 +145,10 @@ def _copy_each(targets: list[int], sources: list[int], lengths: list[int], *, aw
 
 @functools.cache
 def gathering() -> Callable[[_Integers, _Integers], bool] | None:
-    """Returns a copy of many stretches of this process' memory at once; None if the system has or allows no such call.
+    """Returns a function that copies many stretches of this process' memory at once; None if the system lacks it.
 
-    It takes rows of an address and a length: where to, and where from, both as many bytes in all. It tells whether all
-    of them were copied.
+    The function takes rows of an address and a length, the targets and the sources, of equal total length. It returns
+    True if all bytes were copied.
     """
     try:
         write = ctypes.CDLL(None).process_vm_writev
@@ -171,8 +171,8 @@ def gathering() -> Callable[[_Integers, _Integers], bool] | None:
 #: it, large enough that threads seldom wait for the interpreter lock.
 _PIECE = 512 << 10
 _MAX_THREADS = 8
-#: Bytes that are registered as pinned memory at once: meanwhile, the driver lets no thread launch anything on a GPU. It
-#: refuses one copy into two registrations, or into what is registered and what is not.
+#: Bytes that are registered as pinned memory at once: during a registration, the driver lets no thread launch work on a
+#: GPU. It refuses one copy into two registrations, or into memory that is only partly registered.
 PINNED_PIECE = 64 << 20
 #: With shorter stretches, bytes, one thread is faster than two.
 _WORTH_A_THREAD = 20 << 10
@@ -200,7 +200,7 @@ class StorageRegion(NamedTuple):
     start: int = 0
 
     def cut(self, start: int, nbytes: int, offset: int) -> StorageRegion:
-        """Its bytes from ``start`` on, for another place."""
+        """Returns the region's ``nbytes`` from ``start`` on, at another offset of the file."""
         return StorageRegion(offset, nbytes, self.storage, self.start + start)
 
 
@@ -232,7 +232,7 @@ Region = StorageRegion | TensorRegion
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments(Sequence[Segment]):
-    """Many segments: one row of bytes, and where in the file each stretch of it belongs.
+    """Many segments: one row of bytes, and the offset in the file of each stretch of it.
 
     Attributes:
         data: The bytes of all segments, one after the other.
@@ -323,7 +323,7 @@ class Filling:
         self._anchor = (ctypes.c_char * len(view)).from_buffer(view)
         self._base = ctypes.addressof(self._anchor)
         self._segments = segments
-        #: Stretches that devices write: where each ends, and what returns once it is written.
+        #: Stretches that devices write: the end of each, and a function that waits for it.
         self._arrivals: list[tuple[int, Callable[[], None]]] = []
 
     def run(self, regions: Sequence[Region], threads: int) -> tuple[str, ...]:
@@ -343,7 +343,7 @@ class Filling:
             copies = self._copies_of(plain, piece)
             chunks = chunk_ranges(len(self._view), self._chunk_size)
             if copies.calls * _WORTH_A_THREAD > len(self._view):
-                # They would wait for each other's calls: the interpreter lock changes hands at each.
+                # Several threads would wait for each other's calls: the interpreter lock changes hands at each call.
                 threads = 1
             digests = in_parallel(lambda chunk: self._fill_chunk(chunk, copies, piece), chunks, threads)
             return tuple(digests) if self._hashed else ()
@@ -523,8 +523,8 @@ def hash_chunks(content: memoryview, threads: int) -> tuple[str, ...]:
 class Image:
     """A planned file.
 
-    It refers to the state's own storages, and shows what they hold when it is filled in, not when
-    it was planned: fill it before anything may change them. It keeps them alive.
+    The image refers to the state's own storages, and keeps them alive. :meth:`fill` copies their present content, not
+    that at the time of the plan: fill before anything may change them.
     """
 
     size: int

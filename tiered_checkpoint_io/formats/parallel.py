@@ -77,10 +77,10 @@ def in_parallel(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int 
 
 
 def in_parallel_as_needed(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> list[_R]:
-    """As :func:`in_parallel`, for large reads: by few threads at first, and by more as long as none of them gets done.
+    """Does :func:`in_parallel` for large reads: with few threads at first, and more as long as none is done.
 
-    A server far away sends little on one connection. One nearby fills the network by a few, and more of them only wait
-    for the interpreter.
+    A distant server sends little on one connection. A few connections to a near server fill the network, and more
+    threads only wait for the interpreter.
     """
     todo = list(items)
     if min(len(todo), concurrency) <= _FEW:

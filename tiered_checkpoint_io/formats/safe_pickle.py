@@ -1,6 +1,6 @@
-"""Reads a pickle that anybody may have written: a parser that makes data, then converters that make values.
+"""Reads pickles of unknown origin: a parser that makes data, then converters that make values.
 
-:func:`parse` looks nothing up, calls nothing and changes nothing. It gives numbers, text and containers, with a
+:func:`parse` looks nothing up, calls nothing and changes nothing. It returns numbers, text and containers, with a
 :class:`Call`, :class:`Name` or :class:`Stored` for each thing that the pickle asks for. :class:`Converter` makes the
 values: by a rule that checks plain arguments, or by a class that the user named.
 
@@ -30,7 +30,7 @@ _GETATTR = "builtins.getattr"
 _MOST_IN_KEY = 10_000
 #: Elements of a value that is taken apart, each as often as it is referred to.
 _MOST_ELEMENTS = 10_000_000
-#: Names of other releases, and the names that stand for the same things now.
+#: Names of other releases, and their present names.
 _RENAMED = {
     "numpy.core.": "numpy._core.",
     "pathlib._local.": "pathlib.",
@@ -54,7 +54,7 @@ class RefusedError(pickle.UnpicklingError):
 
 
 class Name:
-    """A name that a pickle looks up. It is looked up by nobody else than :class:`Converter`."""
+    """A name that a pickle looks up. Only :class:`Converter` looks it up."""
 
     __slots__ = ("full", "is_called", "is_owner")
 
@@ -350,13 +350,13 @@ def _shown(what: Any) -> str:
 
 # ---------------------------------------------------------------------------------------- converting
 class Allowed:
-    """All that a kind of pickle may hold beside data.
+    """All that a kind of pickle may hold besides data.
 
     Attributes:
         rules: Makers of values, by the name of the callable.
-        value: Returns what a name stands for if it is no call; None if nothing.
+        value: Function from a name that is not called to its value; None if it has none.
         named: Classes and functions that the user named.
-        is_key: Tells whether a value may be a key, beside those of the user's classes.
+        is_key: Function that is true for further values that may be keys, besides objects of the user's classes.
     """
 
     def __init__(
@@ -372,7 +372,7 @@ class Allowed:
         self._value = value
 
     def value(self, name: str) -> Any:
-        """Returns the thing that a name stands for; None if the name is not allowed."""
+        """Returns the value of a name; None if the name is not allowed."""
         if name in self.named:
             return self.named[name]
         owner, _, member = name.rpartition(".")
@@ -466,7 +466,7 @@ class Converter:
         return raw if type(raw) in LEAVES else self.checked(self(raw))
 
     def checked(self, value: Any) -> Any:
-        """Returns a value that may be a key: neither its hash nor its comparison runs code that nobody named."""
+        """Returns a value that may be a key: neither its hash nor its comparison runs code that was not named."""
         for each in _elements(checked_key(value), tuple, frozenset):
             if not (self.allowed.is_key(each) or type(each) in self._users):
                 raise RefusedError(f"a {type(each).__name__} is not allowed as a key")
@@ -510,8 +510,8 @@ class Converter:
         return made
 
 
-#: Classes of things that are not filled, although a function of the user gave them: they exist once in the process, or
-#: their state says where memory lies.
+#: Classes of objects that are not filled, although a function of the user returned them: they exist once in the
+#: process, or their state has addresses of memory.
 _NOT_FILLED = (
     *(type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, enum.Enum),
     *(np.ndarray, np.dtype, np.generic, torch.Tensor, torch.storage.TypedStorage, torch.UntypedStorage),
@@ -575,7 +575,7 @@ def imported(name: str) -> Any:
     """Returns the object of a name in a table of rules; None if it is not there."""
     module, _, attribute = name.rpartition(".")
     if attribute == "WindowsPath" and os.name != "nt":
-        # It can't be made elsewhere.
+        # Other systems can't make a WindowsPath.
         attribute = "PureWindowsPath"
     try:
         return getattr(importlib.import_module(module), attribute, None)
@@ -629,7 +629,7 @@ def load(data: bytes, allowed: Allowed, load_storage: Callable[[Any], Any] = _no
 
     Args:
         data: The pickle.
-        allowed: Objects that it may hold beside data.
+        allowed: Objects that it may hold besides data.
         load_storage: Loads a storage by its persistent id, as the parser made the id.
 
     Raises:

@@ -114,7 +114,7 @@ def _bits(raw: Any, dtype: torch.dtype) -> Any:
 
 
 def _tensor(call: Call, convert: Converter) -> torch.Tensor:
-    """Makes an ordinary tensor, as version 2, and version 3 with a dtype beside an untyped storage."""
+    """Makes an ordinary tensor by version 2, or by version 3, which has a dtype and an untyped storage."""
     is_third = call.name.endswith("3")
     storage, offset, size, strides, needs_gradient, hooks, *more = call.args
     storage, size = _typed(convert(storage)), size if type(size) is tuple else convert(size)
@@ -130,7 +130,7 @@ def _tensor(call: Call, convert: Converter) -> torch.Tensor:
 
 
 def _is_tensor(each: Any, *dtypes: torch.dtype) -> bool:
-    """Tells whether something is an ordinary tensor, of one of some dtypes."""
+    """Returns True for an ordinary tensor, of one of some dtypes."""
     is_ordinary = type(each) is torch.Tensor and each.layout is torch.strided and not each.is_quantized
     return is_ordinary and (not dtypes or each.dtype in dtypes)
 

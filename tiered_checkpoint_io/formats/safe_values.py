@@ -1,4 +1,4 @@
-"""Values that any checkpoint may hold beside plain data: each is made by a rule that checks plain arguments.
+"""Values that any checkpoint may hold besides plain data: each is made by a rule that checks plain arguments.
 
 A rule gets a :class:`Call` with the parser's values, and the converter for it. Its result holds data only: nothing
 is imported, opened, executed or called back, whatever the arguments are. Rules check what torch or numpy would believe.
@@ -48,7 +48,7 @@ _SCALARS = tuple(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16,
 _BLOCKED = ("sys", "os", "posix", "nt", "subprocess", "importlib", "runpy", "pty", "ctypes", "pickle", "_pickle")
 _BLOCKED_BUILTINS = ("__import__", "breakpoint", "compile", "eval", "exec", "getattr", "input", "open", "setattr")
 _NATIVE = "<" if sys.byteorder == "little" else ">"
-#: Types that may stand as values: a factory, the type of a node, a dtype. Calling one with anything makes data only.
+#: Types that may be values: a factory, the type of a node, a dtype. A call of one with any arguments makes only data.
 _TYPES: dict[str, tuple[str, ...]] = {
     "builtins": (
         *("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "range", "set"),
@@ -61,7 +61,7 @@ _TYPES: dict[str, tuple[str, ...]] = {
     "fractions": ("Fraction",),
     "uuid": ("UUID",),
     "typing": ("Any",),
-    # Lightning notes the class of hyperparameters beside them.
+    # Lightning notes the class of hyperparameters together with them.
     "omegaconf.dictconfig": ("DictConfig",),
     "omegaconf.listconfig": ("ListConfig",),
     "numpy": (
@@ -86,7 +86,7 @@ _CONFIGS = (
 # --------------------------------------------------------------------------------------------- types
 @functools.lru_cache(maxsize=256)
 def value(name: str) -> Any:
-    """Returns the type, dtype or quantization scheme that a name stands for; None if it is none of these."""
+    """Returns the type, dtype or quantization scheme of a name; None if it is none of these."""
     module, _, attribute = name.rpartition(".")
     if attribute in _TYPES.get(module, ()):
         return imported(name)
@@ -237,7 +237,7 @@ def _dtype(call: Call, convert: Converter) -> np.dtype[Any]:
         elif made.kind in "mM" and len(memory) > 3:
             made = np.dtype(f"{text}[{_unit(memory[3])}]" if _unit(memory[3]) else text)
         made = made if order in ("|", "=", _NATIVE) else made.newbyteorder(order)
-        # Size, alignment and flags must be those that numpy itself finds: they say where memory lies.
+        # Size, alignment and flags must be those that numpy itself finds: they are offsets into memory.
         expect(made.__reduce__()[2][5:8] == tuple(memory[:3]), "a numpy dtype")
     return cast("np.dtype[Any]", made)
 
@@ -310,7 +310,7 @@ RULES: Mapping[str, Rule] = {
     **{f"omegaconf.{name}": _config for name in _CONFIGS},
     **{f"pathlib.{name}": _path for name in _TYPES["pathlib"]},
     **{f"lightning.pytorch.trainer.states.{name}": _word for name in ("RunningStage", "TrainerFn", "TrainerStatus")},
-    # It is only named; its argument may be anybody's memory.
+    # May only be named: as an argument, a call may take any memory.
     "numpy.ndarray": safe_tensors.only_named,
     "torch.torch_version.TorchVersion": _word,
     "builtins.dict": mapping(dict),
@@ -359,7 +359,7 @@ def _is_key(each: Any) -> bool:
 
 
 def is_blocked(name: str) -> bool:
-    """Tells whether a name is of a thing that no list can allow."""
+    """Returns True for a name that no list can allow."""
     module, _, rest = name.partition(".")
     return module in _BLOCKED or (module == "builtins" and rest in _BLOCKED_BUILTINS)
 

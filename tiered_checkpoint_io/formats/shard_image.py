@@ -1,12 +1,12 @@
 """The exact bytes of one rank's file of a sharded checkpoint, planned without copying tensor data.
 
 A ``.distcp`` file of torch.distributed.checkpoint is a row of items: what ``torch.save`` writes for
-a single tensor, or raw bytes. ``.metadata`` tells the offset and length of each. The bytes around a
-tensor's own depend on its type and shape alone, so they are laid out once for each of these and
-then reused: a state of thousands of small tensors is planned in milliseconds.
+a single tensor, or raw bytes. ``.metadata`` has the offset and length of each. The bytes around a tensor's own depend
+only on its type and shape, so they are laid out once for each of these and then reused: a state of thousands of small
+tensors is planned in milliseconds.
 
-Items begin at multiples of 64 bytes, and so do the tensors within them: a file that is mapped into
-memory can be used in place. Bytes between items are zero, and no reader looks at them.
+Items begin at multiples of 64 bytes, and so do the tensors within them: a file that is mapped into memory can be used
+without a copy. Bytes between items are zero, and no reader looks at them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MAX_SKELETONS = 4096
 #: Linux's; Python's module has it since 3.13.
 _MAP_NORESERVE = 0x4000
 
-#: Types whose tensors have scales beside their elements.
+#: Types whose tensors have scales besides their elements.
 QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
@@ -59,7 +59,7 @@ class Skeleton:
 
     #: Bytes of the file.
     length: int
-    #: Bytes around the elements; the last segment goes on to the next item's beginning.
+    #: Bytes around the elements; the last segment reaches to the next item's beginning.
     segments: tuple[Segment, ...]
     data_offset: int
     data_nbytes: int
@@ -71,13 +71,13 @@ class Skeleton:
 
 
 def plan_shard(items: Iterable[Item]) -> tuple[Image, list[Placed]]:
-    """Plans the file that holds ``items`` in their order; gives it, and where each item lies.
+    """Plans the file that holds ``items`` in their order; returns the image, and the offset and length of each item.
 
-    Of tensors, on any device, just the elements go to the file, not the rest of a storage that they are a view of. The
-    items must not change until the image is filled.
+    Of tensors, on any device, only the elements are written, not the rest of their storage. The items must not change
+    until the image is filled.
 
     Raises:
-        SaveError: As :func:`skeleton_of`.
+        SaveError: See :func:`skeleton_of`.
         Exception: Errors of ``torch.save`` for a tensor that it can't save.
     """
     segments: list[Segment] = []
@@ -118,7 +118,7 @@ class TensorRow:
         self._devices = devices_of(image.regions)
 
     def plan(self, objects: Iterable[bytes], tensors: Sequence[torch.Tensor]) -> tuple[Image, list[Placed]]:
-        """As :func:`plan_shard`, of objects and of tensors after them, which are alike to those that it knows."""
+        """Plans as :func:`plan_shard`: first the objects, then tensors with the dtypes and shapes of this row."""
         head, placed = plan_shard(objects)
         before, after, base = Segments.of(head.segments), self._segments, head.size
         segments = Segments(
@@ -137,7 +137,7 @@ class TensorRow:
 def skeleton_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> Skeleton:
     """Returns the skeleton of a gapless tensor's file; its elements lie row by row by default.
 
-    Its length is 0 if it is not known: this release of torch lays out its file in another way.
+    The skeleton's length is 0 if this release of torch lays out the file in an unknown way.
 
     Raises:
         SaveError: This process may not have the address space of such a tensor.
@@ -147,8 +147,8 @@ def skeleton_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, .
     if known is None:
         if len(_skeletons) >= _MAX_SKELETONS:
             _skeletons.clear()
-        # By torch.empty alone the stand-in would lie on the default device, whatever that is, and be filled where
-        # algorithms have to be deterministic.
+        # torch.empty would put the placeholder on the default device, and fill it if algorithms have to be
+        # deterministic.
         storage: Any = untouched(math.prod(shape) * dtype.itemsize).untyped_storage()
         plain = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, stride or ())
         image = plan(plain)
@@ -187,7 +187,7 @@ def _skeleton(image: Image) -> Skeleton:
 
 
 def _lay_out(tensor: torch.Tensor, position: int, regions: list[Region]) -> Skeleton:
-    """Adds where the elements of a tensor belong, whose file begins at ``position``, and gives the rest of that."""
+    """Adds the regions of a tensor's elements to a file from ``position`` on; returns the bytes around them."""
     if _is_awkward(tensor):
         return _saved(tensor, position, regions)
     stride = None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
@@ -204,7 +204,7 @@ def _lay_out(tensor: torch.Tensor, position: int, regions: list[Region]) -> Skel
 
 
 def _saved(tensor: torch.Tensor, position: int, regions: list[Region]) -> Skeleton:
-    """As :func:`_lay_out`, of this tensor alone, by torch's own writer."""
+    """Does :func:`_lay_out` by torch's own writer, of a tensor without a known skeleton."""
     image = plan(_alone(tensor))
     regions += [StorageRegion(position + each.offset, each.nbytes, each.storage) for each in image.regions]
     return _skeleton(image)
@@ -227,13 +227,13 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     try:
         shared = tensor.untyped_storage().nbytes() != tensor.nbytes
     except (NotImplementedError, RuntimeError):
-        # It has none: it is made of other tensors.
+        # This tensor has no storage: it is made of other tensors.
         return tensor
     return tensor.clone() if shared else tensor
 
 
 def _padded(segments: Sequence[Segment], size: int) -> tuple[Segment, ...]:
-    """With zeros to the next item's beginning: a slot is not empty when it is filled, but an earlier checkpoint."""
+    """Returns segments with zeros up to the next item: a reused slot holds bytes of an earlier checkpoint."""
     *before, last = segments
     missing = bytes(_aligned(size) - size)
     return (*before, Segment(last.offset, memoryview(bytes(last.data) + missing))) if missing else tuple(segments)

@@ -98,7 +98,7 @@ _off: list[None] = []
 
 @contextlib.contextmanager
 def collecting_later() -> Iterator[None]:
-    """Without the garbage collector, which would look at all objects of the process several times meanwhile."""
+    """Pauses the garbage collector in the block; it would look at all objects of the process several times."""
     enabled = gc.isenabled()
     _off.extend([None] * enabled)
     try:
@@ -229,7 +229,7 @@ def _pickled(state: object, *, is_careful: bool = False) -> tuple[bytes, _Storag
         try:
             storage, shape = storage_of(tensor), tuple(tensor.shape)
         except (RuntimeError, NotImplementedError):
-            # It is made of other tensors.
+            # A tensor without a storage is made of other tensors.
             return reduced_by_torch(tensor, 2)
         if tensor.is_cpu:
             location = "cpu"
@@ -283,7 +283,7 @@ _DESCRIPTOR = _row("mark crc packed size", "S4 <u4 <u4 <u4")
 _WIDE_DESCRIPTOR = struct.Struct("<4sI2Q")
 _END_64, _LOCATOR, _END = struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI"), struct.Struct("<4s4H2IH")
 _NAME_IS_UTF8, _HAS_DESCRIPTOR = 0x800, 0x8
-#: The largest number of 4 bytes: it says that the number stands in the extra field, in 8 bytes.
+#: The largest number of 4 bytes: it says that the number is in the extra field, in 8 bytes.
 _LIMIT = (1 << 32) - 1
 _MASK = (1 << 64) - 1
 #: torch adds this to each checksum that it combines with those before.
@@ -294,10 +294,10 @@ _ID_HALF = 20
 
 
 class _Format(NamedTuple):
-    """The records of a file beside the pickle, the tensors and the file's id.
+    """The records of a file other than the pickle, the tensors and the file's id.
 
     Attributes:
-        prefix: Stands before each record's name.
+        prefix: Text before each record's name.
         before: The records between the pickle and the tensors.
         after: The records between the tensors and the id.
         alignment: Records begin at multiples of so many bytes.
@@ -320,10 +320,10 @@ class _Records:
     """
 
     def __init__(self, form: _Format, pickled: bytes, sizes: Sequence[int]) -> None:
-        """Lays it out.
+        """Lays out the records.
 
         Args:
-            form: The records beside the pickle and the tensors.
+            form: The records other than the pickle and the tensors.
             pickled: The pickle.
             sizes: Bytes of each tensor's storage.
         """
@@ -456,7 +456,7 @@ def _format(environment: tuple[Any, ...]) -> _Format:
     """Returns the format of the files of this release of torch, if a file planned here is the same.
 
     Raises:
-        _UnplannedError: It is not.
+        _UnplannedError: The files differ.
         Exception: This release lacks a function that is used here.
     """
     zeros = [torch.zeros(count, dtype=torch.float32, device="cpu") for count in (3, 0, 70, *([1] * 10))]

@@ -35,7 +35,7 @@ def load(reader: Any, allowed: safe_pickle.Allowed, mapped: torch.UntypedStorage
 
     Args:
         reader: See :func:`reader_of`.
-        allowed: Objects that it may hold beside data.
+        allowed: Objects that it may hold besides data.
         mapped: The bytes of the file, if they are mapped already.
         map_location: As ``torch.load`` takes it.
 
@@ -47,7 +47,7 @@ def load(reader: Any, allowed: safe_pickle.Allowed, mapped: torch.UntypedStorage
     if record_size is None and mapped is None:
         # An older torch, which takes a storage for as large as the pickle says.
         record_size = lambda name: len(reader.get_record(name))  # noqa: E731
-    # These reach the unpickler.
+    # torch passes these options to the unpickler.
     options = {"allowed": allowed, "record_size": record_size}
     return _load(reader, map_location, _BY_RULES, overall_storage=mapped, **options)
 

@@ -63,7 +63,7 @@ def memory_left(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"
 
 
 def unbounded() -> int:
-    """As :func:`memory_left`, if checkpoints lie on a disk."""
+    """Returns no bound: the value of :func:`memory_left` for checkpoints on a disk."""
     return sys.maxsize
 
 
@@ -162,7 +162,7 @@ def memory_of(root: Path) -> str:
 
 
 def this_boot() -> str:
-    """Returns an id of this machine's boot, or its host name if that can't be told."""
+    """Returns an id of this machine's boot, or its host name if the id is unknown."""
     return boot_id() or socket.gethostname()
 
 

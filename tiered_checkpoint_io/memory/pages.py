@@ -23,8 +23,8 @@ LEAST = 4 * HUGE
 #: Bytes made huge by one call at most; the first ones are small, to see what it costs.
 _STEP = 64 << 20
 #: Processor time of a huge page, seconds: beyond the first, small ones take less, so that waiting saves take
-#: these; beyond the second, the kernel is not asked at all. It has to move others out of its way, or a virtual machine
-#: has to get the page from its host.
+#: these; beyond the second, the kernel is not asked at all: it must move other pages away, or a virtual machine must
+#: get the page from its host.
 _SLOW_S, _TOO_SLOW_S = 0.002, 0.05
 #: Time until it is asked again after that, or after it gave none, seconds.
 _REST_S = 60.0
@@ -105,7 +105,7 @@ def take_space(descriptor: int, start: int, end: int, *, patient: bool = False) 
         descriptor: The file.
         start: Bytes from its start.
         end: The same.
-        patient: True if nobody waits: huge pages are taken although small ones take less time.
+        patient: True if no thread waits: huge pages are taken although small ones take less time.
 
     Returns:
         The end of the bytes in huge pages; ``start`` if there are none.

@@ -1,7 +1,7 @@
 """Committed parts in one folder of the memory tier: found, read, and cleared of dead processes' remains.
 
-A part's folder holds its files, ``part.json``, and markers: empty files whose names tell the part's state. They
-are made with the part, under hidden names, so that a mark takes neither space, nor an inode, nor a descriptor.
+A part's folder holds its files, ``part.json``, and markers: empty files whose names are the part's states. Markers are
+made with the part, under hidden names, so that a mark takes neither space, nor an inode, nor a descriptor.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def opened(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, int]
 
 @contextlib.contextmanager
 def reading(stored: StoredPart) -> Iterator[dict[str, memoryview]]:
-    """Maps a part's files for reading: as :func:`opened`, with the bytes of each in place of a descriptor."""
+    """Maps a part's files for reading: as :func:`opened`, with the bytes of each instead of a descriptor."""
     with opened(stored) as descriptors:
         yield {name: mapped(descriptor) for name, descriptor in descriptors.items()}
 
@@ -303,8 +303,7 @@ def clear_dead(root: Path, clock: Clock) -> None:
     """Clears the remains of dead processes below a tier's root: their free slots, trash and half-made folders."""
     clean_dead(str(root / "slots"))
     for entry in os.scandir(root / "trash"):
-        # Renamed first: a live remover must not see its folder without the marker that tells
-        # it not to reuse the files.
+        # Renamed first: a live remover must not see its folder without the marker against reuse of the files.
         doomed = root / "trash" / f"clean.{os.getpid()}.{clock.token(4)}"
         with contextlib.suppress(FileNotFoundError):
             os.rename(entry.path, doomed)

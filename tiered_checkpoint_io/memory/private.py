@@ -1,4 +1,4 @@
-"""Files and folders that belong to this user alone: modes, owners, and no symbolic links."""
+"""Files and folders that belong only to this user: modes, owners, and no symbolic links."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_atomic(path: Path, data: bytes, clock: Clock = SYSTEM) -> None:
 
 
 def scratch_beside(path: Path, clock: Clock = SYSTEM) -> Path:
-    """Returns a name, hidden and of this process alone, for a file that is to become ``path``."""
+    """Returns a hidden name, unique to this process, for a file that is to become ``path``."""
     return path.with_name(f".{path.name}.{clock.token(8)}")
 
 
@@ -60,7 +60,7 @@ def private_folder(folder: Path) -> bool:
     Kubernetes opens all folders of a volume to the group ``fsGroup`` when a pod starts.
 
     Raises:
-        MemoryTierError: The existing folder is not this user's alone.
+        MemoryTierError: The existing folder is open to other users, or theirs.
     """
     problem = problem_with(folder)
     was_open = bool(problem) and _close_to_group(folder)
@@ -94,11 +94,11 @@ def _close_to_group(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def opening(root: Path) -> Iterator[None]:
-    """A block that makes a root of the memory tier.
+    """Raises errors of a block that makes a root of the memory tier.
 
     Raises:
-        MemoryFullError: There is no space for it.
-        MemoryTierError: It can't be used, for another reason.
+        MemoryFullError: Memory has no space for the root.
+        MemoryTierError: The root can't be used, for another reason.
     """
     try:
         yield

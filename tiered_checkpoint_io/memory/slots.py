@@ -39,11 +39,11 @@ class Slot:
 
     Attributes:
         path: Present path of the file.
-        capacity: Bytes that are mapped. Address space costs nothing, so there are more of them
-            than the file has: a state that grows a little keeps its mapping.
-        reserved: Bytes, from the start, whose space is taken. Nothing beyond may be touched.
-        touched: Bytes, from the start, whose pages are in this mapping, or huge. Others cost a fault each when they are
-            first written by it, which is more than to write them by the descriptor.
+        capacity: Bytes that are mapped. More than the file has, because address space costs nothing: a state that grows
+            a little keeps its mapping.
+        reserved: Bytes, from the start, whose space is taken. Do not touch bytes beyond.
+        touched: Bytes, from the start, whose pages are in this mapping, or huge. A first write to another page costs a
+            fault, more than a write by the descriptor.
         huge: Bytes, from the start, whose pages are huge, or are to stay small.
         inode: The file's identity, which survives its renames: its device, and its number there.
         mapped: Its bytes, until it is closed.
@@ -128,8 +128,8 @@ class SlotPool:
             folder: Folder of free slots.
             room: Bytes that the budget still allows, beyond what is in use.
             clock: For waits and names.
-            unmap: Told of each mapping that loses pages, and the number of bytes that keep theirs: registered pinned
-                memory consists of these pages, and a device would go on to copy into them.
+            unmap: Called with each mapping that loses pages, and the number of bytes that keep theirs: registered
+                pinned memory consists of these pages, and a device would still copy into them.
         """
         self._folder = folder
         self._room = room
@@ -211,7 +211,7 @@ class SlotPool:
             return slot
 
     def _prepare_piece(self, slot: Slot, size: int, stopped: Callable[[], bool]) -> bool:
-        """Takes the space of one more piece of a free slot, or makes it huge, or touches it; whether that may go on."""
+        """Takes space for one more piece of a free slot, or makes it huge, or touches it; returns True to continue."""
         with self._lock:
             if stopped() or slot not in self._free:
                 return False

@@ -23,7 +23,7 @@ class MemoryFullError(MemoryTierError):
 
 @contextlib.contextmanager
 def needs_space(what: str, *, operation: str, key: str, hint: str = FULL_HINT) -> Iterator[None]:
-    """A block that takes space of the memory tier.
+    """Translates errors of a block that takes space of the memory tier.
 
     Args:
         what: The thing that has no space, as a sentence.

@@ -1,9 +1,9 @@
 """The spill: a folder on the node's disk for parts that do not fit into its memory, and the node memory that owns it.
 
-A path does not tell: containers that have a memory each see it under the same path, and may have one disk. So a spill
-names the node memory that owns it, by device and inode at this boot, and each process that uses it locks that file,
-shared, for the rest of its life. If another memory's process lives, a spill beside it is used: ``…-2``. A spill whose
-owner has no live process is taken over, as after a reboot, with all that it holds.
+A path does not identify a memory: containers with a memory each see it under the same path, and may share a disk. So a
+file in the spill names the node memory that owns it, by device and inode at this boot, and each process that uses the
+spill holds a shared lock of that file for the rest of its life. If another memory's process lives, the next spill is
+used: ``…-2``. A spill whose owner has no live process is taken over, as after a reboot, with all that it holds.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
     """Returns the folder of a node memory's spill, which it owns until the last process that claimed it ends.
 
     Args:
-        base: Its path, or ``base-2`` and so on if a live process uses that for another memory.
+        base: The spill's path; ``base-2`` and so on are used if a live process uses it for another memory.
         memory: The root of the node memory.
         clock: For ids, and waits.
-        make: True to make one if there is none for this memory; otherwise that is None.
+        make: True to make one if this memory has none; if False, None is returned then.
 
     Raises:
         MemoryTierError: A folder is open to others, or its lock can't be had.
-        OSError: It can't be used for another reason.
+        OSError: The folder can't be used for another reason.
     """
     with _guard:
         mine = _claims.get(base)
@@ -79,7 +79,7 @@ def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
                     # Cleaners of temporary folders remove files of 10 days ago.
                     os.utime(mine.descriptor)
                 if owner != mine.owner:
-                    # The memory's folder was made anew. The spill is still that of all its processes.
+                    # The memory's folder was made again. All its processes still use this spill.
                     mine.write(owner)
                     _claims[base] = mine._replace(owner=owner)
                 return mine.folder
@@ -281,7 +281,7 @@ class Spill:
                 self.tier = self._tier_at(root)
         except OSError as error:
             self._say(f"nothing is spilled to {base}: {getattr(error, 'message', error.strerror)}")
-            # What others may give back is asked for again by the next request, and what lies there stays known.
+            # The next request asks again if other processes may free room; parts in the spill stay known.
             if not is_scarcity(error):
                 self._base = self.tier = None
             return None

@@ -13,7 +13,7 @@
       budget                     bytes that the trainer's checkpoints may take, for metrics
       id                         a link to nowhere that names this memory, for its spill
 
-Parts that do not fit go to the *spill*, a root of the same kind on the node's disk, of this memory alone (see
+Parts that do not fit go to the *spill*, a root of the same kind on the node's disk, only for this memory (see
 :func:`spill.claim`). A part stays in the root where it was captured; the lists of parts are of both.
 
 No checkpoint's name becomes a folder here, only the last component of its path, as a file.
@@ -121,7 +121,7 @@ class MemoryTier:
     ) -> MemoryTier:
         """Opens the tier, making its folders, and clears incomplete remains of dead processes; ``say`` warns.
 
-        Raises MemoryTierError if a folder is not ours alone, MemoryTierError if it can't be used.
+        Raises MemoryTierError if a folder is open to other users, or can't be used.
         """
         root = namespace_root(memory_dir, namespace)
         with opening(root):
@@ -137,7 +137,7 @@ class MemoryTier:
         return tier
 
     def mend(self) -> bool:
-        """Makes the folders anew if they were removed; returns whether they were. Raises as :meth:`open`."""
+        """Makes the folders again if they were removed; returns whether they were. Raises errors of :meth:`open`."""
         if self._parts.is_dir():
             return False
         with opening(self.root):
@@ -205,11 +205,11 @@ class MemoryTier:
         return sorted(found, key=lambda stored: (stored.save_id, stored.folder.name))
 
     def damaged(self) -> list[tuple[Path, Exception]]:
-        """Folders whose ``part.json`` cannot be read, and why."""
+        """Returns folders whose ``part.json`` cannot be read, and the errors."""
         return [entry for entry in self._entries() if not isinstance(entry, StoredPart)]
 
     def held(self) -> list[StoredPart]:
-        """As :meth:`parts`, and after these the :attr:`replicas`."""
+        """Returns :meth:`parts`, and after these the :attr:`replicas`."""
         return [*self.parts(), *self.replicas.parts()]
 
     def find(self, save_id: str, rank: int | None = None) -> StoredPart:
@@ -225,7 +225,7 @@ class MemoryTier:
         raise CheckpointNotFoundError("no longer in memory", operation="read", tier="memory", key=save_id)
 
     def unreadable(self) -> list[tuple[Path, Exception]]:
-        """As :meth:`damaged`, also of the :attr:`replicas`."""
+        """Returns :meth:`damaged`, and the same of the :attr:`replicas`."""
         return [*self.damaged(), *self.replicas.damaged()]
 
     def quarantined(self) -> list[Path]:
@@ -281,7 +281,7 @@ class MemoryTier:
             part: Its description.
             slots: Its filled slots by basename, which belong to the tier afterwards, and small files as bytes.
             drained: True if the durable tier has it already.
-            saved: True for a save, of which peers are to get copies; False for a part that a restore brought.
+            saved: True for a save, of which peers are to get copies; False for a part of a restore.
 
         Raises:
             MemoryFullError: The file system is full; nothing is left of the part, nor of its slots.
@@ -336,7 +336,7 @@ class MemoryTier:
         """Makes one of the :attr:`replicas` this node's own part: the node that had it is lost.
 
         Raises:
-            CheckpointNotFoundError: It was removed meanwhile.
+            CheckpointNotFoundError: The replica was removed meanwhile.
         """
         folder = self._parts / copy.save_id / copy.folder.name
         folder.parent.mkdir(mode=0o700, exist_ok=True)
@@ -403,7 +403,7 @@ class MemoryTier:
         with contextlib.suppress(OSError):
             os.rmdir(folder.parent)
         with contextlib.suppress(OSError):
-            # One older copy of the part stays beside it: each takes as much memory as the part.
+            # Only one older copy of the part stays: each takes as much memory as the part.
             copies = [each for each in target.parent.iterdir() if part in (each.name, each.stem) and each != target]
             for each in sorted(copies, key=lambda each: each.stat().st_mtime_ns)[:-1]:
                 shutil.rmtree(each, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Tiers: where bytes lie. ``open_store`` picks the durable store for a URL."""
+"""Stores of the durable tier. ``open_store`` picks the store for a URL."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def place_of(config: TieredCheckpointConfig, dirpath: str | None = None) -> Plac
 
             endpoint_url = configured_endpoint(config.profile)
         except ImportError:
-            # Without boto3 nothing is asked of any server, and that is said where it is tried.
+            # Without boto3 no server is asked; opening a store raises an error then.
             endpoint_url = None
     region = config.region or os.environ.get("AWS_DEFAULT_REGION") or os.environ.get("AWS_REGION") or ""
     profile = config.profile or os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or ""

@@ -1,17 +1,16 @@
-"""Store: the little that the engine needs from a durable tier. :mod:`fallbacks` lists further methods of a store.
+"""Store: the operations that the engine needs from a durable tier. :mod:`fallbacks` lists further methods of a store.
 
-Policy (commit order, retention, verification, which ranges to read) lives in the engine, above
-this protocol. A store moves bytes and tells the truth about errors. Keys are ``str``, relative to
-the store's root: ``Path`` mangles URLs.
+Policy (commit order, retention, verification, choice of ranges) is in the engine, above this protocol. A store moves
+bytes and reports errors truthfully. Keys are ``str``, relative to the store's root: ``Path`` mangles URLs.
 
 Promises of every store (``tests/support/store_contract.py`` checks them):
 
 - ``put`` and ``upload`` are atomic: a reader sees the old object or the new one, whole, and a
   failed or killed write leaves the old one as it was.
-- A read that follows a write that returned sees it, and so does a list.
+- A read or a list after the return of a write sees the written object.
 - ``delete`` of a missing object succeeds.
-- Errors are those of ``tiered_checkpoint_io.errors``, translated where the client library is
-  imported, by code and never by text; ``StoreError.retryable`` tells whether to try again.
+- Errors are those of ``tiered_checkpoint_io.errors``, translated next to the import of the client library, by code and
+  never by text; ``StoreError.retryable`` is true if a retry may help.
 - All methods may be called from several threads at once.
 - No reference to a caller's buffer is kept after a call returns.
 """
@@ -260,10 +259,10 @@ class ConditionalStore(Store, Protocol):
         ...
 
     def put_if(self, key: str, data: bytes, expected: str | None) -> str:
-        """As ``put``; returns the tag of the written object.
+        """Does ``put``; returns the tag of the written object.
 
         Raises:
-            StoreError: The object is another than expected, and not this one either. Nothing was written.
+            StoreError: The object has another tag, and is not ``data``. Nothing was written.
         """
         ...
 
@@ -277,17 +276,15 @@ class ConditionalStore(Store, Protocol):
         progress: Callable[[int], None] | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:
-        """As ``upload``; raises as :meth:`put_if`, and as ``look``; then, too, nothing was written.
+        """Does ``upload``; raises errors of :meth:`put_if` and of ``look``; then nothing was written.
 
-        It is called right before the object appears, which for a large one is long after the upload began. It is needed
-        if a tag is a digest, and so is the same again once the same bytes are there again.
+        ``look`` is called right before the object appears, which for a large one is long after the upload began. It is
+        needed if a tag is a digest, which is the same again once the same bytes are there again.
         """
         ...
 
     def delete_if(self, key: str, expected: str) -> None:
-        """As ``delete``.
-
-        Raises:
-            StoreError: The object is another than expected. Nothing was removed.
+        """Does ``delete``, if the tag is as expected. Raises:
+            StoreError: The object has another tag. Nothing was removed.
         """
         ...

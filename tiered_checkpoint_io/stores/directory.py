@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 _SLICE = 8 << 20
 #: Number of times that folders are made again which others, who had emptied them, removed under our hands.
 _ATTEMPTS = 100
-#: In the scratch folder, where files that no process has locked are removed.
+#: Name of the lock in the scratch folder, from which files that no process has locked are removed.
 _LOCK = "conditional-write"
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 #: A folder in which others are opened; needs no right to read it.
@@ -33,7 +33,7 @@ _FOLDER = os.O_PATH | os.O_DIRECTORY
 #: The request of linux/fs.h that has two files share their blocks, until one is written to.
 _FICLONE = 0x40049409
 _SENT_AT_ONCE = 1 << 30
-#: End of a hard link's name until it takes the place of the file that it stands for.
+#: End of a hard link's name until it replaces the file that it is a copy of.
 _LINK = ".link"
 
 
@@ -213,7 +213,7 @@ class DirectoryStore(FileStore):
         look: Callable[[], None] | None = None,
     ) -> None:
         if look is not None:
-            # At the beginning already: a file's tag is another at each write, and tells all that comes then.
+            # At the beginning already: each write changes a file's tag, so all later changes are seen.
             look()
         self._upload_if(key, data, expected, journal, progress)
 
@@ -247,7 +247,7 @@ class DirectoryStore(FileStore):
 
     @contextlib.contextmanager
     def _unchanged(self, operation: str, key: str, path: str, expected: str | None) -> Iterator[None]:
-        """A block that no other conditional write comes between; entered if the file is as expected."""
+        """Keeps other conditional writes out of the block, which is entered if the file is as expected."""
         with self._alone(makes_room=operation == "delete"):
             if self._tag_at(path) != expected:
                 raise changed(operation, key)
@@ -255,7 +255,7 @@ class DirectoryStore(FileStore):
 
     @contextlib.contextmanager
     def _alone(self, *, makes_room: bool) -> Iterator[None]:
-        """A block that holds the lock of conditional writes; what ``makes_room`` needs none if there is no room."""
+        """Holds the lock of conditional writes in the block; if ``makes_room``, does without it if there is no room."""
         lock = f"{self._scratch}/{_LOCK}"
         while True:
             try:
@@ -331,14 +331,14 @@ class DirectoryStore(FileStore):
             _sync_folder(".", folder)
 
         self._in(path, remove)
-        # Folders exist for their files alone here; the last one gone, they go too.
+        # Folders exist here only for their files; after the last file, they go too.
         with contextlib.suppress(OSError):
             while (path := os.path.dirname(path)).startswith(self._root + "/"):
                 self._in(path, lambda folder, name: os.rmdir(name, dir_fd=folder))
 
     @contextlib.contextmanager
     def _temporary(self, key: str) -> Iterator[tuple[int, str]]:
-        """A new file to write to, locked while we do; gone at the end unless it was renamed."""
+        """Makes a new file to write to, locked in the block; removed at its end unless it was renamed."""
         while True:
             path = f"{self._scratch}/{self._clock.token(12)}"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -387,7 +387,7 @@ class DirectoryStore(FileStore):
 
 
 def _tag_of(facts: os.stat_result) -> str:
-    """Each write makes a file of its own, so these tell it from the one before."""
+    """Returns a tag that each write changes, because each write makes a new file."""
     return f"{facts.st_ino:x}-{facts.st_mtime_ns:x}-{facts.st_size:x}"
 
 

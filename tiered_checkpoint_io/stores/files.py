@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 #: Bytes of one read: more would be held twice, as fsspec gives them in a buffer of its own.
 _READ_SIZE = 16 << 20
-#: Files on their way, where a file appears before it is whole.
+#: Folder of incomplete files, for file systems in which a file appears before it is complete.
 _SCRATCH = ids.META_PREFIX + "tmp"
 
 _MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
@@ -91,7 +91,7 @@ class FileStore(ABC):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = prefix.rpartition("/")[0]
         path = self._path(folder) if folder else self._root
-        # A listing that fails half way begins anew: it is handed out once it is whole.
+        # A listing that fails half way begins again: its entries are yielded only once it is complete.
         for found, size, modified in self._ask("list", prefix, lambda: [*self._files(path)]):
             key = found[len(self._root) :].lstrip("/")
             if key.startswith(prefix) and not key.startswith(_SCRATCH + "/"):
@@ -285,7 +285,7 @@ class FileStore(ABC):
             hint = self._network_hint
         elif reason == "full":
             hint = "no room: free some, or save elsewhere; what was saved before is intact"
-        # The text of others may hold credentials (URLs do), so just what kind of error it is goes on.
+        # The text of other libraries may hold credentials (URLs do), so only the error's kind is passed on.
         status = _status(error)
         detail = f"{type(error).__name__}, HTTP {status}" if status is not None else type(error).__name__
         text = os.strerror(number) if number else detail
@@ -316,16 +316,16 @@ def _status(error: Exception) -> int | None:
 
 
 def reason_of(error: Exception) -> Reason | None:
-    """Returns the reason that a file system's error stands for, by type, HTTP status and errno, never by text.
+    """Returns the reason of a file system's error, by type, HTTP status and errno, never by text.
 
-    Libraries wrap errors of others: if an error says nothing itself, its cause is judged.
+    Libraries wrap errors: if an error has no known reason itself, its cause is judged.
     """
     each: BaseException | None = error
     judged: set[int] = set()
     while isinstance(each, Exception) and id(each) not in judged:
         reason, is_known = _own_reason(each)
         if is_known:
-            # That something else was missing before does not prove that what we asked for is.
+            # A cause may be about another missing file: it does not prove that the requested one is missing.
             return None if each is not error and reason == "missing" else reason
         judged.add(id(each))
         # Not the error that was being handled meanwhile, which may be the caller's.
@@ -334,7 +334,7 @@ def reason_of(error: Exception) -> Reason | None:
 
 
 def _own_reason(error: Exception) -> tuple[Reason | None, bool]:
-    """Returns the reason that an error stands for by itself, and whether it says anything."""
+    """Returns the reason of an error without its cause, and whether the reason is known."""
     status = _status(error)
     number = error.errno if isinstance(error, OSError) else None
     names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}

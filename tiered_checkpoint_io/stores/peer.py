@@ -197,7 +197,7 @@ class PeerStore:
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[_Connection]:
-        """A connection that is kept for the next request, unless this one fails."""
+        """Yields a connection that is kept for the next request, unless this one fails."""
         if self._idle:
             connection = self._idle.pop()
         else:

@@ -14,10 +14,10 @@ class Refusals(list[StoreError]):
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """A block that ends if something in it is refused, so that its caller goes on with the next thing.
+        """Ends the block if a request in it is refused, so that its caller continues with the next one.
 
         Raises:
-            StoreError: The store does not answer, or is not there: then nothing else will be done either.
+            StoreError: The store does not answer, or does not exist: further requests would fail, too.
         """
         try:
             yield

@@ -25,7 +25,7 @@ _SLICE = 16 * _MIB
 #: Part size of uploads to object stores; raised for large objects, which may have 10,000 parts.
 _BLOCK = 64 * _MIB
 _MAX_BLOCKS = 9_000
-#: Object stores, where a written object appears whole, when the file is closed.
+#: Object stores, in which a written object appears at once, when the file is closed.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
 #: Schemes with one connection for all calls.
 _ONE_AT_A_TIME = {"ftp", "sftp", "ssh"}
@@ -69,7 +69,7 @@ class RemoteStore(FileStore):
             now = self._clock.monotonic()
             if self._fs is refused and now - self._opened_at >= self._clock.timing.credentials_again_s:
                 self._opened_at = now
-                # If there are none just now, the refusal tells more.
+                # If there are no credentials just now, the refusal says more.
                 with contextlib.suppress(Exception):
                     self._fs, _ = self._open()
             return self._fs is not refused
@@ -142,7 +142,7 @@ class RemoteStore(FileStore):
             with self._guarded("put", key):
                 self._move_over(source, target)
         except BaseException:
-            # Nothing to add to the error that is on its way: what stays is dropped by its age.
+            # The first error is the one to raise: remains are removed later, by their age.
             with contextlib.suppress(Exception):
                 self._fs.rm_file(source)
             raise
@@ -163,7 +163,7 @@ class RemoteStore(FileStore):
             with self._guarded("copy", key):
                 self._move_over(scratch, path)
         except BaseException:
-            # As in _send_and_move.
+            # The same as in _send_and_move.
             with contextlib.suppress(Exception):
                 self._fs.rm_file(scratch)
             raise
@@ -177,7 +177,7 @@ class RemoteStore(FileStore):
 
     def _move(self, source: str, target: str) -> None:
         if type(self._fs).mv is AbstractFileSystem.mv:
-            # That one takes its arguments for patterns.
+            # This default method takes its arguments for patterns.
             self._fs.cp_file(source, target)
             self._fs.rm_file(source)
         else:
@@ -237,7 +237,7 @@ class RemoteStore(FileStore):
 
 def _throw_away(file: Any) -> None:
     """Ends a file half written, without making it real as an ordinary close would."""
-    # Nothing to add to the error that is on its way.
+    # The first error is the one to raise.
     with contextlib.suppress(Exception):
         file.discard()
     if isinstance(file, AbstractBufferedFile):

@@ -86,8 +86,8 @@ class Retry:
         try:
             return retrying(call)
         finally:
-            # It holds the call and its error, whose frames hold it: the mapped files that are in them must not wait for
-            # the collector.
+            # A cycle: the last state holds the error, whose frames hold that state. The mapped files in them must not
+            # wait for the collector.
             if last is not None:
                 last.outcome = None
             last = None
@@ -103,7 +103,7 @@ class Progress:
         self._reported = 0
 
     def restart(self) -> None:
-        """Another attempt begins at byte 0."""
+        """Begins another attempt at byte 0."""
         with self._lock:
             self._attempt = 0
 

@@ -26,7 +26,7 @@ __all__ = ["MIB", "S3Store"]
 _COPY_WHOLE = 1024 * MIB
 #: Ends of the names of directory buckets (S3 Express), and of their access points.
 _DIRECTORY_BUCKETS = ("--x-s3", "--xa-s3")
-#: As many keys as S3 takes in one request to delete.
+#: Most keys that S3 takes in one request to delete.
 _DELETES = 1000
 
 
@@ -86,7 +86,7 @@ class S3Store:
         root = self._client.prefix
         start = root + prefix
         if self._lists_folders_alone:
-            # It refuses any other prefix, so the rest is looked for in what it lists.
+            # This server refuses any other prefix, so the rest of the prefix is compared below.
             start = start[: start.rfind("/") + 1]
         for page in self._client.pages("list_objects_v2", None, {"Prefix": start}):
             for entry in page.get("Contents", ()):
@@ -103,7 +103,7 @@ class S3Store:
                 yield entry["Prefix"][len(start) : -1]
 
     def children(self, prefix: str) -> Iterator[str]:
-        """Yields the same, each with a slash, and the names of the objects beside them; see :mod:`fallbacks`."""
+        """Yields :meth:`folders`, each with a slash, and the names of the objects there; see :mod:`fallbacks`."""
         start = self._client.prefix + prefix
         for page in self._client.pages("list_objects_v2", None, {"Prefix": start, "Delimiter": "/"}):
             found = [each["Prefix"] for each in page.get("CommonPrefixes", ())]
@@ -280,18 +280,18 @@ class S3Store:
         self._uploads.abandon(key, journal)
 
     def try_multipart(self, key: str) -> None:
-        """Begins an upload in parts and aborts it: whether that is possible. Needed by large objects alone.
+        """Tries to begin an upload in parts, and aborts it. Only large objects need such uploads.
 
         Raises:
-            StoreError: It is not.
+            StoreError: Uploads in parts are not possible.
         """
         self._uploads.begin_and_abort(key)
 
     def abort_stale_uploads(self, older_than_s: float | None = None) -> int:
         """Aborts uploads below this prefix that began long ago, whose journal is lost.
 
-        Nothing is done if the root is a whole bucket: others may be uploading to it. Gives their number; the age,
-        a day by default, is by the server's clock.
+        Does nothing if the root is a whole bucket: others may be uploading to it. Returns the number of aborted
+        uploads; the age, in seconds, a day by default, is by the server's clock.
         """
         age = self._clock.timing.abandoned_s if older_than_s is None else older_than_s
         return self._uploads.abort_stale(age) if self._client.prefix else 0

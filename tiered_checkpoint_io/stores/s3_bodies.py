@@ -29,7 +29,7 @@ def size_of(found: Mapping[str, Any], key: str) -> int:
     """Returns the size of an object, by the answer to a HEAD of it.
 
     Raises:
-        StoreError: The answer does not tell it.
+        StoreError: The answer does not contain the size.
     """
     if "ContentLength" not in found:
         raise StoreError(
@@ -79,12 +79,12 @@ def fill(
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """Bytes of an object that an answer says it holds.
+    """Range of an object's bytes, by an answer's headers.
 
     Attributes:
         start: The first one.
-        stop: Behind the last one; None if only the end of the answer tells it.
-        size: Size of the object; None if the answer does not tell it.
+        stop: Behind the last one; None if only the end of the answer shows it.
+        size: Size of the object; None if the answer does not contain it.
         is_chunked: True if reading an answer that is cut short fails; else it just ends.
     """
 

@@ -64,7 +64,7 @@ class S3Client:
             endpoint_url: URL of a server other than AWS.
             region: AWS region.
             profile: Profile of the AWS configuration files.
-            credentials: ``aws_access_key_id`` and its kin, in place of boto3's ordinary chain.
+            credentials: ``aws_access_key_id`` and so on, instead of boto3's ordinary chain.
             always: Passed to every request that takes it, by boto3's names.
         """
         self._bucket, key = ids.parse_s3_url(url)
@@ -80,7 +80,7 @@ class S3Client:
         #: True if the server takes conditions of writes, which is learned from a refusal, too.
         self._has_conditions = True
         config = botocore.config.Config(
-            # Retries are counted and bounded by Retry alone.
+            # Only Retry counts and bounds retries.
             retries={"total_max_attempts": 1, "mode": "standard"},
             max_pool_connections=connections,
             connect_timeout=clock.timing.s3_connect_s,
@@ -173,10 +173,10 @@ class S3Client:
         body: memoryview | None = None,
         doubt: Callable[[], None] | None = None,
     ) -> Any:
-        """:meth:`ask` for a write on the condition that the object has this tag; if it is None, that there is none.
+        """Sends a write on the condition that the object has the tag ``expected``; None: that it does not exist.
 
-        Of a server that refuses conditions as such, or refuses what they allow, it is asked without one. Some take no
-        notice of them.
+        A server that refuses all conditions, or a request whose condition holds, is asked without one. Some servers
+        ignore conditions.
 
         Raises:
             StoreError: The object is another.
@@ -213,12 +213,12 @@ class S3Client:
             return None
 
     def delete_many(self, keys: Sequence[str]) -> list[str]:
-        """Removes up to a thousand objects by one request; gives those that are to be asked for one by one.
+        """Removes up to a thousand objects by one request; returns the keys to delete one by one.
 
-        If all of it is refused, by the server or for want of rights, no such request is sent again.
+        If the whole request is refused, by the server or for want of rights, no such request is sent again.
 
         Raises:
-            StoreError: It did not answer, or could not remove some.
+            StoreError: The server did not answer, or could not remove some objects.
         """
         if not self._has_batches:
             return list(keys)

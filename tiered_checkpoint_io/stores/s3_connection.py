@@ -1,8 +1,8 @@
 """The connection to S3: boto3's client, and the credentials that it was made with.
 
-boto3 looks for credentials when a client is made, and renews those alone of which it knows when they expire. A file, a
-profile or a program that gives others by now is looked at again only here, and only once credentials were refused: to
-look before each request would take megabytes of memory a time, and a process that gives credentials may be slow.
+boto3 looks for credentials when a client is made, and renews only credentials with a known time of expiry. A file, a
+profile or a program with new credentials is read again only here, and only once credentials were refused: to read them
+before each request would take megabytes of memory a time, and a process that gives credentials may be slow.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def configured_endpoint(profile: str | None) -> str | None:
             full_config=session.full_config, scoped_config=session.get_scoped_config(), client_name="s3"
         ).provide()
     except botocore.exceptions.BotoCoreError:
-        # Of a profile that is missing, for one: the store says so when it is opened. What is saved until then is for
-        # the server that the environment names.
+        # For example, the profile is missing: opening the store raises this error. Until then, saves are for the server
+        # that the environment names.
         found = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     return str(found) if found else None
 
@@ -84,11 +84,11 @@ class Connection:
         self._looked_at = -clock.timing.credentials_again_s + clock.monotonic()
         no_client = "no S3 client can be made"
         try:
-            # Looked at first: boto3's errors tell the endpoint, with all that is in it.
+            # Checked first: boto3's errors quote the endpoint, with all that is in it.
             _refuse_secrets(endpoint_url or configured_endpoint(profile) or "")
             self.client = self._client_of(self._session())
         except botocore.exceptions.CredentialRetrievalError as error:
-            # It tells what a program has written, which may be credentials: so no traceback shows it, either.
+            # The error quotes a program's output, which may be credentials: so no traceback shows the error, either.
             raise StoreError(
                 f"{no_client}: {type(error).__name__} from {error.kwargs.get('provider')}",
                 operation="connect",
@@ -110,8 +110,8 @@ class Connection:
         """Has a client get new credentials if those that it has are about to expire.
 
         Raises:
-            StoreError: They can't be had, for a reason for which botocore has no error of its own.
-            BotoCoreError, ClientError: As botocore says it.
+            StoreError: No credentials, for a reason for which botocore has no error of its own.
+            BotoCoreError, ClientError: Errors of botocore.
         """
         try:
             _keys(_credentials_of(client))
@@ -170,7 +170,7 @@ class Connection:
         # A server other than AWS has no regions, but a signature names one.
         region = session.region_name or ("us-east-1" if self._endpoint_url else None)
         client = session.client("s3", endpoint_url=self._endpoint_url, config=self._config, region_name=region)
-        # Where requests leave, so that redirects to another region are counted too.
+        # Counted when they are sent, so that redirects to another region are counted too.
         client.meta.events.register("before-send.s3", self._on_send)
         _be_patient(client, self._config.read_timeout)
         return client
@@ -197,7 +197,7 @@ def _be_patient(client: Any, read_s: float) -> None:
 
             def request(self, *args: Any, **options: Any) -> None:
                 if self.sock is not None:
-                    # It puts this on the socket, and sets it anew before it connects or waits for an answer.
+                    # urllib3 puts this on the socket, and sets it again before it connects or waits for an answer.
                     self.timeout = read_s
                 super().request(*args, **options)
 
@@ -210,7 +210,7 @@ def _keys(credentials: Any) -> Any:
 
 
 def _credentials_of(client: Any) -> Any:
-    """Returns a client's credentials, which it may renew; None if a release of botocore does not tell them."""
+    """Returns a client's credentials, which it may renew; None if the release of botocore has no access to them."""
     ask = getattr(client, "_get_credentials", None)
     return None if ask is None else ask()
 

@@ -87,7 +87,7 @@ _ARCHIVED_HINT = "it was archived, by a lifecycle rule for one: have S3 restore 
 _FULL_HINT = "no room: free some (tiered-ckpt prune), or raise the quota; what was saved before is intact"
 _FOREIGN_HINT = "no S3 server answers so; check endpoint_url, and the proxies in HTTPS_PROXY"
 _PROXY_HINT = "the proxy did not pass it on; check HTTPS_PROXY, HTTP_PROXY and NO_PROXY, and its user and password"
-#: Error codes whose HTTP status, mostly 400, does not tell their meaning.
+#: Error codes whose HTTP status, mostly 400, does not show their meaning.
 _BAD_KEYS = {
     "InvalidAccessKeyId",
     "InvalidClientTokenId",
@@ -129,7 +129,7 @@ _NO_CONDITIONS = {"InvalidArgument", "InvalidRequest", "NotImplemented", "Unsupp
 #: implement, a version of HTTP that it does not speak, and no space left.
 _LASTING = {501, 505, 507}
 _BUSY_STATUS = {408, 429, *range(500, 600)} - _LASTING
-#: As what no S3 server sends what it says of an error, but for some requests: that is XML.
+#: Types of pages that no S3 server sends as an error, except for some requests: S3 errors are XML.
 _PAGES = {"text/html", "text/plain"}
 #: Requests of which S3 servers say so in plain text: rclone of a copy, that there is nothing to copy.
 _PLAIN = {"head", "copy"}
@@ -156,7 +156,7 @@ def of_s3(method: str, answer: Any) -> Any:
     """Returns boto3's answer, if it has S3's own fields.
 
     Raises:
-        ForeignAnswerError: It has none.
+        ForeignAnswerError: The answer has none of them.
     """
     if method in _SAID and not _SAID[method] & answer.keys():
         if "Body" in answer:

@@ -12,8 +12,8 @@ from tiered_checkpoint_io.stores.base import UploadJournal
 
 MIB = 1 << 20
 _MIN_PART = 8 * MIB
-#: The user metadata of an object by which an upload knows it again. An ETag tells nothing of the content if the
-#: bucket encrypts by KMS, in directory buckets (S3 Express), and on some servers.
+#: Key of an object's user metadata by which an upload recognises its object. An ETag does not depend on the content if
+#: the bucket encrypts by KMS, in directory buckets (S3 Express), and on some servers.
 MARK = "tiered-upload"
 
 
@@ -64,7 +64,7 @@ class Upload:
 
     @classmethod
     def journaled(cls, journal: UploadJournal | None, url: str, key: str) -> Upload | None:
-        """Returns the upload of ``key`` that a journal tells of; None if it tells of none, or is another store's."""
+        """Returns the upload of ``key`` that a journal notes; None if it notes none, or is another store's."""
         state = (journal.read() if journal is not None else None) or {}
         match state:
             case {

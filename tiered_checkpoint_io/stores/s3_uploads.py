@@ -26,7 +26,7 @@ from tiered_checkpoint_io.stores.s3_parts import (
     mark_of,
 )
 
-#: Bytes of one part that the server copies. It answers once it has, and within the time that a request may take.
+#: Bytes of one part that the server copies. The server must answer within the time of one request.
 COPY_PART = 256 << 20
 _log = logging.getLogger("tiered_checkpoint_io.s3")
 
@@ -112,7 +112,7 @@ class MultipartUploads:
     def abort_stale(self, older_than_s: float) -> int:
         """Aborts the uploads below the prefix that began longer ago than this, by the server's clock; their number."""
         count, prefix = 0, self._client.prefix
-        # That there is nothing is how rclone says that there are none.
+        # rclone answers "not found" if there are no uploads.
         with contextlib.suppress(StoreNotFoundError):
             for page in self._client.pages("list_multipart_uploads", None, {"Prefix": prefix}):
                 date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
@@ -146,7 +146,7 @@ class MultipartUploads:
             try:
                 self._client.once("list_parts", key, {**upload_id, "MaxParts": 1})
             except StoreError as error:
-                # All else tells nothing of the upload, such as that the right to ask is missing.
+                # Other errors say nothing about the upload, such as a missing right to ask.
                 if isinstance(error, StoreNotFoundError):
                     raise
 
@@ -157,7 +157,7 @@ class MultipartUploads:
             part = {**upload_id, "PartNumber": number, **given}
             answer = self._client.ask("upload_part_copy", key, part, cancelled=cancelled, doubt=is_gone)
             if not answer.get("CopyPartResult", {}).get("ETag"):
-                # Such a server has taken it for the upload of an empty part.
+                # The server has taken this request for the upload of an empty part.
                 raise StoreError("the server does not copy parts", operation="copy", key=key)
             arrived[number] = self._part(number, answer["CopyPartResult"])
             report.add(upload.size_of(number))
@@ -203,7 +203,7 @@ class MultipartUploads:
         if condition is None:
             self._client.ask("complete_multipart_upload", key, given, doubt=doubt)
             return
-        # Ceph takes no notice of the condition here: this leaves a moment, in place of the time of the upload.
+        # Ceph ignores the condition here: this check leaves a gap of a moment, not of the whole upload.
         if self._client.tag(key) != condition.expected:
             raise changed("complete", key)
         if condition.look is not None:
@@ -243,7 +243,7 @@ class MultipartUploads:
                 for entry in page.get("Parts", ()):
                     number = entry["PartNumber"]
                     if number not in upload.numbers or entry["Size"] != upload.size_of(number):
-                        # Not every server takes a part twice, so the upload is begun anew.
+                        # Not every server takes a part twice, so the upload begins again.
                         return None
                     arrived[number] = self._part(number, entry)
         except StoreNotFoundError:

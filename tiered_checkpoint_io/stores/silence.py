@@ -123,7 +123,7 @@ def moving() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def local_work() -> Iterator[None]:
-    """A block that may take long and asks no store, such as one that waits for a disk: no store is silent meanwhile."""
+    """Marks a block that may take long without a store, such as a wait for a disk: no store counts as silent then."""
     question = current_question()
     with question.at_work() if question is not None else contextlib.nullcontext():
         yield
