@@ -102,8 +102,7 @@ class Checkpointer:
             resumable: True if training can resume from it; ``tiered:latest`` and ``tiered:last`` skip all others.
 
         Returns:
-            None if the save failed and ``on_save_error`` is ``warn``, or if a memory-only save was skipped for want of
-            room.
+            None if the save failed and ``on_save_error`` is ``warn``, or if a memory-only save was skipped: no room.
 
         Raises:
             ConfigError: The path is not below dirpath, or not a valid name. Unknown tiers; or another live run writes

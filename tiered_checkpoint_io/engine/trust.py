@@ -46,7 +46,9 @@ class Trust:
         return (self.weights_only is False or forced) and not _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
 
     def load(self, file: Any, *, mapped: torch.UntypedStorage | None = None, **options: Any) -> Any:
-        """Loads a file with ``torch.load``. Args:
+        """Loads a file with ``torch.load``.
+
+        Args:
             file: A path, or an open file.
             mapped: The bytes of a path's file, if they are mapped already: ``torch.load`` would map them once more.
             options: As ``torch.load`` takes them.

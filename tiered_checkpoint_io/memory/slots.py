@@ -1,9 +1,8 @@
 """Recycled, memory-mapped files that images are filled into.
 
-The first touch of a fresh page of tmpfs costs more than copying into it. Slots are therefore
-reused: a slot keeps its mapping in this process while its file moves from ``slots/`` into a
-checkpoint's folder and back. Space is taken by ``posix_fallocate``, so that a full file system is
-an error here and never a SIGBUS at a later write.
+The first touch of a fresh page of tmpfs costs more than copying into it. Slots are therefore reused: a slot keeps its
+mapping in this process while its file moves from ``slots/`` into a checkpoint's folder and back. Space is taken by
+``posix_fallocate``, so that a full file system is an error here and never a SIGBUS at a later write.
 
 The owner of a file in ``slots/`` holds an exclusive lock on it; one without a lock was left by a dead process.
 """

@@ -284,7 +284,9 @@ class ConditionalStore(Store, Protocol):
         ...
 
     def delete_if(self, key: str, expected: str) -> None:
-        """Does ``delete``, if the tag is as expected. Raises:
+        """Does ``delete``, if the tag is as expected.
+
+        Raises:
             StoreError: The object has another tag. Nothing was removed.
         """
         ...

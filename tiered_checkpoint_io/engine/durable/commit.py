@@ -188,13 +188,13 @@ def commit(
         rows: All parts, by rank, as :class:`Arrivals` found them; not needed for a checkpoint of one part.
         journal: The one of :func:`put_part`; cleared at the end.
         progress: See :meth:`Store.upload`.
-        clock: The time, to see how long a save of another run has waited. Returns:
-        ``sent`` if this call made it exist; ``committed`` if an earlier one had; ``replaced`` if a later save
-        has taken its name.
+        clock: The time, to see how long a save of another run has waited.
+
+    Returns:
+        ``sent`` if this call made it exist; ``committed`` if an earlier one had; ``replaced`` by a later save.
 
     Raises:
-        CorruptCheckpointError: A file differs from its hashes. The parts do not make one checkpoint. This name has
-            another format version. Nothing was written.
+        CorruptCheckpointError: A hash differs, the parts do not fit, or another format version. Nothing was written.
         ConfigError: See :func:`put_part`.
         StoreError: A file is missing or has another size. Any other error: repeat the call to finish.
         CopyRefusedError: The store can't copy a file. The name is as it was; call again with the bytes.

@@ -165,8 +165,7 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
 
     Raises:
         CorruptCheckpointError: The manifest can't be understood.
-        StoreError: The manifest exists, and can't be read: do not overwrite or remove its objects. The tier does not
-            answer.
+        StoreError: The manifest exists, and can't be read: keep its objects. The tier does not answer.
     """
     key = ids.manifest_key(name)
     try:

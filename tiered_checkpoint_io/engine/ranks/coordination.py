@@ -1,8 +1,7 @@
 """Communication between ranks during a restore: a few collectives, each with a bound.
 
 Ranks gather only data that is small for any checkpoint: every rank gets the data of all ranks, padded to the largest.
-Data that grows with the checkpoint goes out from one rank, so each rank has it once. Only the sending rank gathers such
-data.
+Data that grows with the checkpoint goes out from one rank, so each rank has it once; only the sender gathers it.
 
 Ranks that restore together exchange in a fixed order. If one raised in between, the others would wait for as long as a
 node may take to fetch. Inside ``with group.failing_together()`` the failed rank makes one more exchange, with its

@@ -85,8 +85,7 @@ class Run:
     def count_save(self, namespace: str, series: str, step: int) -> int:
         """Counts a save that begins now: returns how often its series has gone back to a step that it had saved.
 
-        Call this once for each save, before anything that can fail on one rank: the ids of later saves follow from the
-        count.
+        Call this once for each save, before anything that can fail on one rank: later saves' ids depend on the count.
 
         Args:
             namespace: The job's.

@@ -38,8 +38,7 @@ from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 from tiered_checkpoint_io.stores.peer import Endpoint
 from tiered_checkpoint_io.stores.silence import answer_within
 
-#: Manifests that are read at once when looking for the newest, and how many of them are picked by the step in their
-#: name.
+#: Manifests that are read at once when looking for the newest, and the number that is chosen by the step in a name.
 _BATCH = 32
 _BY_STEP = 8
 #: Number of checkpoints that have changed while they were read, after which others are taken.

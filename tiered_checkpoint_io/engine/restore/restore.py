@@ -344,8 +344,7 @@ def restore(
     error. ``rejected`` has the ids of saves that this rank can't take, and why.
 
     Returns:
-        The checkpoint, to be released once it is loaded; None if no tier holds any, and
-        each has said so.
+        The checkpoint, to be released once it is loaded; None if no tier holds any, and each has said so.
 
     Raises:
         CheckpointNotFoundError: There is none of the wanted name.

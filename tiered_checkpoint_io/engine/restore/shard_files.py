@@ -134,8 +134,7 @@ class ShardFiles:
 
         Raises:
             CorruptCheckpointError: No intact copy is within reach.
-            CheckpointNotFoundError, StoreError, MemoryFullError, RestoreError: See
-                :meth:`FetchedFile.ensure`.
+            CheckpointNotFoundError, StoreError, MemoryFullError, RestoreError: See :meth:`FetchedFile.ensure`.
         """
         spans = list(spans)
         if basename in self._held:

@@ -58,8 +58,7 @@ class DurableNameCache:
         """Returns all names on the durable tier, or queued for it: one LIST at first use, none later.
 
         Args:
-            patience_s: Bound of a silence of the durable tier, seconds; by default until its store
-                gives up.
+            patience_s: Bound of a silence of the durable tier, seconds; by default until its store gives up.
 
         Raises:
             StoreError: The durable tier could not be asked, or was silent for so long.
