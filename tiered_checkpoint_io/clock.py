@@ -93,7 +93,7 @@ class Timing:
     local_patience_s: float = 60.0
     #: Interval at which a rank looks for requests for a part, and for news; see :meth:`pause_s`.
     local_poll_s: float = 0.1
-    #: The longest pause between two such looks: well below the time that an offer stands.
+    #: The longest pause between two such looks: well below the time for which an offer is valid.
     store_rest_s: float = 2.0
     #: Time for which a rank that ends still serves parts to others.
     local_linger_s: float = 10.0
@@ -111,7 +111,7 @@ class Timing:
     chunk_folder_s: float = 60.0
     #: Part of the grace time that is left at least for the way out of the interpreter.
     preemption_margin_s: float = 1.0
-    #: A last checkpoint is left to memory alone if less time is left: no upload fits into it.
+    #: A last checkpoint stays only in memory if less time is left: no upload is that fast.
     preemption_upload_s: float = 2.0
     #: Bound of the wait for the durable tier at the start of ``fit``: it answers within a second.
     preflight_s: float = 5.0
@@ -135,7 +135,7 @@ class Timing:
     drain_lock_s: float = 0.1
     #: A drain that was asked to leave and moves nothing for so long hangs: each of its requests fails well before that.
     drain_handover_s: float = 600.0
-    #: Time for which a drain without trainers goes on without any success.
+    #: Time for which a drain without trainers continues without any success.
     drain_give_up_s: float = 900.0
     #: A longer cause that keeps the drain from its queue is published to processes that wait.
     drain_trouble_s: float = 3.0
@@ -171,7 +171,7 @@ class Timing:
     def pause_s(self, least_s: float, waited_s: float) -> float:
         """Returns the pause before the store of torch.distributed is asked again: all ranks ask the one store.
 
-        It is ``least_s``, or a tenth of the wait so far if that is longer. The wait may end late by one pause.
+        The pause is ``least_s``, or a tenth of the wait so far if longer. The wait may end late by one pause.
         """
         return max(least_s, min(self.store_rest_s, waited_s / 10))
 
@@ -193,7 +193,7 @@ class Clock:
         return time.monotonic()
 
     def since_boot(self) -> float:
-        """As :meth:`monotonic`, and goes on while the machine sleeps, if the kernel tells that."""
+        """Returns seconds as :meth:`monotonic`, with the time of a sleeping machine if the kernel has such a clock."""
         return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
     def sleep(self, seconds: float) -> None:

@@ -106,7 +106,7 @@ def _rebuild(cls: type[TieredCheckpointError], message: str, state: dict[str, An
 
 
 class ConfigError(TieredCheckpointError, ValueError):
-    """A setting, a name or a call is not allowed. Nothing was done."""
+    """A setting, a name or a call is not allowed. No state was changed."""
 
 
 class CheckpointNotFoundError(TieredCheckpointError, FileNotFoundError):
@@ -139,7 +139,7 @@ class StoreNotFoundError(StoreError, FileNotFoundError):
 
 
 class SaveError(TieredCheckpointError, RuntimeError):
-    """A checkpoint or an export was not written where it was meant to be."""
+    """A checkpoint or an export was not written to its tiers or its target."""
 
 
 class DrainError(TieredCheckpointError, RuntimeError):

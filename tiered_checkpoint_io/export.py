@@ -110,8 +110,8 @@ class Source:
         """Reads files, by their paths, into buffers of their sizes.
 
         Raises:
-            CorruptCheckpointError: Its bytes are not those that were saved.
-            StoreError: It could not be read.
+            CorruptCheckpointError: The bytes differ from the saved ones.
+            StoreError: The checkpoint could not be read.
         """
 
         def one(job: tuple[FileEntry, int]) -> None:
@@ -134,10 +134,10 @@ def to_torch_file(source: Source, target: Path, *, replace: bool = False) -> lis
     """Writes the whole state as ``torch.save`` does; of a full checkpoint, copies the file.
 
     Raises:
-        RestoreError: It is a local checkpoint. It holds objects that are not trusted.
+        RestoreError: The checkpoint is local, or holds objects that are not trusted.
         SaveError: The target exists, or can't be written.
-        CorruptCheckpointError: Its bytes are not those that were saved.
-        StoreError: It could not be read.
+        CorruptCheckpointError: The bytes differ from the saved ones.
+        StoreError: The checkpoint could not be read.
     """
     if _is_full(source):
         (entry,) = source.files
@@ -177,10 +177,10 @@ def to_torch_file(source: Source, target: Path, *, replace: bool = False) -> lis
 
 
 def to_safetensors(source: Source, target: Path, *, prefix: str | None = None, replace: bool = False) -> list[Path]:
-    """Writes tensors as Hugging Face's libraries read them: one file if the target is one, else shards in a folder.
+    """Writes tensors as Hugging Face's libraries read them: one file if the target is a file, else shards in a folder.
 
     Args:
-        source: The checkpoint; of a full one, the file needs room beside the target meanwhile.
+        source: The checkpoint; a full one needs room for its file on the target's disk during the export.
         target: ``x.safetensors``, or a folder.
         prefix: Selects tensors, which are named without it. By default ``state_dict.`` if a name has it, else all.
         replace: Replace files of an earlier export.
@@ -312,7 +312,7 @@ class _Sharded:
         """Reads ``.metadata``.
 
         Raises:
-            CorruptCheckpointError: It is missing, or damaged.
+            CorruptCheckpointError: The file is missing, or damaged.
         """
         self._source = source
         self._files = _ShardFiles(source)
@@ -345,7 +345,7 @@ class _Sharded:
         return found
 
     def fill(self, views: Mapping[str, torch.Tensor], mappings: Sequence[mmap.mmap] = ()) -> None:
-        """Copies the elements into views of mappings, whose pages are let go on the way."""
+        """Copies the elements into views of mappings, whose pages are released meanwhile."""
         for name in views:
             held = sum(math.prod(chunk.sizes) for chunk in self.tensors[name].chunks)
             if held != math.prod(self.tensors[name].size):
@@ -403,7 +403,7 @@ class _ShardFiles:
         entry, source = self.entry(basename), self._source
         wanted = set(chunks_of(entry, spans))
         if basename not in self._here:
-            # Takes memory only where it is written to.
+            # Only written pages take memory.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
             self._here[basename] = mmap.mmap(-1, max(1, entry.size), flags=flags), set()
         mapping, here = self._here[basename]
@@ -473,7 +473,7 @@ _Tensors: TypeAlias = _Sharded | _FullState
 
 @contextlib.contextmanager
 def _full(source: Source, target: Path) -> Iterator[_FullState]:
-    """Fetches the file of a full checkpoint beside the target, without a name, so that a kill leaves nothing of it."""
+    """Fetches a full checkpoint's file to the target's disk, without a name, so that a kill leaves no file."""
     (entry,) = source.files
     with _writing(target), tempfile.TemporaryFile(dir=_folder_above(target)) as file:
         os.posix_fallocate(file.fileno(), 0, max(entry.size, 1))
@@ -482,7 +482,7 @@ def _full(source: Source, target: Path) -> Iterator[_FullState]:
 
 
 def _let_go(mappings: Iterable[mmap.mmap]) -> None:
-    """Written pages count as the process's own for no longer than that."""
+    """Releases written pages, which count as the process's own until then."""
     for each in mappings:
         each.madvise(mmap.MADV_DONTNEED)
 
@@ -566,7 +566,7 @@ class _NewFile:
     def complete(self) -> None:
         with _writing(self.target):
             if not self._size:
-                # Nothing can be mapped of an empty file.
+                # An empty file can't be mapped.
                 os.ftruncate(self._descriptor, 0)
             os.fsync(self._descriptor)
 

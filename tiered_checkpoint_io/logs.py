@@ -45,7 +45,7 @@ class CheckpointLogger(_Adapter):
 
     def isEnabledFor(self, level: int) -> bool:  # noqa: N802
         if self.logger.name == _NAME:
-            # dictConfig disables each logger that exists, unless told otherwise. A wish for silence is a level.
+            # By default, dictConfig disables each existing logger. Users who want silence set a level.
             self.logger.disabled = False
         return super().isEnabledFor(level)
 
@@ -80,7 +80,7 @@ def get_logger(
         namespace: The job's namespace.
         rank: The global rank.
         log_dir: Folder of a further log, ``{namespace}_checkpointing.log``; made if absent.
-        logger: The user's own logger to send everything to, in place of ours.
+        logger: The user's own logger, used instead of ours.
 
     Raises:
         ConfigError: The file in ``log_dir`` can't be opened.
@@ -118,14 +118,14 @@ def rate(size: int, seconds: float) -> str:
 
 
 class _DefaultLevel(int):
-    """INFO, as long as the user has not said otherwise: told from a level of the user's by its class."""
+    """INFO, until the user sets a level; its class differs from the class of the user's level."""
 
 
 class _Ours(logging.Filter):
     """Keeps to the root logger's level if the user set one there, and none on our own logger.
 
-    That can't be known when the logger is made: ``logging.basicConfig`` may come later. The files of ``log_dir`` are
-    asked for by themselves, and get what the root logger does not want.
+    Both levels are read at each record, because ``logging.basicConfig`` may come later. Files in ``log_dir`` also get
+    records below the root logger's level.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -158,10 +158,10 @@ class _Console(_StreamHandler):
 
 
 class _JobFile(logging.handlers.WatchedFileHandler):
-    """``{namespace}_checkpointing.log``, made anew if it was moved away; other jobs here have files of their own.
+    """``{namespace}_checkpointing.log``, made again if it was moved away; other jobs here have files of their own.
 
-    If it can't be written, as on a full disk, lines are lost, and no training; a line on stderr says so each
-    time that this begins.
+    If the file can't be written, as on a full disk, training continues and lines are lost; each time that this begins,
+    one line on stderr says so.
 
     Attributes:
         users: The loggers that it was opened for, as long as anything holds them.
@@ -184,7 +184,7 @@ class _JobFile(logging.handlers.WatchedFileHandler):
         try:
             super().emit(record)
         except OSError as error:
-            # It can't be made anew just now, for want of a descriptor, for one.
+            # The file can't be made again just now, for example because no descriptor is left.
             self._lose(error)
         if self._failures == failures:
             self._failures = 0

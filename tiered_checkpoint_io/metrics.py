@@ -1,7 +1,7 @@
 """Metrics of a node's memory as Prometheus' text, for node_exporter and other collectors.
 
-They are read from parts, the operation log and the record of events, beside a trainer and without one; no server is
-asked. A training adds to the record by :class:`Recording`.
+They are read from parts, the operation log and the record of events, with and without a trainer; no server is asked. A
+training adds to the record by :class:`Recording`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Metric:
         kind: A ``counter`` only grows, until the record of the run is deleted; a ``gauge`` is a value of now.
         meaning: Its meaning, in one or two sentences.
         read: Reads it from a look.
-        label: Tells its values apart, beside ``namespace``, which all have; empty for a single value.
+        label: The label of its values, besides ``namespace``, which all have; empty for a single value.
     """
 
     name: str

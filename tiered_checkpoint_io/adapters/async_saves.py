@@ -156,8 +156,7 @@ def maybe_finalize_async_calls(blocking: bool = False, process_group: Any = None
     """Collects the asynchronous saves of this process that have ended, and shows each failure once.
 
     Args:
-        blocking: True to wait for those that have not, each within the ``wait_timeout_s`` of its
-            configuration.
+        blocking: True to wait for those that have not, each within the ``wait_timeout_s`` of its configuration.
         process_group: Only saves that these ranks, as process group or replication group, took part in: a process
             group, or global ranks. All if it is None.
 

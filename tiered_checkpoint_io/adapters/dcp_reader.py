@@ -75,13 +75,11 @@ class TieredStorageReader(OverTiers, StorageReader):
 
         Args:
             config: As :class:`TieredStorageWriter` takes it.
-            step: The training step; the newest checkpoint if neither it nor a path is given. Both as ``load`` has
-                it: of names in no folder, else of the only folder; of another with a path such as
-                ``stage1/tiered:latest``.
+            step: The training step; the newest checkpoint if neither it nor a path is given. Both as ``load`` has it:
+                of names in no folder, else of the only folder; of another with a path such as ``stage1/tiered:latest``.
             path: Instead of a ``checkpoint_id``. A later ``checkpoint_id`` replaces it, as in ``FileSystemReader``.
             no_dist: True if this process loads alone; by default as DCP's ``load`` has it.
-            process_group: The ranks that load together; by default the group that DCP's ``load``
-                was given.
+            process_group: The ranks that load together; by default the group that DCP's ``load`` was given.
             world_size: As the writer takes it; a checkpoint of any other world size loads.
             logger: Logger to use instead of the package's own.
             checkpoint_config: Another name for ``config``.

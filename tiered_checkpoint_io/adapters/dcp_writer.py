@@ -154,10 +154,9 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             world_size: Number of ranks that save together; checked when they do.
             thread_count: Number of threads of a rank that copy; its share of the node's cores by default.
                 A rank writes one file, however many there are.
-            wait: True if a durable save returns only when it is committed there, or nothing moves for
-                30 s. By default a synchronous save does, and an asynchronous one does not. The
-                other ranks wait in a collective of DCP's: give their process group a timeout that is longer than
-                an upload takes.
+            wait: True if a durable save returns only when it is committed there, or nothing moves for 30 s. By default
+                a synchronous save does, and an asynchronous one does not. The other ranks wait in a collective of
+                DCP's: give their process group a timeout that is longer than an upload takes.
             require_step: True if a checkpoint without a step is refused.
             logger: Logger to use instead of the package's own.
             checkpoint_config: Another name for ``config``.

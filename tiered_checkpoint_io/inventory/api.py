@@ -1,7 +1,6 @@
 """For programs beside the training: a list of checkpoints, the latest one, and new durable ones.
 
-Each call waits 15 s at most for a server that is silent. None reads a checkpoint's bytes, or
-imports torch.
+Each call waits 15 s at most for a server that is silent. None reads a checkpoint's bytes, or imports torch.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ def list_checkpoints(
         dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory.
         memory_dir: Also what this node's memory holds of it: the folder, mostly ``/dev/shm``. None for the durable tier
             alone.
-        options: Configuration that the durable tier needs: ``endpoint_url``, ``region``, ``profile``,
-            ``s3_options``.
+        options: Configuration that the durable tier needs: ``endpoint_url``, ``region``, ``profile``, ``s3_options``.
 
     Raises:
         CheckpointNotFoundError: There is nothing at all at this dirpath.

@@ -1,4 +1,4 @@
-"""The only place where raw configuration is validated."""
+"""The only module that validates raw configuration."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ class TieredCheckpointConfig:
         enable_async_checkpointing: Saves return once the checkpoint is in node memory. Read by ``from_config``, which
             then gives an ``AsyncCheckpointIO``.
         staging: When a save copies the state: ``eager`` or ``overlapped``. ``eager`` copies it before the save
-            returns; ``overlapped`` copies what only the optimizers change while the next forward and backward run. See
-            docs/lightning.md.
+            returns; ``overlapped`` copies tensors that only the optimizers change while the next forward and backward
+            run. See docs/lightning.md.
         on_save_error: After a failed save, ``warn`` and train on, or ``raise``.
         replication_factor: Nodes that keep each part in memory, its own included; 1 for no copies.
         safe_globals: Classes and functions that checkpoints may hold, as ``module.name``. The first save names those
             that are missing.
         memory_dir: Folder of the memory tier, on tmpfs or on node-local disk.
-        spill_dir: Folder on node-local disk for what memory has no room for; ``auto``; null for none. ``auto`` takes
-            the system's temporary directory, else ``/var/tmp``, if that is on local disk.
+        spill_dir: Folder on node-local disk for parts that memory can't hold; ``auto``; null for none. ``auto``
+            takes the system's temporary directory, else ``/var/tmp``, if that is on local disk.
         memory_allocation_percentage: Per cent of the node's memory that checkpoints take; 20 to 100. If the node's
             cgroup has a limit (``memory.max`` or ``memory.high``), per cent of that.
         endpoint_url: URL of an S3 server other than AWS.
@@ -91,7 +91,7 @@ class TieredCheckpointConfig:
         preflight: Check S3 before the first batch: ``error``, ``warn`` or ``off``. ``error`` stops a run for which S3
             can't be used and no retry helps, ``warn`` logs it. Missing credentials, or rights to write, are only
             logged if node memory holds a checkpoint to resume from.
-        save_on_train_end: Save the last state to S3 when ``fit`` ends, if it is in memory alone. Its name is
+        save_on_train_end: Save the last state to S3 when ``fit`` ends, if it is only in memory. Its name is
             ``end_of_training.ckpt``.
         log_dir: Folder of ``{namespace}_checkpointing.log``; null for no file.
 
@@ -253,16 +253,16 @@ class TieredCheckpointConfig:
         return replace(cls.from_any(block), support=support)
 
     def write_concurrency(self, writers: int = 1) -> int:
-        """Parts in flight for each of ``writers`` nodes that write at once."""
+        """Returns the parts in flight for each of ``writers`` nodes that write at once."""
         return _concurrency(self.max_write_concurrency, PUTS_PER_SECOND, writers)
 
     def read_concurrency(self, readers: int = 1) -> int:
-        """Ranges in flight for each of ``readers`` nodes that read at once."""
+        """Returns the ranges in flight for each of ``readers`` nodes that read at once."""
         return _concurrency(self.max_read_concurrency, GETS_PER_SECOND, readers)
 
 
 class IOKeys(TypedDict, total=False):
-    """The keys that a checkpoint IO takes beside dirpath, for type checkers: as in TieredCheckpointConfig."""
+    """The keys that a checkpoint IO takes besides dirpath, for type checkers: see TieredCheckpointConfig."""
 
     namespace: str
     memory_keep_last: int
@@ -334,7 +334,7 @@ def as_mapping(block: object, what: str = "s3_checkpointing") -> dict[str, Any]:
     """Returns the keys and values of a block in any form: a mapping, OmegaConf's, a configuration, None.
 
     Raises:
-        ConfigError: It is something else, or its interpolations can't be resolved.
+        ConfigError: The block has another form, or its interpolations can't be resolved.
     """
     if block is None:
         return {}

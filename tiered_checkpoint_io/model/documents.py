@@ -1,4 +1,4 @@
-"""Versioned JSON documents that end with a digest of all that stands before it, and the values in them. Pure.
+"""Versioned JSON documents that end with a digest of all text before it, and the values in them. Pure.
 
 A reader reads one version, and refuses every other one by :class:`CorruptCheckpointError`.
 """
@@ -71,7 +71,7 @@ def load(data: bytes, where: str) -> Mapping[str, Any]:
     """Returns the fields of a stored document; ``where`` is its key or path, for errors.
 
     Raises:
-        CorruptCheckpointError: It has another version than this package reads. It is none, or differs from its digest.
+        CorruptCheckpointError: The data is no document, differs from its digest, or is of an unknown version.
     """
     try:
         raw = json.loads(data)

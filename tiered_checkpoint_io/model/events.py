@@ -79,7 +79,7 @@ class Totals:
         """Adds an event."""
         kind, t = event["event"], float(event["t"])
         self.began = min(self.began, t) if self.began else t
-        # Nothing was captured after now: a clock that was ahead must not make all that comes look older.
+        # No capture is later than now: a clock that was ahead must not make later checkpoints look older.
         self.durable_at = min(self.durable_at, t)
         if kind == "totals":
             for name, value in event["totals"].items():
@@ -143,7 +143,7 @@ class Totals:
             self.durable_age_s = min(self.durable_age_s, max(0.0, self.active_at - self.durable_at))
 
     def _reach(self, step: int, t: float) -> None:
-        """Training is at a step. If it went back, the steps since the resumed checkpoint are repeated."""
+        """Notes that training is at a step. If it went back, the steps since the resumed checkpoint are repeated."""
         self.durable_age_s += max(0.0, t - self.trained_to) if self.trained_to else 0.0
         self.active_at, self.trained_to = t, t if self.running else 0.0
         # Only a training that begins right after a load resumes from it.
@@ -162,7 +162,7 @@ class Totals:
         self.step, self.step_at = step, t
 
     def event(self, t: float) -> dict[str, Any]:
-        """Returns the event that stands for all that were added."""
+        """Returns one event with the totals of all added events."""
         return {"t": t, "event": "totals", "totals": asdict(self)}
 
 

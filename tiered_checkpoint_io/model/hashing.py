@@ -19,7 +19,7 @@ def chunk_size_for(size: int) -> int:
 
 
 def chunk_ranges(size: int, chunk_size: int) -> list[tuple[int, int]]:
-    """``(offset, length)`` of each chunk of a file of ``size`` bytes; one empty chunk for 0 bytes."""
+    """Returns ``(offset, length)`` of each chunk of a file of ``size`` bytes; one empty chunk for 0 bytes."""
     if size == 0:
         return [(0, 0)]
     return [(offset, min(chunk_size, size - offset)) for offset in range(0, size, chunk_size)]

@@ -1,8 +1,8 @@
-"""The index of a save: which files its parts have, without the hashes of their chunks. Pure.
+"""The index of a save: the files of its parts, without the hashes of their chunks. Pure.
 
-A manifest that would grow with the number of parts or chunks names an index in place of files. The index has one
-row a part; the part's own description, with the hashes, stays beside it: see ``ids.index_key`` and
-``ids.description_key``. So a reader of one part reads the manifest, the index and one description.
+A manifest that would grow with the number of parts or chunks names an index instead of files. The index has one row a
+part; the part's description, an object of its own, has the hashes: see ``ids.index_key`` and ``ids.description_key``.
+So a reader of one part reads the manifest, the index and one description.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from tiered_checkpoint_io.model.index import IndexRef
 from tiered_checkpoint_io.model.place import AtPlace, SeriesKey, Server, server_in
 from tiered_checkpoint_io.model.s3_limits import MAX_OBJECT
 
-#: The file of a ``sharded`` checkpoint that says where its tensors lie; torch gives it this name.
+#: The file of a ``sharded`` checkpoint with the places of its tensors; torch gives it this name.
 METADATA = ".metadata"
 
 Kind = Literal["full", "sharded", "local"]
@@ -62,7 +62,7 @@ class FileEntry:
         self.check_digest(index, hash_bytes(data), tier=tier, where=where)
 
     def check_digest(self, index: int, digest: str, *, tier: str, where: str) -> None:
-        """As :meth:`check_chunk`, by the digest of the bytes that were read."""
+        """Does :meth:`check_chunk`, by the digest of the bytes that were read."""
         if digest != self.hashes[index]:
             offset, length = self.chunks[index]
             raise CorruptCheckpointError(
@@ -111,7 +111,7 @@ class Content:
 
     #: Id of the save; as text, ids sort in the order of the saves.
     save_id: str
-    #: The global training step, and the epoch; -1 if the state does not tell.
+    #: The global training step, and the epoch; -1 if the state has none.
     step: int
     epoch: int
     #: The payload's format; for adapters.
@@ -130,16 +130,16 @@ class Content:
     parts: int = 1
     #: The rank whose drain commits the save; -1 if this rank does not know.
     coordinator: int = -1
-    #: The basename of the file whose change turns the old content of a name into the new one; None if the manifest
-    #: alone does.
+    #: The basename of the file whose change turns the old content of a name into the new one; None if only the manifest
+    #: changes.
     switch: str | None = None
-    #: True if training can resume from it; weights alone can't be resumed from.
+    #: True if training can resume from it; False for a weights-only checkpoint.
     resumable: bool = True
     #: The namespace that saved it; empty if that is not known.
     namespace: str = ""
     #: Id of the save that made the bytes, for a copy of another checkpoint.
     copy_of: str = ""
-    #: In a manifest: the object that lists the files in place of it; see ``engine/durable/files.py``.
+    #: In a manifest: the object that lists the files instead of it; see ``engine/durable/files.py``.
     index: IndexRef | None = None
 
     def series_at(self, name: str) -> str:
@@ -166,7 +166,7 @@ class Content:
         return self.index.total if self.index is not None else sum(entry.size for entry in self.files)
 
     def without_hashes(self) -> Content:
-        """Returns the same, to be told to all ranks: hashes grow with the files."""
+        """Returns the same without hashes, to send to all ranks: hashes grow with the files."""
         return replace(self, files=tuple(replace(entry, hashes=()) for entry in self.files))
 
     def to_json(self) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class Manifest:
         """Reads a manifest; ``where`` is its key or path, for errors.
 
         Raises:
-            CorruptCheckpointError: It has another format version. It is not a manifest.
+            CorruptCheckpointError: The data is not a manifest, or has another format version.
         """
         raw = load(data, where)
         with located(where):
@@ -266,7 +266,7 @@ class Manifest:
 def reservation(name: str, mark: str) -> bytes:
     """Returns a document for a manifest's place while an unnamed object of its name is replaced or removed.
 
-    It says that there is no checkpoint. A drain that has read the place before can't commit any more with that object.
+    The document means that there is no checkpoint. A drain that read the place before can no longer commit that object.
     Once there was a manifest, the place is never empty again: emptied, it would look as it did before.
     """
     return dump({"name": name, "reserved": mark})

@@ -18,10 +18,10 @@ def did_you_mean(name: object, known: Collection[str]) -> str:
 
 
 def seconds(key: str, value: Any, *, above: float | None = None) -> float:
-    """Returns a time that a caller gives, which may be endless; from 0 on, or ``above`` a number and finite.
+    """Returns a given time in seconds: from 0 on, maybe infinite, or finite and ``above`` a number.
 
     Raises:
-        ConfigError: It is no such number. One that is nan would be over at no time.
+        ConfigError: The value is no such number. A wait of nan seconds would never end.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     good = is_number and (value >= 0 if above is None else above < value < math.inf)

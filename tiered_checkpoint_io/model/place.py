@@ -38,7 +38,7 @@ def server_in(raw: Mapping[str, Any]) -> Server | None:
     """Returns the server that a document names; None if its durable tier is no S3 one.
 
     Raises:
-        CorruptCheckpointError: It can't be understood.
+        CorruptCheckpointError: The server can't be understood.
     """
     said = raw.get("server")
     if said is not None and not isinstance(said, dict):
@@ -54,10 +54,10 @@ def endpoint_text(url: str) -> str:
 
 
 class Place(NamedTuple):
-    """A durable tier: checkpoints belong together if this is the same, and not dirpath alone.
+    """A durable tier: checkpoints belong together if dirpath and server are the same.
 
     Attributes:
-        dirpath: Its URL or directory.
+        dirpath: The tier's URL or directory.
         server: Its S3 server; None for any other kind.
     """
 

@@ -1,7 +1,7 @@
 """Retention on the durable tier: the policies as data, and one pure decision.
 
-Checkpoints of one training step are one *unit*, kept or removed together: averages beside weights, the parts of process
-groups that save side by side, and what two callbacks saved at the same step.
+Checkpoints of one training step are one *unit*, kept or removed together: averages and weights, the checkpoints of
+several process groups, and those of two callbacks.
 """
 
 from __future__ import annotations
@@ -171,14 +171,13 @@ _BY_KEY: dict[str, type[Policy]] = {fields(each)[0].name: each for each in _POLI
 def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy]) -> dict[str, tuple[str, ...]]:
     """Returns the reasons to keep each of these checkpoints; one without a reason is to be removed.
 
-    Whatever the policies say, these stay: the newest that training can resume from, of each payload, and the newest of
-    these that is named last; aliases and what they stand for; copies such as ``last.ckpt``, but for
-    those in whose place the run has put others; what is being overwritten. What was saved at one step stays or goes
-    together. Without a policy all stay.
+    Under any policies, these stay: the newest resumable checkpoint of each payload, and the newest resumable one that
+    is named last; aliases and their targets; copies such as ``last.ckpt``, except those that the run has replaced;
+    checkpoints that are being overwritten. All checkpoints of one step stay or go together. Without a policy all stay.
 
     Args:
         checkpoints: All that the durable tier has, aliases included.
-        policies: Each says what it keeps; one that keeps it is enough.
+        policies: A checkpoint stays if any policy keeps it.
     """
     there = list(checkpoints)
     units = _units(there)
@@ -196,7 +195,7 @@ def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy]) -> dict[
     for policy in policies:
         for unit in policy.keeps(units):
             give(unit, policy.text)
-    # Such a step is no copy if it is not among the best.
+    # A checkpoint named last is no copy if its step is not among the best.
     named_last = [each for each in good if ids.is_last(each.name)]
     give(named_last[-1:], "the newest that is named last")
     moved_on = _moved_on(there)
@@ -213,14 +212,14 @@ def kept(checkpoints: Iterable[Checkpoint], policies: Sequence[Policy]) -> dict[
         if not policies:
             give([each], "no policy")
     for unit in units:
-        # Policies judge a step by all that was saved at it, and training may resume from all of it alone.
+        # Policies judge a step by all of its checkpoints, and training may resume only from all of them.
         if any(reasons[each.name] for each in unit):
             give((each for each in unit if not reasons[each.name]), "another of its step is kept")
     return {name: tuple(dict.fromkeys(why)) for name, why in reasons.items()}
 
 
 def _moved_on(checkpoints: Iterable[Checkpoint]) -> set[str]:
-    """Copies and aliases for "last" in whose place the run has put others: their names differ by numbers alone."""
+    """Returns copies and aliases named "last" that the run has replaced: the names differ only by numbers."""
     later: set[str] = set()
     found = set()
     for each in sorted(checkpoints, key=lambda each: each.save_id, reverse=True):
@@ -253,10 +252,10 @@ def _first_of_each(numbered: Iterable[tuple[float, _Unit]]) -> list[_Unit]:
 
 # --------------------------------------------------------------------------------- configuration
 def policies_from(value: object) -> tuple[Policy, ...]:
-    """Returns the policies of any form: as such, as mappings of what each keeps, or a list of both; None is none.
+    """Returns policies from any form: a policy, a mapping, or a list of both; None means no policy.
 
     Raises:
-        ConfigError: It is none of these; says the key, the value and what is allowed.
+        ConfigError: Another form; says the key, the value and what is allowed.
     """
     if value is None:
         return ()
@@ -297,7 +296,7 @@ def _single(kind: Callable[[Any], Policy], value: object) -> Policy:
 
 
 def _best(value: object, own: Mapping[str, Any]) -> list[Policy]:
-    """Returns policies of best ones: from a number with the keys beside it, a mapping, or a list of these."""
+    """Returns policies for the best: from a number and the other keys, a mapping, or a list of these."""
     several = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     found: list[Policy] = []
     for each in several:

@@ -20,13 +20,13 @@ _EXAMPLE = "a mapping of boto3's names, such as {ServerSideEncryption: AES256}"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class S3Options:
-    """Options that S3 gets with requests, as boto3 takes them; None for those that are not sent.
+    """Options that S3 gets with requests, as boto3 takes them; an option of None is not sent.
 
     Attributes:
         ServerSideEncryption: Server-side encryption of written objects.
         SSEKMSKeyId: The KMS key for it.
         ExpectedBucketOwner: AWS account that must own the bucket.
-        RequestPayer: For a bucket where the requester pays; these requests are then on your account.
+        RequestPayer: For a bucket whose requester pays; these requests are then on your account.
         ACL: Canned ACL of written objects.
         StorageClass: Storage class of written objects.
         ChecksumAlgorithm: Additional checksum that S3 keeps for written objects.
@@ -73,7 +73,7 @@ class S3Options:
         """Returns the options that a mapping names; None names none.
 
         Raises:
-            ConfigError: It is no mapping, or a name (with the nearest known one) or value is not allowed.
+            ConfigError: No mapping, or a name (with the nearest known one) or value is not allowed.
         """
         if isinstance(value, S3Options):
             return value

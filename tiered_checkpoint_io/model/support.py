@@ -59,7 +59,7 @@ class Support:
         """Returns the settings that the environment variable has; without it, the defaults.
 
         Raises:
-            ConfigError: It has an unknown name (the error gives the nearest known one), or a value is not allowed.
+            ConfigError: The variable has an unknown name (the error names the nearest one), or a value is not allowed.
         """
         known = [each.name for each in fields(cls)]
         given: dict[str, int | str] = {}

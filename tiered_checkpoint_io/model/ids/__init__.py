@@ -1,6 +1,6 @@
-"""The only place where a name, step, key, id or URL is formatted or parsed.
+"""The only package that formats or parses names, steps, keys, ids and URLs.
 
-It depends on nothing beyond the standard library, so that ``is_s3_url`` and its kin can be used anywhere.
+It depends only on the standard library, so that any module can use ``is_s3_url`` and the other functions.
 """
 
 from tiered_checkpoint_io.model.ids.keys import *  # noqa: F403 - these four are one module, cut for its length

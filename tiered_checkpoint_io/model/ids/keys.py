@@ -36,7 +36,7 @@ def name_from_manifest_key(key: str) -> str | None:
 
 
 def save_prefix(save_id: str) -> str:
-    """Returns ``.tiered/saves/<save_id>/``: the prefix of the descriptions of a save's files, beside its manifest."""
+    """Returns ``.tiered/saves/<save_id>/``: the prefix of a save's index and descriptions."""
     return f"{SAVES_PREFIX}{save_id}/"
 
 

@@ -1,4 +1,4 @@
-"""Names of checkpoints: which are allowed, which step they tell, and what those of one job have in common."""
+"""Names of checkpoints: rules for names, the step in a name, and the common series of a job's names."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from tiered_checkpoint_io.model.ids.urls import (
     url_scheme,
 )
 
-#: The file beside the shards in which Lightning's strategies save loops, callbacks and hyperparameters.
+#: The small file in which Lightning's strategies save loops, callbacks and hyperparameters, next to the shards.
 REST = "meta.pt"
-#: The end of the name of the file in which NeMo saves averaged weights, beside each checkpoint and before it.
+#: The suffix of the file in which NeMo saves averaged weights, before each checkpoint and next to it.
 EMA = "-EMA"
 _REST = re.compile(r"meta(?:-[0-9a-f]{8})?\.pt\Z")
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+\Z")
 _STEP_IN_NAME = re.compile(r"(?:^|[^A-Za-z])step[=_-](?P<step>\d+)")
 _COUNTED = re.compile(r"(?P<what>(?:^|(?<=[^A-Za-z]))(?:step|epoch)[=_-])\d+")
-#: A number that may be the step's, by the word before it. Others may be those of process groups, or of a model.
+#: A number that may be the step, by the word before it. Other numbers may be of process groups, or of a model.
 _OF_STEP = re.compile(
     r"(?P<word>(?:^|(?<=[^A-Za-z]))(?:step|iter|iteration|ckpt|checkpoint)[=_-]?)(?P<number>\d+)(?!\.?\d)",
     re.IGNORECASE,
 )
-#: As ModelCheckpoint writes a metric into the name of a file.
+#: A metric, in the form that ModelCheckpoint writes into the name of a file.
 _MEASURED = re.compile(r"(?<==)-?\d+\.\d+(?:e[+-]?\d+)?(?=[^/]*\Z)")
 _STEP_HINT = "give a step, or a checkpoint_id that holds step_N, such as 'step_42' or '/path/step_100/checkpoint'"
 #: Control characters.
@@ -64,7 +64,7 @@ def known(number: int) -> int | None:
 
 
 def validate_name(name: str) -> str:
-    """Checks and returns a checkpoint's name: a relative path that stays where it is put.
+    """Checks and returns a checkpoint's name: a relative path that does not leave its folder.
 
     Raises:
         ConfigError: Empty, absolute, leaves its folder (``..``), reserved, or too long.
@@ -97,7 +97,7 @@ def validate_name(name: str) -> str:
 
 
 def validate_new_name(name: str) -> str:
-    """As :func:`validate_name`, of what is to be saved: none that reads as a choice, such as ``tiered:latest``."""
+    """Does :func:`validate_name`; also refuses new names that read as sentinels, such as ``tiered:latest``."""
     if name.startswith(f"{SENTINELS}:"):
         raise ConfigError(
             f"checkpoint name {name!r} begins with {SENTINELS + ':'!r}, as what stands for a choice of checkpoint does",
@@ -123,7 +123,7 @@ def name_in(dirpath: str, path: StrPath) -> str:
     if scheme is None and not os.path.isabs(text):
         return validate_name(text.removeprefix("./"))
     full = text if scheme not in (None, "file", "local") else normalize_dirpath(text)
-    # ".." must be refused, not resolved: a name says where it lies.
+    # ".." must be refused, not resolved: a name is the path below dirpath.
     if ".." in text.split("/") or not full.startswith(root + "/"):
         raise ConfigError(
             f"checkpoint path {text!r} is not below dirpath {dirpath!r}",
@@ -133,7 +133,7 @@ def name_in(dirpath: str, path: StrPath) -> str:
 
 
 def step_in_name(name: str) -> int | None:
-    """Returns the step that a name tells: 500 for ``epoch=0-step=500.ckpt`` and ``step_500``; else None."""
+    """Returns the step in a name: 500 for ``epoch=0-step=500.ckpt`` and ``step_500``; else None."""
     matches = list(_STEP_IN_NAME.finditer(name))
     step = int(matches[-1]["step"]) if matches else None
     return step if step is not None and step < _MAX_STEP else None
@@ -198,7 +198,7 @@ def splits(url: str) -> list[Split]:
 
 
 def form_of(name: str) -> str:
-    """The series of a name, of which nothing else is known."""
+    """Returns the series of a name, without knowledge of its checkpoint."""
     told = step_in_name(name)
     return series_of(name, -1 if told is None else told)
 
@@ -219,9 +219,9 @@ class Located(NamedTuple):
 def locate(dirpath: str, path: StrPath | None, step: int | None) -> Located:
     """Returns the sharded checkpoint that a ``checkpoint_id`` and a step mean together.
 
-    An explicit step wins over the one that a path tells, and appears in the name: ``step_5`` with
-    step 7 is ``step_7``, and ``some/path`` with step 7 is ``some/path/step_7``. An absolute path
-    outside a remote dirpath tells just its step. Without a path, the name is ``step_<step>``.
+    An explicit step wins over the step in a path, and appears in the name: ``step_5`` with step 7 is ``step_7``, and
+    ``some/path`` with step 7 is ``some/path/step_7``. Of an absolute path outside a remote dirpath, only the step is
+    used. Without a path, the name is ``step_<step>``.
 
     Raises:
         ConfigError: No step is known, or it is below 0, or the name is not valid.
@@ -268,9 +268,9 @@ def is_last(name: str) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def namespace_of(dirpath: str) -> str:
-    """Returns the namespace of a job that named none: the last two parts of its dirpath, and a hash of it.
+    """Returns the default namespace of a job: the last two parts of its dirpath, and a hash of the dirpath.
 
-    ``s3://bucket/exp/run-1`` gives ``exp-run-1-`` and eight digits. It is the same on all nodes, and at each start.
+    ``s3://bucket/exp/run-1`` gives ``exp-run-1-`` and eight digits. All nodes and all starts have the same.
     """
     last = "/".join(dirpath.rpartition("://")[2].strip("/").split("/")[-2:])
     slug = re.sub(r"[^A-Za-z0-9_]+", "-", last).strip("-")
@@ -289,8 +289,8 @@ def validate_namespace(namespace: str) -> str:
 
 
 def rest_in(basenames: Iterable[str]) -> str | None:
-    """Returns the file of a sharded checkpoint in which Lightning's strategies save all else; None for none.
+    """Returns the small file of a sharded checkpoint, see :data:`REST`; None if there is none.
 
-    It is called :data:`REST`, or that with a save's mark, as in ``meta-0123abcd.pt``.
+    Its name may have a save's mark, as in ``meta-0123abcd.pt``.
     """
     return next((each for each in sorted(basenames) if _REST.match(each)), None)

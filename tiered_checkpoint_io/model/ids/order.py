@@ -29,8 +29,8 @@ def rank_of(folder: str) -> int | None:
 def new_run_id(after: str | None = None, now: float | None = None, *, clock: Clock = SYSTEM) -> str:
     """Returns a run's id; ids sort, as text, in the order in which runs began.
 
-    It sorts after ``after``, a save id seen in any tier, even if this machine's clock is behind that of the machine
-    that gave it (a Lamport clock).
+    The new id sorts after ``after``, a save id seen in any tier, even if this machine's clock is behind the clock of
+    the other machine (a Lamport clock).
     """
     stamp = datetime.fromtimestamp(clock.wall() if now is None else now, timezone.utc)
     if after is not None and is_save_id(after):
@@ -48,20 +48,19 @@ def save_id(run_id: str, counter: int) -> str:
 
 
 def before_its_run(save_id: str) -> str:
-    """Returns a new id that sorts before all ids of this one's run, and after those of earlier runs.
+    """Returns a new id that sorts before all ids of this save's run, and after the ids of earlier runs.
 
-    Those of several saves of the run sort as the saves do.
+    New ids of several saves of the run sort as the saves do.
     """
     began = _time_of(validate_save_id(save_id)) - timedelta(microseconds=1)
     return f"{began.strftime(_TIME_FORMAT)}-{save_id.partition('-')[2]}"
 
 
 def save_id_of_ranks(run_id: str, series: str, repeat: int, step: int) -> str:
-    """Returns the id of a save that ranks make without talking: all who know the same give the same id.
+    """Returns the id of a save of ranks that do not communicate: equal arguments give equal ids.
 
     Within a series (see :func:`series_of`), ids sort by the repeat, which counts how often the series has gone back to
-    a step that it had saved, and then by the step, -1 if it is not known. Those of another series differ, and so do
-    those of another run.
+    a step that it had saved, and then by the step, -1 if it is not known. Ids of another series or another run differ.
     """
     random = run_id.partition("-")[2]
     turn, counter = divmod(max(0, step), 10**_COUNTER_DIGITS)
@@ -88,14 +87,14 @@ def run_id_of(save_id: str) -> str:
 
 
 def line_of(save_id: str) -> str:
-    """Returns the common part of save ids that tell an order: one process's, or those of ranks for one series."""
+    """Returns the common part of save ids whose order is known: one process's, or the ranks' for one series."""
     return run_id_of(save_id).rpartition("-")[2]
 
 
 def part_op_id(save_id: str, rank: int, *, commits: bool) -> str:
     """Returns the id of the operation that drains a part: the save's own for the part that commits it.
 
-    Those of other ranks' parts (``<save_id>.rank-00003``) sort after it, and before those of later saves.
+    Ids of other ranks' parts (``<save_id>.rank-00003``) sort after it, and before ids of later saves.
     """
     return save_id if commits else f"{save_id}.{rank_folder(rank)}"
 

@@ -1,4 +1,4 @@
-"""URLs and paths: of S3, of a durable tier's root, and those that stand for a choice of checkpoint."""
+"""URLs and paths: of S3, of a durable tier's root, and of sentinels."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.redaction import holds_secrets
 
-#: The scheme of URLs that stand for a choice of checkpoint.
+#: The scheme of sentinels.
 SENTINELS = "tiered"
 #: ``ckpt_path`` to resume from the newest intact checkpoint, or from scratch.
 LATEST = "tiered:latest"
 #: The same for the newest checkpoint that a callback called "last"; used by ``ckpt_path="last"``.
 LAST = "tiered:last"
-#: As a URL: Lightning asks the file system of the path that it resolves "last" to.
+#: The same as a URL: Lightning asks the file system of the path that it resolves "last" to.
 LAST_URL = "tiered://last"
 #: The checkpoint whose monitored value is the best: ``tiered://best?mode=min&monitor=val_loss``.
 _BEST_URL = "tiered://best"
@@ -65,7 +65,7 @@ def is_s3_url(path: StrPath) -> bool:
 
 
 def build_s3_url(bucket: str, key: str = "") -> str:
-    """``("b", "x/y")`` gives ``"s3://b/x/y"``; without a key, ``"s3://b"``.
+    """Returns ``"s3://b/x/y"`` for ``("b", "x/y")``; without a key, ``"s3://b"``.
 
     Args:
         bucket: Its name, or the ARN of an access point, ``arn:aws:s3:eu-west-1:123456789012:accesspoint/name``.
@@ -85,7 +85,7 @@ def build_s3_url(bucket: str, key: str = "") -> str:
 
 
 def parse_s3_url(url: StrPath) -> tuple[str, str]:
-    """``"s3://b/x/y"`` gives ``("b", "x/y")``; without a key, ``("b", "")``.
+    """Returns ``("b", "x/y")`` for ``"s3://b/x/y"``; without a key, ``("b", "")``.
 
     Args:
         url: Text, or a ``Path``, whose lost slash is forgiven.
@@ -152,7 +152,7 @@ def refuse_misspelt(dirpath: str) -> None:
     """
     text = text_of(dirpath)
     if url_scheme(text) not in (None, *_LOCAL) and SURROGATE.search(text):
-        # As of a terminal whose locale is another than UTF-8.
+        # For example, from a terminal whose locale is not UTF-8.
         raise ConfigError("it is not valid Unicode", hint="write it as UTF-8, where the locale is UTF-8 as well")
     if text != text.strip():
         raise ConfigError("it begins or ends with white space", hint=f"write {text.strip()}")
@@ -160,7 +160,7 @@ def refuse_misspelt(dirpath: str) -> None:
         hint = "resolve it, as by ${oc.env:NAME} in YAML; or write its value"
         raise ConfigError("it holds a variable that was not replaced", hint=hint)
     if text in ("None", "null") or (url_scheme(text) is None and "://" in text):
-        # As of str(None), or of quotes that an env file kept: else it would be a folder of the working directory.
+        # From str(None), or quotes in an env file: otherwise it would be a folder of the working directory.
         raise ConfigError("it is no folder or URL", hint="write it as s3://bucket/prefix, without quotes")
     misspelt = _MISSPELT_S3.match(text)
     if misspelt:
@@ -192,12 +192,12 @@ def _as_s3(address: str) -> str:
 
 
 def at_home(path: str) -> str:
-    """Returns a path that is ``~``, or begins with ``~/``, as a shell has it.
+    """Replaces ``~`` at the start of a path by the home folder, as a shell does.
 
-    YAML has none, and Lightning's own callback does the same.
+    YAML does not, and Lightning's own callback does the same.
 
     Raises:
-        ConfigError: This user has no home: it would be a folder ``~`` of the working directory.
+        ConfigError: This user has no home: the path would be a folder ``~`` of the working directory.
     """
     if path != "~" and not path.startswith("~/"):
         return path
@@ -224,7 +224,7 @@ def parse_best_url(text: str) -> tuple[str, Literal["min", "max"]] | None:
     """Returns the monitor and the mode of a :func:`best_url`; None for any other text.
 
     Raises:
-        ConfigError: It begins like one, but is none.
+        ConfigError: The text begins like one, but is none.
     """
     head, _, query = text.partition("?")
     if head != _BEST_URL:
