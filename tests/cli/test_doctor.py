@@ -4,11 +4,9 @@ import json
 
 import pytest
 from support.clocks import hurried
+from support.documented import command
 from support.iam import Judge, policy
 from support.tenants import mounted_tmpfs
-from typer.testing import CliRunner
-
-from tiered_checkpoint_io.cli import app
 
 #: The rights that the tries need.
 RIGHTS = {"s3:ListBucket", "s3:PutObject", "s3:GetObject", "s3:DeleteObject", "s3:AbortMultipartUpload"}
@@ -26,7 +24,7 @@ def doctor(memory_dir):
     """Runs the command; gives its exit status, and the checks that are not well, by what was tried."""
 
     def run(*arguments, memory_dir=memory_dir):
-        done = CliRunner().invoke(app, ["doctor", *map(str, arguments), "--memory-dir", str(memory_dir), "--json"])
+        done = command("doctor", *arguments, "--memory-dir", memory_dir, "--json")
         assert isinstance(done.exception, SystemExit | None), done.exception
         found = json.loads(done.stdout)
         assert found["memory_dir"] == str(memory_dir)
@@ -51,12 +49,16 @@ def test_a_missing_right_is_named_until_it_is_given_and_nothing_is_left(s3_url, 
     assert len(s3_server.uploads(bucket, prefix)) == 1
 
 
-def test_a_directory_that_takes_no_files(doctor, tmp_path):
+def test_a_directory_that_takes_no_files(doctor, memory_dir, tmp_path):
     assert doctor(tmp_path / "run") == (0, {})
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     (tmp_path / "file").touch()
     status, bad = doctor(tmp_path / "file")
     assert (status, bad["put"]["status"]) == (1, "fail")
+    _, first, *_, last = command("doctor", tmp_path / "file", "--memory-dir", memory_dir).stdout.splitlines()
+    assert first.startswith(f"ok\tmemory tier\t{memory_dir} can hold ")
+    assert last.startswith(f"fail\tput\t{tmp_path / 'file'}: put failed")
+    assert last.count("\t") == 3 and not last.endswith("\t"), "it says what to do"
 
 
 def test_memory_and_spill(doctor, tmp_path):
@@ -69,7 +71,7 @@ def test_memory_and_spill(doctor, tmp_path):
         assert "steps of memory alone are skipped" in bad["room"]["measured"]
         assert "--shm-size" in bad["room"]["do"]
     assert doctor(memory_dir=tmp_path / "nowhere")[1]["memory tier"]["status"] == "fail"
-    wrong = CliRunner().invoke(app, ["doctor", "--state-size", "40 parsecs"])
+    wrong = command("doctor", "--state-size", "40 parsecs")
     assert (wrong.exit_code, "40GiB" in wrong.output) == (2, True)
 
 
@@ -83,12 +85,3 @@ def test_it_looks_by_the_options_of_the_last_run(kept, doctor, tmp_path):
     status, bad = doctor(kept.options["dirpath"], memory_dir=kept.options["memory_dir"])
     assert (status, bad["room"]["status"]) == (1, "fail")
     assert "where this user may not write" in bad["room"]["measured"]
-
-
-def test_each_line_says_what_to_do(memory_dir, tmp_path):
-    (tmp_path / "file").touch()
-    done = CliRunner().invoke(app, ["doctor", str(tmp_path / "file"), "--memory-dir", memory_dir])
-    _, first, *_, last = done.stdout.splitlines()
-    assert first.startswith(f"ok\tmemory tier\t{memory_dir} can hold ")
-    assert last.startswith(f"fail\tput\t{tmp_path / 'file'}: put failed")
-    assert last.count("\t") == 3 and not last.endswith("\t")
