@@ -19,19 +19,19 @@ _KEPT = 32
 
 
 class AsyncSave(Future[Any]):
-    """A future of one save: done once it is on the durable tier, if it is to go there. ``async_save`` makes it.
+    """A future of one save: done once the checkpoint is durable, or in memory if it is memory-only.
 
     Args:
         session: This process's session of the job.
         name: The checkpoint's name.
         step: Its training step; -1 if it is not known.
-        groups: The groups that take part in it: process groups, or global ranks.
+        groups: The groups that take part in the save: process groups, or global ranks.
 
     Attributes:
         name: The checkpoint's name.
         step: Its training step; -1 if it is not known.
-        groups: The global ranks of each group that takes part in it, sorted.
-        shown: True if its failure, if any, was logged, raised, or asked for.
+        groups: The global ranks of each group that takes part in the save, sorted.
+        shown: True if its failure, if any, was logged, raised, or returned.
     """
 
     def __init__(self, session: Session, name: str, step: int, groups: tuple[Any, ...] = ()) -> None:
@@ -45,14 +45,14 @@ class AsyncSave(Future[Any]):
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Any:
-        """Returns what the save gives, once it has ended.
+        """Waits for the save's end, and returns its result.
 
         Args:
             timeout: Seconds to wait; None for as long as it takes, which ``wait_timeout_s`` bounds.
 
         Raises:
-            SaveError: The checkpoint did not get where it was to go.
-            TimeoutError: It has not ended within ``timeout``.
+            SaveError: The checkpoint did not reach a tier.
+            TimeoutError: The save has not ended within ``timeout``.
         """
         self.exception(timeout)
         return super().result()
@@ -156,16 +156,16 @@ def maybe_finalize_async_calls(blocking: bool = False, process_group: Any = None
     """Collects the asynchronous saves of this process that have ended, and shows each failure once.
 
     Args:
-        blocking: True to wait for those that have not, each within the ``wait_timeout_s`` of its configuration.
-        process_group: Only saves that these ranks, as process group or replication group, took part in: a process
-            group, or global ranks. All if it is None.
+        blocking: True to wait for the others, each within the ``wait_timeout_s`` of its configuration.
+        process_group: Only saves in which these ranks took part, as process group or replication group: a process
+            group, or global ranks. None for all saves.
 
     Returns:
-        Those that have ended since the last call, in the order of their beginning.
+        The saves that have ended since the last call, in the order of their beginning.
 
     Raises:
-        SaveError: One of them failed, and ``on_save_error`` is ``raise``.
-        DrainError: One has not ended in time.
+        SaveError: A save failed, and ``on_save_error`` is ``raise``.
+        DrainError: A save has not ended in time.
     """
     ranks = None if process_group is None else ranks_of(process_group)
     with _lock:

@@ -52,26 +52,26 @@ def save(
 ) -> Metadata | SaveReport | None:
     """Saves a checkpoint of all ranks through both tiers, and returns once it is committed there.
 
-    If nothing has moved for 30 s, or the upload takes longer than 30 minutes, it ends without that: with
-    ``on_save_error: warn`` training continues, and the checkpoint stays in node memory, queued for upload.
+    The wait ends without a commit after 30 s without progress, or after 30 minutes: with ``on_save_error: warn``
+    training continues, and the checkpoint stays in node memory, queued for upload.
 
     ``sharded``: as ``torch.distributed.checkpoint.save`` does; any number of ranks can load it.
     ``local``: each rank's part as one file, without any collective; as many shards have to load it.
     ``full``: gathered on one rank as one file of ``torch.save``, for the end of training: a restart skips it.
 
     Args:
-        state_dict: The state; what training does to it after the call is not in the checkpoint. Of kind
-            ``local``: anything that can be pickled; of DTensors and ShardedTensors the rank's own part.
+        state_dict: The state; later changes to it are not in the checkpoint. Tensors of any shape, dtype and device.
+            For kind ``local``: anything that can be pickled; of DTensors and ShardedTensors the rank's own part.
         checkpoint_id: Its name, path or URL; the same on all ranks.
         storage_writer: The writer; by default one made from ``options``.
-        planner: As DCP takes it, for ``sharded`` alone; by default one that plans once what stays the same.
-        process_group: As DCP takes it. Of kind ``local``: the ranks that have one shard each; all by default.
+        planner: As DCP takes it, only for ``sharded``; by default one that plans once the parts that stay the same.
+        process_group: As DCP takes it. For kind ``local``: the ranks that have one shard each; all by default.
         no_dist: As DCP takes it.
         coordinator_rank: The global rank that coordinates, or of ``replication_group`` saves; the first by default.
         kind: ``sharded``, ``local`` or ``full``.
         replication_group: For kind ``local``: the ranks that hold the same as this one, as a process group
             or as global ranks. Only one of them saves, the lowest by default; the others do not wait for it.
-        wait: False to return once node memory has the checkpoint. By default as the writer's ``wait``, or True.
+        wait: False to return once node memory has the checkpoint. By default the writer's ``wait``, or True.
         options: As :class:`TieredStorageWriter` takes them.
 
     Returns:
@@ -80,8 +80,8 @@ def save(
 
     Raises:
         TieredCheckpointError: The save failed, or an earlier asynchronous one did, and ``on_save_error`` is
-            ``raise``: of kind ``sharded`` the lowest failing rank's error, on all ranks; of kind ``local`` on
-            this rank alone, but for a checkpoint that is not committed on the durable tier: on all that wait for it.
+            ``raise``: of kind ``sharded`` the lowest failing rank's error, on all ranks; of kind ``local`` only on this
+                rank, or, if the checkpoint is not committed on the durable tier, on all ranks that wait.
         CheckpointException: A ``sharded`` save failed in DCP itself or in the user's own code, likewise.
         ConfigError: Arguments that do not go together.
     """
@@ -153,13 +153,13 @@ def async_save(
 ) -> AsyncSave:
     """Saves as :func:`save` does, and returns once the state is captured in node memory, before it is durable.
 
-    The tensors are copied once, straight to where the upload reads them; of kind ``sharded``, DCP's exchanges between
-    the ranks come on top. Each rank then hashes such a part in the background, at several gigabytes a second and
-    thread, and commits it in memory; a process that is killed meanwhile leaves the checkpoint before as the newest.
-    If neither memory nor ``spill_dir`` has room for it, the call returns once it is on the durable tier.
+    The tensors are copied once, to the files that the upload reads; for kind ``sharded``, DCP's exchanges between the
+    ranks take further time. Each rank then hashes its part in the background, at several gigabytes a second and thread,
+    and commits it in memory; if the process is killed before, the previous checkpoint stays the newest. If neither
+    memory nor ``spill_dir`` has room, the call returns once the checkpoint is on the durable tier.
 
-    A failure on the way to the durable tier is shown once: by the future, if it is asked, by
-    :func:`maybe_finalize_async_calls`, or at the next save, whatever comes first.
+    A failed upload is shown once: by the future's ``result()``, by :func:`maybe_finalize_async_calls`, or by the next
+    save, whichever is first.
 
     Args:
         state_dict: As :func:`save` takes it.
@@ -174,14 +174,14 @@ def async_save(
         options: As :class:`TieredStorageWriter` takes them.
 
     Returns:
-        A future of what :func:`save` gives: done once the checkpoint is on the durable tier, if it is to go
-        there, else once it is whole in memory; on ranks other than the coordinator (``local``: shard 0), once
-        this rank's part is. It holds the exception of a captured save that did not get there, whatever
-        ``on_save_error`` says; None if nothing could be captured, and ``on_save_error`` is ``warn``.
+        A future with the result of :func:`save`: done once the checkpoint is on the durable tier, or in memory if it is
+        memory-only; on ranks other than the coordinator (``local``: shard 0), once this rank's part is. The future has
+        the exception of a captured save that failed later, for any ``on_save_error``. None if the capture failed, and
+        ``on_save_error`` is ``warn``.
 
     Raises:
         TieredCheckpointError: The state could not be captured, or an earlier asynchronous save failed, and
-            ``on_save_error`` is ``raise``; as :func:`save` raises it.
+            ``on_save_error`` is ``raise``; see :func:`save`.
         ConfigError: Arguments that do not go together.
     """
     writer = storage_writer or TieredStorageWriter(**options)
@@ -224,17 +224,17 @@ def load(
 ) -> TieredStorageReader:
     """Loads a checkpoint of all ranks into ``state_dict``.
 
-    ``sharded``: as ``torch.distributed.checkpoint.load`` does. If a checkpoint shows damage while it
-    is read, and it was not asked for by its name, all ranks go on to the next one.
+    ``sharded``: as ``torch.distributed.checkpoint.load`` does. If a read finds damage, and the checkpoint was not
+        requested by its name, all ranks load the next one.
     ``local``: each rank its shard, without any collective; see ``engine/restore/local_restore.py``.
 
     Args:
-        state_dict: The state to load into. If an error is raised, it may hold anything.
-        checkpoint_id: Its name, path or URL; as ``tiered:latest``, the newest that is whole, of names in no folder,
-            else of the only folder. ``stage1/tiered:latest`` is the newest of that folder. By default what the reader
-            was given last, else the newest.
+        state_dict: The state to load into, with tensors of the saved shapes. After an error, its content is undefined.
+        checkpoint_id: Its name, path or URL; ``tiered:latest`` is the newest complete one of names in no folder, else
+            of the only folder. ``stage1/tiered:latest`` is the newest of that folder. By default the reader's last one,
+            else the newest.
         storage_reader: The reader; by default one made from ``options``.
-        planner: As DCP takes it; for ``sharded`` alone.
+        planner: As DCP takes it; only for ``sharded``.
         process_group: As :func:`save` takes it.
         no_dist: As DCP takes it.
         coordinator_rank: As :func:`save` takes it; it does not matter for ``local``, where all load.
@@ -243,12 +243,12 @@ def load(
         options: As :class:`TieredStorageReader` takes them.
 
     Returns:
-        The reader, whose ``opened`` tells which checkpoint it was.
+        The reader, whose ``opened`` is the loaded checkpoint.
 
     Raises:
-        CheckpointNotFoundError: There is none.
-        RestoreError: None is intact; or several folders have some and none was named; or other shards made a local one.
-        CheckpointException: Anything else that failed on some rank.
+        CheckpointNotFoundError: There is no checkpoint.
+        RestoreError: No checkpoint is intact; several folders have some and none was named; or other shards made it.
+        CheckpointException: Any other failure of some rank.
     """
     reader = storage_reader or TieredStorageReader(**options)
     if _is_local(kind, planner, replication_group):
@@ -276,7 +276,7 @@ def load(
             )
         except CheckpointException as error:
             if reader.opened is None and isinstance(reader.error, TieredCheckpointError):
-                # Nothing could be chosen; all ranks know why.
+                # No checkpoint was chosen; all ranks know why.
                 raise reader.error from error
             # All ranks have the same failures, and so decide alike.
             if not any(isinstance(failure, DAMAGE) for failure, _ in error.failures.values()):
@@ -301,7 +301,7 @@ def _save_full(
     writer = TieredStorageWriter(**options, require_step=False)
     writer.reset(checkpoint_id)
     coordinator = rank_in_group(process_group, coordinator_rank)
-    # A rank's place is known by its group alone: the memory tier is the coordinator's business.
+    # Only the group is needed to know a rank: the memory tier is the coordinator's business.
     group: coordination.Group = coordination.Group("")
     if world() is not None:
         group = coordination.GivenGroup("", process_group or world())
@@ -320,10 +320,10 @@ def _save_full(
             # The ranks can't load it as they save: as the newest, it would end each restart with an error.
             report = checkpointer.save(whole, str(writer.checkpoint_id), tiers=tiers, wait=wait, resumable=False)
         except Exception as error:
-            # The others wait to hear of it.
+            # The other ranks wait for this error.
             failed = as_save_error(error)
         if report is None and failed is None:
-            # An export that fails is an error, whatever on_save_error says of saves while training goes on.
+            # A failed export is an error: on_save_error is about saves during training.
             failed = SaveError(f"{located.name} was not saved: see the log", operation="save", key=writer.checkpoint_id)
     coordination.agree(group, failed)
     return report
@@ -344,7 +344,7 @@ def _put(loaded: dict[str, Any], state_dict: dict[str, Any]) -> None:
 
 
 def _is_stateful(value: Any) -> bool:
-    # Whether a tensor fits the protocol takes longer to find out than to plan its load.
+    # A check of a tensor against the protocol takes longer than to plan its load.
     return type(value) not in (torch.Tensor, torch.nn.Parameter) and isinstance(value, Stateful)
 
 

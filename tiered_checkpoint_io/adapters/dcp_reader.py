@@ -75,11 +75,11 @@ class TieredStorageReader(OverTiers, StorageReader):
 
         Args:
             config: As :class:`TieredStorageWriter` takes it.
-            step: The training step; the newest checkpoint if neither it nor a path is given. Both as ``load`` has it:
-                of names in no folder, else of the only folder; of another with a path such as ``stage1/tiered:latest``.
+            step: The training step; without step and path, the newest checkpoint. Both as in ``load``: of names in no
+                folder, else of the only folder; of another with a path such as ``stage1/tiered:latest``.
             path: Instead of a ``checkpoint_id``. A later ``checkpoint_id`` replaces it, as in ``FileSystemReader``.
-            no_dist: True if this process loads alone; by default as DCP's ``load`` has it.
-            process_group: The ranks that load together; by default the group that DCP's ``load`` was given.
+            no_dist: True if only this process loads; by default the argument of DCP's ``load``.
+            process_group: The ranks that load together; by default the argument of DCP's ``load``.
             world_size: As the writer takes it; a checkpoint of any other world size loads.
             logger: Logger to use instead of the package's own.
             checkpoint_config: Another name for ``config``.
@@ -236,7 +236,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         close_shared(self.settings)
 
     def __del__(self) -> None:
-        # DCP tells no reader that a load has failed while it was planned.
+        # DCP does not inform a reader of a failure while a load is planned.
         with contextlib.suppress(Exception):
             self.release()
 
@@ -275,7 +275,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         try:
             tier = session.open().tier
         except Exception as error:
-            # The others are on their way to the first exchange: they must hear of it there.
+            # The other ranks wait in the first exchange: they must get the error there.
             failed = error
         root = tier.root if tier is not None else Path("/")
         group = self._group(root)
@@ -341,7 +341,7 @@ _CRC_LENGTH = 4
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The likely layout of a stored tensor in its item: rows, after a header that its type and shape tell."""
+    """The likely layout of a stored tensor in its item: rows, after a header that depends on its type and shape."""
 
     skeleton: Skeleton
     dtype: torch.dtype
@@ -369,14 +369,14 @@ class _Layout:
         return mine[:crc] == head[:crc] and mine[crc + _CRC_LENGTH :] == head[crc + _CRC_LENGTH :]
 
 
-#: Methods that decide where a planner's bytes go: its own, and they may do anything.
+#: Methods that choose the target of a planner's bytes; a planner's own may do anything.
 _RESOLVING = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 
 _Wanted = tuple[ReadItem, Any, _Layout | None]
 
 
 class _Direct:
-    """An item whose bytes go from where they lie straight into the tensor that it is loaded into, also on a device."""
+    """An item whose bytes are read straight into the tensor that is loaded, also on a device."""
 
     def __init__(self, item: ReadItem, info: Any, layout: _Layout, tensor: torch.Tensor) -> None:
         offset, _ = layout.span(item.storage_offsets, item.lengths)
@@ -394,7 +394,7 @@ class _Direct:
 
     @classmethod
     def of(cls, wanted: _Wanted, planner: LoadPlanner) -> _Direct | None:
-        """None if the bytes have to be converted; for a planner that resolves tensors as DCP's own does."""
+        """Returns None if the bytes have to be converted. The planner must resolve tensors as DCP's own does."""
         item, info, layout = wanted
         if layout is None:
             return None
@@ -418,7 +418,7 @@ class _Direct:
     def commit(self, planner: LoadPlanner) -> None:
         """Has the planner take the tensor, once it is filled."""
         if self.fits:
-            # As copy_ does: values that autograd has saved of the tensor are outdated.
+            # Tensor.copy_ does the same: values of the tensor that autograd has saved are outdated.
             torch.autograd.graph.increment_version(self.tensor)
             planner.commit_tensor(self.wanted[0], self.tensor)
 
@@ -459,12 +459,12 @@ class PlanReader:
                 if layout is not None and layout.fits(view[info.offset : info.offset + info.length]):
                     _copy(view, item, info, layout, planner)
                     continue
-                # It may be another file, if damage has shown since, and the view's other bytes were made sure of alone.
+                # After damage, ``view`` may be another source's, and only its requested bytes were verified.
                 whole = self._files.ensure(basename, [(info.offset, info.length)])
                 self._load(whole, item, info, planner)
 
     def spans(self, plan: LoadPlan) -> dict[str, list[Span]]:
-        """``(offset, length)`` of all that the plan needs of each file; whole items, for safety."""
+        """Returns the ``(offset, length)`` spans of each file that the plan needs; whole items, for safety."""
         return {
             basename: [(info.offset, info.length) for _, info, _ in wanted]
             for basename, wanted in self._by_file(plan).items()
@@ -492,7 +492,7 @@ class PlanReader:
         return _Layout(skeleton, *known) if skeleton.length == info.length else None
 
     def _load(self, view: memoryview, item: ReadItem, info: Any, planner: LoadPlanner) -> None:
-        """As FileSystemReader does it: for files of other layouts, and for all items but plain tensors."""
+        """Loads as FileSystemReader does: for files of other layouts, and for all items except plain tensors."""
         raw = io.BytesIO(view[info.offset : info.offset + info.length])
         stream: Any = raw
         if _descriptors(info):
@@ -529,7 +529,7 @@ def _split(wanted: Sequence[_Wanted], planner: LoadPlanner) -> tuple[list[_Direc
     """
     own = DefaultLoadPlanner
     if any(getattr(type(planner), name, None) is not getattr(own, name) for name in _RESOLVING):
-        # It may do something of its own with the bytes.
+        # Such a planner may do anything with the bytes.
         return [], list(wanted)
     direct: list[_Direct] = []
     rest: list[_Wanted] = []
@@ -567,7 +567,7 @@ def _copy(view: memoryview, item: ReadItem, info: Any, layout: _Layout, planner:
         return
     start, nbytes = info.offset + layout.skeleton.data_offset, layout.skeleton.data_nbytes
     if (address_of(view) + start) % dtype.itemsize:
-        # Others do not align what they write. Bytes that were not asked for may not even be there.
+        # Other writers do not align tensors. Bytes that were not requested may be missing.
         offset, length = layout.span(item.storage_offsets, item.lengths)
         aligned = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         inside = offset - layout.skeleton.data_offset

@@ -38,7 +38,7 @@ _EVERY = {each.name: each.default for each in fields(TieredCheckpointConfig)}["s
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A validated configuration, and the settings of sharded checkpoints alone: see :class:`TieredStorageWriter`."""
+    """A validated configuration, and further settings of sharded checkpoints: see :class:`TieredStorageWriter`."""
 
     config: TieredCheckpointConfig
     #: True if a durable tier was named.
@@ -126,7 +126,7 @@ def _settings_of(config: object, given: Mapping[str, Any]) -> Settings:
         config.setdefault("namespace", None)
     named = as_mapping(config, "the configuration")
     if isinstance(config, TieredCheckpointConfig) and config.s3_every_n_train_steps == _EVERY:
-        # It does not tell a key that was given from one that has its default.
+        # A configuration does not show whether a key was given or has its default.
         del named["s3_every_n_train_steps"]
     raw = {**named, **given}
     raw = {_ALIASES.get(key, key): value for key, value in raw.items()}
@@ -143,18 +143,18 @@ def _settings_of(config: object, given: Mapping[str, Any]) -> Settings:
                 )
             # Jobs share a base path, and are kept apart by their namespaces: that library's layout.
             try:
-                # That library's word for a job without a name.
+                # The SageMaker library's word for a job without a name.
                 folder = raw["namespace"] if is_named else "default"
                 raw["dirpath"] = ids.join_url(ids.normalize_dirpath(base), folder)
             except ConfigError as error:
                 raise ConfigError(f"{key} is {base!r}: {error.message}", hint=error.hint) from error
     has_durable = raw.get("dirpath") is not None
     if not has_durable:
-        # Tells such jobs apart.
+        # Jobs without a durable tier differ by their working directory.
         raw["dirpath"] = _here()
     validated = TieredCheckpointConfig.from_any(raw)
     if not has_durable:
-        # Checkpoints of memory alone belong to no durable tier; this one holds nothing, and never will.
+        # Memory-only checkpoints need a dirpath as well; this one stays empty.
         nowhere = namespace_root(validated.memory_dir, validated.namespace) / "no-durable-tier"
         validated = replace(validated, dirpath=str(nowhere))
     # The caller decides which steps are saved; without a word on the durable tier, each save goes there. A block that

@@ -66,7 +66,7 @@ class FileLayout:
         """Takes a plan, and its items in the file's order: objects come first.
 
         Raises:
-            ValueError: Later files can't be told by this one.
+            ValueError: Later files can't be planned from this one.
         """
         self.plan = plan
         count = sum(item.type == WriteItemType.BYTE_IO for item in ordered)
@@ -88,13 +88,13 @@ class FileLayout:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Save:
-    """One save of a writer: all that the writer knows of it.
+    """One save of a writer, and its state.
 
     Attributes:
-        settings: The settings that hold for it.
+        settings: The settings of this save.
         located: The checkpoint; None before the first save is named.
-        by_dcp: The arguments of DCP's function that saves; None if one of ours does.
-        has_begun: True if DCP has begun it.
+        by_dcp: The arguments of DCP's function that saves; None for a function of this package.
+        has_begun: True if DCP has begun the save.
         rank: This rank.
         coordinates: True if this rank coordinates.
         facts: Facts that the coordinator has issued; None on other ranks.
@@ -143,20 +143,20 @@ class TieredStorageWriter(OverTiers, StorageWriter):
 
         Args:
             config: A :class:`TieredCheckpointConfig`, a mapping, dirpath as text, or an object with
-                the attributes of ``SageMakerCheckpointConfig``. Beside the keys of
-                TieredCheckpointConfig it may hold ``s3_tier_base_path`` (dirpath is then the folder of the
-                namespace below it), ``world_size``, ``save_to_s3``, ``s3_every_n_steps`` and ``logger``. The first
-                save uses what an object says when the writer is made; each later save reads it again.
-            step: The training step; wins over one that a path tells.
+                the attributes of ``SageMakerCheckpointConfig``. Besides the keys of TieredCheckpointConfig, ``config``
+                may hold ``s3_tier_base_path`` (dirpath is then the folder of the namespace below it), ``world_size``,
+                ``save_to_s3``, ``s3_every_n_steps`` and ``logger``. The first save uses an object's values of the
+                writer's start; each later save reads the object again.
+            step: The training step; wins over the step in a path.
             path: Instead of a ``checkpoint_id``. A later ``checkpoint_id`` replaces it, as in ``FileSystemWriter``.
             save_to_s3: True if these saves go to the durable tier.
-            s3_every_n_steps: If ``save_to_s3`` is not given: every so many steps they do; every save by default.
-            world_size: Number of ranks that save together; checked when they do.
+            s3_every_n_steps: Steps between saves to the durable tier, without ``save_to_s3``; every save by default.
+            world_size: Number of ranks that save together; checked at each save.
             thread_count: Number of threads of a rank that copy; its share of the node's cores by default.
-                A rank writes one file, however many there are.
-            wait: True if a durable save returns only when it is committed there, or nothing moves for 30 s. By default
-                a synchronous save does, and an asynchronous one does not. The other ranks wait in a collective of
-                DCP's: give their process group a timeout that is longer than an upload takes.
+                A rank writes one file in any case.
+            wait: True if a durable save returns only when it is committed there, or after 30 s without progress. By
+                default only a synchronous save waits. The other ranks wait in a collective of DCP's: give their process
+                group a timeout that is longer than an upload takes.
             require_step: True if a checkpoint without a step is refused.
             logger: Logger to use instead of the package's own.
             checkpoint_config: Another name for ``config``.
@@ -176,9 +176,9 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         self.save_to_s3 = save_to_s3
         #: Further facts of a save: epoch, metric, resumable; see :meth:`CoordinatedSaver.issue`.
         self.facts: dict[str, Any] = {}
-        #: The name and content of a small file beside the shards.
+        #: The name and content of a small file next to the shards.
         self.extra: tuple[str, bytes] | None = None
-        #: Error of this rank before the save began, raised where DCP carries it to all ranks.
+        #: Error of this rank before the save began, raised in a call whose errors DCP sends to all ranks.
         self.failed: Exception | None = None
         #: True if a save returns once all ranks have captured the state, and hashes and commits it in the background.
         self.seals_in_background = False
@@ -203,7 +203,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         """Names the checkpoint that this thread saves next; see ``StorageWriter.reset``.
 
         Raises:
-            ConfigError: Neither a step nor a path that tells one; or a name that is not allowed.
+            ConfigError: Neither a step nor a path with a step; or a name that is not allowed.
         """
         if checkpoint_id is not None:
             self._path = checkpoint_id
@@ -248,7 +248,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """The path of the newest save, or of the first one to come; None if no step or path tells it."""
+        """The path of the newest save, or of the first one to come; None without a step or path."""
         located = self._save.located
         with contextlib.suppress(ConfigError):
             located = located or ids.locate(self.settings.config.dirpath, self._path, self.step)
@@ -320,7 +320,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             facts = save.facts
         assert facts is not None
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-        # By each rank's results: where it wrote an item in its file, and whether that is in memory.
+        # From each rank's results: the place of each item in the rank's file.
         metadata.storage_data = {each.index: each.storage_data[0] for rank in results for each in rank}
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=facts.save_id)
         try:
@@ -450,10 +450,10 @@ class TieredStorageWriter(OverTiers, StorageWriter):
 
 
 def transforms_of(extensions: Sequence[Any] | None) -> Any:
-    """DCP's stream transformations by ``_extensions``; None if there are none.
+    """Returns DCP's stream transformations by ``_extensions``; None if there are none.
 
     Raises:
-        ConfigError: This torch has no such thing.
+        ConfigError: This torch has no stream transformations.
     """
     if not extensions:
         return None
@@ -473,10 +473,10 @@ def file_of(
 
     Args:
         plan: Its items.
-        planner: Planner that gives the items' data; one of ours may keep their layout for the next save.
+        planner: Planner that returns the items' data; this package's planner may keep the layout for the next save.
         transforms: Transforms of each item's bytes; see :func:`transforms_of`.
-        config: Configuration that tells which objects a load will take.
-        warn: Gets the bytes of all objects.
+        config: Configuration with the classes that a load accepts.
+        warn: Called with the bytes of all objects.
     """
     # The layout of another planner, or with transforms, is not kept.
     known = planner if isinstance(planner, CheckingSavePlanner) and transforms is None else None
@@ -487,7 +487,7 @@ def file_of(
         objects = [each.getvalue() for each in found]
         warn(objects)
         return layout.file(objects, known.state_dict)
-    # As FileSystemWriter orders them.
+    # The order of FileSystemWriter.
     ordered = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
     kinds = KindsCheck(Trust.of(config))
     items = [_item(item, planner, transforms, kinds) for item in ordered]

@@ -1,4 +1,4 @@
-"""The ranks that save and load together, as DCP and the SageMaker model parallelism library (SMP) tell it."""
+"""The ranks that save and load together, by DCP and the SageMaker model parallelism library (SMP)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEEPS_WHAT_SUCCEEDED = "_pending_local_plan" in DefaultSavePlanner.finish_plan.
 
 
 def world() -> Any:
-    """Returns the process group of all ranks; None if this process is alone."""
+    """Returns the process group of all ranks; None without torch.distributed."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
@@ -28,9 +28,9 @@ class DcpArguments(NamedTuple):
     """Arguments of DCP's functions that it does not pass to a writer or reader.
 
     Attributes:
-        alone: True if this process is alone.
+        alone: True if only this process takes part.
         process_group: The ranks that take part.
-        in_background: True if it is DCP's ``async_save`` that saves, in a thread or process of its own.
+        in_background: True if DCP's ``async_save`` saves, in a thread or process of its own.
     """
 
     alone: bool
@@ -84,11 +84,11 @@ def _is_in_background(frame: Any) -> bool:
 
 
 def first_failure(error: CheckpointException) -> tuple[list[int], BaseException]:
-    """Returns the ranks that failed, and the failure of the lowest one; all ranks have the same.
+    """Returns the ranks that failed, and the failure of the lowest one; equal on all ranks.
 
     Raises:
-        BaseException: Some rank was told to end (Ctrl-C, a signal handler that exits), which DCP takes for a failure as
-            any other. All ranks end by it, as they would by what it interrupts.
+        BaseException: A rank was interrupted (Ctrl-C, a signal handler that exits), which DCP takes for an ordinary
+            failure. All ranks raise it.
     """
     ranks = sorted(error.failures)
     failures = [error.failures[rank][0] for rank in ranks]
@@ -99,10 +99,10 @@ def first_failure(error: CheckpointException) -> tuple[list[int], BaseException]
 
 
 def save_planner(what: str, process_group: Any = None, *, alone: bool = False) -> DefaultSavePlanner:
-    """Returns a planner that plans once the parts that stay the same over all saves of ``what``.
+    """Returns a planner that plans once the parts that are equal in all saves of ``what``.
 
     A rank and its coordinator have to keep plans of the same saves. DCP tells plans apart by the planner's class only:
-    two groups of ranks, or processes that restarted as other ranks, would take each other's, and save too little.
+    two groups of ranks, or processes that restarted as other ranks, would take each other's plans, and save too little.
     """
     if not _KEEPS_WHAT_SUCCEEDED:
         return CheckingSavePlanner()
@@ -130,11 +130,11 @@ def rank_in_group(process_group: Any, coordinator_rank: int | None) -> int:
 
     Args:
         process_group: The ranks that save or load together; None for all.
-        coordinator_rank: A global rank of the group, as SMP and torch.distributed have it; if it is
-            none of them, the rank in the group, as DCP has it. None for the first.
+        coordinator_rank: A global rank of the group, as in SMP and torch.distributed; otherwise the rank in the group,
+            as in DCP. None for the first.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: ``coordinator_rank`` is neither.
     """
     if coordinator_rank is None or world() is None:
         return 0
@@ -154,14 +154,14 @@ def shard_role_of(process_group: Any, replication_group: Any, writer: int | None
     """Returns this rank's shard, and whether this rank saves the shard; asks no other rank.
 
     Args:
-        process_group: The sharding group: ranks that hold one state among them, each another shard. By
-            default all ranks, but with a ``replication_group`` those that have this rank's place in theirs.
+        process_group: The sharding group: ranks that hold one state among them, each another shard. By default all
+            ranks; with a ``replication_group``, the ranks with this rank's place in their groups.
         replication_group: The ranks that hold the same shard: a process group, or their global ranks.
-        writer: The global rank of the one that saves for them; by default the lowest.
+        writer: The global rank that saves for the replication group; by default the lowest.
         alone: True if this process has the whole state.
 
     Raises:
-        ConfigError: The groups do not tell.
+        ConfigError: The groups do not define a shard.
     """
     if alone or world() is None:
         return ShardRole()

@@ -40,10 +40,10 @@ def is_of_tuner(path: str | os.PathLike[str]) -> bool:
 
 
 def is_resumable(checkpoint: Any, path: str | os.PathLike[str]) -> bool:
-    """Returns whether training can resume from a save by Lightning: not from weights only, nor its tuner's scratch.
+    """Returns whether training can resume from a save by Lightning: not from weights only, nor its tuner's files.
 
-    Nor from what a Trainer saves that has not trained: one that evaluated, or whose launcher (``ddp_spawn``,
-    ``ddp_notebook``) trained in processes of their own. It would begin at step 0, without optimizers' states.
+    Nor from a save of a Trainer that has not trained: it only evaluated, or its launcher (``ddp_spawn``,
+    ``ddp_notebook``) trained in processes of their own. Training would begin at step 0, without optimizers' states.
     """
     if is_of_tuner(path):
         return False
@@ -86,7 +86,7 @@ def read_storage_options(options: Any) -> StorageOptions:
     """Validates ``storage_options``.
 
     Raises:
-        ConfigError: They are not ``{"tiers": [...], "metric": (name, value), "wait": bool}``, or a part of that.
+        ConfigError: Other keys or values than ``{"tiers": [...], "metric": (name, value), "wait": bool}``.
     """
     allowed = "allowed: {'tiers': ['memory', 'durable'] or one of the two, 'metric': (name, value), 'wait': bool}"
     if options is None:
@@ -120,7 +120,7 @@ os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, aft
 
 
 class TieredCheckpointIO(CheckpointIO):
-    """Checkpoints to node memory and, as told, on to the durable tier; a save returns when both are done.
+    """Checkpoints to node memory and to the durable tier; a save returns when its tiers have the checkpoint.
 
     Tensors of any shape, dtype and device are copied before a save returns: later changes do not affect the checkpoint.
     """
@@ -155,9 +155,9 @@ class TieredCheckpointIO(CheckpointIO):
         self._checkpointer: Checkpointer | None = None
         #: True if the last load was of a sentinel, and found no checkpoint at all.
         self.found_nothing = False
-        #: Suffix of a file beside each checkpoint, without which training can't resume from it: see :class:`Selector`.
+        #: Suffix of each checkpoint's second file, without which training can't resume: see :class:`Selector`.
         self.companion = ""
-        #: Tells whether a path is what a Trainer restores from now; set by the guard.
+        #: Returns True for the path from which a Trainer restores now; set by the guard.
         self.is_for_trainer: Callable[[Any], bool] | None = None
         #: True if the trainer's next save has weights of one step and optimizers' states of another.
         self.mixes_steps = False
@@ -199,16 +199,16 @@ class TieredCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Saves to node memory, and to the durable tier unless told otherwise; returns when both are done.
+        """Saves to node memory and the durable tier, or to some tiers; returns when these have the checkpoint.
 
-        A save that fails is logged, and training continues; with ``on_save_error: raise`` it is raised.
+        A failed save is logged, and training continues; with ``on_save_error: raise`` its error is raised.
 
         Args:
             checkpoint: The state.
             path: Below dirpath, or relative to it. An absolute local path elsewhere becomes an ordinary file.
-            storage_options: ``{"tiers": ["memory"]}`` for memory alone; both tiers by default.
-                ``"metric"`` may hold what a ModelCheckpoint monitored, and its value; ``"wait": False``
-                lets a durable save return as :class:`AsyncCheckpointIO` does.
+            storage_options: ``{"tiers": ["memory"]}`` for only memory; both tiers by default. ``"metric"`` may hold the
+                name and value that a ModelCheckpoint monitored; ``"wait": False`` lets a durable save return as
+                :class:`AsyncCheckpointIO` does.
 
         Raises:
             SaveError: The save failed, or an earlier one in the background did, and ``on_save_error`` is ``raise``.
@@ -239,7 +239,7 @@ class TieredCheckpointIO(CheckpointIO):
         )
 
     def is_resumable(self, checkpoint: Any, path: str | os.PathLike[str]) -> bool:
-        """Tells whether training can resume from a save made now; see the function of that name."""
+        """Returns True if training can resume from a save made now; see the function of that name."""
         return not self.mixes_steps and is_resumable(checkpoint, path)
 
     def load_checkpoint(
@@ -248,9 +248,9 @@ class TieredCheckpointIO(CheckpointIO):
         map_location: Callable[..., Any] | Any | None = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads from node memory, a peer or the durable tier, whichever has an intact copy; every byte is verified.
+        """Loads an intact copy from node memory, a peer or the durable tier; every byte is verified.
 
-        Tensors have the shape and dtype that they were saved with, and stay on the CPU unless told otherwise.
+        Tensors have their saved shape and dtype, and are on the CPU without a ``map_location``.
 
         Args:
             path: ``tiered:latest``, ``tiered:last``, a name, or a path or URL.
@@ -258,13 +258,13 @@ class TieredCheckpointIO(CheckpointIO):
             weights_only: As ``torch.load`` takes it.
 
         Returns:
-            The state. Where ``tiered:latest`` or ``tiered:last`` finds nothing, a falsy :class:`FreshStart`: a Trainer
-            then trains from scratch, and ``fabric.load`` into a state raises a CheckpointNotFoundError.
+            The state. If ``tiered:latest`` or ``tiered:last`` finds no checkpoint, a falsy :class:`FreshStart`: a
+            Trainer then trains from scratch, and ``fabric.load`` into a state raises a CheckpointNotFoundError.
 
         Raises:
             CheckpointNotFoundError: No tier has a checkpoint of that name.
             RestoreError: There are checkpoints, but none is intact; or the ranks can't agree on one.
-            StoreError: The durable tier could not be asked, and memory alone does not do.
+            StoreError: The durable tier does not answer, and memory does not suffice.
         """
         # Upstream's function does the same, but torch takes none for DTensors.
         place: Any = "cpu" if map_location is None else map_location
@@ -301,18 +301,18 @@ class TieredCheckpointIO(CheckpointIO):
         self.checkpointer.remove(path)
 
     def _is_of_one_rank(self, path: str | os.PathLike[str]) -> bool:  # noqa: ARG002
-        """Tells whether a path names a checkpoint that only one rank loads."""
+        """Returns True if a path names a checkpoint that only one rank loads."""
         return False
 
     def _is_scratch(self, path: str | os.PathLike[str]) -> bool:
-        """Tells whether a path is scratch outside dirpath, of Lightning's launchers that spawn or of its tuner."""
+        """Returns True for a temporary file outside dirpath, of Lightning's launchers that spawn or of its tuner."""
         return self._is_elsewhere(path) and os.path.basename(os.fspath(path)).startswith(".")
 
     def _is_elsewhere(self, path: str | os.PathLike[str]) -> bool:
-        """Tells whether a path is an absolute local one outside dirpath, or one of the tuner's there."""
+        """Returns True for an absolute local path outside dirpath, or a path of the tuner there."""
         text = os.fspath(path)
         if not (is_of_tuner(text) and "/" in text) and (not os.path.isabs(text) or ".." in text.split("/")):
-            # A name says where it lies: the engine refuses what leaves its folder again.
+            # A name is a path below dirpath: the engine refuses a name that leaves its folder.
             return False
         # dirpath itself is no place for a file: the engine refuses it as a name.
         return not (ids.normalize_dirpath(text).rstrip("/") + "/").startswith(self.config.dirpath.rstrip("/") + "/")
@@ -349,8 +349,8 @@ vars(TieredCheckpointIO)["__init__"].__signature__ = _signature()
 class AsyncCheckpointIO(_WrappingCheckpointIO):
     """Makes a :class:`TieredCheckpointIO` return as soon as the checkpoint is in node memory.
 
-    The upload goes on in the background. Its failure is logged once, in the trainer's log; training continues, or with
-    ``on_save_error: raise`` the next save raises it.
+    The upload continues in the background. Its failure is logged once, in the trainer's log; training continues, or
+    with ``on_save_error: raise`` the next save raises the failure.
     """
 
     def __init__(self, checkpoint_io: TieredCheckpointIO) -> None:
@@ -360,7 +360,7 @@ class AsyncCheckpointIO(_WrappingCheckpointIO):
             checkpoint_io: The IO whose saves are not to wait for the durable tier.
 
         Raises:
-            ConfigError: It is not a TieredCheckpointIO: only that one snapshots before it returns.
+            ConfigError: Not a TieredCheckpointIO: only such an IO copies the state before a save returns.
         """
         if not isinstance(checkpoint_io, TieredCheckpointIO):
             raise ConfigError(
@@ -383,11 +383,11 @@ class AsyncCheckpointIO(_WrappingCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """As :meth:`TieredCheckpointIO.save_checkpoint`, without waiting for the durable tier."""
+        """Saves as :meth:`TieredCheckpointIO.save_checkpoint`, but does not wait for the durable tier."""
         self._tiered._save(checkpoint, path, storage_options, wait=False)
 
     def teardown(self) -> None:
-        """As :meth:`TieredCheckpointIO.teardown`."""
+        """Does :meth:`TieredCheckpointIO.teardown`."""
         self._tiered.teardown()
 
 
@@ -395,13 +395,13 @@ class FreshStart(NoCheckpoint):
     """An empty checkpoint for Lightning, if there is nothing to resume from."""
 
     def __init__(self, dirpath: str) -> None:
-        """Takes where there is nothing."""
-        # With this key alone, Lightning skips every step of a restore.
+        """Takes the durable tier without a checkpoint."""
+        # With only this key, Lightning skips every step of a restore.
         super().__init__({_VERSION: lightning_version})
         self._dirpath = dirpath
 
     def keys(self) -> Any:
-        """A Trainer never asks for them; Fabric does, before it fills a state, model or optimizer.
+        """Refuses the keys, which Fabric asks for before it fills a state, model or optimizer; a Trainer never does.
 
         Raises:
             CheckpointNotFoundError: Always: an unfilled state would be taken for restored.
@@ -415,10 +415,10 @@ class FreshStart(NoCheckpoint):
 
 
 def tiered_io_of(checkpoint_io: Any) -> TieredCheckpointIO | None:
-    """Returns the TieredCheckpointIO that a strategy's checkpoint IO is, or wraps; None where it is not ours.
+    """Returns the TieredCheckpointIO that a strategy's checkpoint IO is, or wraps; None if there is none.
 
     Raises:
-        ConfigError: It is ours, inside Lightning's AsyncCheckpointIO.
+        ConfigError: Lightning's AsyncCheckpointIO wraps a TieredCheckpointIO.
     """
     if isinstance(checkpoint_io, AsyncCheckpointIO):
         return checkpoint_io._tiered
@@ -436,7 +436,7 @@ def require_tiered_io(strategy: Strategy, user: str) -> TieredCheckpointIO:
     """Returns the TieredCheckpointIO of a strategy, without which ``user`` can't work.
 
     Raises:
-        ConfigError: It has another one, or is not of the package that ours are derived from.
+        ConfigError: The strategy has another IO, or is not of the package from which ours are derived.
     """
     if not isinstance(strategy, Strategy):
         raise of_other_package(user)

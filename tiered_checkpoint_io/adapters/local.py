@@ -62,7 +62,7 @@ def save_local_state(
     def planned() -> Image:
         image = plan(local_part(state_dict))
         if role.shard == 0:
-            # The others hold the same beside their tensors.
+            # The other shards hold the same objects, besides their tensors.
             warn_at_first_save(session, settings.config, session.log, located.name, image)
         return image
 
@@ -83,7 +83,7 @@ def save_local_state(
         raise
     except Exception as error:
         if error in earlier:
-            # It was told of and counted when it happened.
+            # This error was logged and counted when it happened.
             raise
         session.failed(located.name, located.step, error)
         return None
@@ -97,7 +97,7 @@ def load_local_state(
     *,
     alone: bool = False,
 ) -> None:
-    """Loads this rank's shard; the reader's ``opened`` then tells of which checkpoint."""
+    """Loads this rank's shard; the reader's ``opened`` is then its checkpoint."""
     reader.reset(checkpoint_id)
     session, config = reader.session, reader.settings.config
     tier, began = session.open().tier, session.clock.monotonic()

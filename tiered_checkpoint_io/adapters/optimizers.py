@@ -52,10 +52,10 @@ def set_optimizer_state(
     unchanged: Collection[str],
     options: sharded_state.StateDictOptions | None = None,
 ) -> None:
-    """Sets an optimizer's state, by names, as torch's ``set_optimizer_state_dict``.
+    """Sets an optimizer's state, by names, as torch's ``set_optimizer_state_dict`` does.
 
-    That one needs each parameter named, and gives the saved values of a group without parameters to another group.
-    ``unchanged`` names the parameters without a state: the optimizer had not changed them yet.
+    torch's function needs a name for each parameter, and puts the saved values of a group without parameters into
+    another group. ``unchanged`` names the parameters without a state: the optimizer had not changed them yet.
     """
     if _is_fsdp1(module):
         _set_fsdp1(module, optimizer, state)
@@ -75,7 +75,7 @@ def set_optimizer_state(
     for group in optimizer.param_groups:
         if not group["params"]:
             group.update({**next(empty, {}), "params": group["params"]})
-    # An optimizer begins where there is nothing.
+    # A new optimizer has no entry for a parameter.
     for parameter in [each for each, of_it in optimizer.state.items() if not of_it]:
         del optimizer.state[parameter]
 
@@ -145,7 +145,7 @@ def by_name(module: torch.nn.Module, optimizer: Optimizer, state: Mapping[str, A
     if not all(isinstance(each, int) for each in numbers):
         return dict(state)
     if any(isinstance(each, FlatParameter) for group in optimizer.param_groups for each in group["params"]):
-        # They begin with those of the outermost module, whose place among the numbers is another.
+        # FSDP1's flat parameters begin with the outermost module's, which has another number.
         raise RestoreError(
             "the checkpoint's optimizer states are by numbers, and FSDP with use_orig_params=False counts otherwise",
             operation="load",
@@ -172,7 +172,7 @@ def take_full(module: torch.nn.Module, optimizers: Sequence[Optimizer], state: d
     Lightning's own way fails for an optimizer that has no state, such as plain SGD, and for wrapped modules.
 
     Raises:
-        RestoreError: It holds the states of other optimizers, or of none.
+        RestoreError: The checkpoint holds the states of other optimizers, or of none.
     """
     states = state.get("optimizer_states", ()) if optimizers else ()
     if len(states) != len(optimizers):
@@ -185,11 +185,11 @@ def take_full(module: torch.nn.Module, optimizers: Sequence[Optimizer], state: d
     devices = {each.device for each in chain(module.parameters(), module.buffers()) if each.dim()}
     is_fsdp1 = _is_fsdp1(module)
     if is_fsdp1 or len(devices) > 1:
-        # Torch's takes one device alone, and DTensors.
+        # torch's function takes only one device, and DTensors.
         world_size = dist.get_world_size()
         model_parallel._load_raw_module_state(state.pop("state_dict"), module, world_size, strict=strict)
     else:
-        # All ranks have read it, and torch changes rank 0's names alone to those that compiled layers have.
+        # All ranks have read the state, and torch changes only rank 0's names to the names in compiled layers.
         read = state.pop("state_dict")
         sharded_state.set_model_state_dict(module, read if dist.get_rank() == 0 else {}, options=options)
     for optimizer, each in zip(optimizers, states, strict=True):
@@ -199,11 +199,11 @@ def take_full(module: torch.nn.Module, optimizers: Sequence[Optimizer], state: d
         names = [name for group in _groups(module, optimizer) for name in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         unchanged = {name: of_it for name, of_it in zip(names, parameters, strict=True) if name not in each["state"]}
-        # Torch can't tell the device from a state without tensors.
+        # torch can't find the device in a state without tensors.
         is_empty = not each["state"]
         set_optimizer_state(module, optimizer, each, () if is_empty else unchanged, None if is_empty else options)
         for parameter in unchanged.values():
-            # Torch has made one.
+            # torch has made one.
             optimizer.state.pop(parameter, None)
 
 

@@ -25,13 +25,13 @@ OnDevice = tuple[int, torch.Tensor]
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
-    """Tells whether copies to the tensor go on while the host does other work."""
+    """Returns True if copies to the tensor continue while the host does other work."""
     return tensor.device.type == "cuda"
 
 
 @dataclass
 class Batch:
-    """Bytes that are read at once; ``nbytes`` counts those that go to devices."""
+    """Bytes that are read at once; ``nbytes`` counts the bytes for devices."""
 
     targets: list[Target] = field(default_factory=list)
     on_device: list[OnDevice] = field(default_factory=list)

@@ -26,7 +26,7 @@ from tiered_checkpoint_io.errors import ConfigError, RestoreError, SaveError, Ti
 
 #: The key that marks a note, and below which the tensors are saved.
 SHARDED = "tiered_sharded"
-#: Containers that are looked into, beside dictionaries; others are pickled as they are.
+#: Containers that are looked into, besides dictionaries; others are pickled whole.
 _LISTS = (list, tuple)
 _SHARDED = (DTensor, ShardedTensor)
 _PLAIN = {bool, int, float, str, type(None)}
@@ -196,10 +196,10 @@ def with_state_dicts(state: Any) -> Any:
 def gathered(
     state: Any, take: Callable[[Any], list[Any] | None], *, keep: bool
 ) -> tuple[Any, TieredCheckpointError | None]:
-    """Gathers whole tensors on the rank that keeps them; the others get None for each.
+    """Gathers whole tensors on the rank that keeps them; the other ranks get None for each.
 
-    ``take`` brings what each rank gives to that rank. Also returns this rank's error, if there is one: it goes on with
-    the collectives that follow, because the others do.
+    ``take`` gathers an object of each rank on that rank. Also returns this rank's error, if any: the rank still makes
+    the following collectives, because the other ranks do.
     """
     failed: list[Exception] = []
 
@@ -365,14 +365,14 @@ def _placement(dim: int | None, cut: int | None) -> Placement:
     return strided
 
 
-#: As torch.save has it.
+#: The protocol of torch.save.
 _PROTOCOL = 2
 #: Types that torch.save writes apart from its pickle.
 _APART = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 
 
 class _ApartError(Exception):
-    """It holds tensors."""
+    """Raised by a pickler that finds a tensor."""
 
 
 class _PlainPickler(pickle.Pickler):
@@ -383,7 +383,7 @@ class _PlainPickler(pickle.Pickler):
 
 
 class _Written:
-    """Stands for a pickler, and is given the output of one."""
+    """A placeholder of a pickler, which writes the output of another pickler."""
 
     def __init__(self, file: BinaryIO, **_: Any) -> None:
         self._file = file
@@ -396,7 +396,7 @@ class Rest:
     """A copy of a state as it is now, unaffected by later changes.
 
     Attributes:
-        sharded: The sharded tensors in it, which are saved beside the model's.
+        sharded: The sharded tensors in it, which are saved together with the model's.
     """
 
     def __init__(self, rest: dict[str, Any], model: Mapping[str, Any]) -> None:
@@ -408,7 +408,7 @@ class Rest:
 
         Raises:
             ConfigError: A sharded tensor can't be described.
-            Exception: Errors of ``torch.save`` for it.
+            Exception: Errors of ``torch.save`` for the state.
         """
         self.sharded: dict[str, DTensor] = {}
         self._pickled: bytes | None = None

@@ -13,7 +13,7 @@ def tiers_for_step(
     *,
     since: int | None = None,
 ) -> frozenset[str]:
-    """Returns the tiers that a training step is saved to: a function of steps alone, so that all ranks agree.
+    """Returns the tiers that a training step is saved to: a function of only steps, so that all ranks agree.
 
     ``{"memory", "durable"}`` on multiples of ``s3_every_n_train_steps``, else ``{"memory"}`` on
     multiples of ``memory_every_n_train_steps``, else nothing.
@@ -22,7 +22,7 @@ def tiers_for_step(
         global_step: The optimizer step; 0 is never saved.
         memory_every_n_train_steps: Steps between memory checkpoints; None for none.
         s3_every_n_train_steps: Steps between durable checkpoints; None for none.
-        since: The step that the batch before ended with, if that is not the step before: multiples in between count.
+        since: The step after the previous batch, if not ``global_step - 1``: multiples in between count.
     """
     before = global_step - 1 if since is None else since
     if passes(s3_every_n_train_steps, before, global_step):

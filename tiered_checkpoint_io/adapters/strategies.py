@@ -95,7 +95,7 @@ class StrategyWriter(_OfStrategy, TieredStorageWriter):
         seals_in_background: bool = False,
         overlapped: Overlapped | None = None,
     ) -> None:
-        """Takes the data that goes beside the shards, on rank 0, as ``rest``."""
+        """Takes the data for the small file, on rank 0, as ``rest``."""
         super().__init__(shared.session.config, save_to_s3=durable, wait=wait, require_step=False)
         self._of_strategy = shared
         self._save = self._of_thread.save = Save(self.settings, located)
@@ -104,7 +104,7 @@ class StrategyWriter(_OfStrategy, TieredStorageWriter):
         self.seals_in_background, self.overlapped = seals_in_background, overlapped
 
     def storage_meta(self) -> StorageMeta:
-        """As :meth:`TieredStorageWriter.storage_meta`."""
+        """Returns :meth:`TieredStorageWriter.storage_meta`."""
         try:
             if self._rest is not None:
                 self.extra = (ids.REST, self._rest.file())
@@ -128,7 +128,7 @@ class StrategyReader(_OfStrategy, TieredStorageReader):
         self._chosen = super().read_metadata()
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """As :meth:`TieredStorageReader.read_metadata`; the first time, what was chosen."""
+        """Reads as :meth:`TieredStorageReader.read_metadata`; at first, returns the result of :meth:`choose`."""
         chosen, self._chosen = self._chosen, None
         return chosen if chosen is not None else super().read_metadata(*args, **options)
 
@@ -184,7 +184,7 @@ class StrategyPlanner(DefaultLoadPlanner):
                 else "it was not saved by a strategy of Lightning's",
             )
         self.rest = self._read_rest(opened.small)
-        # The module may have made meshes of its own, which its parameters alone know.
+        # The module may have made meshes of its own, which only its parameters know.
         own = [each.device_mesh for each in self.model.values() if isinstance(each, DTensor)]
         self.sharded = make_again(self.rest, [*([self._mesh] if self._mesh is not None else []), *own], self.model)
         self._leave_out_unchanged(metadata)
@@ -229,14 +229,14 @@ def _is_alone() -> bool:
 class TieredSharding(_Base):
     """Saves and loads sharded tensors that refer to the live parameters; comes before Lightning's own class.
 
-    Nothing is gathered or copied beforehand. Full checkpoints, made by any strategy, load as well.
+    Tensors are not gathered or copied beforehand. Full checkpoints, made by any strategy, load as well.
     """
 
     _model_key = MODEL_KEYS[0]
     _saver: CoordinatedSaver | None = None
     #: The last save that was left to the background.
     _saving: Future[None] | None = None
-    #: The ranks that save, for saves beside training: their messages must not meet those of the training.
+    #: The ranks that save, for saves during training: their messages must not mix with the training's.
     _save_group: Any = None
 
     @property
@@ -245,12 +245,12 @@ class TieredSharding(_Base):
 
     # ------------------------------------------------------------------------------------- life
     def setup(self, trainer: Trainer) -> None:
-        """As upstream; raises ConfigError if the trainer's checkpoint IO is not ours."""
+        """Does upstream's setup; raises ConfigError if the trainer's checkpoint IO is not ours."""
         self._tiered_io  # noqa: B018 - raises
         super().setup(trainer)
 
     def teardown(self) -> None:
-        """As upstream, which forgets the checkpoint IO."""
+        """Does upstream's teardown, and the checkpoint IO's, which upstream forgets."""
         with contextlib.ExitStack() as ending:
             ending.callback(super().teardown)
             ending.callback(self.checkpoint_io.teardown)
@@ -303,7 +303,7 @@ class TieredSharding(_Base):
         """Saves to both tiers, or those that ``storage_options`` name; every rank calls this.
 
         Raises:
-            SaveError: It failed on some rank, and ``on_save_error`` is ``raise``; on all ranks.
+            SaveError: The save failed on some rank, and ``on_save_error`` is ``raise``; on all ranks.
         """
         # Rank 0 says for all whether the last save has ended: they save together, or not at all.
         path, late = self.broadcast((os.fspath(filepath), self._late()))
@@ -322,7 +322,7 @@ class TieredSharding(_Base):
         shared, is_async = self._shared, isinstance(self.checkpoint_io, AsyncCheckpointIO)
         state, begun, pickled, failed = self._take(checkpoint, shared.saver, is_async=is_async)
         resumable, is_durable = self._tiered_io.is_resumable(checkpoint, path), "durable" in tiers
-        # Where it overlaps training, which waits for this method, it is made beside that.
+        # Training waits for this method, so an overlapped save makes its writer in the background.
         writer = functools.partial(
             StrategyWriter,
             shared,
@@ -353,7 +353,7 @@ class TieredSharding(_Base):
     ) -> tuple[dict[str, Any], tuple[Any, Overlapped] | None, Rest | None, Exception | None]:
         """Returns the state to save, its overlapped capture if all ranks begin one, rank 0's rest, and an error.
 
-        The other ranks are told of this rank's error when they save: they would wait for a rank that does not come.
+        The other ranks get this rank's error when they save: otherwise they would wait for this rank.
         """
         model, overlap = checkpoint["state_dict"], saver.overlap if is_async else None
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
@@ -539,11 +539,11 @@ class TieredSharding(_Base):
         return loaded
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """As upstream; a single rank does not ask itself."""
+        """Does upstream's call, except for a single rank."""
         return obj if _is_alone() else super().broadcast(obj, src)  # type: ignore[safe-super]
 
     def barrier(self, *args: Any, **options: Any) -> None:
-        """As upstream; a single rank does not ask itself."""
+        """Does upstream's call, except for a single rank."""
         if not _is_alone():
             super().barrier(*args, **options)  # type: ignore[safe-super]
 

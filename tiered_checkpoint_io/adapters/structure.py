@@ -52,12 +52,12 @@ class Structure:
 
         Args:
             state: The state.
-            flat: The same, flattened.
-            mappings: The path of each of its keys.
+            flat: The flattened state.
+            mappings: The path of each key.
             plan: Plan of this rank's save of the state.
 
         Raises:
-            UnknownStructureError: It is not known that a state with the same would be planned alike.
+            UnknownStructureError: A state of the same structure may have another plan.
         """
         self.mappings = mappings
         self.plan = plan
@@ -74,7 +74,7 @@ class Structure:
         self._specs = [leaf._spec for leaf in leaves if type(leaf) is DTensor]
 
     def flat(self, state: Any) -> dict[str, Any] | None:
-        """As DCP flattens it; None if the state's structure is another one."""
+        """Returns the state as DCP flattens it; None if its structure is another one."""
         leaves: list[Any] = []
         if not self._top.collect(state, leaves) or list(map(type, leaves)) != self._kinds:
             return None

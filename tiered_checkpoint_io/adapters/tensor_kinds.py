@@ -1,4 +1,4 @@
-"""Refuses at the save the kinds of tensors that a sharded checkpoint could not bring back."""
+"""Refuses, at the save, kinds of tensors that could not be loaded from a sharded checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class KindsCheck:
         self._known: set[type] = set()
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises ConfigError for a tensor that a load could not bring back; says which, and the remedy."""
+        """Raises ConfigError for a tensor that could not be loaded; names the tensor and the remedy."""
         kind = _lost(tensor)
         if kind is not None:
             raise _refusal(name, kind, "can't come back from a sharded checkpoint", _ELSEWHERE)
@@ -65,7 +65,7 @@ class CheckingSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """As upstream."""
+        """Does upstream's set-up, or takes the known structure."""
         known = self._structures.get(self._cached_plans_key) if self._enable_plan_caching else None
         if known is not None and known.plan is not SavePlanner._cached_save_plan.get(self._cached_plans_key):
             known = None
@@ -78,7 +78,7 @@ class CheckingSavePlanner(DefaultSavePlanner):
         self.state_dict, self.mappings, self.is_coordinator = flat, known.mappings, is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """As upstream; raises ConfigError for a tensor of a kind that DCP can't plan."""
+        """Plans as upstream; raises ConfigError for a tensor of a kind that DCP can't plan."""
         if self.structure is not None:
             self.plan = self.structure.plan
             return SavePlan([], usable=False)
@@ -88,7 +88,7 @@ class CheckingSavePlanner(DefaultSavePlanner):
             return planned
         kept = SavePlanner._cached_save_plan[self._cached_plans_key]
         if self.plan != kept:
-            # Upstream compares names and shapes alone, and would write dtypes and nesting of before to `.metadata`.
+            # Upstream compares only names and shapes, and would write the earlier dtypes and nesting to `.metadata`.
             self._pending_local_plan = self.plan
             return self.plan
         # A structure that is not understood is not kept.
@@ -99,7 +99,7 @@ class CheckingSavePlanner(DefaultSavePlanner):
         return planned
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """As upstream, which counts on a plan from here on; if the save then fails, the ranks never get it."""
+        """Plans as upstream, which keeps this plan; drops a kept plan that the ranks never got, as the save failed."""
         if self._enable_plan_caching:
             key = self._cached_plans_key
             for name, value in self._before.pop(key, {}).items():
@@ -110,7 +110,7 @@ class CheckingSavePlanner(DefaultSavePlanner):
         return super().create_global_plan(all_plans)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """As upstream; on the coordinator, all ranks have got the plan by now."""
+        """Finishes as upstream; on the coordinator, all ranks have got the plan by now."""
         self._before.pop(self._cached_plans_key, None)
         return super().finish_plan(new_plan)
 
