@@ -13,11 +13,10 @@ from measure import ratio
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """One row of the table of contenders."""
+    """Returns one row of the table of contenders."""
     head = [row["contender"], row["state"]]
     if "error" in row:
-        return [*head, f"could not run: {row['error']}"[:160], *[""] * 8]
-    sent = statistics.median(row["bytes"]) / (1 << 20)
+        return [*head, f"could not run: {row['error']}"[:160], *[""] * 7]
     return [
         *head,
         row["where"],
@@ -28,7 +27,6 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['peak_MiB'] / row['MiB']:.2f}",
         f"{row['tmpfs_MiB'] / row['MiB']:.2f}",
         f"{statistics.median(row['requests']):.0f}",
-        f"{sent / row['MiB']:.2f}",
     ]
 
 
@@ -43,8 +41,9 @@ COLUMNS = (
     "peak memory / state",
     "tmpfs / state",
     "S3 requests",
-    "bytes sent / state",
 )
+#: State with which all contenders are compared; ours is measured with others as well.
+COMPARED = "64 tensors"
 
 
 def goal_cells(goal: dict[str, Any]) -> list[str]:
@@ -71,13 +70,29 @@ GOALS = ("measure", "goal", "measured", "met", "where the time of a miss goes")
 
 
 def markdown(columns: tuple[str, ...], rows: list[list[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
+    head, *body = ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in (columns, *rows)]
+    return "\n".join([head, "|" + "---|" * len(columns), *body])
+
+
+def stalls(found: dict[str, Any]) -> str:
+    """Returns the contenders with one state, those that could not run, and ours with other states."""
+    ran = [cells(row) for row in found["rows"] if "error" not in row]
+    failed = [f"{row['contender']} could not run: {row['error'][:160]}." for row in found["rows"] if "error" in row]
+    compared = [[name, *rest] for name, state, *rest in ran if state == COMPARED]
+    # Times only: the rest is in proportion to the state.
+    others = [[name, state, *times] for name, state, _, *times, _, _, _ in ran if state != COMPARED]
+    tables = [
+        markdown((COLUMNS[0], *COLUMNS[2:]), compared),
+        *failed,
+        "Other states:",
+        markdown((*COLUMNS[:2], *COLUMNS[3:7]), others),
+    ]
+    return "\n\n".join(tables)
 
 
 def plot(found: dict[str, Any]) -> str:
-    """Bars of the stall beside the copy, as SVG; the scale ends at 10 times the copy."""
-    rows = [row for row in found["rows"] if "error" not in row and row["state"] == "64 tensors"]
+    """Returns bars of the stall relative to the copy, as SVG; the scale ends at 10 times the copy."""
+    rows = [row for row in found["rows"] if "error" not in row and row["state"] == COMPARED]
     height, left, scale, limit = 26, 290, 42.0, 10.0
     parts = []
     for number, row in enumerate(rows):
@@ -95,12 +110,16 @@ def plot(found: dict[str, Any]) -> str:
 
 
 def uploads(found: dict[str, Any]) -> Iterator[list[str]]:
-    for scheme, rows in found["clients"]["clients"].items():
-        for name, row in rows.items():
+    by_scheme = found["clients"]["clients"]
+    for name in dict.fromkeys(name for rows in by_scheme.values() for name in rows):
+        line = [name]
+        for scheme in ("http", "https"):
+            row = by_scheme.get(scheme, {}).get(name, {"error": "not measured"})
             if "error" in row:
-                yield [scheme, name, f"could not run: {row['error']}"[:120], ""]
+                line += [f"could not run: {row['error']}"[:120], ""]
             else:
-                yield [scheme, name, f"{row['rate_to_boto3']:.2f}", f"{row['cpu_s_per_GiB']:.2f}"]
+                line += [f"{row['rate_to_boto3']:.2f}", f"{row['cpu_s_per_GiB']:.2f}"]
+        yield line
 
 
 def restores(found: dict[str, Any]) -> Iterator[list[str]]:
@@ -115,20 +134,23 @@ def planning(found: dict[str, Any]) -> Iterator[list[str]]:
 
 def first_saves(found: dict[str, Any]) -> Iterator[list[str]]:
     for way, row in found["first"]["ways"].items():
-        yield [way, *(f"{each:.2f}" for each in row["saves"]), split(row["parts"])]
+        yield [way, *(f"{each:.2f}" for each in row["saves"])]
 
 
-def overlapped(script: str) -> Callable[[dict[str, Any]], Iterator[list[str]]]:
-    def rows(found: dict[str, Any]) -> Iterator[list[str]]:
-        figures = found[script]
-        yield ["a step without a save, ms", f"{figures['step_ms']:.1f}"]
-        yield ["our share of the call of an overlapped save, ms", f"{figures['share_ms']:.2f}"]
-        yield ["the optimizer waits for it, ms a step", f"{figures['waited_ms']:.3f}"]
-        for mode, name in BESIDE.items():
-            shown = f"{figures['inflation'][mode]:+.1%} ± {figures['inflation_error'][mode]:.1%}"
-            yield [f"a step {name}", shown]
+def overlapped(found: dict[str, Any]) -> Iterator[list[str]]:
+    both = [found["overlap"], found.get("overlap --sharded", {})]
 
-    return rows
+    def line(name: str, shown: Callable[[dict[str, Any]], str]) -> list[str]:
+        return [name, *(shown(figures) if "step_ms" in figures else "-" for figures in both)]
+
+    yield line("a step without a save, ms", lambda figures: f"{figures['step_ms']:.1f}")
+    yield line("our share of the call of an overlapped save, ms", lambda figures: f"{figures['share_ms']:.2f}")
+    yield line("the optimizer waits for an overlapped save, ms a step", lambda figures: f"{figures['waited_ms']:.3f}")
+    for mode, name in DURING.items():
+        yield line(
+            f"a step {name}",
+            lambda figures, mode=mode: f"{figures['inflation'][mode]:+.1%} ± {figures['inflation_error'][mode]:.1%}",
+        )
 
 
 def calls(found: dict[str, Any]) -> Iterator[list[str]]:
@@ -157,13 +179,13 @@ def recoveries(found: dict[str, Any]) -> Iterator[list[str]]:
         yield [name, f"{seconds:.2f}"]
 
 
-#: Reference of a step, by the name that ``overlap.py`` has for it.
-BESIDE = {
-    "overlapped": "beside its capture",
+#: Name of a step, by the name that ``overlap.py`` has for it.
+DURING = {
+    "overlapped": "during the capture of an overlapped save",
     "eager": "after an eager save",
-    "drained": "after an eager save, beside its drain",
-    "copied": "the same, beside one copy of as many bytes by another process",
-    "uploaded": "the same, beside a raw client's upload of as many bytes by another process",
+    "drained": "after an eager save, during its drain",
+    "copied": "after an eager save, while another process copies as many bytes",
+    "uploaded": "after an eager save, while a raw client uploads as many bytes",
 }
 RESTORES = {
     "raw": "raw boto3, readinto, 8 threads",
@@ -203,7 +225,7 @@ SECTIONS = (
         "The first saves",
         "first",
         "Eager saves, relative to a copy into untouched memory.",
-        ("saves", "first", "second", "third", "the slowest of a round"),
+        ("saves", "first", "second", "third"),
         first_saves,
     ),
     Section(
@@ -214,19 +236,12 @@ SECTIONS = (
         calls,
     ),
     Section(
-        "Training steps beside a save",
+        "Training steps during a save",
         "overlap",
-        "A Lightning fit on one thread, with AdamW. The slower of the two steps after a save counts; ± is the standard"
-        " error of its median.",
-        ("measure", "value"),
-        overlapped("overlap"),
-    ),
-    Section(
-        "The same, sharded",
-        "overlap --sharded",
-        "TieredModelParallelStrategy with FSDP2 and one rank, DCP's exchanges included.",
-        ("measure", "value"),
-        overlapped("overlap --sharded"),
+        "A Lightning fit on one thread, with AdamW. Sharded: TieredModelParallelStrategy, FSDP2 and one rank, with"
+        " DCP's exchanges. The slower of the two steps after a save counts; ± is the standard error of its median.",
+        ("measure", "full", "sharded"),
+        overlapped,
     ),
     Section(
         "Restores",
@@ -253,11 +268,11 @@ SECTIONS = (
         "Uploads",
         "clients",
         "The rate relative to boto3's parts in the same round, and the client's processor time.",
-        ("over", "client", "rate / boto3", "CPU s/GiB"),
+        ("client", "http: rate / boto3", "CPU s/GiB", "https: rate / boto3", "CPU s/GiB"),
         uploads,
     ),
     Section(
-        "A Python loop beside an upload",
+        "A Python loop during an upload",
         "loop",
         "Time that the loop loses. Each raw client has its own process.",
         ("upload by", "lost, s/GiB", "CPU s/GiB", "server's CPU s/GiB"),
@@ -299,21 +314,21 @@ server is on the same machine. [On a GPU](benchmarks-gpu.md).
 
 ## Stalls
 
-States of {found["mebibytes"]} MiB (the GPT's is smaller), medians of {found["rounds"]} rounds, each beside a copy into
-warm tensors by one thread. The load is into tensors that exist. Peak memory is anonymous memory of the trainer.
-An overlapped save returns before it has copied the tensors.
+States of {found["mebibytes"]} MiB (the GPT's is smaller), medians of {found["rounds"]} rounds. *memcpy* is a copy into
+warm tensors by one thread in the same round. A load fills existing tensors. Peak memory is anonymous memory of the
+trainer.
 
-![Stall beside a copy](benchmarks.svg)
+![Stall / memcpy](benchmarks.svg)
 
-{markdown(COLUMNS, [cells(row) for row in found["rows"]])}
+{stalls(found)}
 
 {sections}
 
 ## Goals
 
-The parts of each miss were timed in the same run.
+`make bench` also prints where the time of each miss goes.
 
-{markdown(GOALS, [goal_cells(goal) for goal in found["goals"]])}
+{markdown(GOALS[:-1], [goal_cells(goal)[:-1] for goal in found["goals"]])}
 
 `goals_met={met} of {len(found["goals"])}`
 """
