@@ -1,4 +1,4 @@
-"""Deletes of a ModelCheckpoint: they wait, on tiers where a save may fail after it has returned."""
+"""Deletes of a ModelCheckpoint: they wait for the commit, because a save may fail after it has returned."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tiered_checkpoint_io.model import ids
 
 
 class SafeDeletes(PortableState):
-    """A ModelCheckpoint that deletes a checkpoint only once what replaces it is on the durable tier.
+    """A ModelCheckpoint that deletes a checkpoint only once its replacement is on the durable tier.
 
-    A delete names the newest save, and the drain does it once that is committed. If a save is given up, what it
-    replaced stays: one too many, which ``tiered-ckpt prune`` finds, and never one too few. What the run resumed from is
-    left for a later run to delete; what lies elsewhere is never deleted.
+    A delete names the newest save, and the drain deletes once this save is committed. If a save is given up, the old
+    checkpoint stays: one too many, which ``tiered-ckpt prune`` finds, and never one too few. A later run deletes the
+    checkpoint that this run resumed from; checkpoints outside dirpath are never deleted.
     """
 
     _io: TieredCheckpointIO | None
@@ -33,7 +33,7 @@ class SafeDeletes(PortableState):
     _lost: set[str]
 
     def _begin(self) -> None:
-        """The state of a callback that has done nothing yet."""
+        """Sets the state of a new callback."""
         self._io = None
         self._landed, self._landed_as, self._withheld, self._lost = False, "", [], set()
 
@@ -56,29 +56,29 @@ class SafeDeletes(PortableState):
         self._remove_withheld(trainer)
 
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:  # noqa: ARG002
-        """Always: :meth:`_due` leaves out what is not to be deleted. What replaces it is the newest save."""
+        """Returns True: :meth:`_due` chooses the checkpoints to delete. The replacement is the newest save."""
         return True
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         if trainer.is_global_zero and filepath not in self._withheld:
-            # One that never landed goes first: it can't stand in for another.
+            # A checkpoint that never landed goes first: it can't replace another.
             self._withheld.insert(0 if filepath in self._lost else len(self._withheld), filepath)
             self._lost.discard(filepath)
 
     def _remove_withheld(self, trainer: Trainer) -> None:
-        """Deletes what is due, where the newest save has landed; all ranks call this."""
+        """Deletes the due checkpoints, if the newest save has landed; all ranks call this."""
         with failing_together(trainer):
             for path in self._due(trainer):
                 self._delete(trainer, path)
 
     def _due(self, trainer: Trainer) -> list[str]:
-        """Returns what is to be deleted once the newest save is committed; on rank 0, which takes note of it.
+        """Returns the checkpoints to delete once the newest save is committed; on rank 0, which notes them.
 
-        For each of the best that never landed, one that was to be deleted stays. So does what the run resumed from.
+        For each best checkpoint that never landed, one to be deleted stays; so does the one that was resumed from.
         """
         if not (trainer.is_global_zero and self._landed):
             return []
-        # What was saved again under its name, or lies elsewhere and so belongs to another run, is not deleted.
+        # A checkpoint that was saved again under its name, or is outside dirpath (another run's), is not deleted.
         there = [path for path in self._withheld if not self._shows(path) and is_below(path, self._engine.dirpath)]
         count = max(0, len(there) - sum(map(self._shows, self._lost)))
         due = [path for path in there[:count] if not self._is_restored(path)]
@@ -86,7 +86,7 @@ class SafeDeletes(PortableState):
         return due
 
     def _delete(self, trainer: Trainer, path: str) -> None:
-        """Deletes what nothing needs any more; where there are policies of retention, they alone decide what goes."""
+        """Deletes a checkpoint that is no longer needed; if there are retention policies, only they decide."""
         if self._engine.config.retention:
             return
         if self._landed_as:
@@ -114,5 +114,5 @@ class SafeDeletes(PortableState):
         return restored is not None and path == ids.join_url(self._engine.dirpath, restored.name)
 
     def _shows(self, path: str) -> bool:
-        """Tells whether the callback names a path; quick where it names very many."""
+        """Returns True if the callback names a path; quick even for many names."""
         return path in self.best_k_models or path in (self.best_model_path, self.last_model_path)

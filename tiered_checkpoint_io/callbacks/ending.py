@@ -37,7 +37,7 @@ class Resumable(NamedTuple):
 
 
 def is_in_memory_alone(callbacks: Iterable[Resumable]) -> bool:
-    """Tells whether the newest step to resume from is not, and will not be, on the durable tier."""
+    """Returns True if the newest step to resume from is not, and will not be, on the durable tier."""
     known = [*callbacks]
     return max(each.saved for each in known) > max(each.durable for each in known)
 
@@ -133,12 +133,12 @@ def progress_of(trainer: Trainer) -> tuple[int, int]:
 class DurableEnd(SafeDeletes):
     """A ModelCheckpoint after whose training the newest step to resume from is durable.
 
-    The state is saved once more where training ended, under a name that neither the top-k nor ``last`` knows. (Nothing
-    would ever delete a memory step that was uploaded instead.)
+    The state is saved once more when training ends, under a name of its own, outside the top-k and ``last``. (An upload
+    of a memory step would never be deleted.)
     """
 
     save_on_train_end: bool
-    #: On rank 0, what is saved of this training.
+    #: On rank 0, the saved steps of this training.
     _resumable: Resumable
     #: The step that this training began with.
     _began_at: int
@@ -161,7 +161,7 @@ class DurableEnd(SafeDeletes):
         self._is_amid_validation = trainer.state.fn == TrainerFn.FITTING
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """As upstream, of the weights that are trained."""
+        """Saves as upstream does, with the trained weights."""
         saves = getattr(self, "save_on_exception", False) and self._should_save_on_exception(trainer)
         amid_validation, self._is_amid_validation = self._is_amid_validation, False
         with trained_weights(trainer) if saves and amid_validation else contextlib.nullcontext():
@@ -190,11 +190,11 @@ class DurableEnd(SafeDeletes):
             self._resumable = Resumable(step, step if any(part.durable for part in parts) else -1)
 
     def _has_stepped(self, trainer: Trainer) -> bool:
-        """Tells whether the batch that ends made a step: what is saved after another lacks accumulated gradients."""
+        """Returns True if the ending batch made a step: a save after any other lacks accumulated gradients."""
         return trainer.global_step > self._began_at and not trainer.fit_loop._should_accumulate()
 
     def _save_state(self, trainer: Trainer, name: str, *tiers: str) -> SaveReport | None:
-        """Saves the whole training state below the IO's dirpath, beside the checkpoints that ModelCheckpoint counts."""
+        """Saves the whole training state below the IO's dirpath; ModelCheckpoint does not count this checkpoint."""
         report: SaveReport | None = self._save(
             trainer, ids.join_url(self._engine.dirpath, name), {"tiers": tiers}, weights_only=False
         )
@@ -202,7 +202,7 @@ class DurableEnd(SafeDeletes):
         return report
 
     def _save_end(self, trainer: Trainer, module: LightningModule) -> None:
-        """Saves the last state to the durable tier, if the newest is in memory alone; all ranks call this."""
+        """Saves the last state to the durable tier, if the newest is only in memory; all ranks call this."""
         # If nothing else was saved, upstream saves "last" now.
         super().on_train_end(trainer, module)
         self._save_what_is_in_memory_alone(trainer)
@@ -231,7 +231,7 @@ class DurableEnd(SafeDeletes):
                         self._save_state(trainer, NAME + self.FILE_EXTENSION, "memory", "durable")
 
     def _has_lost(self) -> bool:
-        """Tells whether the last durable save has failed since, in the background."""
+        """Returns True if the last durable save has failed since, in the background."""
         background = self._engine.session.background
         with contextlib.suppress(DrainError):
             background.wait()

@@ -29,9 +29,9 @@ from tiered_checkpoint_io.model import ids
 
 
 class HeldWeights:
-    """Knows whether the module holds the weights that were trained, or those of an evaluation, or averages.
+    """Knows whether the module holds the trained weights, or weights of an evaluation, or averages.
 
-    A checkpoint of other weights beside the optimizers' states of the training mixes two steps.
+    A checkpoint of other weights and the training's optimizer states mixes two steps.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class HeldWeights:
         return {**vars(self), "_trained": None, "_has_loaded": False}
 
     def train(self, module: LightningModule) -> None:
-        """Notes that a training goes on with the module's present state."""
+        """Notes that a training continues with the module's present state."""
         self._trained, self._has_loaded = weakref.ref(module), False
 
     def load(self, module: LightningModule) -> None:
@@ -52,7 +52,7 @@ class HeldWeights:
         self._has_loaded |= self._trained is not None and self._trained() is module
 
     def are_others(self, module: LightningModule, log: Logger | None) -> bool:
-        """Tells whether the trainer's module holds other weights than it has trained; says so once in ``log``."""
+        """Returns True if the trainer's module holds other weights than the trained ones; logs that once."""
         others = self._trained is not None and (self._has_loaded or self._trained() is not module)
         if others and log is not None and not self._has_warned:
             self._has_warned = True
@@ -89,12 +89,12 @@ class StrategyGuard(Callback):
         self._without_dirpath: list[ModelCheckpoint] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses saves that would go past our checkpoint IO; has ranks meet that keep each other's copies.
+        """Refuses saves that would bypass our checkpoint IO; prepares the ranks for replication.
 
         Raises:
-            ConfigError: A strategy does, or a ModelCheckpoint; or there are fewer machines than ``replication_factor``.
-                OnExceptionCheckpoint can't save where it is told to.
-            StoreError, ConfigError, MemoryTierError: As :func:`preflight`, on all ranks.
+            ConfigError: A strategy or ModelCheckpoint bypasses it; or there are fewer machines than
+                ``replication_factor``; or OnExceptionCheckpoint can't save to its path.
+            StoreError, ConfigError, MemoryTierError: Errors of :func:`preflight`, on all ranks.
         """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is None:
@@ -126,7 +126,7 @@ class StrategyGuard(Callback):
             self._held.train(pl_module)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Counts the epoch as it was left, and tells the IO whether training can resume from the next save."""
+        """Counts the epoch as it was left; notes in the IO whether training can resume from the next save."""
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is not None:
             count_epoch_as_it_ended(trainer, checkpoint)
@@ -224,7 +224,7 @@ class StrategyGuard(Callback):
     on_test_start = on_predict_start = on_validation_start
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Says where the newest checkpoints are: Lightning calls no teardown after an exception, Ctrl-C included."""
+        """Logs the tiers of the newest checkpoints: Lightning calls no teardown after an exception, or Ctrl-C."""
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is not None and trainer.state.fn != TrainerFn.FITTING and io.checkpointer.restored is not self._restored:
             # Perhaps between the load and the evaluation's first hook.
@@ -233,7 +233,7 @@ class StrategyGuard(Callback):
         self._end(trainer, exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Says where the newest checkpoints are, once the IO has waited for uploads."""
+        """Logs the tiers of the newest checkpoints, once the IO has waited for uploads."""
         if stage == "fit":
             say_summary(trainer)
             self._end(trainer)
@@ -330,7 +330,7 @@ def _warn_of_others(trainer: Trainer, io: TieredCheckpointIO) -> None:
 
 
 def _saves(trainer: Trainer) -> tuple[bool, bool]:
-    """Tells whether callbacks save to memory only, and to both tiers; classes of others are their authors' business."""
+    """Returns whether callbacks save only to memory, and whether to both tiers; foreign classes count as durable."""
     callbacks = trainer.checkpoint_callbacks
     memory = any(getattr(each, "memory_every_n_train_steps", None) for each in callbacks)
     return memory, any(

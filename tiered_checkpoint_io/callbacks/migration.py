@@ -23,7 +23,7 @@ class PortableState(ModelCheckpoint):
         return key.replace(_OURS, _STOCK, 1) if type(self).__qualname__ == _OURS else key
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Finds this callback's state where it is kept under another key."""
+        """Finds this callback's state under another key."""
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         states = checkpoint.get("callbacks") or {}
         others = {each.state_key for each in trainer.callbacks if each is not self}  # type: ignore[attr-defined]
@@ -41,9 +41,9 @@ class PortableState(ModelCheckpoint):
 def key_to_load(states: Mapping[Any, Any], callback: ModelCheckpoint, taken: Collection[str]) -> str | None:
     """Finds the key of a callback's state among the states of a checkpoint; None if there is none.
 
-    That is its own key; else that of the same arguments in another class; else the only one of the same ``monitor``
-    and ``mode`` that Lightning's own class has left: a run that changes over may change its triggers too. ``taken`` are
-    the keys of the trainer's other callbacks.
+    The key is its own; else the key of the same arguments in another class; else the only key of Lightning's own class
+    with the same ``monitor`` and ``mode``: a run that migrates may change its triggers too. ``taken`` are the keys of
+    the trainer's other callbacks.
     """
     key = callback.state_key
     _, brace, arguments = key.partition("{")

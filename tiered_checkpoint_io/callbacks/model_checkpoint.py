@@ -160,7 +160,7 @@ class TieredModelCheckpoint(DurableEnd):
 
     @classmethod
     def from_config(cls, block: Any, **overrides: Any) -> TieredModelCheckpoint:
-        """Makes the callback that ``s3_checkpointing``, in any of its forms, describes.
+        """Makes the callback from a block ``s3_checkpointing``.
 
         Args:
             block: A mapping, an OmegaConf block or a TieredCheckpointConfig.
@@ -293,7 +293,7 @@ class TieredModelCheckpoint(DurableEnd):
         if clock.monotonic() < self._asks_from:
             return False
         try:
-            # Overwriting is atomic here, so that "last" needs no versions, except beside one that is not ours.
+            # Overwriting is atomic here, so that "last" needs no versions, unless Lightning saved such a file.
             return (self._engine.is_unmanaged if self._naming_last else self._engine.exists)(filepath)
         except StoreError as error:
             # Overwriting keeps the old content until the new is good, so training need not stop.
@@ -305,7 +305,7 @@ class TieredModelCheckpoint(DurableEnd):
         return {SentinelFileSystem.LAST}
 
     def to_yaml(self, filepath: Any = None) -> None:
-        """As upstream: writes the paths and scores of the best to a YAML file."""
+        """Writes the paths and scores of the best checkpoints to a YAML file, as upstream does."""
         self._fs = get_filesystem(filepath or self.dirpath or "")
         super().to_yaml(filepath)
 
@@ -345,8 +345,8 @@ class TieredModelCheckpoint(DurableEnd):
     def _save_memory_step(self, trainer: Trainer) -> None:
         step, since = trainer.global_step, self._reached
         tiers = tiers_for_step(step, self.memory_every_n_train_steps, self.s3_every_n_train_steps, since=since)
-        # A durable step that upstream has put off or skipped is still saved to memory. On one that is due in memory by
-        # itself, it is not enough that weights alone are saved: there is nothing to resume from in them.
+        # A durable step that upstream has put off or skipped is still saved to memory. If a memory step is due, a
+        # weights-only save does not count: training can't resume from it.
         whole = passes(self.memory_every_n_train_steps, since, step)
         if "memory" in tiers and not (trainer.fast_dev_run or self._saved(trainer, step, whole=whole)):  # type: ignore[attr-defined]
             self._last_memory_step = step
@@ -354,7 +354,7 @@ class TieredModelCheckpoint(DurableEnd):
             self._save_state(trainer, name, "memory")
 
     def _saved(self, trainer: Trainer, step: int, *, whole: bool = False) -> bool:
-        """Tells whether this step is saved by a callback of this kind; ``whole``: with more than weights."""
+        """Returns True if a callback of this kind has saved this step; ``whole``: with more than weights."""
         return any(
             step == each._last_memory_step
             or (step == each._last_global_step_saved and not (whole and each.save_weights_only))
@@ -394,6 +394,6 @@ def from_config(
     """
     given = {key: value for key, value in overrides.items() if key in config_keys()}
     config = TieredCheckpointConfig.from_any(block, **given)
-    # A key that the callback reads was named beside the block, so that it does not give way to other triggers.
+    # An override for the callback is passed as an argument, so that other triggers do not replace it.
     arguments = {key: value for key, value in overrides.items() if key not in given or key in _KEYS}
     return TieredCheckpointIO.from_config(config, logger=logger), TieredModelCheckpoint.from_config(config, **arguments)

@@ -28,11 +28,11 @@ _MARGIN = 0.1
 
 
 class Notice:
-    """Takes note of signals that tell a job to end.
+    """Takes note of signals that ask a job to end.
 
     Attributes:
-        received: The first of them; None before.
-        leave_by: When this process should have left, by the monotonic clock, seconds; None before.
+        received: The first signal; None before.
+        leave_by: Time at which this process should have ended, by the monotonic clock, seconds; None before.
     """
 
     def __init__(self, signals: Iterable[str | int], grace_seconds: float) -> None:
@@ -103,7 +103,7 @@ class Notice:
 
 
 def handles_signals() -> bool:
-    """Tells whether Python runs signal handlers in this thread, and lets it set them."""
+    """Returns True if Python runs signal handlers in this thread, and lets it set them."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -115,13 +115,13 @@ def _of_none_that_is_over(handler: Any, number: signal.Signals) -> Any:
 
 
 def is_unhandled(number: int) -> bool:
-    """Tells whether no handler is set for a signal, or only one of a training that is over."""
+    """Returns True if no handler is set for a signal, or only one of a training that is over."""
     found = signal.Signals(number)
     return _of_none_that_is_over(signal.getsignal(found), found) in (None, signal.SIG_DFL)
 
 
 class Agreement:
-    """Tells all ranks at the same boundary whether one has had notice; all ranks make one together."""
+    """Agrees with all ranks, at the same boundary, whether one has had notice; all ranks make one together."""
 
     def __init__(self, notice: Notice, session: Session) -> None:
         self.is_reached = False
@@ -129,16 +129,16 @@ class Agreement:
         self._session = session
         self._bound = timedelta(seconds=float(session.config.support.wait_timeout_s))
         self._group: Any = None
-        #: This rank's message at the boundary before, and its time.
+        #: This rank's message at the previous boundary, and its time.
         self._told: tuple[torch.Tensor, Any, float] | None = None
         if current_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._bound)
 
     def at_boundary(self) -> bool:
-        """Tells whether to stop here; each rank asks as often as all others, and all get the same answer.
+        """Returns True to stop here; each rank asks as often as all others, and all get the same answer.
 
         Raises:
-            RestoreError: A rank has not come to the boundary before within the bound, or is dead.
+            RestoreError: A rank has not reached the previous boundary within the bound, or is dead.
         """
         if self.is_reached:
             return True

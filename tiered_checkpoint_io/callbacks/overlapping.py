@@ -47,7 +47,7 @@ class OverlappedCapture(Callback):
         sharded = strategy.may_overlap() if hasattr(strategy, "may_overlap") else None
         if sharded is None and not trainer.is_global_zero:
             return None
-        # Others hold their parameters in ways of their own: FSDPStrategy exchanges their memory in each forward.
+        # Other strategies change parameters themselves: FSDPStrategy exchanges their memory in each forward.
         if sharded is None and type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
             say_eager(session, f"{type(strategy).__name__} is not known to leave parameters to the optimizers")
             return None
@@ -113,11 +113,11 @@ class OverlappedCapture(Callback):
             self._session.log.error("%s", error)
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """From here on saves are eager: the module's own code runs, and its optimizers."""
+        """Makes saves eager from here on: the module's own code runs, and its optimizers."""
         self._between_batches = False
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """From here on a save may overlap what follows."""
+        """Lets later saves overlap training."""
         self._between_batches = True
 
     # ------------------------------------------------------------------------------- the tensors

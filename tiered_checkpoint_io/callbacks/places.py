@@ -102,10 +102,10 @@ def _described(callback: ModelCheckpoint) -> str:
 
 
 class SentinelFileSystem(AbstractFileSystem):  # type: ignore[misc]
-    """Holds one file, which is new: the sentinel for the newest "last" checkpoint.
+    """Holds one file, with a present time: the sentinel for the newest "last" checkpoint.
 
     Lightning resolves ``ckpt_path="last"`` on every rank, by asking the file system of each candidate whether it exists
-    and when it was written. This one answers without a request; at the load, rank 0 finds the checkpoint.
+    and when it was written. This file system answers without a request; at the load, rank 0 finds the checkpoint.
     """
 
     LAST = ids.LAST_URL

@@ -1,4 +1,4 @@
-"""One last checkpoint, and a clean stop, when the job is told to end; and the same for Slurm's automatic requeue."""
+"""One last checkpoint, and a clean stop, when the job is preempted; and the same for Slurm's automatic requeue."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ _HPC = "hpc_ckpt_1"
 
 
 class Preempted(SIGTERMException):
-    """Ends the script: training has stopped because the job was told to end.
+    """Ends the script: training has stopped because the job was preempted.
 
-    The exit status is 128 and the signal's number, as a shell has it, so that nothing takes the job for finished.
+    The exit status is 128 plus the signal's number, as in a shell, so that the job does not count as finished.
     """
 
 
 class PreemptionCheckpoint(Callback):
-    """Saves once more, and stops, when a signal tells the job to end.
+    """Saves once more, and stops, when a signal asks the job to end.
 
-    A signal to any rank, or to several, stops all ranks at the same batch. The last checkpoint goes to memory, and from
-    there to the durable tier as far as the grace time goes; the drain, if it may, or the next start on this node
-    uploads the rest. ``tiered:latest`` finds it. Notice after the last batch ends the script on each rank that got it;
-    the launcher has to end the others.
+    A signal to any rank, or to several, stops all ranks at the same batch. The last checkpoint goes to memory, and is
+    uploaded until the grace time ends; the drain, if it still lives, or the next start on this node uploads the rest.
+    ``tiered:latest`` finds this checkpoint. A signal after the last batch ends the script on each rank that got it; the
+    launcher has to end the other ranks.
 
-    It replaces Lightning's own handler of SIGTERM, which hangs under DDP, and runs as the last of a trainer's
+    The callback replaces Lightning's own handler of SIGTERM, which hangs under DDP, and runs after a trainer's other
     callbacks. If a DataLoader has workers, give each a process group by ``worker_init_fn``: see docs/operations.md.
     """
 
-    # No Checkpoint of Lightning's: a trainer would make no ModelCheckpoint beside it.
+    # Not derived from Lightning's Checkpoint: a trainer would then make no ModelCheckpoint by itself.
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class PreemptionCheckpoint(Callback):
         """Validates.
 
         Args:
-            grace_seconds: Time from the signal to the kill; 30 is what Kubernetes and Slurm have.
-            signals: Signals that tell the job to end.
-            name: Name of the checkpoint below dirpath, without its ending. It is overwritten by the next one.
-            requeue: True to have Slurm queue the job again; by default as Lightning's SLURMEnvironment is told.
+            grace_seconds: Seconds from the signal to the kill; 30 is the default of Kubernetes and Slurm.
+            signals: Signals that ask the job to end.
+            name: Name of the checkpoint below dirpath, without its ending. The next one overwrites it.
+            requeue: True to have Slurm queue the job again; by default as Lightning's SLURMEnvironment is configured.
 
         Raises:
-            ConfigError: A value is not allowed. The name is not.
+            ConfigError: A value or the name is not allowed.
         """
         self.notice = Notice(signals, grace_seconds)
         self.name = ids.validate_new_name(f"{name}.ckpt")
@@ -86,9 +86,9 @@ class PreemptionCheckpoint(Callback):
         self._callbacks: list[Callback] = []
 
     def notify(self, number: int = signal.SIGTERM) -> bool:
-        """Tells the job to end, as a signal does; from any thread or signal handler.
+        """Asks the job to end, as a signal does; from any thread or signal handler.
 
-        A training on another thread than the main one gets no signals, and no other notice than this.
+        A training on another thread than the main one gets no signals, and needs this call.
 
         Args:
             number: The signal that was received; the exit status is 128 and its number.
@@ -97,7 +97,7 @@ class PreemptionCheckpoint(Callback):
             True if training runs, so that it stops at the next batch.
 
         Raises:
-            ValueError: There is no such signal; training runs on.
+            ValueError: There is no such signal; training continues.
         """
         return self.notice.notify(number)
 
@@ -111,7 +111,7 @@ class PreemptionCheckpoint(Callback):
         if stage != "fit":
             return
         self._io = require_tiered_io(trainer.strategy, type(self).__name__)
-        # Other callbacks' work at the end of a batch, such as averaging weights, is done when this one saves.
+        # This callback saves after the others' work at the end of a batch, such as averaging weights.
         others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
         self.notice.install(self._session)
@@ -139,7 +139,7 @@ class PreemptionCheckpoint(Callback):
             self._validation_batches = self._agreement.least(0.0 if math.isinf(batches) else batches)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """As :meth:`on_train_batch_end`, while training validates."""
+        """Does :meth:`on_train_batch_end` for a batch of a validation during training."""
         if self._agreement is not None and self._validation_batches >= 1:
             self._validation_batches -= 1
             if self._agreement.at_boundary():
@@ -164,7 +164,7 @@ class PreemptionCheckpoint(Callback):
             except Exception as error:
                 self._session.log.error("the end of training failed: %s", error)
         else:
-            # Other ranks may have got no notice: a callback that saves on exceptions would hang. Its fit is over.
+            # Other ranks may have got no notice: a callback that saves on exceptions would hang. The fit is over.
             self._callbacks = trainer.callbacks  # type: ignore[attr-defined]
             trainer.callbacks = self._callbacks[self._callbacks.index(self) :]  # type: ignore[attr-defined]
         # The last upload has been waited for as long as there was time.
@@ -244,7 +244,7 @@ class PreemptionCheckpoint(Callback):
         try:
             save_training(trainer, ids.join_url(session.dirpath, self.name), options)
         except Exception as error:
-            # Also of a hook of the user's: the job ends as it was told to, and is queued again.
+            # Errors of a user's hook, too: the job ends as requested, and is queued again.
             session.log.at_step(step).error("saving the last checkpoint failed: %s", error)
             # The other ranks wait in the barrier by which Trainer.save_checkpoint ends.
             trainer.strategy.barrier("Trainer.save_checkpoint")
@@ -252,7 +252,7 @@ class PreemptionCheckpoint(Callback):
         return session.last_save if session.last_save is not before else None
 
     def _is_held(self, made: SaveReport) -> bool:
-        """Tells whether this node has this rank's save, once the background has done its part."""
+        """Returns True if this node has this rank's save, once the background task has ended."""
         try:
             parts = [each for each in self._session.open().tier.parts() if not each.is_replica]
             return (made.save_id, current_rank()) in [(each.save_id, each.part.rank) for each in parts]
@@ -260,7 +260,7 @@ class PreemptionCheckpoint(Callback):
             return False
 
     def _is_durable(self, made: SaveReport) -> bool:
-        """Tells whether S3 has the save, by its outcome, or because it was sent before the save returned."""
+        """Returns True if S3 has the save, by its outcome, or because it was sent before the save returned."""
         outcome = self._session.outcome(made.save_id)
         sent = made.tiers == {"durable"} and not made.queued
         return sent or (outcome is not None and outcome.state == "committed")
@@ -333,7 +333,7 @@ def take_over_requeue(trainer: Trainer, module: LightningModule, io: TieredCheck
 
 
 def _was_requeued(io: TieredCheckpointIO, checkpoint_path: Any, connector: Any) -> bool:
-    """Tells whether no checkpoint was named, and an earlier run has left one because it was queued again."""
+    """Returns True if no checkpoint was named, and an earlier run has left one because it was queued again."""
     session, name = io.checkpointer.session, f"{_HPC}.ckpt"
     if checkpoint_path:
         # If default_root_dir is dirpath, Lightning finds it too, however much newer the others are.

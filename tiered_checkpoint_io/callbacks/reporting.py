@@ -188,7 +188,7 @@ def _io_that_trained(trainer: Trainer) -> TieredCheckpointIO | None:
 
 
 def say_summary(trainer: Trainer) -> None:
-    """Logs the lines on rank 0, where a training with our checkpoint IO ends."""
+    """Logs the lines on rank 0, when a training with our checkpoint IO ends."""
     if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and (io := _io_that_trained(trainer)):
         session = io.checkpointer.session
         for line in summary(session.standing(), io.config):

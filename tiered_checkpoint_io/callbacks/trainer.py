@@ -45,7 +45,7 @@ def check_strategy(strategy: Strategy) -> None:
 
 
 def is_below(path: str, root: str) -> bool:
-    """Tells whether a path is that of a checkpoint below ``root``."""
+    """Returns True for a path of a checkpoint below ``root``."""
     try:
         ids.name_in(root, path)
     except ConfigError:
@@ -76,7 +76,7 @@ def of_rank_0(trainer: Trainer, metrics: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def failing_together(trainer: Trainer) -> Iterator[None]:
-    """A block whose error is raised on every rank, the first rank's if several have one; all ranks enter it."""
+    """Raises a block's error on every rank, the first rank's if several have one; all ranks enter it."""
     error: TieredCheckpointError | None = None
     try:
         yield
@@ -113,7 +113,7 @@ def save_together(trainer: Trainer, filepath: str, options: dict[str, Any], *, w
 
 
 def save_training(trainer: Trainer, filepath: str, options: dict[str, Any]) -> None:
-    """Saves all that the training resumes from: a callback that saves more files than one does it, or the trainer."""
+    """Saves all files to resume from, by a callback that saves more than one file, or else by the trainer."""
     for each in trainer.checkpoint_callbacks:
         save: Any = getattr(each, "save_training", None)
         if save is not None:
@@ -135,7 +135,7 @@ def of_classes(trainer: Trainer, *names: str) -> list[Any]:
 
 @contextlib.contextmanager
 def trained_weights(trainer: Trainer) -> Iterator[None]:
-    """A block during a validation, in which callbacks that validate averaged weights have exchanged them back."""
+    """Exchanges the averaged weights of a validation, by their callbacks, for the trained ones in the block."""
     averaging = of_classes(trainer, "WeightAveraging")
     ema = nemo_averages(trainer)
     for each in reversed(averaging):
