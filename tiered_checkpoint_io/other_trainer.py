@@ -23,7 +23,7 @@ class OtherTrainerGuard(Callback):
         """
         found: list[Any] = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
         io: Any = trainer.strategy.checkpoint_io
-        # One IO around another; what stands for one in a test may have no end.
+        # One IO may wrap another; a mock IO in a test may wrap without end.
         while io is not None and len(found) < _MOST:
             found.append(io)
             io = getattr(io, "checkpoint_io", None)

@@ -154,7 +154,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         Raises:
             CheckpointNotFoundError: There is none.
             RestoreError: There are some, but none is intact, or they are in several folders and none was named.
-            StoreError: The durable tier could not be asked.
+            StoreError: The durable tier could not be read.
         """
         del args, options
         self._close()

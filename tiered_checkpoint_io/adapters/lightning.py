@@ -264,7 +264,7 @@ class TieredCheckpointIO(CheckpointIO):
         Raises:
             CheckpointNotFoundError: No tier has a checkpoint of that name.
             RestoreError: There are checkpoints, but none is intact; or the ranks can't agree on one.
-            StoreError: The durable tier does not answer, and memory does not suffice.
+            StoreError: The durable tier could not be read, and memory does not suffice.
         """
         # Upstream's function does the same, but torch takes none for DTensors.
         place: Any = "cpu" if map_location is None else map_location

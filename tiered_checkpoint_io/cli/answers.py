@@ -28,12 +28,12 @@ _asking: set[threading.Thread] = set()
 
 
 def is_waiting() -> bool:
-    """Tells if a question that was given up still waits for its answer."""
+    """Returns True if a question that was given up still waits for its answer."""
     return any(thread.is_alive() for thread in list(_asking))
 
 
 def counter(operation: str, key: str, stop: threading.Event, shown: Callable[[int], None]) -> Callable[[int], None]:
-    """Within :func:`ask`, what long work calls with the bytes that it has done; ends it if ``stop`` is set."""
+    """Returns a function for :func:`ask`, called with the bytes that were done; it raises if ``stop`` is set."""
     heard = moving()
 
     def count(amount: int) -> None:
@@ -53,18 +53,18 @@ def ask(
     stop: threading.Event | None = None,
     quiet: bool = False,
 ) -> _T:
-    """Opens the durable tier of a configuration, or another with its options, and sends it the requests of ``work``.
+    """Opens the durable tier of a configuration, or another one with its options, and runs ``work`` on the store.
 
     Args:
         config: Configuration that reaches the durable tier.
         work: Requests to the store.
         dirpath: Another than the configured one.
-        stop: Is set if this leaves before ``work`` has ended, which has a moment to clear up; SIGTERM ends it as
+        stop: Set if this returns before ``work`` has ended, which then has a moment to clear up; SIGTERM ends it as
             Ctrl-C does.
         quiet: True if nothing is shown while the server is silent.
 
     Raises:
-        StoreError: It was silent for ``durable_timeout_s``; every five seconds of that are shown.
+        StoreError: The server was silent for ``durable_timeout_s``; shown every five seconds.
         BaseException: Errors of ``work``.
     """
     where = printable(dirpath or config.dirpath)
@@ -96,7 +96,7 @@ def ask(
 
 @contextlib.contextmanager
 def raising(exception: type[BaseException]) -> Iterator[None]:
-    """A block in which SIGTERM raises an exception; off the main thread, where Python can't, does nothing."""
+    """Has SIGTERM raise an exception in the block; does nothing off the main thread, where Python can't."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -116,16 +116,16 @@ def raising(exception: type[BaseException]) -> Iterator[None]:
 def claimed(
     config: TieredCheckpointConfig, stop: threading.Event, dirpath: str | None = None, *, makes_room: bool = False
 ) -> Iterator[bool]:
-    """A block that holds the lease; gives whether it does: it does not if ``stop`` was set before.
+    """Holds the lease in the block; yields True if held, False if ``stop`` was set before.
 
     Args:
         config: Configuration that reaches the durable tier.
         stop: Ends the wait.
         dirpath: Another than the configured one.
-        makes_room: True if the block only deletes: without room for a lease, it then goes by those of others.
+        makes_room: True if the block only deletes: without room for a lease, only other leases are checked.
 
     Raises:
-        ConfigError: A live run holds it, or may hold it and there is no room to ask.
+        ConfigError: A live run holds the lease, or may hold it and there is no room to ask.
         StoreError: The tier does not answer, or refuses.
     """
     store = open_store(config, dirpath)

@@ -50,7 +50,7 @@ class Going:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A part that goes and can't be read: nothing tells if it is needed."""
+    """An unreadable part that is to be deleted: unknown if it is needed."""
 
     folder: Path
     error: str
@@ -212,7 +212,7 @@ def _spills(root: Path, config: TieredCheckpointConfig | None, named: Path | Non
 
 
 def _others(root: Path, config: TieredCheckpointConfig | None, named: Path | None) -> list[Path]:
-    """Returns the spills that are where that of a root would be, once its own is gone."""
+    """Returns other memories' spills in the places of a root's spill, once its own is gone."""
     folders = {
         spill_dir_of(config.spill_dir if config is not None else AUTO),
         str(named) if named is not None else None,
@@ -222,7 +222,7 @@ def _others(root: Path, config: TieredCheckpointConfig | None, named: Path | Non
 
 
 def _used_by(spill: Path) -> str:
-    """Tells if a spill is in use, and gives advice."""
+    """Returns advice that depends on whether a spill is in use."""
     lock = try_lock(spill / OWNER_FILE)
     if lock is None:
         return "a trainer or drain whose memory is not seen here uses it"
@@ -279,7 +279,7 @@ def _nowhere_else(config: TieredCheckpointConfig | None, place: Place, parts: It
 
 
 def _is_older(save: HeldSave, found: Sequence[DurableCheckpoint]) -> bool:
-    """Tells if a restart would take a later save of the same payload and another step, which is on the durable tier."""
+    """Returns True if a restart would take a later durable save of the same payload and another step."""
     alike = [each for each in found if each.manifest is None or each.manifest.settled.kind == save.content.kind]
     meant = latest(alike)
     if meant is None or meant.save_id <= save.content.save_id:

@@ -137,7 +137,7 @@ class Flush(Output, Node):
 
 
 def _stay(root: Path) -> None:
-    """Uploads the queue until a signal ends this; stands by while another drain works."""
+    """Uploads the queue until a signal ends this; waits while another drain works."""
     log = get_logger(root.name)
     # One that is ended while it waits for work has not failed.
     with ended_by_signal(log, late=0) as stop:
@@ -241,9 +241,9 @@ def _config(root: Path, place: Place) -> TieredCheckpointConfig:
 
 
 def _is_another_jobs(config: TieredCheckpointConfig, place: Place, namespace: str) -> bool:
-    """Tells if only another job than that of this memory has a lease on a durable tier.
+    """Returns True if only jobs other than this memory's have a lease on a durable tier.
 
-    A run of the same job is no obstacle: beside it, this is one drain more of what it saved.
+    A run of the same job is no obstacle: this is one more drain of its checkpoints.
     """
     there = config_at(config, place)
     try:
@@ -269,7 +269,7 @@ def _mark(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, saves:
 
 
 def _is_lost(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: HeldSave) -> bool:
-    """Tells if this node committed a save, and nothing has its name now: others have emptied the bucket, for one."""
+    """Returns True if this node committed a save whose name is gone, for example because the bucket was emptied."""
     known = queue.outcomes()
     last = [held_part(tier, each, known).outcome for each in save.parts]
     if not save.commits or any(each is None or each.action == "delete" or each.state != "committed" for each in last):
@@ -326,7 +326,7 @@ def _followed(
 
 
 def _is_damaged(queue: Queue, save: HeldSave) -> bool:
-    """Tells if the drain has found that its bytes in memory are not those that were saved."""
+    """Returns True if the drain has found that its bytes in memory differ from the saved ones."""
     outcomes = [queue.outcome(each.op_id) for each in save.parts]
     return any(each is not None and each.error_type == DAMAGED_IN_MEMORY for each in outcomes)
 
@@ -381,7 +381,7 @@ def _asked(config: TieredCheckpointConfig, save: HeldSave, why: str) -> tuple[Fl
 
 
 def _has_parts(config: TieredCheckpointConfig, save: HeldSave) -> bool:
-    """Tells if the durable tier has the descriptions of all parts of this node."""
+    """Returns True if the durable tier has the descriptions of all parts of this node."""
 
     def look(store: Store) -> bool:
         try:

@@ -92,7 +92,7 @@ class Get(Output, Server, Node):
     ] = None
 
     def run(self) -> None:
-        """Fetches the checkpoint, and says where it is."""
+        """Fetches the checkpoint, and prints its place."""
         config = self.config(self.dirpath)
         self._check()
         with wrong_use():
@@ -295,7 +295,7 @@ def _open(config: TieredCheckpointConfig, namespace: str) -> MemoryTier:
 
 
 def _has(tier: MemoryTier, part: Part) -> bool:
-    """Tells if memory has a part already, intact; a damaged one is quarantined."""
+    """Returns True if memory has a part already, intact; a damaged one is quarantined."""
     heard = moving()
     for stored in tier.held():
         if (stored.save_id, stored.part.rank) == (part.save_id, part.rank):
@@ -312,7 +312,7 @@ _Views = Mapping[str, memoryview]
 
 @contextlib.contextmanager
 def _slots(tier: MemoryTier, parts: Sequence[Part]) -> Iterator[_Views]:
-    """Room in memory for the files of parts, which are committed there if the block does not raise."""
+    """Makes room in memory for the files of parts, which are committed if the block does not raise."""
     from tiered_checkpoint_io.engine.staging.arriving import SlotDestination
 
     destinations = [SlotDestination(tier, part, drained=True) for part in parts]
@@ -330,7 +330,7 @@ def _slots(tier: MemoryTier, parts: Sequence[Part]) -> Iterator[_Views]:
             except MemoryFullError:
                 raise
             except MemoryTierError:
-                # Another process has brought it meanwhile, such as this command in another task of the node.
+                # Another process has fetched the part meanwhile, such as this command in another task of the node.
                 if not _has(tier, part):
                     raise
                 destination.drop()

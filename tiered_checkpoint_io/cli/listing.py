@@ -81,7 +81,7 @@ class Ls(Output, Server, Memory):
         """Looks at both tiers; if the durable one does not answer, at memory, and returns the error as well.
 
         Raises:
-            StoreError: The durable tier does not answer, and memory has nothing of it.
+            StoreError: The durable tier could not be read, and memory has nothing of it.
         """
         looker, error = looker_of(config, self), None
         try:

@@ -58,7 +58,7 @@ def _folder(text: str) -> str:
 
 @contextlib.contextmanager
 def wrong_use() -> Iterator[None]:
-    """A block in which a value that is not allowed is the user's, and ends the command with status 2."""
+    """Ends the command with status 2 if the block finds that a value is not allowed."""
     try:
         yield
     except ConfigError as error:

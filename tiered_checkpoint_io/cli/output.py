@@ -22,7 +22,7 @@ from tiered_checkpoint_io.logs import size_text
 if TYPE_CHECKING:
     from rich.table import Table
 
-#: As a shell has them for a process that a signal has ended.
+#: Exit statuses as in a shell, for a process that a signal has ended.
 INTERRUPTED, READER_GONE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 #: Raised when a key of a document changes its meaning or goes; keys that are added leave it.
 JSON_VERSION = 1
@@ -61,7 +61,7 @@ def printable(text: str) -> str:
 
 
 def is_terminal() -> bool:
-    """Tells if people read the output, and not another command."""
+    """Returns True if people read the output, and not another command."""
     return sys.stdout.isatty()
 
 
@@ -117,7 +117,7 @@ def row_writer(columns: Columns, *widths: int) -> Callable[[object], None]:
 
     Args:
         columns: The columns.
-        widths: The least widths of the first columns on a terminal, where empty cells are left out.
+        widths: The least widths of the first columns on a terminal, which shows no empty cells.
     """
     began = False
 
@@ -143,7 +143,7 @@ def rich_table(title: str, cells: Sequence[Sequence[str]], columns: Iterable[str
     from rich.table import Table
     from rich.text import Text
 
-    # As text: names may look like markup.
+    # Text, not markup: names may look like it.
     name = Text(printable(title)) if title else None
     table = Table(title=name, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     # On a narrow terminal all is folded, so that nothing is cut.
@@ -159,15 +159,15 @@ def rich_table(title: str, cells: Sequence[Sequence[str]], columns: Iterable[str
 # ---------------------------------------------------------------------------------------- progress
 @contextlib.contextmanager
 def progress(what: str, total: int, *, silent: bool) -> Iterator[Callable[[int], None]]:
-    """Shows on stderr how far a transfer is while the block runs.
+    """Shows the progress of a transfer on stderr while the block runs.
 
     Args:
         what: The transfer, in a word or two.
         total: Bytes in all.
-        silent: Show nothing, as beside ``--json``.
+        silent: Show nothing, as with ``--json``.
 
     Yields:
-        A function for many threads, called with the bytes that are further done.
+        A function for many threads, called with the number of further bytes that are done.
     """
     if silent:
         yield lambda _: None

@@ -134,7 +134,7 @@ class Status(Output, Nodes):
 def _write_metrics(roots: Sequence[Path], textfile: Path | None) -> None:
     samples: list[Sample] = []
     for root in roots:
-        # Deleted meanwhile, or out of descriptors: the next look tells. Alerts see a missing series.
+        # Deleted meanwhile, or no descriptor is left: the next look tries again. Alerts see a missing series.
         with contextlib.suppress(OSError, TieredCheckpointError):
             samples += collect(root)
     text = prometheus_text(samples)
@@ -195,7 +195,7 @@ def _show(found: Namespace) -> None:
     tiers |= {(each.dirpath, each.server) for each in found.waiting if each.dirpath}
     tiers |= {(found.dirpath, found.server)} if found.dirpath is not None else set()
     say(f"namespace: {found.namespace}, in {found.root.parent}")
-    # The server only if it tells two apart.
+    # The server is shown only if two tiers differ by it.
     dirpaths = [dirpath for dirpath, _ in tiers]
     named = {each: " at ".join(filter(None, each if dirpaths.count(each[0]) > 1 else each[:1])) for each in tiers}
     for name in sorted(named.values()):

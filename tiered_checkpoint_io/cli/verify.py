@@ -55,7 +55,7 @@ class Checked:
 
     @property
     def is_good(self) -> bool:
-        """Nothing is wrong with it."""
+        """True if the checkpoint has no defect."""
         return self.state in ("intact", "changed")
 
 
@@ -222,7 +222,7 @@ def _checked(
         except StoreError as archived:
             if archived.reason != "archived":
                 raise
-            # That of the others can be read all the same.
+            # Other checkpoints can still be read.
             known[save_id] = Damage(str(archived))
     damage = known[save_id]
     content = manifest.settled if isinstance(damage, Damage) else damage

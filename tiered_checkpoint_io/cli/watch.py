@@ -120,7 +120,7 @@ class _CommandLine:
         self.failed = 0
 
     def run(self, each: CheckpointInfo) -> None:
-        """Runs it, and waits for its end; if this is interrupted, the command and what it started are ended."""
+        """Runs the command, and waits for its end; an interrupt ends the command and its children."""
         began = time.monotonic()
         process = subprocess.Popen(
             ["/bin/sh", "-c", self._command, "tiered-ckpt", each.url],

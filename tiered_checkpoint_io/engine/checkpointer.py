@@ -179,7 +179,7 @@ class Checkpointer:
         """Returns True if a name is taken on or queued for the durable tier, as far as this process knows.
 
         Raises:
-            StoreError: The durable tier could not be asked, or was silent for ``durable_timeout_s``.
+            StoreError: The durable tier could not be read, or was silent for ``durable_timeout_s``.
         """
         name = ids.name_in(self.dirpath, path)
         return name in self.session.known.all(self.config.support.durable_timeout_s) or self._entries.has(name)
@@ -226,7 +226,7 @@ class Checkpointer:
         Raises:
             CheckpointNotFoundError: There is none of that name.
             RestoreError: No copy is intact, or torch can't load the file.
-            StoreError: The durable tier does not answer.
+            StoreError: The durable tier could not be read.
         """
 
         def read(found: Restored) -> Any:

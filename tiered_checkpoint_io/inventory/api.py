@@ -1,6 +1,6 @@
-"""For programs beside the training: a list of checkpoints, the latest one, and new durable ones.
+"""For programs other than the training: a list of checkpoints, the latest one, and new durable ones.
 
-Each call waits 15 s at most for a server that is silent. None reads a checkpoint's bytes, or imports torch.
+Each call waits 15 s at most for a silent server. The module reads no checkpoint's bytes, and does not import torch.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def list_checkpoints(
 
     Args:
         dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory.
-        memory_dir: Also what this node's memory holds of it: the folder, mostly ``/dev/shm``. None for the durable tier
-            alone.
+        memory_dir: Folder of this node's memory, mostly ``/dev/shm``, to list its checkpoints too. None for only the
+            durable tier.
         options: Configuration that the durable tier needs: ``endpoint_url``, ``region``, ``profile``, ``s3_options``.
 
     Raises:
-        CheckpointNotFoundError: There is nothing at all at this dirpath.
+        CheckpointNotFoundError: There is no checkpoint at all at this dirpath.
         ConfigError: A value is not allowed, or there is no such memory_dir.
-        StoreError: The durable tier could not be asked.
+        StoreError: The durable tier could not be read.
     """
     return _listed(dirpath, memory_dir, options, with_incomplete=True)
 
@@ -103,27 +103,26 @@ def new_checkpoints(
 ) -> Iterator[CheckpointInfo]:
     """Yields each checkpoint that becomes durable, once, in the order of the saves.
 
-    An alias or a copy, such as ``last.ckpt``, is none of its own. One that becomes durable only after a later save is
-    given when it does. Nothing deletes a checkpoint until the next one is asked for, for a day at most; one that was
-    deleted or overwritten before its turn is left out.
+    An alias or a copy, such as ``last.ckpt``, is not yielded besides its original. A checkpoint that becomes durable
+    only after a later save is yielded then. A yielded checkpoint can't be deleted until the next one is asked for, for
+    a day at most; one that was deleted or overwritten before its turn is left out.
 
     Args:
         dirpath: The durable tier; it need not exist yet.
-        after: Start: the greatest ``save_id`` that was worked on before a restart; "" for all that is there.
-            None for checkpoints that become durable from now on.
-        idle_timeout_s: End after so many seconds without a new one; None for never.
+        after: Start: the greatest ``save_id`` that was processed before a restart; "" for all that exist. None for
+            checkpoints that become durable from now on.
+        idle_timeout_s: Seconds without a new one, after which this ends; None for never.
         stop: End when this is set.
         every_s: Interval between looks, seconds.
         clock: For all waits.
         options: Options of the durable tier, as for :func:`list_checkpoints`.
 
     Raises:
-        ConfigError: As :func:`list_checkpoints`; or ``after`` is no save id, after which nothing would ever come;
-            or a time is no number of seconds.
-        StoreError: The durable tier refuses, or is unreachable at the first look; later, one line is logged, and it is
-            asked again.
+        ConfigError: A value is not allowed; or ``after`` is no save id; or a time is no number of seconds.
+        StoreError: The durable tier refuses, or is unreachable at the first look; later, one line is logged, and the
+            look is repeated.
     """
-    # Here, and not at the first step of the iterator: wrong use shows where it is.
+    # Here, and not at the first step of the iterator: an error of the call is raised by the call.
     if after not in (None, "") and not (isinstance(after, str) and ids.is_save_id(after.strip())):
         raise ConfigError(f"after is {after!r}", hint="allowed: the save_id of a checkpoint, '' for all, or None")
     every_s = seconds("every_s", every_s, above=0)
@@ -161,14 +160,14 @@ class NewCheckpoints:
     """Gives each durable save once, however many names it has: an alias or a copy is nothing new."""
 
     def __init__(self, after: str | None = None) -> None:
-        """``after``: the save after which to begin, "" for all; None for what the first look does not find."""
+        """Begins after the save ``after``, "" for all; None for checkpoints that the first look does not find."""
         self._after = after
         self._seen: set[str] = set()
 
     def of(self, checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
         """Returns the new checkpoints of a look, in the order of their saves."""
         first: dict[str, CheckpointInfo] = {}
-        # The checkpoint itself comes before its copies and aliases, which stand for it if it is gone.
+        # The checkpoint itself comes before its copies and aliases, which replace it if it is gone.
         for each in sorted(checkpoints, key=lambda each: (each.order[0], not each.order[1], each.name)):
             if each.state == "durable" and "durable" in each.where:
                 first.setdefault(each.order[0], each)
@@ -176,7 +175,7 @@ class NewCheckpoints:
         if self._after is None:
             self._after = ""
         new = [each for save, each in first.items() if save not in self._seen and save > self._after and not begins]
-        # Checkpoints that this look did not find may only be out of sight, such as while a file system is mounted anew.
+        # Checkpoints that this look did not find may only be hidden, such as while a file system is mounted again.
         self._seen |= set(first)
         return new
 
@@ -185,7 +184,7 @@ class NewCheckpoints:
 def held(
     each: CheckpointInfo, ask: Callable[[Callable[[Store], Any]], Any], warn: Callable[[str], object]
 ) -> Iterator[bool]:
-    """A block in which nothing deletes a checkpoint; gives whether the checkpoint is still there.
+    """Keeps a checkpoint from being deleted in the block; yields True if it is still there.
 
     Args:
         each: The checkpoint.

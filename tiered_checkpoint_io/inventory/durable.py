@@ -50,14 +50,14 @@ def read(store: Store, name: str) -> DurableCheckpoint:
     """Looks for one checkpoint.
 
     Raises:
-        StoreError: The tier could not be asked.
+        StoreError: The tier could not be read.
     """
     try:
         return DurableCheckpoint(name, read_manifest(store, name))
     except (CorruptCheckpointError, ConfigError, StoreError) as error:
         if isinstance(error, StoreError) and error.reason != "archived":
             raise
-        # The others are there all the same.
+        # Other checkpoints can still be read.
         return DurableCheckpoint(name, error=error)
 
 
@@ -86,7 +86,7 @@ def checkpoints(
 
     Raises:
         CheckpointNotFoundError: The directory does not exist, or there is nothing at all below the URL.
-        StoreError: The tier could not be asked.
+        StoreError: The tier could not be read.
     """
     found = read_all(store, cache, clock)
     if not found and not _exists(store):
@@ -160,12 +160,12 @@ def resumable(
 
 
 def find(store: Store, name: str, *, operation: str, accepts: Kind | None = None) -> Manifest | None:
-    """Returns the checkpoint that a user means by its name, an alias, or ``tiered:latest``; None for none.
+    """Returns the checkpoint of a name, an alias, or ``tiered:latest``; None if there is none.
 
     Raises:
-        CheckpointNotFoundError: It is ``tiered:latest``, and there is none to resume from.
-        CorruptCheckpointError: It can't be understood; or a newer release wrote what may be the latest.
-        StoreError: The tier could not be asked.
+        CheckpointNotFoundError: For ``tiered:latest``, there is none to resume from.
+        CorruptCheckpointError: Its manifest can't be understood; or a newer release may have written the latest.
+        StoreError: The tier could not be read.
     """
     manifest = latest_manifest(store, operation, accepts) if name == ids.LATEST else read_manifest(store, name)
     target = read_manifest(store, manifest.alias_of) if manifest is not None and manifest.alias_of else manifest
@@ -193,17 +193,17 @@ def read_unchanged(
     *,
     operation: str,
 ) -> _T:
-    """Reads a checkpoint; anew, if a run has removed or overwritten it meanwhile: then nothing is damaged.
+    """Reads a checkpoint; again, if a run has removed or overwritten it meanwhile, which is no damage.
 
     Args:
         store: The durable tier.
-        look: Finds the checkpoint, and what ``work`` takes of it; called before each try. No manifest is of what others
-            wrote, if a change is not seen.
-        work: Reads it; leaves nothing if it raises.
+        look: Finds the checkpoint, and the argument of ``work``; called before each try. No manifest means a checkpoint
+            of another tool, whose changes are not seen.
+        work: Reads the checkpoint; leaves no files if it raises.
         operation: For the error.
 
     Raises:
-        StoreError: It was removed or overwritten each time.
+        StoreError: The checkpoint was removed or overwritten each time.
         Exception: Errors of ``look`` and ``work``.
     """
     for left in reversed(range(_TRIES)):
@@ -247,7 +247,7 @@ def incomplete_saves(store: Store, found: Sequence[DurableCheckpoint]) -> list[I
     ``found`` are all checkpoints, listed before: what is committed in between is not incomplete, and is left out.
 
     Raises:
-        StoreError: The tier could not be asked.
+        StoreError: The tier could not be read.
     """
     if any(each.manifest is None for each in found):
         # The saves of those manifests are unknown.

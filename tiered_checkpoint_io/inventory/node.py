@@ -27,9 +27,9 @@ from tiered_checkpoint_io.model.retention import UnitKey, unit_of
 from tiered_checkpoint_io.stores import place_of
 
 Tier = Literal["memory", "spill", "replicas", "durable"]
-#: The state of a part, as far as this node can tell: ``waiting`` for the durable tier; ``durable``: this node has
-#: committed its save there; ``sent``: it is there, and another node commits its save; ``unknown``: a copy of what
-#: others upload, or too long ago; ``memory_only``: it was never to go there, or was given up, or was deleted there.
+#: The state of a part, as far as this node knows: ``waiting`` for the durable tier; ``durable``: this node has
+#: committed its save there; ``sent``: it is there, and another node commits its save; ``unknown``: a copy of a part
+#: that another node uploads, or too long ago; ``memory_only``: not for the durable tier, or given up, or deleted there.
 PartState = Literal["waiting", "durable", "sent", "unknown", "memory_only"]
 #: Locks of processes that may add to the memory: a trainer, and a job.
 TRAINERS = (TRAINERS_FILE, JOB_FILE)
@@ -72,7 +72,7 @@ def owned(root: Path) -> Path:
     """Returns the root of a memory tier, for commands that write there.
 
     Raises:
-        ConfigError: It is another user's, whose trainer and drain could not open folders that we made there as root.
+        ConfigError: The root is another user's, whose trainer and drain could not open folders that root makes there.
     """
     owner = root.stat().st_uid
     if owner != os.getuid():
@@ -94,7 +94,7 @@ def tier_at(root: Path) -> MemoryTier:
 
 
 def has_trainer(root: Path) -> bool:
-    """Tells if a process lives that may add to the memory."""
+    """Returns True if a process lives that may add to the memory."""
     for path in filter(Path.exists, (root / name for name in TRAINERS)):
         lock = try_lock(path)
         if lock is None:
@@ -115,17 +115,17 @@ def undone(root: Path) -> int:
 # ------------------------------------------------------------------------------------------- parts
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """An intact part in node memory, as far as its description tells.
+    """An intact part in node memory, by its description.
 
     Attributes:
         name: The checkpoint.
         dirpath: The durable tier that it belongs to.
-        server: The endpoint of that; None for AWS's own, or if it is not known.
+        server: The durable tier's endpoint; None for AWS's own, or if it is not known.
         save_id: The save that made it.
         step: The training step; None if it is not known.
         rank: The rank that wrote it.
-        tier: The kind of memory: the node's, its spill, or what it keeps for other nodes.
-        namespace: The namespace that has it.
+        tier: The kind of memory: the node's, its spill, or its replicas of other nodes' parts.
+        namespace: The namespace of its memory.
         folder: Its folder.
         size_bytes: Its bytes.
         created: Time of the save (UTC).
@@ -134,7 +134,7 @@ class HeldPart:
         state: See :data:`PartState`.
         is_replicated: All parts of its save are in the memory of other nodes as well.
         resumable: Training can resume from it.
-        is_latest: ``tiered:latest`` means its save, of all that its namespace has in memory.
+        is_latest: ``tiered:latest`` means its save, among all saves that its namespace has in memory.
         stored: The part itself.
         outcome: The drain's note of its upload, or of a later delete of its name; None if there is none.
     """
@@ -197,7 +197,7 @@ def _state(stored: StoredPart, outcome: Outcome | None) -> PartState:
     if is_gone or not stored.part.durable:
         return "memory_only"
     if outcome is None or stored.is_replica:
-        # Also parts that a restore has brought, from the durable tier or from a node that has yet to upload them.
+        # Also parts that a restore has copied, from the durable tier or from a node that has yet to upload them.
         return "unknown"
     return "durable" if stored.part.commits else "sent"
 
@@ -229,8 +229,8 @@ class BrokenPart:
         folder: Its folder.
         why: The damage.
         part: Its description; None if that can't be read.
-        place: The durable tier that it belongs to; of one without a description, that of its namespace.
-        is_newer: It has another format version: then it is not damaged.
+        place: Its durable tier; without a description, the durable tier of its namespace.
+        is_newer: True if it has another format version: then it is not damaged.
     """
 
     folder: Path
@@ -241,7 +241,7 @@ class BrokenPart:
 
     @property
     def save_id(self) -> str:
-        """The save that it is of, as its description or its folder tells; "" if neither does."""
+        """Id of its save, by its description or its folder; "" if neither has it."""
         if self.part is not None:
             return self.part.save_id
         in_quarantine = self.folder.name.removeprefix(f"{REPLICAS}.").partition(".rank-")[0]
@@ -327,7 +327,7 @@ def time_of(seconds: float) -> datetime | None:
 # ------------------------------------------------------------------------------------------- saves
 @dataclass(frozen=True, slots=True)
 class HeldSave:
-    """One save, as far as this node's own memory holds it.
+    """One save, as far as it is in this node's own memory.
 
     Attributes:
         place: Its durable tier.
@@ -353,9 +353,9 @@ class HeldSave:
 
     @property
     def unit(self) -> Unit:
-        """Key of the checkpoints that a restart may need together: averages beside weights, parts of process groups.
+        """Key of checkpoints that a restart may need together: weights and their averages, parts of process groups.
 
-        Other checkpoints of the same step have names of their own, in whatever folder.
+        Other checkpoints of the same step have names of their own, in any folder.
         """
         name = ids.without_companion(self.name, ids.EMA).rpartition("/")[2]
         return self.place, unit_of(self.name, self.content.step), name
@@ -369,7 +369,7 @@ class HeldSave:
 
     @property
     def commits(self) -> bool:
-        """This node's drain commits it."""
+        """True if this node's drain commits the save."""
         return any(each.part.commits for each in self.parts)
 
 
@@ -385,7 +385,7 @@ def saves_of(parts: Iterable[StoredPart]) -> list[HeldSave]:
 def to_flush(
     own: Iterable[StoredPart], *, name: str | None = None, everything: bool = False, without: Collection[Unit] = ()
 ) -> list[HeldSave]:
-    """Chooses the saves that have to be on the durable tier, the newest first; they may be there already. Pure.
+    """Chooses the saves that have to be on the durable tier, the newest first; some may be there already. Pure.
 
     Args:
         own: This node's own parts.
@@ -395,8 +395,8 @@ def to_flush(
 
     Returns:
         By default: the newest save that training can resume from, for each durable tier and payload, if it is complete
-        here. If parts of newer ones are on other nodes, this node can't tell which of them is complete: then these as
-        well. With each of them, its whole unit.
+        here. If parts of newer saves are on other nodes, this node does not know which save is complete, so the newer
+        saves as well. With each save, its whole unit.
     """
     saves = [save for save in saves_of(own) if save.unit not in without]
     if everything:
@@ -433,7 +433,7 @@ def with_units(chosen: Sequence[HeldSave], saves: Iterable[HeldSave]) -> list[He
 
 
 def _is_lost(save: HeldSave, chosen: Iterable[HeldSave]) -> bool:
-    """Tells if a save never became complete: if one of as many parts is complete here, all ranks are on this node."""
+    """Returns True if a save never became complete: another one of as many parts shows that all ranks are here."""
     return bool(save.missing) and any(not each.missing and each.content.parts == save.content.parts for each in chosen)
 
 

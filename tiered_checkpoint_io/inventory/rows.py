@@ -43,21 +43,21 @@ class CheckpointInfo:
         dirpath: The durable tier that it belongs to.
         save_id: Id of the save that made it; as text, ids sort in the order of the saves. "" if it is not known.
         state: ``durable``: committed on the durable tier. ``memory_only``: in node memory, and not to be uploaded.
-            ``waiting``, ``uploading``: in node memory, on its way to the durable tier. ``incomplete``: a part of it is
-            on the durable tier; other nodes are uploading it, or it never became complete; or, if the durable tier
-            was not asked, only that can tell whether it did. ``corrupt``: it can't be read, or was found damaged, and
-            no intact copy is known. ``newer_release``: a newer release of this package wrote it.
-        where: The tiers that have it, or parts of it, without those that are known to be damaged. ``memory``: this
-            node's; ``spill``: on its disk; ``replicas``: kept for other nodes.
-        step: The training step; None if it is not known. So is the epoch.
-        epoch: The epoch.
+            ``waiting``, ``uploading``: in node memory, on its way to the durable tier. ``incomplete``: only a part of
+                it is on the durable tier; other nodes are uploading it, or it never became complete; or it may be
+                complete, but the durable tier was not asked. ``corrupt``: it can't be read, or was found damaged, and
+                no intact copy is known. ``newer_release``: a newer release of this package wrote it.
+        where: The tiers that have it, or parts of it, without damaged copies. ``memory``: this node's; ``spill``: on
+            its disk; ``replicas``: kept for other nodes.
+        step: The training step; None if it is not known.
+        epoch: The epoch; None if it is not known.
         metric: Value that ModelCheckpoint monitored when it saved: ``monitor`` and ``value``; None if it did not.
         size_bytes: Bytes of all its files; if the durable tier does not have it, of the parts on this node.
-        created: When it was saved, by the writer's clock (UTC); None if it is not known.
+        created: Time of the save, by the writer's clock (UTC); None if it is not known.
         kind: ``full``, ``sharded`` or ``local``; None if it is not known.
         resumable: True if training can resume from it.
-        is_latest: True if ``tiered:latest`` means this one, among those that were found.
-        alias_of: For an alias, the name that it stands for.
+        is_latest: True if ``tiered:latest`` means this one, among all that were found.
+        alias_of: For an alias, the name of its target.
         copy_of: For a copy, the id of the save that made its bytes.
         parts: Number of its parts; 0 if that is not known.
         parts_here: Number of its parts in this node's memory.
@@ -287,13 +287,13 @@ class Looker:
         """Looks at both tiers, at memory first: a checkpoint committed in between is seen twice, and not missed.
 
         Args:
-            store: The durable tier; None to look at memory alone.
+            store: The durable tier; None to look only at memory.
             with_incomplete: True to look for saves without a manifest as well.
 
         Raises:
-            CheckpointNotFoundError: There is nothing at all at this dirpath.
+            CheckpointNotFoundError: There is no checkpoint at all at this dirpath.
             ConfigError: There is no such folder of node memory.
-            StoreError: The durable tier could not be asked.
+            StoreError: The durable tier could not be read.
         """
         node = look_at_node(self._memory_dir) if self._memory_dir is not None else NodeMemory()
         if store is None:
@@ -394,7 +394,7 @@ def details_of(name: str, look: Look, store: Store | None) -> list[Details]:
         store: The durable tier, from which the index of a checkpoint of several parts is read; None not to.
 
     Raises:
-        StoreError: The durable tier could not be asked.
+        StoreError: The durable tier could not be read.
     """
     rows = look.checkpoints
     meant = [row for row in rows if (row.is_latest if name == ids.LATEST else row.name == name)]

@@ -2,7 +2,7 @@
 
 Importing this package makes NeMo's ``exp_manager`` work with trainers whose checkpoint IO is ours; all
 others it leaves to NeMo. If NeMo is not installed, using a public name raises ModuleNotFoundError, which
-says what to install; the modules that need Lightning alone import all the same.
+says what to install; modules that need only Lightning can be imported all the same.
 """
 
 from importlib.util import find_spec

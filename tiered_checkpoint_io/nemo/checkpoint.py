@@ -167,7 +167,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             # An alias names one file; here each rank has its own.
             self._durable_save = None
         if filepath in self.best_k_models:
-            # A name that is saved anew comes last again: the order is that of the saves.
+            # A name that is saved again goes to the end: the order is the order of the saves.
             self.best_k_models[filepath] = self.best_k_models.pop(filepath)
         before = self._durable_save
         super()._save_checkpoint(trainer, filepath)
@@ -192,7 +192,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     ) -> SaveReport | None:
         report = self._save_files(trainer, filepath, options, weights_only=weights_only)
         if report is not None and report.queued and self._shards > 1:
-            # A file queued on one rank may fail there alone: the ranks must not delete the file that it replaces.
+            # A file queued on one rank may fail only there: the ranks must not delete the file that it replaces.
             return replace(report, tiers=report.tiers - {"durable"})
         return report
 
@@ -241,13 +241,13 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     def _due(self, trainer: Trainer) -> list[str]:
         if self._shards == 1:
             return super()._due(trainer)
-        # Replaced files stay until all ranks' files are committed: no rank hears of saves that others give up.
+        # Replaced files stay until all ranks' files are committed: no rank learns of saves that others give up.
         waits = trainer.strategy.reduce_boolean_decision(self._awaits_uploads(), all=False)
         # Each rank deletes a file of its own.
         return trainer.strategy.broadcast([] if waits else super()._due(trainer))
 
     def _awaits_uploads(self) -> bool:
-        """Tells whether a file of this rank's, of the checkpoints that are kept, is not committed."""
+        """Returns True if a file of this rank, of a kept checkpoint, is not committed."""
         session, named = self._engine.session, {self.best_model_path, self.last_model_path, *self.best_k_models} - {""}
         named |= {ids.companion_of(path, ids.EMA) for path in named}
 
@@ -343,11 +343,11 @@ def _progress(path: str) -> tuple[int, list[int]]:
 
 
 def _load_averages(ema: Any, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Loads the averages of NeMo's EMA from the file beside the checkpoint, on all ranks.
+    """Loads the averages of NeMo's EMA from the checkpoint's second file, on all ranks.
 
     Raises:
         CheckpointNotFoundError: The file is missing.
-        RestoreError: It is of another step.
+        RestoreError: The file is of another step.
     """
     io = tiered_io_of(trainer.strategy.checkpoint_io)
     restored = io.checkpointer.restored if io is not None else None
@@ -355,7 +355,7 @@ def _load_averages(ema: Any, trainer: Trainer, pl_module: LightningModule, check
         type(ema).on_load_checkpoint(ema, trainer, pl_module, checkpoint)
         return
     if ids.is_companion(str(trainer.ckpt_path), ids.EMA):
-        # As NeMo does it: training continues with the averages as weights.
+        # The same as in NeMo: training continues with the averages as weights.
         return
     # From what was loaded: with files of each rank, each has averages of its own.
     beside = ids.companion_of(restored.url, ids.EMA)
@@ -376,8 +376,8 @@ def _load_averages(ema: Any, trainer: Trainer, pl_module: LightningModule, check
 def drop_optimizer_states(io: TieredCheckpointIO, name: str) -> None:
     """Replaces a full checkpoint on the durable tier by one without optimizer states; a sharded one is kept.
 
-    Readers see the old or the new one, complete. The new one counts as older than every save of the run that made it,
-    so that no run resumes from it that has a later one. Nothing may be queued for this name meanwhile.
+    Readers see the old or the new one, complete. The new one counts as older than every save of its run, so that a run
+    with a later checkpoint does not resume from it. No operation may be queued for this name meanwhile.
     """
     session = io.checkpointer.session
     store = session.durable()

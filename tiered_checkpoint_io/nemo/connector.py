@@ -68,7 +68,7 @@ class NeMoCheckpointConnector(_CheckpointConnector):
         else:
             self._resume_by(rules, *args, **kwargs)
         if rules is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            # A test that follows in this process goes on with the trained weights.
+            # A later test in this process uses the trained weights.
             self._user_managed = False
 
     def _resume_by(self, rules: Rules, *args: Any, **kwargs: Any) -> None:
@@ -126,7 +126,7 @@ def find_checkpoint(io: TieredCheckpointIO, rules: Rules, shards: int, *, restor
         ended = complete_checkpoints(((name, 0.0) for name in passed_by), shards=shards)
         check_not_completed(ended, rules, dirpath=dirpath)
     else:
-        # A checkpoint with a manifest is weights alone: the engine takes all others. It may also lack its averages.
+        # The engine has found no resumable checkpoint: the rest are weights-only, or lack their averages.
         passed_by = session.known.all() if not io.companion else frozenset()
         check_not_completed(passed_by, rules, dirpath=dirpath)
     if path is None:
@@ -160,6 +160,6 @@ def _newest_of_ranks(io: TieredCheckpointIO, shards: int) -> tuple[str | None, f
     held = [each for each in session.open().tier.parts() if each.part.durable and each.part.place == session.place]
     saved = [(each.name, each.content.step) for each in resumable(found, held, companion=io.companion)]
     path = newest_of_ranks(saved, shards=shards)
-    # Also those that lack their averages: with them there alone, training must not start from scratch.
+    # Includes checkpoints without averages: if there are only such, training must not start from scratch.
     names = frozenset(each.name for each in resumable(found, held) if not ids.is_companion(each.name, ids.EMA))
     return path, names

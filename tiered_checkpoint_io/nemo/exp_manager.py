@@ -45,20 +45,20 @@ def take_over() -> None:
 
 
 def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
-    """NeMo's exp_manager, and checkpoints through both tiers.
+    """Runs NeMo's exp_manager, with checkpoints through both tiers.
 
     Args:
         trainer: With a stock checkpoint IO, or one of ours.
-        cfg: The whole configuration: ``exp_manager`` as NeMo has it, and beside it ``s3_checkpointing``,
-            with NeMo's keys and all of ours. ``dirpath`` is that of ``checkpoint_callback_params``, or
-            else that of ``s3_checkpointing``. The parallel sizes are read from ``model``.
+        cfg: The whole configuration: ``exp_manager`` as NeMo has it, and ``s3_checkpointing``, with NeMo's keys and all
+            of ours. ``dirpath`` is the value in ``checkpoint_callback_params``, or else in ``s3_checkpointing``. The
+            parallel sizes are read from ``model``.
 
     Returns:
         The folder of exp_manager's logs.
 
     Raises:
-        ConfigError: A key or value is not allowed, or ``cfg`` is no mapping; or the trainer has a checkpoint IO of ours
-            whose value is another. The trainer has a checkpoint IO that is neither stock nor ours.
+        ConfigError: A key or value is not allowed, or ``cfg`` is no mapping; or a value differs from that of the
+            trainer's checkpoint IO. The trainer has a checkpoint IO that is neither stock nor ours.
     """
     take_over()
     ensure_guard(trainer)
@@ -115,7 +115,7 @@ def _check_same(io: TieredCheckpointIO, block: Mapping[str, Any]) -> None:
             )
 
 
-# ------------------------------------------------------------------------ in place of NeMo's own
+# ------------------------------------------------------------------------ instead of NeMo's own
 def _for_our_trainers(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(theirs)
     def ask(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ def _callback_arguments(params: DictConfig, config: TieredCheckpointConfig) -> d
 
 # ----------------------------------------------------------------------------------------- parts
 def _advise(io: TieredCheckpointIO, trainer: Trainer, model: Any = None) -> None:
-    """Puts figures in place of ``auto``, by the parallel sizes that the model's configuration, or NeMo, knows."""
+    """Replaces ``auto`` by figures, from the parallel sizes in the model's configuration, or in NeMo."""
     state = AppState()
     tensor = _part(model, "tensor_model_parallel_size") or state.tensor_model_parallel_size or 1
     pipeline = _part(model, "pipeline_model_parallel_size") or state.pipeline_model_parallel_size or 1
@@ -228,7 +228,7 @@ class TieredPreemption(upstream.PreemptionCallback):  # type: ignore[misc]
 
     @property
     def interrupted(self) -> bool:
-        """Tells whether rank 0 got the signal; all ranks ask at each batch."""
+        """Returns True if rank 0 got the signal; all ranks ask at each batch."""
         interrupted = torch.tensor(self._interrupted, device=self._device, dtype=torch.int32)
         torch.distributed.broadcast(interrupted, 0)
         return bool(interrupted.item())

@@ -36,7 +36,7 @@ class NeMoCheckpointIO(TieredCheckpointIO):
     _not_ours: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, dirpath: Any = None, *, async_checkpointing: bool | None = False, **options: Any) -> None:
-        """As :class:`TieredCheckpointIO`; with ``async_checkpointing``, a save returns once it is in node memory."""
+        """Takes :class:`TieredCheckpointIO`'s arguments; ``async_checkpointing`` returns after the save to memory."""
         if not isinstance(dirpath, TieredCheckpointConfig):
             options = {**NEMO_DEFAULTS, **options}
         super().__init__(dirpath, **options)
@@ -47,7 +47,7 @@ class NeMoCheckpointIO(TieredCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """As :meth:`TieredCheckpointIO.save_checkpoint`, and NeMo's ``storage_options``."""
+        """Saves as :meth:`TieredCheckpointIO.save_checkpoint`; also takes NeMo's ``storage_options``."""
         finalize: Any = None
         if isinstance(storage_options, Mapping):
             ours = dict(storage_options)
@@ -72,10 +72,10 @@ class NeMoCheckpointIO(TieredCheckpointIO):
         self.maybe_finalize_save_checkpoint()
 
     def maybe_finalize_save_checkpoint(self, blocking: bool = False) -> bool:
-        """Calls ``finalize_fn`` of saves that are durable by now, in order; tells whether any was called.
+        """Calls ``finalize_fn`` of saves that are durable by now, in order; returns True if any was called.
 
-        With ``blocking``, queued uploads are waited for. Of one that fails, ``finalize_fn`` is never called, and the
-        next save or the teardown raises its error.
+        With ``blocking``, waits for queued uploads. If an upload fails, its ``finalize_fn`` is never called, and the
+        next save or the teardown raises the error.
         """
         if not self._to_finalize:
             return False
@@ -93,7 +93,7 @@ class NeMoCheckpointIO(TieredCheckpointIO):
         return called
 
     def teardown(self) -> None:
-        """As :meth:`TieredCheckpointIO.teardown`; before, calls each ``finalize_fn`` that is due."""
+        """Calls each ``finalize_fn`` that is due, then does :meth:`TieredCheckpointIO.teardown`."""
         self.maybe_finalize_save_checkpoint(blocking=True)
         self._to_finalize.clear()
         super().teardown()
@@ -149,13 +149,13 @@ class S3CheckpointIO(NeMoCheckpointIO):
 def advised(
     config: TieredCheckpointConfig, *, world_size: int, tensor: int, pipeline: int
 ) -> tuple[TieredCheckpointConfig, list[str]]:
-    """Puts figures in place of ``auto``, and returns a warning for each other figure that is too high.
+    """Replaces ``auto`` by figures, and returns a warning for each other figure that is too high.
 
-    ``concurrency x tensor x pipeline x 1.15`` stays within the 3,500 writes and 5,500 reads a second that S3 serves of
+    ``concurrency x tensor x pipeline x 1.15`` stays within the 3,500 writes and 5,500 reads a second that S3 serves for
     one prefix; a connection finishes about one request a second.
 
     Raises:
-        ConfigError: A size is below 1, or the model's parts are more than there are ranks.
+        ConfigError: A size is below 1, or the model has more parts than there are ranks.
     """
     if min(world_size, tensor, pipeline) < 1:
         sizes = f"{world_size} ranks, tensor {tensor}, pipeline {pipeline}"

@@ -21,7 +21,7 @@ from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.model import ids
 
 _EXTENSION = ".ckpt"
-#: NeMo's marker beside a checkpoint that was not finished.
+#: NeMo's marker of a checkpoint that was not finished.
 _UNFINISHED = "-unfinished"
 _RANK_FOLDER = re.compile(
     r"(?:mp_rank_\d+(?:_fsdp_shard_\d+)?|tp_rank_\d+_pp_rank_\d+(?:_fsdp_shard_\d+)?|fsdp_shard_\d+)\Z"
@@ -128,7 +128,7 @@ def choose(
         return wanted[-1]
     broken = sorted({key for key, _ in (*listed, *((name, 0.0) for name in incomplete)) if _would_resume(key)})
     if len({*map(without_rank, incomplete)}) > 1:
-        # One alone is a first save that was cut off: there has never been anything to resume from.
+        # A single one is an interrupted first save: there has never been a checkpoint to resume from.
         broken = sorted({*broken, *incomplete})
     if broken:
         raise CheckpointNotFoundError(
@@ -165,6 +165,6 @@ def _would_resume(key: str) -> bool:
 
 
 def step_of(path: str) -> int:
-    """Returns the step that a path tells; -1 if it tells none."""
+    """Returns the step in a path; -1 without one."""
     step = ids.step_in_name(path)
     return -1 if step is None else step

@@ -10,7 +10,7 @@ S3_PATH_PREFIX = "s3://"
 
 
 def build_s3_url(bucket: str, key: str) -> str:
-    """``("b", "x/y")`` gives ``"s3://b/x/y"``.
+    """Returns ``"s3://b/x/y"`` for ``("b", "x/y")``.
 
     Raises:
         ConfigError: The bucket's name is not one that S3 allows.
@@ -19,5 +19,5 @@ def build_s3_url(bucket: str, key: str) -> str:
 
 
 def is_s3_url(path: str | os.PathLike[str] | None) -> bool:
-    """Tells whether a path is an S3 URL; also true for a ``Path``, which has lost a slash."""
+    """Returns True for an S3 URL; also for a ``Path``, which has lost a slash."""
     return path is not None and ids.is_s3_url(path.strip() if isinstance(path, str) else path)

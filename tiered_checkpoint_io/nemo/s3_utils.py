@@ -44,7 +44,7 @@ class S3Utils:
 
     @staticmethod
     def s3_path_exists(s3_path: StrPath, match_directory: bool = False, **options: Any) -> bool:
-        """Tells whether there is an object of this key, or, with ``match_directory``, one below ``key/``."""
+        """Returns True if there is an object of this key, or, with ``match_directory``, one below ``key/``."""
         bucket, key = ids.parse_s3_url(s3_path)
         if not key:
             return False

@@ -55,7 +55,7 @@ class Arrivals:
 
         Raises:
             CorruptCheckpointError: A description is damaged.
-            StoreError: The tier could not be asked.
+            StoreError: The tier could not be read.
         """
         part, missing = self.part, self.missing
         prefixes = ids.description_prefixes(part.save_id, missing)

@@ -37,7 +37,7 @@ def contents_there(store: Store, manifest: Manifest) -> tuple[Content, ...]:
     A sharded checkpoint's switch decides. Of one file, all contents are returned: only a read of all bytes decides.
 
     Raises:
-        StoreError: The tier does not answer.
+        StoreError: The tier could not be read.
     """
     contents = (manifest.content, *manifest.previous)
     if not manifest.previous:
@@ -66,7 +66,7 @@ def content_or_damage(store: Store, manifest: Manifest, progress: _Progress = la
         progress: Called with the bytes of each chunk that was read, from any thread.
 
     Raises:
-        StoreError: The tier could not be asked, which says nothing of the checkpoint.
+        StoreError: The tier could not be read, which says nothing of the checkpoint.
     """
     damage: Damage | None = None
     for content in contents_there(store, manifest):

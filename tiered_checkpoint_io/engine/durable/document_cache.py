@@ -43,7 +43,7 @@ class DocumentCache(Generic[_T]):
         """Returns all documents, by key: one list, and a GET for each that is new, or may have changed.
 
         Raises:
-            StoreError: The tier could not be asked.
+            StoreError: The tier could not be read.
         """
         now = clock.monotonic()
         listed = {entry.key: entry for entry in store.list(self.prefix)}

@@ -40,7 +40,7 @@ class Files:
 
         Raises:
             CorruptCheckpointError: Their description is missing, or is not the one that was committed.
-            StoreError: The tier could not be asked.
+            StoreError: The tier could not be read.
         """
         if self._index is None:
             return self._content.files
@@ -77,7 +77,7 @@ def files_of(store: Store, content: Content) -> Files:
 
     Raises:
         CorruptCheckpointError: Its index is missing, or is not the one that was committed.
-        StoreError: The tier could not be asked.
+        StoreError: The tier could not be read.
     """
     if content.index is None:
         return Files(store, content, None)
@@ -117,7 +117,7 @@ def read_description(store: Store, name: str, save_id: str, rank: int, digest: s
     Raises:
         CorruptCheckpointError: The description does not have the ``digest``, if one is given. It is of another part, or
             names files outside of its checkpoint.
-        StoreError: The description is missing, or the tier does not answer.
+        StoreError: The description is missing, or the tier could not be read.
     """
     key = ids.description_key(save_id, rank)
     data, where = store.get(key), f"{store.url}/{key}"
@@ -145,7 +145,7 @@ def paths_in(store: Store, contents: Iterable[Content]) -> set[str] | None:
     """Returns the keys of all files of some contents; None if an index is damaged, so that they are unknown.
 
     Raises:
-        StoreError: The tier could not be asked.
+        StoreError: The tier could not be read.
     """
     try:
         return {path for content in contents for path in files_of(store, content).sizes}

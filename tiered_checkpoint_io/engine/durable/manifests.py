@@ -73,7 +73,7 @@ class Manifests:
 
         Raises:
             CorruptCheckpointError: It has another format version.
-            StoreError: The tier could not be asked.
+            StoreError: The tier could not be read.
         """
         key = ids.manifest_key(name)
         tag: str | None
@@ -150,7 +150,7 @@ def if_intact(read: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T
 
     Raises:
         CorruptCheckpointError: It has another format version.
-        StoreError: The tier could not be asked.
+        StoreError: The tier could not be read.
     """
     try:
         return read(*args, **kwargs)
@@ -165,7 +165,7 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
 
     Raises:
         CorruptCheckpointError: The manifest can't be understood.
-        StoreError: The manifest exists, and can't be read: keep its objects. The tier does not answer.
+        StoreError: The manifest exists, and can't be read: keep its objects. The tier could not be read.
     """
     key = ids.manifest_key(name)
     try:
@@ -210,7 +210,7 @@ def names_of(store: Store) -> set[str]:
     """Returns all names that have a manifest, by one list; reads manifests that may be reservations.
 
     Raises:
-        StoreError: The tier could not be asked.
+        StoreError: The tier could not be read.
     """
 
     def is_there(entry: ObjectInfo) -> bool:
@@ -232,7 +232,7 @@ def newest_save_id(store: Store) -> str | None:
     """Returns the newest save id on the durable tier, by one list and the few last manifests.
 
     Raises:
-        StoreError: The tier could not be asked.
+        StoreError: The tier could not be read.
     """
     listed = _listed(store)
     last = sorted(listed, key=lambda name: listed[name].modified)[-_LAST:]

@@ -75,7 +75,7 @@ class Survey:
         """Returns all manifests, by name: one list, and a read of the new ones.
 
         Raises:
-            StoreError: The tier could not be asked.
+            StoreError: The tier could not be read.
         """
         read = self._manifests.read(store, clock).items()
         named = {name: value for key, value in read if (name := ids.name_from_manifest_key(key)) is not None}
@@ -86,7 +86,7 @@ class Survey:
         """Returns all checkpoints and aliases.
 
         Raises:
-            StoreError: The tier could not be asked.
+            StoreError: The tier could not be read.
         """
         read = self.manifests(store, clock)
         self.unread = {name: value for name, value in read.items() if isinstance(value, CorruptCheckpointError)}

@@ -142,7 +142,7 @@ class DurableCatalog:
     listed: set[str] | None = None
     #: Names of manifests whose objects were removed: by hand, or by a lifecycle rule.
     gone: set[str] = field(default_factory=set)
-    #: Reason why the tier could not be asked.
+    #: Error by which the tier could not be read.
     error: TieredCheckpointError | None = None
 
 

@@ -53,7 +53,7 @@ def committed_elsewhere(store_at: Callable[[str], Store], others: Iterable[ids.S
     """Returns the nearest of some places that has a manifest.
 
     Raises:
-        StoreError: The durable tier does not answer.
+        StoreError: The durable tier could not be read.
     """
     places = list(others)[:_MOST_FOLDERS]
     if not places:

@@ -194,7 +194,7 @@ class Search:
         Raises:
             RestoreError: The wanted checkpoint has another payload.
             Elsewhere: The checkpoint is another dirpath's: see :func:`at_its_place`.
-            StoreError: The durable tier does not answer, and memory does not suffice.
+            StoreError: The durable tier could not be read, and memory does not suffice.
             CorruptCheckpointError: A newer release wrote a checkpoint that may be the right one.
         """
         with contextlib.closing(self._candidates()) as candidates:

@@ -28,7 +28,7 @@ class Entries:
         """Returns the names right below a prefix, those of folders with a slash.
 
         Raises:
-            StoreError: The durable tier could not be asked.
+            StoreError: The durable tier could not be read.
         """
         if prefix not in self._listed:
             self._listed[prefix] = frozenset(self._children(prefix))

@@ -82,8 +82,8 @@ class PartSave:
             hashed: True if the state is hashed during the copy, and not by :meth:`seal`.
 
         Raises:
-            MemoryFullError: Neither memory nor the spill has room; the save is of memory alone.
-            SaveError: The same, and the save is to be durable.
+            MemoryFullError: Neither memory nor the spill has room; the save is memory-only.
+            SaveError: The same, for a durable save.
         """
         self.reserve(retained=retained)
         self.fill(hashed=hashed)

@@ -61,7 +61,7 @@ class DurableNameCache:
             patience_s: Bound of a silence of the durable tier, seconds; by default until its store gives up.
 
         Raises:
-            StoreError: The durable tier could not be asked, or was silent for so long.
+            StoreError: The durable tier could not be read, or was silent for so long.
         """
         if self._listed is None:
             # Saves since the names were asked for may be committed already.
