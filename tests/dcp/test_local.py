@@ -1,6 +1,10 @@
-"""Local checkpoints by real ranks: each its own state, and no collective on the way in or out."""
+"""Local checkpoints by real ranks: each its own state, no collective; and under a real agent of torchrun."""
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -183,3 +187,27 @@ def test_one_rank_of_each_replication_group_writes_and_all_load_what_all_can_get
 def test_other_kinds_are_refused(kind, memory_dir):
     with pytest.raises(ConfigError, match="allowed: 'sharded', 'local'"):
         dcp.async_save({}, checkpoint_id="step_1", kind=kind, memory_dir=memory_dir)
+
+
+WORKER = Path(__file__).with_name("elastic_worker.py")
+DIES_AT, LAST = 2, 5
+
+
+@pytest.mark.matrix
+def test_all_ranks_of_an_attempt_save_and_load_the_same(tmp_path, memory_dir):
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    line += ["--monitor-interval=0.1", str(WORKER), str(tmp_path), memory_dir, str(DIES_AT), str(LAST)]
+    # Else torchrun keeps a store in which gloo reads the addresses of dead ranks.
+    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    said = [[*map(json.loads, (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines())] for rank in (0, 1)]
+    before = next(each["save_id"] for each in said[0] if "saved" in each)
+    last = [[each for each in of_rank if "loaded" in each] for of_rank in said]
+    assert [of_rank[1:] for of_rank in last] == [[{"loaded": DIES_AT, "x": DIES_AT}]] * 2
+    for step in range(DIES_AT + 1, LAST + 1):
+        saved = [each["save_id"] for of_rank in said for each in of_rank if each.get("saved") == step]
+        manifest = tmp_path / "durable" / ids.manifest_key(f"step_{step}")
+        content = Manifest.from_json(manifest.read_bytes(), where=str(manifest)).content
+        assert saved == [content.save_id] * 2
+        assert ids.line_of(content.save_id) != ids.line_of(before)

@@ -1,9 +1,12 @@
-"""The drain, in this process."""
+"""The drain, in this process: its work, refusals and end, messages about failures, roots after a power loss."""
 
+import logging
 import os
+import shutil
 import time
 
 import pytest
+from support.clocks import VirtualClock
 from support.draining import drain, names, objects, readable, working
 from support.faulty import FaultyStore, Injected, refusing
 from support.story import op_id
@@ -14,10 +17,12 @@ from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain import status
 from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import Outcome
-from tiered_checkpoint_io.engine.drain.status import NewOutcomes
+from tiered_checkpoint_io.engine.drain.status import NewOutcomes, failure_of
+from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, Stores
 from tiered_checkpoint_io.engine.drain.unfinished import Begun
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.errors import StoreError
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 
 def of(operation, name="", times=None):
@@ -293,3 +298,81 @@ def test_a_forked_child_keeps_no_lock_alive(node):
     finally:
         os.close(go)
         os.waitpid(child, 0)
+
+
+@pytest.mark.timeout(30)
+def test_a_drain_by_hand_makes_the_folders_that_were_lost_and_a_corrupt_part_is_tried_once(node):
+    node.save("a.ckpt", b"a" * 1000)
+    (stored,) = node.tier.parts()
+    stored.file("a.ckpt").write_bytes(b"x" * 1000)
+    for name in ("quarantine", "slots", "status", "trash"):
+        shutil.rmtree(node.root / name)
+    assert drain(node).run(once=True)
+    assert node.tier.parts() == []
+    assert len(node.tier.quarantined()) == 1
+    shutil.rmtree(node.root / "saves")
+    assert drain(node).run(once=True), "without that there is nothing to drain"
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("torn", ["", '{"dirpath": "', "[]", "null"])
+def test_a_damaged_configuration_is_said_and_the_next_trainer_mends_it(torn, node, store, caplog):
+    node.save("a.ckpt", b"a" * 1000)
+    (node.root / "drain.json").write_text(torn)
+    assert drain(node).run(once=True)
+    assert "a.ckpt failed, to be tried again" in caplog.text
+    (node.root / "drain.json").write_text(node.config.to_json())
+    assert drain(node).run(once=True)
+    assert readable(store, "a.ckpt") == b"a" * 1000
+
+
+@pytest.mark.parametrize("action", ["save", "part", "copy", "alias", "retain"])
+def test_only_a_damaged_part_in_memory_is_told_as_quarantined(action):
+    config = TieredCheckpointConfig(dirpath="s3://bucket/run", namespace="gpt-1")
+    outcome = Outcome("1", action, "last.ckpt", -1, "failed", error="damaged", error_type="damaged_in_memory")
+    hint = failure_of(outcome, config).hint
+    is_part = action in ("save", "part")
+    assert ("moved to quarantine/, and it is not tried again" in hint) == is_part
+    assert ("it stays queued and is tried again" in hint) != is_part
+
+
+def test_a_failure_names_the_dirpath_of_its_own_operation():
+    """An earlier start may have queued it for another one."""
+    config = TieredCheckpointConfig(dirpath="s3://new/run", namespace="gpt-1")
+    outcome = Outcome("1", "save", "5.ckpt", 5, "failed", error="denied", dirpath="s3://old/run")
+    assert failure_of(outcome, config).key == outcome.url == "s3://old/run/5.ckpt"
+
+
+DAY = 24 * 3600.0
+
+
+class Looked:
+    def __init__(self, clock):
+        self._clock = clock
+        self.at = []
+
+    def abort_stale_uploads(self):
+        self.at.append(self._clock.now)
+        if len(self.at) == 2:
+            raise StoreError("away", reason="unavailable")
+
+    def close(self):
+        pass
+
+
+def test_uploads_that_were_given_up_are_looked_for_again_each_day(tmp_path, caplog):
+    clock = VirtualClock()
+    store = Looked(clock)
+    config = TieredCheckpointConfig.from_any(dirpath=str(tmp_path / "durable"), memory_dir=str(tmp_path))
+    (tmp_path / CONFIG_FILE).write_text(config.to_json())
+    stores = Stores(tmp_path, lambda *_: store, logging.getLogger("test"), clock)
+    for _ in range(4 * 24):
+        assert stores.get(stores.place) is store
+        stores.abort_abandoned(stores.place)
+        clock.advance(3600.0)
+    assert store.at == [0.0, DAY, 2 * DAY, 3 * DAY]
+    assert caplog.text.count("could not look for abandoned uploads") == 1
+    stores.close()
+    stores.get(stores.place)
+    stores.abort_abandoned(stores.place)
+    assert store.at[4:] == [4 * DAY], "as it is opened"

@@ -1,11 +1,15 @@
-"""A state becomes a part in memory: at once, whole, within its room, and without taking space anew."""
+"""A state becomes a part in memory: at once, whole, within its room, without taking space again; what is pickled is as it was."""
 
+import io
 import os
+from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from support.supporting import build
 
+from tiered_checkpoint_io.adapters.state import Rest
 from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.events import read_events
@@ -122,3 +126,19 @@ def test_a_capture_that_fails_leaves_no_part_and_gives_its_slot_back(opened, mon
     assert tier.usage() <= used + 6 * MIB
     save(engine, 14)
     assert steps(tier) == [3, 14]
+
+
+@pytest.mark.parametrize(
+    "of_callback",
+    [{"best": 0.5, "kinds": (int, torch.float32, torch.Size([2]))}, np.ones(3), torch.ones(3)],
+    ids=["plain", "objects", "tensors"],
+)
+def test_the_file_is_that_of_torch_save_at_the_moment_of_the_save(of_callback):
+    state = {"epoch": 1, "loops": OrderedDict(fit={"batches": 3}), "callbacks": {"Mine": of_callback}}
+    expected = io.BytesIO()
+    torch.save(state, expected)
+    rest = Rest(state, {})
+    state["loops"]["fit"]["batches"] = 4
+    if not isinstance(of_callback, dict):
+        of_callback[0] = 7
+    assert rest.file() == rest.file() == expected.getvalue()
