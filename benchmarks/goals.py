@@ -146,7 +146,7 @@ def _overlapped_call(script: str) -> Callable[[Mapping[str, Any]], Judged]:
     return judge
 
 
-#: As in a job: no saves or uploads of other kinds come between.
+#: Commands as in a job: no saves or uploads of other kinds come between.
 CALL, SHARDED_CALL = (f"{script} --modes overlapped --turns 80" for script in ("overlap", "overlap --sharded"))
 
 GOALS = (

@@ -128,7 +128,7 @@ class Bench:
         dcp.load(self.target, checkpoint_id="step_7", **options)
 
     def by_dcp_mapped(self, options: dict[str, Any]) -> None:
-        """As :meth:`by_dcp`, from the mapped file, as tensors are loaded that do not go to the device as they are."""
+        """Loads as :meth:`by_dcp`, from the mapped file, as for tensors that are converted for the device."""
         with mock.patch("tiered_checkpoint_io.adapters.pinned_reads.is_on_device", return_value=False):
             self.by_dcp(options)
 

@@ -52,7 +52,7 @@ def make_many(mebibytes: int, count: int) -> dict[str, Any]:
 
 
 def at_step(state: dict[str, Any], step: int) -> dict[str, Any]:
-    """As a trainer dumps it at another step: new dictionaries, keys and tensors that share the storages."""
+    """Returns a trainer's dump of another step: new dictionaries, keys and tensors that share the storages."""
     weights = OrderedDict((key[:1] + key[1:], tensor.detach()) for key, tensor in state["state_dict"].items())
     weights._metadata = OrderedDict((key.rpartition(".")[0], {"version": 1}) for key in weights)
     optimizers = [

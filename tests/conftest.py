@@ -180,7 +180,7 @@ def kept(tmp_path, memory_dir):
 
 @pytest.fixture(autouse=True, scope="session")
 def temporary_folder(tmp_path_factory):
-    """The system's temporary folder, where parts are spilled: one of this session."""
+    """Sets the system's temporary folder, to which parts are spilled, to one of this session."""
     folder = tmp_path_factory.mktemp("tmp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))

@@ -18,7 +18,7 @@ from tiered_checkpoint_io.nemo import S3CheckpointIO
 
 
 def train(cfg: DictConfig) -> Trainer:
-    """As NeMo's documents have it."""
+    """Trains as in NeMo's documents."""
     async_checkpointing = cfg.s3_checkpointing.get("enable_async_checkpointing", False)
     chunk_size_MB = cfg.s3_checkpointing.get("chunk_size_MB")  # noqa: N806 - NeMo's
     max_read_concurrency = cfg.s3_checkpointing.get("max_read_concurrency")

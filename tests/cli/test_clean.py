@@ -131,7 +131,7 @@ def test_it_warns_if_it_can_not_ask(memory_dir, monkeypatch):
 
 
 def test_it_ends_a_sidecar_that_has_nothing_to_do(node):
-    """As a DaemonSet runs it: it holds the drain's lock for ever."""
+    """A DaemonSet's sidecar holds the drain's lock for ever."""
     op = node.save("1.ckpt", b"A")
     with processes.start("flush", "--stay", *node.where) as sidecar:
         try:
@@ -203,7 +203,7 @@ def test_one_that_was_killed_is_finished_by_the_next(spilled, monkeypatch, kille
 
 
 def test_a_spill_in_use_is_kept_though_its_memory_is_not_seen_here(spilled, tmp_path):
-    """As by a container with a tmpfs of its own; the spill's folder may be given in another spelling, too."""
+    """The user is a container with a tmpfs of its own. The spill's folder may have another spelling, too."""
     shutil.rmtree(spilled.root)
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     named = ("--spill-dir", str(tmp_path / "link"), "--yes")

@@ -44,7 +44,7 @@ def test_a_missing_right_is_named_until_it_is_given_and_nothing_is_left(s3_url, 
     assert doctor(s3_url, "--endpoint-url", proxy.endpoint_url) == (0, {})
     bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
     left = s3_server.client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
-    # What could not be deleted.
+    # The object that could not be deleted.
     assert len(left) == 1
     assert len(s3_server.uploads(bucket, prefix)) == 1
 

@@ -1,4 +1,4 @@
-"""The command that uploads what is in node memory alone, because the node is about to go."""
+"""The command that uploads checkpoints that are only in node memory, because the node is about to go."""
 
 import os
 import shutil
@@ -66,7 +66,7 @@ def test_what_can_not_be_uploaded_stays_queued_and_is_said(node, tmp_path):
     assert "no such checkpoint: b.ckpt" in str(command("flush", "b.ckpt", *node.where).exception)
     for wrong in ("a.ckpt --all", "--stay a.ckpt", "--stay --all", "--stay --json", "--stay --ended"):
         assert command("flush", *wrong.split(), *node.where).exit_code == 2
-    # A file stands where the durable tier's directory should be.
+    # A file is in the place of the durable tier's directory.
     (tmp_path / "run").write_text("in the way")
     done, states = flushed(node)
     assert states == {"a.ckpt": "queued"}
@@ -86,7 +86,7 @@ def test_where_the_newest_is_damaged_the_one_before_is_uploaded_and_the_status_i
     more = {"oldest.ckpt": "durable"} if everything else {}
     assert (done.exit_code, states) == (1, {"newest.ckpt": "not_durable", "old.ckpt": "durable", **more})
     assert names_of(DirectoryStore(node.dirpath)) == {"old.ckpt", *more}
-    # It is in quarantine: there is nothing more to do, and nothing is lost that was not said.
+    # The part is in quarantine: there is no more work, and every loss was reported.
     assert flushed(node)[0].exit_code == 0
 
 
@@ -118,7 +118,7 @@ def test_the_coordinator_waits_for_the_other_nodes_only_so_long(node):
 
 
 def test_what_is_not_on_the_durable_tier_any_more_is_uploaded_again(node):
-    """The bucket was emptied or made anew since, and this node's memory is the last that has it."""
+    """The bucket was emptied or replaced since, and only this node's memory has the checkpoint."""
     node.save("a.ckpt", b"A")
     assert flushed(node)[1] == {"a.ckpt": "durable"}
     shutil.rmtree(node.dirpath)
@@ -127,7 +127,7 @@ def test_what_is_not_on_the_durable_tier_any_more_is_uploaded_again(node):
     store = DirectoryStore(node.dirpath)
     assert store.get("a.ckpt") == b"A"
     assert command("verify", node.dirpath, "--tier", "durable").exit_code == 0
-    # What another has saved there since stays.
+    # A later checkpoint of another run stays.
     committed = read_manifest(store, "a.ckpt")
     other = replace(committed, content=replace(committed.content, save_id=f"{committed.content.save_id[:-1]}9"))
     store.put(manifest_key("a.ckpt"), other.to_json())
@@ -137,7 +137,7 @@ def test_what_is_not_on_the_durable_tier_any_more_is_uploaded_again(node):
 
 
 def test_what_was_deleted_since_is_not_durable(node):
-    """As by save_top_k, while memory keeps it."""
+    """save_top_k deleted the checkpoint, and memory keeps it."""
     node.save("old.ckpt", b"O")
     node.save("new.ckpt", b"N")
     node.delete("old.ckpt")
@@ -164,7 +164,7 @@ def test_which_saves_are_flushed(memory_dir):
     assert [save.name for save in to_flush(node.tier.parts())] == ["full.ckpt", "step_1"]
     for rank in (1, 2):
         node.part("step_4", 4, rank, world_size=3)
-    # Of a save of several nodes this one can't tell whether it is complete.
+    # This node does not know whether a save of several nodes is complete.
     chosen = to_flush(node.tier.parts())
     assert [(save.name, save.missing) for save in chosen] == [("step_4", [0]), ("full.ckpt", []), ("step_1", [])]
     assert [save.name for save in to_flush(node.tier.parts(), name="step_2")] == ["step_2"]
@@ -182,7 +182,7 @@ def test_with_a_save_goes_all_of_its_step(node):
     """NeMo's averages are saved before the weights, and a restart takes no weights without them."""
     for step in (80, 90):
         for name in (f"step={step}-EMA.ckpt", f"step={step}.ckpt", f"mp_rank_01/step={step}.ckpt"):
-            # Of averages alone training can't resume, if they are saved without the optimizers.
+            # Training can't resume from only averages, without optimizers.
             node.save(name, b"A" * 100, durable=False, step=step, resumable="EMA" not in name)
     # A name may have been saved twice at one step.
     node.save("step=90.ckpt", b"B" * 100, durable=False, step=90)
@@ -263,7 +263,7 @@ def test_what_is_queued_is_uploaded_too_and_a_failure_of_it_is_an_error(node):
     (error,) = document["errors"]
     assert error.startswith("save of damaged.ckpt failed: ")
     assert names_of(DirectoryStore(node.dirpath)) == {"weights.ckpt"}
-    # It is in quarantine, and nothing is left to do.
+    # The part is in quarantine, and there is no more work.
     assert isinstance(command("flush", *node.where).exception, CheckpointNotFoundError)
 
 

@@ -29,7 +29,7 @@ def run(memory_dir, tmp_path):
 
 
 def test_a_restart_of_the_job_reads_from_memory(run, memory_dir):
-    """It looks only in its own namespace, which the manifest names."""
+    """The job looks only in its own namespace, which the manifest names."""
     done = command("get", run, "--memory-dir", memory_dir, "--json")
     document = document_of("get", done)
     assert (done.exit_code, document["name"], document["step"], document["ranks"]) == (0, "step=5.ckpt", 5, [0])
@@ -49,7 +49,7 @@ def test_a_restart_of_the_job_reads_from_memory(run, memory_dir):
 
 
 def test_one_beside_another_finds_what_that_has_brought(run, memory_dir, monkeypatch):
-    """As where each task of a node runs it."""
+    """Each task of a node runs the command."""
     line, fetch, others = ("get", run, "--memory-dir", memory_dir), export.fetch_chunk, []
 
     def late(*arguments):
@@ -79,7 +79,7 @@ def test_to_another_namespace_and_below_the_home(run, memory_dir, tmp_path, monk
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_of_an_overwrite_that_has_not_come_to_its_end_the_checkpoint_before_is_fetched(kind, memory_dir, tmp_path):
-    """The node died amid the upload: a restart takes what the file still is."""
+    """The node died during the upload: a restart reads the file's old content."""
     store, to = DirectoryStore(str(tmp_path / "run")), tmp_path / "here"
     committing.save(store, "a", 1, kind=kind)
     committing.begin_overwrite(store, "a", 2, kind=kind)
@@ -91,13 +91,13 @@ def test_of_an_overwrite_that_has_not_come_to_its_end_the_checkpoint_before_is_f
         path.name for path in (tmp_path / "run").glob("a" if kind == "full" else "a/*") if "00000002" not in path.name
     }
     if kind == "sharded":
-        # Another node asks for its part alone, of which both are there: it must be of the same save.
+        # Another node fetches only its part, which exists twice: it must be of the same save.
         done = command(*line, "--namespace", "other", "--rank", "1", "--json")
         document = json.loads(done.stdout)
         assert (done.exit_code, document["step"], document["ranks"]) == (0, 1, [1]), done.exception
         assert [each.part.rank for each in MemoryTier(namespace_root(memory_dir, "other")).parts()] == [1]
         assert command(*line, "--rank", "2").exit_code == 2
-    # Begun anew, it has changed over, and the manifest does not say so yet.
+    # The second try has changed over, and the manifest does not say so yet.
     switch = tmp_path / "run" / ("a" if kind == "full" else "a/.metadata")
     before = switch.read_bytes()
     manifest = store.get(manifest_key("a"))
@@ -106,7 +106,7 @@ def test_of_an_overwrite_that_has_not_come_to_its_end_the_checkpoint_before_is_f
     store.put(manifest_key("a"), manifest)
     done = command(*line, "--json")
     assert (done.exit_code, json.loads(done.stdout)["step"]) == (0, 2), done.exception
-    # What is neither the one nor the other is damaged.
+    # A file with neither content is damaged.
     switch.write_bytes(before[::-1])
     done = command(*line, "tiered:latest", str(tmp_path / "none"))
     assert isinstance(done.exception, CorruptCheckpointError)
@@ -115,7 +115,7 @@ def test_of_an_overwrite_that_has_not_come_to_its_end_the_checkpoint_before_is_f
 
 @pytest.mark.parametrize("to", ["here", "model.pt", "model.safetensors", "hf"])
 def test_a_file_that_exists_is_replaced_only_with_yes(to, run, tmp_path):
-    """Whole, or not at all: what goes wrong leaves the earlier file, and nothing beside it."""
+    """Whole, or not at all: an error leaves the earlier file, and no other file."""
     line = ["get", run, "step=5.ckpt", str(tmp_path / to)]
     line += ["--format", "safetensors", "--prefix", ""] if to in ("hf", "model.safetensors") else []
     assert command(*line).exit_code == 0
@@ -153,7 +153,7 @@ def test_what_goes_wrong(run, memory_dir, tmp_path):
     damaged.write_bytes(b"?" * damaged.stat().st_size)
     for arguments in (("--memory-dir", memory_dir), ("step=5.ckpt", str(tmp_path / "new"))):
         assert isinstance(command("get", run, *arguments).exception, CorruptCheckpointError)
-    # Nothing is left of them.
+    # No file of them is left.
     assert not [path for path in (tmp_path / "new").rglob("*") if path.is_file()]
     root = namespace_root(memory_dir, "gpt-1")
     assert [*MemoryTier(root).parts(), *os.listdir(root / "slots")] == []
@@ -168,7 +168,7 @@ def test_what_goes_wrong(run, memory_dir, tmp_path):
     ],
 )
 def test_an_empty_path_is_not_the_working_directory(arguments, tmp_path, monkeypatch):
-    # As of "$FOLDER", if that is not set.
+    # For example from "$FOLDER", if that is not set.
     monkeypatch.chdir(tmp_path)
     values = {"{run}": str(tmp_path / "run"), "{empty}": ""}
     done = command(*(values.get(each, each) for each in arguments.split()))

@@ -1,4 +1,4 @@
-"""``ls`` over all tiers: where each checkpoint is, and what has become of it."""
+"""``ls`` over all tiers: the tiers of each checkpoint, and its state."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_each_checkpoint_is_one_row_that_says_where_it_is_and_what_became_of_it(
     assert rows["1.ckpt"]["metric"] == {"monitor": "val_loss", "value": 0.25}
     assert rows["1.ckpt"]["created"] == "2027-01-15T08:00:00.000Z"
     assert (rows["1.ckpt"]["size_bytes"], rows["1.ckpt"]["url"]) == (1000, f"{node.dirpath}/1.ckpt")
-    # In memory alone it is damaged, so the durable tier's counts; and nowhere else, so it is corrupt.
+    # One is damaged only in memory, so the durable copy counts; another has no other copy, so it is corrupt.
     for stored in node.tier.parts()[:2]:
         node.tier.quarantine(stored.folder, "a chunk differs")
     rows = listed(node, memory_dir, status=1)
@@ -144,7 +144,7 @@ def state_of(done):
 
 
 def sent(node, name, number, rank, action):
-    """This node's drain has sent its part of a save of two ranks; that of rank 0 commits it."""
+    """Notes that this node's drain has sent its part of a save of two ranks; rank 0's drain commits it."""
     op = node.part(name, number, rank)
     node.queue.finish(Outcome(op, action, name, number, "committed"))
     (stored,) = [each for each in node.tier.parts() if each.op_id == op]
@@ -159,7 +159,7 @@ def test_what_other_nodes_upload_or_commit_is_not_called_durable(node, memory_di
     # Its owner was to commit it: this node has sent all that it could.
     sent(node, "sent", 3, 1, "part")
     sent(node, "ours", 4, 0, "save")
-    # A restore has brought it from a node that has yet to upload it.
+    # A restore has copied it from a node that has yet to upload it.
     part, files = full_part("brought.ckpt", 5)
     brought = replace(part, dirpath=node.dirpath)
     node.tier.commit(brought, files, drained=True, saved=False)
@@ -270,7 +270,7 @@ def test_what_is_overwritten_while_it_is_read_is_not_damaged(tier, monkeypatch):
 
 
 def test_on_a_real_server(s3_server, s3_bucket, memory_dir, monkeypatch):
-    """Options alone suffice; an empty bucket or prefix is an error, and so is a missing profile."""
+    """Options suffice; an empty bucket or prefix is an error, and so is a missing profile."""
     url = f"s3://{s3_bucket}/run"
     options = ("--endpoint-url", s3_server.endpoint_url, "--region", "us-east-1")
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION", "AWS_REGION"):

@@ -141,7 +141,7 @@ def drained(node):
 
 @pytest.mark.parametrize("what", ["status", "ls", "verify {dirpath}", "verify {dirpath} --tier memory"])
 def test_a_memory_dir_that_is_mistyped_is_not_passed_by(drained, memory_dir, what):
-    """The durable tier alone would be intact, and node memory taken for it."""
+    """Only the durable tier would be verified, and node memory would seem intact."""
     line = what.format(dirpath=drained.dirpath).split()
     wrong = command(*line, "--memory-dir", f"{memory_dir}/typo")
     assert isinstance(wrong.exception, ConfigError)
@@ -220,7 +220,7 @@ def test_commands_answer_programs(node, memory_dir, tmp_path):
     assert told("clean", *where, "--yes")["checkpoints"] == shown["checkpoints"]
     assert told("clean", *where)["checkpoints"] == []
     assert told("status", *where) == {"version": 1, "command": "status", "namespaces": []}
-    # What is damaged has a row, too.
+    # A damaged part has a row, too.
     (tmp_path / "run/.tiered/manifests/1.ckpt.json").write_text("{")
     assert [each["state"] for each in told("ls", node.dirpath, *where, status=1)["checkpoints"]] == [
         "durable",

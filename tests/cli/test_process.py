@@ -86,7 +86,7 @@ def test_a_stream_that_is_closed_changes_no_status(dirpath, closed):
 
 
 def test_names_that_the_locale_has_no_letters_for_are_escaped(tmp_path):
-    """As of a terminal or a pipe whose locale is another than UTF-8."""
+    """The terminal or pipe has a locale other than UTF-8."""
     save(DirectoryStore(str(tmp_path / "run")), "\u2603.ckpt", 1)
     env = {**KEYS, "PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1:strict"}
     listed = processes.start("verify", str(tmp_path / "run"), env=env)

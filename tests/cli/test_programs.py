@@ -1,4 +1,4 @@
-"""The functions for programs beside the training: what is new, waiting, silence, and what they cost."""
+"""The functions for other programs than the training: new checkpoints, waits, silence, and cost."""
 
 import math
 import os
@@ -24,7 +24,7 @@ from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
 def test_each_durable_checkpoint_is_new_once_also_across_a_restart(node):
-    """An evaluator that is begun before the run, is stopped, and goes on behind what it has worked on."""
+    """An evaluator starts before the run, is stopped, and continues after its last checkpoint."""
     stop = threading.Event()
     news = new_checkpoints(node.dirpath, every_s=0.01, stop=stop, after="")
     saved = []
@@ -32,7 +32,7 @@ def test_each_durable_checkpoint_is_new_once_also_across_a_restart(node):
     def begin(name):
         saved.append(node.save(name, b"A"))
         node.save("memory.ckpt", b"M", durable=False)
-        # What stands for the same bytes is not new.
+        # A further name of the same bytes is not new.
         node.alias("last.ckpt", name)
         node.request("copy", "copy.ckpt", name)
         node.drain()
@@ -42,7 +42,7 @@ def test_each_durable_checkpoint_is_new_once_also_across_a_restart(node):
     begin("1.ckpt")
     second = next(news)
     assert (second.name, second.save_id, second.step) == ("1.ckpt", saved[1], 5)
-    # Of what was deleted under a copy that stays, the copy stands for it.
+    # A copy that stays replaces a deleted checkpoint.
     begin("3.ckpt")
     node.delete("3.ckpt")
     node.drain()
@@ -69,7 +69,7 @@ def test_what_is_handed_out_stays_until_the_next_one_is_asked_for(node):
     assert next(news).name == "1.ckpt"
     assert left_without("1.ckpt") == ["1.ckpt", "2.ckpt", "3.ckpt"]
     assert left_without("2.ckpt") == ["1.ckpt", "3.ckpt"]
-    # What was deleted before its turn is left out.
+    # A checkpoint that was deleted before its turn is left out.
     assert next(news).name == "3.ckpt"
     assert left_without("1.ckpt") == ["3.ckpt"]
     news.close()
@@ -170,7 +170,7 @@ def test_an_outage_is_told_once_and_waited_out_but_for_the_first_look(node, monk
 
 
 def test_what_was_out_of_sight_for_a_look_is_not_new_again(node, caplog):
-    """As where a network file system is mounted anew."""
+    """A network file system is mounted again."""
     away = f"{node.dirpath}.away"
 
     def bring_back():

@@ -11,7 +11,7 @@ from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 @pytest.fixture
 def node(node):
-    """One checkpoint on both tiers, one of two ranks on both, one in memory alone, and a replica."""
+    """Makes checkpoints: one on both tiers, one of two ranks on both, one only in memory, and a replica."""
     node.save("a.ckpt", b"A" * 100)
     for rank in (0, 1):
         node.part("b", 2, rank)
@@ -57,7 +57,7 @@ def test_damage_is_named_by_file_tier_and_rank(node, tmp_path):
     lines = command("verify", node.dirpath, *node.where).stdout.splitlines()
     (line,) = [line for line in lines if "c.ckpt" in line]
     assert line == f"DAMAGED\tmemory\tc.ckpt\t0\town\t{held}: bytes 0-100 of 'c.ckpt' differ from their hash"
-    # Damage is left where it is: a restart quarantines it, and looks for the next copy.
+    # verify does not move damaged parts: a restart quarantines them, and looks for the next copy.
     assert held.exists()
 
 
@@ -66,7 +66,7 @@ def test_one_checkpoint_by_its_url_whose_file_is_too_long_or_short(node, tmp_pat
     node.drain()
     for damaged in (b"A" * 99, b"A" * 101):
         (tmp_path / "run" / "a.ckpt").write_bytes(damaged)
-        # As a callback's best_model_path has it.
+        # The form of a callback's best_model_path.
         found = command("verify", node.dirpath, f"{node.dirpath}/last.ckpt", "--tier", "durable")
         assert (found.exit_code, found.stdout.count("DAMAGED\tdurable\tlast.ckpt\t")) == (1, 1)
 

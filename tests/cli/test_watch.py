@@ -55,7 +55,7 @@ def test_what_a_command_reads_is_held_meanwhile(node, memory_dir, tmp_path, capf
 
 
 def test_a_command_is_not_run_for_what_was_overwritten_before_its_turn(node, memory_dir, tmp_path, capfd):
-    """Its variables would tell the step of one checkpoint, and its URL lead to another."""
+    """Its variables would have the step of one checkpoint, and the URL of another."""
     for name in ("first.ckpt", "last.ckpt"):
         node.save(name, b"A")
     node.drain()

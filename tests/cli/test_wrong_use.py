@@ -32,9 +32,9 @@ class Use:
 
     Attributes:
         arguments: Its arguments.
-        unknown: The same, where they name what is not there.
-        makes: The checkpoints that are durable behind it.
-        removes: Those that are not, any more.
+        unknown: The same, with a name that does not exist.
+        makes: The checkpoints that are durable after it.
+        removes: The checkpoints that are no longer durable.
         files: Files that it writes outside of the tiers.
     """
 
@@ -57,7 +57,7 @@ USES = {
     "prune": Use("{url} --keep-latest 1 --yes", removes=("c1", "c2", "c3")),
     "watch": Use("{url} --idle-timeout 0 --exec true --after= --memory-dir {memory}"),
 }
-#: Those that write beside a reading.
+#: Commands that read and write.
 WRITE = ("get", "get to memory", "flush", "prune", "watch")
 
 
@@ -130,7 +130,7 @@ class Scene:
         A prune, and an upload of several, is done for each checkpoint by itself.
         """
         self.proxy.plan = as_it_is
-        # Of a process that has ended, a lease counts no more; this one goes on.
+        # A lease of an ended process does not count; this process continues.
         for lease in list(self.store.list(LEASE_PREFIX)):
             self.store.delete(lease.key)
         status, out, err = self.run("verify", self.url, "--tier", "durable")
@@ -173,7 +173,7 @@ def test_each_right_that_is_missing(command, scene):
         scene.proxy.plan = Judge(policy(RIGHTS - {missing})).plan
         said = scene.run(*scene.line())
         if said[0] == 0:
-            # It does without: all that is not as it should be is said.
+            # The command does without the right: it warns of all that it could not do.
             assert all(line.startswith("warning: ") for line in said[2].splitlines()), said
             scene.nothing_is_half_done(done=True)
             scene.begin(command)
@@ -186,7 +186,7 @@ def test_each_right_that_is_missing(command, scene):
 
 @pytest.mark.parametrize("command", cases(USES, quick=("get a file",)))
 def test_what_is_not_there_and_a_pipe_that_is_closed(command, scene):
-    """As behind ``| head -1``: no line more, and what the command does is done."""
+    """Behind ``| head -1``, no further line is printed, and the command's work is done."""
     scene.begin(command)
     if scene.use.unknown:
         is_one_line(scene.run(*scene.line(scene.use.unknown)), "no")
@@ -229,7 +229,7 @@ def test_ctrl_c_in_the_middle(command, scene):
     finally:
         ended.set()
     (line,) = (line for line in err.splitlines() if "has not answered" not in line)
-    # A prune ends its work by itself, and leaves where the server keeps them from it.
+    # A prune ends its work by itself, and leaves the operations that the server keeps back queued.
     said = "queued operations stay queued" if command == "prune" else "interrupted"
     assert (status, said in line) == (130, True), err
     # A drain that works for the command keeps running.

@@ -1,6 +1,6 @@
 """The writes of a commit: stopped at any of them, a reader finds old or new, complete, and a rerun finishes it.
 
-One list of stories, over checkpoints of one part and of several, listed in the manifest and beside it.
+One list of stories, over checkpoints of one part and of several, listed in the manifest and in an index.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ STORIES = {
         (2, None),
     ),
 }
-#: Those of several parts alone, and changes from one kind to another.
+#: Cases only for several parts, and changes from one kind to another.
 MIXED = {
     "overwrite by fewer ranks": (
         lambda s, k: save(s, "a", 1, kind="sharded", world_size=3),
@@ -97,7 +97,7 @@ MIXED = {
 
 
 def once(cases, *seldom):
-    """All of them; those of the kinds that differ in their index or switch alone are further cases, but for an overwrite."""
+    """Returns all cases; kinds that differ only in their index or switch are further cases, except an overwrite."""
     return [
         pytest.param(*case, marks=pytest.mark.matrix)
         if any(kind in " ".join(case) for kind in seldom) and case[0] != "overwrite"
@@ -162,7 +162,7 @@ def test_an_alias_to_nothing_is_refused_and_the_old_one_stays(tmp_path):
 
 
 def test_requests_spare_what_was_saved_or_linked_later(tmp_path):
-    """As one of a dead run, on a node that comes back when the job has long gone on elsewhere."""
+    """A dead run's request is on a node that comes back after the job has continued elsewhere."""
     store = DirectoryStore(str(tmp_path))
     for number, name in ((1, "a"), (3, "b"), (5, "c")):
         save(store, name, number)
@@ -204,7 +204,7 @@ def test_a_file_that_never_became_a_checkpoint_is_removed_by_its_name(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_runs_whose_clocks_disagree_who_comes_last_has_the_name_but_for_what_was_left_over(kind, tmp_path):
-    """As a save of a dead run that waited in the memory of its node while the job went on elsewhere."""
+    """A dead run's save waited in the memory of its node while the job continued elsewhere."""
     store = FlatStore(str(tmp_path))
     save(store, "a", 2, kind=kind)
     old_run = "20200101T000000.000000-00000000"

@@ -206,7 +206,7 @@ def test_an_index_or_description_that_is_not_as_committed_is_damage(which, damag
     with pytest.raises(CorruptCheckpointError) as caught:
         files_of(store, content).of_rank(1)
     assert key in caught.value.key
-    # It can be overwritten and deleted all the same.
+    # The checkpoint can still be overwritten and deleted.
     save(store, "a", 3, suffix="-3")
     assert readable(store, "a") == 3
     delete(store, "a")

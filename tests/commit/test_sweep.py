@@ -103,7 +103,7 @@ def test_a_locked_file_keeps_no_other_save_and_is_asked_for_once(store):
 
 
 def test_a_drain_that_comes_back_can_not_commit_what_is_swept_at_that_moment(store):
-    """It has found all files of its save, and is about to write the manifest."""
+    """The drain has found all files of its save, and is about to write the manifest."""
     for rank in (1, 0):
         part, data = make_part("a", 1, rank, kind="local")
         commit.put_part(store, part, views_of(data))

@@ -60,7 +60,7 @@ BAD = [
     ("region", "text, or null", S3, [7]),
     ("profile", "text, or null", S3, [""]),
     ("s3_options", "a mapping of boto3's names", S3, ["aws:kms"]),
-    # What means nothing to the durable tier that is configured.
+    # Options without a meaning for the configured durable tier.
     ("endpoint_url", "dirpath is /a/folder; a bucket is s3://bucket/run", {}, ["http://host"]),
     ("region", "dirpath is gs://bucket/run", {"dirpath": "gs://bucket/run"}, ["eu-central-1"]),
     ("replication_factor", "1 to 64", {}, [0, 65, True]),

@@ -77,7 +77,7 @@ def test_bad_names_and_options_are_refused_and_nothing_is_saved(kept, tmp_path):
     for name in ("part.json", "a/drained", ".drained", "pinned", "replicated"):
         with pytest.raises(ConfigError, match=r"its own files.*such as '\.ckpt'"):
             io.save_checkpoint(state(2), name)
-    # No command would take such a name: it stands for a choice.
+    # No command would take such a name: it is a sentinel.
     writer = build(TieredStorageWriter, **kept.options, **kept.support)
     for act in (
         lambda: io.save_checkpoint(state(2), "tiered:x.ckpt"),
@@ -110,7 +110,7 @@ def test_bad_names_and_options_are_refused_and_nothing_is_saved(kept, tmp_path):
 
 @pytest.fixture
 def unreachable(monkeypatch):
-    """Nobody listens there, and patience, of two minutes by default, is short."""
+    """Makes an endpoint without a server, and shortens the bound, by default two minutes."""
     for key in KEYS:
         monkeypatch.setenv(key, "x")
     with hurried(retry_deadline_s=0.2, retry_first_wait_s=0.05, retry_max_wait_s=0.2):

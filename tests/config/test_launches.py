@@ -137,7 +137,7 @@ def test_one_process_of_each_node_leads_whatever_started_it(rank, environment, l
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(world, "current_rank", lambda: rank)
     assert world.leads_node() == leads
-    # If nothing tells the first rank of a node, any may take up what the node has left.
+    # If the first rank of a node is not known, any rank may continue the node's uploads.
     is_told = "LOCAL_RANK" in environment or str(rank) in (
         environment.get(name) for name in names if "LOCAL" not in name
     )

@@ -1,4 +1,4 @@
-"""Log lines: who, where, which step, how long, how much; into a file, and to a user's own logger."""
+"""Log lines: rank, place, step, time and size; into a file, and to a user's own logger."""
 
 import gc
 import logging
@@ -225,7 +225,7 @@ def test_the_users_logging_is_kept_and_nothing_is_said_twice(tmp_path, setting, 
     assert said == console
     assert {path.name: path.read_text().splitlines() for path in tmp_path.glob("*.log")} == files
     if logs:
-        # It is asked for by itself: of the user's settings, the level of our logger alone concerns it.
+        # The file depends only on the level of our logger, not on the user's other settings.
         asked = ["INFO", "WARNING"] if rank == 0 else ["WARNING"]
         asked = ["DEBUG", "DEBUG", "WARNING"] if setting == OURS % "DEBUG" else asked
         assert [each["level"] for each in lines(logs / "gpt-1_checkpointing.log")] == asked

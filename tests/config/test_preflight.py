@@ -55,7 +55,7 @@ class Said(logging.Handler):
 
 
 def fit(runs, *, memory_steps=True, ballast=0, ckpt_path=None, callback=None, **options):
-    """Trains three steps with memory steps alone; gives the trainer, its error and its warnings."""
+    """Trains three steps with only memory steps; returns the trainer, its error and its warnings."""
     said, model = Said(), Model(ballast=ballast)
     options = {"wait_timeout_s": 20, "save_on_train_end": False, "drain": "thread", **options}
     callback = callback or TieredModelCheckpoint(memory_every_n_train_steps=1, save_top_k=0)
@@ -141,7 +141,7 @@ def test_what_no_retry_can_mend_is_an_error_that_names_it(setup, runs, proxy, mo
     assert (error.reason, error.operation) == (reason, operation)
     assert error.key.startswith(options.get("dirpath", runs.dirpath))
     assert hint in error.hint
-    # Nothing stays there but what may not be deleted, and the error says where that is.
+    # Only objects that may not be deleted stay there, and the error names them.
     assert all(key in error.message for key in probes(runs))
     assert proxy.counts["part"] == 0
 
@@ -154,7 +154,7 @@ def test_memory_too_small_is_an_error_only_where_nothing_can_be_saved(runs, tmp_
         assert "parameters and buffers alone take 12.00 MiB; memory can hold 8.00 MiB" in error.message
         assert (error.operation, error.key, trainer.global_step) == ("save", str(folder), 0)
         assert "spill_dir" in error.hint
-        # A named spill, which is made if it is missing, holds steps of memory alone, too.
+        # A named spill, which is made if it is missing, holds memory-only steps, too.
         trainer, error, said = fit(runs, **{**small, "spill_dir": str(tmp_path / "disk" / "spill")})
         assert (error, trainer.global_step) == (None, 3)
         assert list((tmp_path / "disk").glob("spill/*/*/saves/*/rank-00000/part.json"))
@@ -199,10 +199,10 @@ def test_a_restart_after_a_role_was_changed_continues_from_memory(runs, proxy):
     (line,) = (line for line in said.lines if "preflight" in line)
     assert "S3 put failed (AccessDenied, HTTP 403)" in line
     assert "training continues, because node memory holds a checkpoint to resume from" in line
-    # It repeats: a later save shows that the upload failed.
+    # The error repeats: a later save shows that the upload failed.
     (line, *_) = (line for line in said.lines if "epoch=0-step=4.ckpt did not reach the durable tier" in line)
     assert "AccessDenied" in line
-    # What a restart itself would fail for is an error, whatever memory holds.
+    # If the restart itself would fail, this is an error, even with a checkpoint in memory.
     proxy.plan = where(DENIED, operation="list")
     assert tried(runs, **reached)[0].operation == "list"
     # Another node, whose memory holds nothing, is refused.

@@ -1,7 +1,7 @@
-"""Each kind of checkpoint behind one interface: how it is saved, aliased, deleted and loaded by its public API.
+"""Each kind of checkpoint behind one interface: save, alias, delete and load by its public API.
 
-A :class:`Job` is one process of a job on one node. Its state is a tensor that holds a number, so that a story tells
-by the number what was loaded. Jobs drain in a thread; all that is opened is closed by the test's fixture.
+A :class:`Job` is one process of a job on one node. Its state is a tensor that holds a number, so that the number
+identifies the loaded checkpoint. Jobs drain in a thread; all that is opened is closed by the test's fixture.
 """
 
 import contextlib
@@ -91,7 +91,7 @@ class Job:
         self.engine.session.wait()
 
     def has_to_end(self):
-        """As of now: what is queued stays queued."""
+        """Ends all waits now: queued operations stay queued."""
         session = self.engine.session
         session.leave_by(session.clock.monotonic())
 

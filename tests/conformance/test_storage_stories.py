@@ -168,7 +168,7 @@ def test_another_job_below_one_base_path_does_not_resume_from_this_one(kind, s3_
 @pytest.mark.parametrize("kind", ["full", "sharded"], indirect=True)
 @pytest.mark.parametrize("own", ["new", pytest.param("", marks=pytest.mark.matrix)], ids=["beside", "above"])
 def test_a_checkpoint_of_another_run_is_verified_whatever_folders_its_name_has(start, dirpath, memory_dir, own):
-    """A URL does not tell which of the folders above the file is that run's dirpath."""
+    """A URL does not show which of the folders above the file is that run's dirpath."""
     job = start(dirpath=f"{dirpath}/old", namespace="one")
     job.save(1, "best/step_1.ckpt")
     job.alias("best/last.ckpt", "best/step_1.ckpt")

@@ -1,6 +1,6 @@
 """The same stories of checkpoints, over each kind, and over a directory and a real S3 server as the durable tier.
 
-Each story is written once, over :class:`kinds.Job`. What a kind does not have:
+Each story is written once, over :class:`kinds.Job`. Some kinds lack some stories:
 
 =================================  ====  =======  =====  ==============================================================
 story                              full  sharded  local  why not
@@ -31,7 +31,7 @@ from .kinds import KINDS, METRICS, SENTINELS, lose_memory
 #: In elements: some 8 MB, for a node of 4 MiB.
 LARGE = 2_000_000
 LATEST, LAST = "tiered:latest", "tiered:last"
-#: For what happens in memory alone, and what is done to files of the durable tier.
+#: For stories only in memory, and stories that change files of the durable tier.
 on_a_directory = pytest.mark.parametrize("dirpath", ["directory"], indirect=True)
 on_s3 = pytest.mark.parametrize("dirpath", ["s3"], indirect=True)
 #: ``save_last=True`` and ``save_last="link"``; of several files there is no copy, so that both are an alias.

@@ -1,4 +1,4 @@
-"""Lightning's Trainer and the checkpoint IO alone, used as the card's own example has it."""
+"""Lightning's Trainer with only the checkpoint IO, used as in the card's own example."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tiered_checkpoint_io.errors import ConfigError
 
 @pytest.fixture
 def runs(tmp_path, durable_dir, memory_dir, monkeypatch):
-    # Where Lightning's default callback would write to.
+    # The folder of Lightning's default callback.
     monkeypatch.chdir(tmp_path)
     return Runs(durable_dir, memory_dir, tmp_path)
 

@@ -32,7 +32,7 @@ class Model(torch.nn.Linear):
 
 
 def total(*states):
-    """The sum of all numbers in the tensors of states, which a load has to bring back."""
+    """Returns the sum of all numbers in the tensors of states, which a load has to restore."""
     found = 0.0
     for state in states:
         if isinstance(state, torch.Tensor):
@@ -187,7 +187,7 @@ class NLPDDPStrategy(lightning.strategies.DDPStrategy):
 
 
 def nemo(job):
-    """Trains, and goes on where that ended; the steps at which each began and ended."""
+    """Trains, then resumes; returns the steps at which each began and ended."""
     from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector
     from tiered_checkpoint_io.nemo.io import S3CheckpointIO
 

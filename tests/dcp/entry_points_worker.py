@@ -28,7 +28,7 @@ GROUPS = ("default", "given", "last")
 
 
 def save_cases(groups):
-    """Each with its group, entry point, what the writer is told, whether an id is given, and the writer's use."""
+    """Returns cases: group, entry point, arguments of the writer, whether an id is given, and the writer's use."""
     found = itertools.product(groups, SAVES, TOLD, GIVEN, USED)
     # torch's save_state_dict takes no checkpoint_id; its process for saves has the group of the first one for ever.
     found = (case for case in found if case[:2] != ("last", "process"))
@@ -55,7 +55,7 @@ def values(state):
 
 @functools.cache
 def how(group):
-    """Returns the arguments that tell torch of a group, which all ranks make."""
+    """Returns the arguments that name a group to torch; all ranks make the group."""
     ranks = list(range(dist.get_world_size())) if group != "default" else []
     return {"process_group": dist.new_group(ranks if group == "given" else ranks[-1:])} if ranks else {}
 
@@ -75,7 +75,7 @@ def load(entry, loaded, reader, arguments):
 
 
 class Ours:
-    """Our writer and reader of one case, in memory alone."""
+    """Our writer and reader of one case, only in memory."""
 
     def __init__(self, job, case):
         self._options = {**job["options"], "namespace": case}
@@ -97,7 +97,7 @@ class Ours:
 
 
 class Stock:
-    """Torch's own, in a folder. It has no newest checkpoint: a reader that is told nothing has the last saved."""
+    """Torch's own, in a folder. There is no newest checkpoint: a reader without arguments has the last saved."""
 
     def __init__(self, job, case):
         self._folder = f"{job['folder']}/{case}"
@@ -129,7 +129,7 @@ def saved_by(tiers, case):
         name = 1 if used == "again" and told == "step" else number
         with refusing(outcomes):
             if writer is None or used == "new":
-                # Torch's own can't be told nothing, and takes a checkpoint_id in place of its path.
+                # torch's own needs an argument, and takes a checkpoint_id instead of its path.
                 told_stock = "path" if given and told == "nothing" and isinstance(tiers, Stock) else told
                 writer = tiers.writer(told_stock, number)
             arguments = {**how(group), **({"checkpoint_id": tiers.given(name)} if given else {})}
@@ -148,7 +148,7 @@ def loaded_by(tiers, case):
     for number in (1, 2):
         save("save", state(number, group), tiers.writer("path", number), how(group))
     outcomes, reader = [], None
-    # The first load of one that is used again gives an id; the second does so where the case says so.
+    # The first load by a reader that is used again gives an id; the second does so if the case says so.
     for number, has_id in ((1, True), (2, given)) if used == "again" else ((1, given), (2, given)):
         with refusing(outcomes):
             loaded = state(0, group)

@@ -89,7 +89,7 @@ def state_of(shard, number, degree=2):
 def blank(shard):
     state = state_of(shard, 0)
     state["model"]["weight"].to_local().zero_()
-    # As an optimizer before its first step has it.
+    # The state of an optimizer before its first step.
     return {**state, "optimizer": {"state": {}, "param_groups": [{"lr": 0.0}]}, "text": ""}
 
 
@@ -177,14 +177,14 @@ def save_now(job, number, kind, late=None, **more):
 def save_spoilt(job, number, kind):
     """The coordinator's part can't be uploaded."""
     if dist.get_rank() == 0:
-        # As the manifest's file: the other rank's part gets there.
+        # A folder in the place of the manifest: the other rank's part is uploaded.
         (Path(job["options"]["dirpath"]) / ids.manifest_key(f"step_{number}")).mkdir()
     dist.barrier()
     return save_now(job, number, kind)
 
 
 def come_late(job, ranks):
-    """These begin the next step a while after the others."""
+    """Has these ranks begin the next step a while after the others."""
     time.sleep(1.0 if dist.get_rank() in ranks else 0.0)
 
 
@@ -322,7 +322,7 @@ def save_shards(job, ranks, coordinator, breaks=(), takes_part=None):
 
 
 def fsdp_local(job, number):
-    """An FSDP2 model and its optimizer, saved and loaded by each rank alone."""
+    """Saves and loads an FSDP2 model and its optimizer on each rank by itself."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     model, optimizer = worker.fsdp_job(number)

@@ -1,4 +1,4 @@
-"""The code that the documents of other libraries give runs here, but for imports, buckets and devices."""
+"""Code from the documents of other libraries runs here, except imports, buckets and devices."""
 
 import re
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_the_blocks_of_the_sagemaker_library(block):
         assert "failed" not in answer["said"]
         assert answer["loaded"] == [[990, 4, True], [500, 4, True]]
         assert [step for step, _ in answer["found"]] == [2002, 2003, 2004]
-        # The second is of node memory alone.
+        # The second is memory-only.
         paths = [path for _, path in answer["found"][::2]]
         assert paths == [f"/blocks/any/path/here/step_{step}" for step in (2001, 2003)]
 
@@ -51,7 +51,7 @@ def test_the_complete_example_of_the_sagemaker_library_and_its_restart(block):
         assert "No checkpoint found, starting from scratch" in answer
         assert "Failure" not in answer
     for answer in block("sagemaker_library", "complete"):
-        # It ends its process group without waiting for its last save, which may be lost.
+        # The example ends its process group without waiting for its last save, which may be lost.
         assert re.search("Resumed training from step 9[89]1", answer), answer
 
 

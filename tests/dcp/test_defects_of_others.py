@@ -25,7 +25,7 @@ def test_writers_and_readers_ask_s3_for_little_however_many_there_are(s3_url, s3
         config = {"dirpath": s3_url, "memory_dir": memory_dir, "endpoint_url": proxy.endpoint_url}
         saves = 5
         for step in range(saves):
-            # As the documents of such libraries have it: one writer a save.
+            # One writer a save, as in the documents of such libraries.
             writer = TieredStorageWriter(**config, step=step, wait=True)
             dcp.save({"a": torch.full((1000,), float(step))}, storage_writer=writer)
         writer.close()
@@ -46,7 +46,7 @@ def test_writers_and_readers_ask_s3_for_little_however_many_there_are(s3_url, s3
 
 # ---------------------------------------------------------------------------------- resident memory
 def resident():
-    """This process's memory of its own and its mapped tmpfs pages, MiB."""
+    """Returns this process's own memory and its mapped tmpfs pages, MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     found = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines if line.startswith("Rss")}
     return found["RssAnon"], found["RssShmem"]
@@ -78,7 +78,7 @@ def test_a_save_and_a_load_take_no_memory_but_the_tiers_own(memory_dir, tmp_path
     state = {f"layer.{number}": torch.randn(MIB) for number in range(24)}
     size = 24 * 4
     writer = TieredStorageWriter(**config, wait=True)
-    # What is imported and set up at first use is not what is measured.
+    # Imports and the set-up at first use are not measured.
     dcp.save({"a": torch.zeros(3)}, checkpoint_id="step_1", storage_writer=writer)
     with growth() as saving:
         dcp.save(state, checkpoint_id="step_2", storage_writer=writer)

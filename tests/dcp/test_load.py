@@ -29,7 +29,7 @@ def test_a_job_goes_on_from_memory_after_all_its_processes_died(ranks):
 
 
 def test_what_grows_with_tensors_and_ranks_goes_to_no_rank_from_all_others(ranks, memory_dir):
-    """It would be in each rank's memory as often as there are ranks."""
+    """Each rank would hold as many copies as there are ranks."""
     ranks(3, ["save_grown", 1, 200], ["close"], nodes="aab")
     (path,) = Path(memory_dir, "a").glob("tiered-*/*/saves/*/rank-00000/.metadata*")
     assert path.stat().st_size > 20 * SMALL
@@ -48,7 +48,7 @@ def test_an_fsdp2_model_and_its_optimizer_go_on_with_fewer_ranks(ranks):
 
 
 def test_three_ranks_read_each_byte_of_four_once_and_list_once(ranks, s3_url, memory_dir):
-    """Each reads one file alone, or most of it, and shares others."""
+    """Each rank reads one file by itself, or most of it, and shares other files."""
     ranks(4, ["save", 3, {"rows": 120_000}], ["close"], dirpath=s3_url, save_to_s3=True)
     lose_memory(memory_dir)
     os.mkdir(memory_dir)

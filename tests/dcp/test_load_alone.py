@@ -56,7 +56,7 @@ def test_the_latest_is_taken_by_its_sentinel_and_another_one_is_told_what_there_
 
 
 def test_what_lies_in_folders_side_by_side_is_never_mixed_up(config):
-    """Averaged weights beside a training, and process groups that save into one dirpath."""
+    """Averaged weights of a training, and process groups that save into one dirpath."""
 
     def save(number, name, **more):
         ours.save(state(number), checkpoint_id=name, **config, **more)
@@ -87,7 +87,7 @@ def test_what_lies_in_folders_side_by_side_is_never_mixed_up(config):
     # More of others' than are looked at first, and none in memory.
     for step in range(3, 40):
         save(50, f"ema/step_{step}", wait=False)
-    # A restart passes by the newest beside the one that is meant.
+    # A restart skips a newer checkpoint of another folder.
     ours.save(state(60), checkpoint_id="export_step_60.pt", kind="full", **config)
     load()[1].close()
     assert load(namespace="another-node")[0] == 31

@@ -73,7 +73,7 @@ def test_ranks_save_and_load_alone_over_restarts_and_overwrites(job, tmp_path, m
     assert [answer["same"] for answer in got(again)] == [True, True]
     assert got(fsdp) == [True, True]
 
-    # A new start: what one rank alone had saved does not mix with what is saved under its name now.
+    # A new start: a save of only one rank does not mix with a new save under its name.
     loaded, redone, _, held, _, repaired, over, _, final = job(
         2,
         ["load_local", 2, {"checkpoint_id": "step_2"}],
@@ -173,10 +173,10 @@ def test_one_rank_of_each_replication_group_writes_and_all_load_what_all_can_get
     assert manifest(tmp_path, "step_5").content.world_size == 2
     assert [answer["saved"] for answer in got(told)] == [False, True, True, False]
     assert [(answer["same"], answer["calls"]) for answer in got(named)] == [(True, [])] * 4
-    # Step 7 lies in the memory of another node alone for ranks 2 and 3; there are no peers to ask.
+    # For ranks 2 and 3, step 7 is only in the memory of another node; there are no peers to ask.
     _, loaded, _ = job(4, ["come_late", [2, 3]], ["load_replicated", 6, [[0, 2], [1, 3]]], ["meet"], nodes="aabb")
     assert [(answer["same"], answer["step"]) for answer in got(loaded)] == [(True, 6)] * 4
-    # Fewer replicas may go on with it: the shard degree is what counts.
+    # Fewer replicas may resume from it: only the shard degree counts.
     lose_memory(f"{memory_dir}/a")
     os.makedirs(f"{memory_dir}/a")
     (loaded,) = job(2, ["load_local", 6], nodes="aa")

@@ -1,6 +1,6 @@
 """Sharded checkpoints into tensors on a GPU, by two buffers: the right bytes, each read once, or an error.
 
-Without a GPU, tensors of the CPU stand in for those on one: see ``device``. If there is one, the same is tried on it.
+Without a GPU, tensors of the CPU replace those on a GPU: see ``device``. With a GPU, the same is tried on it.
 """
 
 import os
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 #: The smallest that a save may have: as much is copied at once.
 CHUNK = 512 << 10
-#: Bytes of a buffer, where four threads read node memory, a chunk each.
+#: Bytes of a buffer, if four threads read node memory, a chunk each.
 BUFFER = 4 * CHUNK
 #: Type of the tensors that are on the CPU in any case.
 ON_HOST = torch.float16
@@ -153,7 +153,7 @@ def test_any_tensor_on_a_device_is_loaded_and_each_byte_is_read_once(config, dev
     for key, version in before.items():
         assert loaded[key]._version > version or not loaded[key].numel(), f"autograd must notice that {key} changed"
     if tier == "memory":
-        # What is converted is read from the mapping.
+        # Bytes that are converted are read from the mapping.
         assert len(read) >= 20
         assert set(read.values()) == {1}
     else:

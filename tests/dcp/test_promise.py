@@ -93,7 +93,7 @@ def test_one_that_too_many_others_leave_no_room_for_is_an_error_where_these_are_
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_that_does_not_get_there_is_an_error_or_a_line_of_the_log(kind, options, caplog, tmp_path):
     save(kind, 1, options)
-    # Something is in the way where its folder is to be.
+    # A file is in the place of its folder.
     (tmp_path / "durable" / "step_2").write_text("a file")
     said = "step_2 is in memory, but not on the durable tier"
     saved = save(kind, 2, options)

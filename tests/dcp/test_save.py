@@ -52,7 +52,7 @@ def test_four_ranks_save_what_plain_dcp_reads(ranks, memory_dir, tmp_path):
 
 @pytest.mark.parametrize("broken", [pytest.param(0, marks=pytest.mark.matrix), 1])
 def test_a_rank_that_fails_fails_all_and_leaves_no_checkpoint(ranks, memory_dir, tmp_path, broken):
-    """Also where DCP keeps the plan of the save before."""
+    """Also if DCP keeps the plan of the save before."""
     cached = {"cached": True}
     saves = [["save", seed, {**cached, **({"broken": broken} if seed == 3 else {})}] for seed in (1, 2, 3, 4)]
     for answer in ranks(2, *saves, memory_keep_last=4):
@@ -90,7 +90,7 @@ def test_a_rank_that_nests_its_state_in_another_way_is_saved_so(ranks):
 
 @pytest.mark.parametrize("refuses", [pytest.param(0, marks=pytest.mark.matrix), 1])
 def test_an_object_that_refuses_its_state_on_a_rank_fails_the_save_or_load_on_all(ranks, refuses):
-    """The others do not wait for a rank that never comes, and its next call does not meet this one of the others."""
+    """The other ranks do not wait for the failed one, and its next call does not meet this call of theirs."""
     refusing, loads = {"refuses": refuses}, {"loads": True}
     saves = [
         [1],
@@ -144,7 +144,7 @@ def test_async_saves_of_two_nodes_are_durable_as_they_were_at_the_call(ranks, tm
 
 
 def test_ranks_that_do_not_mean_the_same_are_told(ranks, tmp_path):
-    """As where each makes a dirpath of the time by itself: their parts would never be one checkpoint."""
+    """Each rank makes a dirpath from the time by itself: their parts would never be one checkpoint."""
     here, there = str(tmp_path / "run-10-59"), str(tmp_path / "run-11-00")
     options = {"dirpath": here, "of_rank": {1: {"dirpath": there}}, "save_to_s3": True, "on_save_error": "raise"}
     steps = [["save", 1], ["save_behind", 1], ["save", 2, {"dirpath": here}], ["save_different", 3, {"dirpath": here}]]

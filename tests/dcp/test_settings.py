@@ -188,7 +188,7 @@ def test_who_looks_at_a_writer_or_reader_begins_and_ends_nothing(memory_dir, tmp
         for each in (writer, reader):
             before = dict(vars(each))
             for name, _ in inspect.getmembers(type(each), lambda member: isinstance(member, property)):
-                # Nothing was named yet.
+                # No checkpoint was named yet.
                 with contextlib.suppress(AssertionError):
                     getattr(each, name)
             pickle.dumps(writer), repr(each), str(each)

@@ -110,7 +110,7 @@ def test_a_failed_upload_is_shown_once(kind, shown_by, memory_dir, tmp_path):
     (ended,) = dcp.maybe_finalize_async_calls(blocking=True)
     assert (ended is future, ended.name, ended.step) == (True, "step_1", 1)
     assert dcp.maybe_finalize_async_calls(blocking=True) == []
-    # Something is in the way where the folder of the next one is to be.
+    # A file is in the place of the next checkpoint's folder.
     (tmp_path / "durable" / "step_2").write_text("a file")
     future = build(dcp.async_save, state, checkpoint_id="step_2", **options)
     if shown_by == "finalize":

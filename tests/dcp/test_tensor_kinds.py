@@ -46,7 +46,7 @@ def quantized_by_channel(scale=0.1, factor=1.0):
 
 
 def ordinary():
-    """Kinds that torch's DCP brings back, with tensors to load them into."""
+    """Returns kinds that torch's DCP restores, with tensors to load them into."""
     raw = torch.arange(64, dtype=torch.uint8) % 2
     of_types = {name: raw.clone().view(getattr(torch, name)) for name in TYPES.split() if hasattr(torch, name)}
     numbers = torch.randn(3, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))

@@ -1,8 +1,8 @@
 """One rank of a job that saves and loads sharded checkpoints; does the steps that its job names, in order.
 
-The job, a JSON object on the command line: ``options`` (of writer and reader), ``answer`` (where to
-write), ``steps``: lists of a name and arguments, see the functions of this module. A step that
-raises is answered by its error; the next ones are done all the same.
+The job, a JSON object on the command line: ``options`` (of writer and reader), ``answer`` (the file to write),
+``steps``: lists of a name and arguments, see the functions of this module. A step that raises is answered by its error;
+the next ones are done all the same.
 """
 
 import faulthandler
@@ -90,7 +90,7 @@ def save_async(job, seed, kind="thread", **more):
 
 
 def load(job, seed, checkpoint_id=None, ours=False, **more):
-    """Loads by plain dcp.load, or by ours; the answer tells whether all tensors are those of ``seed``."""
+    """Loads by plain dcp.load, or by ours; the answer is whether all tensors are those of ``seed``."""
     from tiered_checkpoint_io import TieredStorageReader
     from tiered_checkpoint_io import dcp as tiered
 
@@ -239,7 +239,7 @@ def save_behind(job, seed, fails=None, **more):
 
 
 def save_grown(job, seed, grown=0, refuses=False):
-    """Our ``save`` of a state that may have got more tensors since; the coordinator may refuse it. Whether it saved."""
+    """Saves a state that may have got more tensors since; the coordinator may refuse. Returns whether it saved."""
     from tiered_checkpoint_io import dcp as ours
 
     mine = writer(job)

@@ -84,7 +84,7 @@ def totals(model, optimizer):
 
 
 class Refusing:
-    """Stateful; refuses to tell its state on one rank."""
+    """Stateful; its state_dict raises on one rank."""
 
     def __init__(self, rank):
         self.rank = rank
@@ -100,7 +100,7 @@ class Refusing:
 
 @contextlib.contextmanager
 def gathered():
-    """The sizes of what this rank tells all others at once."""
+    """Yields the sizes of this rank's messages to all others."""
     sizes, gather = [], coordination.GivenGroup._all_gather
 
     def note(group, obj):

@@ -58,7 +58,7 @@ def test_the_drain_runs_the_code_of_its_trainer_and_of_no_other_installation(cop
             for path in place.rglob("*.py"):
                 file.write(path, path.relative_to(place))
         place = archive
-    # As a notebook names it, which then goes elsewhere.
+    # A relative path, as in a notebook, which then changes its folder.
     python(TRAINER, place.name, node.root, cwd=tmp_path)
     standalone = place / PACKAGE.name / "engine/drain/process.py"
     assert (node.root / "status/drain.log").read_text() == f"this is {standalone} {node.root}\n"

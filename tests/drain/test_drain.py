@@ -26,7 +26,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 
 def of(operation, name="", times=None):
-    """Tells these operations, on this name, as often as there are times."""
+    """Returns a filter of these operations on this name, true for the first ``times``."""
     left = iter(range(times)) if times else iter(int, 1)
     return lambda what, key: what == operation and name in key and next(left, None) is not None
 
@@ -121,7 +121,7 @@ def test_what_has_failed_a_thousand_times_is_tried_again():
 
 
 def test_the_log_of_its_process_does_not_grow_for_ever(node):
-    """Whoever has opened it appends to it as before."""
+    """Processes that have opened the file still append to it."""
     path = node.root / status.LOG
     with path.open("ab", buffering=0) as log:
         log.write(b"".join(b"line %d of what is logged\n" % number for number in range(40_000)))
@@ -291,7 +291,7 @@ def test_a_forked_child_keeps_no_lock_alive(node):
     try:
         assert try_lock(node.root / TRAINERS_FILE) is None
         release(lock)
-        # Ours is gone; the child's copy must not count. It may still be on its way out of fork.
+        # Our lock is gone; the child's copy must not count. The child may not have returned from fork yet.
         alone = try_lock(node.root / TRAINERS_FILE, patience_s=10)
         assert alone is not None
         release(alone)

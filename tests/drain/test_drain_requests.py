@@ -1,4 +1,4 @@
-"""Requests of drains to the durable tier for each durable step: counted, beside existing checkpoints."""
+"""Requests of drains to the durable tier for each durable step: counted, with existing checkpoints."""
 
 import os
 from collections import Counter
@@ -46,7 +46,7 @@ def world(store, memory_dir):
     for number in range(1, BEFORE + 1):
         save(store, f"c{number}", number, kind="sharded")
     for path in Path(store.url, ids.MANIFEST_PREFIX).iterdir():
-        # What was written just now is read again for a while.
+        # A new object is read again for a while.
         os.utime(path, (1, 1))
     nodes, asked, drains = [], [], []
     for number in range(2):

@@ -30,7 +30,7 @@ def part_op(number, rank):
 
 
 def left(store):
-    """Objects of the durable tier that no manifest names, but for manifests themselves."""
+    """Returns objects of the durable tier that no manifest names, except manifests."""
     return sorted(set(objects(store)) - set(named(store)))
 
 
@@ -99,7 +99,7 @@ def test_a_save_is_durable_whether_or_not_what_it_replaced_can_be_removed(world_
 
 # -------------------------------------------------------------------------------- two nodes
 def test_parts_of_two_nodes_meet_on_s3(memory_dir, s3_url):
-    """Whichever drain is first: the coordinator's goes on with other work, and commits when all is there."""
+    """If the coordinator's drain is first, it does other work, and commits when all parts are there."""
     nodes = []
     for number in (0, 1):
         os.mkdir(f"{memory_dir}/{number}")
@@ -202,7 +202,7 @@ def test_a_part_that_no_store_takes_is_superseded_by_that_of_the_next_save(nodes
     for number in (1, 2):
         second.part(f"{number}.ckpt", number, 1)
         first.part(f"{number}.ckpt", number, 0)
-    # It waits for nobody, though no coordinator's part has come.
+    # It does not wait, though no coordinator's part has come.
     assert drain(second, refusing(store, lambda what, key: what == "upload" and key.startswith("1.ckpt"))).run()
     assert second.states() == {part_op(1, 1): "skipped", part_op(2, 1): "committed"}
     drain(first).run(once=True)

@@ -21,7 +21,7 @@ from tiered_checkpoint_io.model import ids
 
 from .test_drain_sharded import part_op, pending
 
-#: Nothing is tried again by itself.
+#: Without retries.
 LATER = Timing(redo_first_s=3600, redo_max_s=3600, redo_permanent_s=3600, gather_first_s=0.2, gather_max_s=0.2)
 
 
@@ -51,7 +51,7 @@ def test_max_pending_counts_saves_and_a_cancel_takes_all_their_parts(bounded, ha
 
 
 def test_what_waits_for_the_parts_of_a_lost_node_does_not_hold_up_the_next_start(bounded, handle_of):
-    """As long as they may come is 30 minutes by default; the queue is full, as it is where uploads are what takes long."""
+    """The wait for parts is 30 minutes by default; the queue is full, as if uploads were slow."""
     for number in (1, 2):
         bounded.part(f"{number}.ckpt", number, 0, world_size=2)
     drain(bounded).run(once=True)
@@ -95,7 +95,7 @@ def test_what_has_become_complete_is_committed_in_place_of_being_given_up(nodes,
     assert readable(store, "1.ckpt") == 1
     assert pending(first) == [op_id(2)]
     assert "1.ckpt is not given up: its last parts have come" in caplog.text
-    # What lacks a part still is given up, or the queue would grow.
+    # A save that still lacks a part is given up, or the queue would grow.
     first.part("3.ckpt", 3, 0)
     assert handle.has_room(op_id(91))
     assert (drain(first) if restarts else worker).run(once=True)

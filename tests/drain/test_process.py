@@ -23,7 +23,7 @@ from tiered_checkpoint_io.errors import DrainError
 
 
 def test_the_drain_is_light():
-    """It imports neither torch nor Lightning, boto3 only for S3, a trainer's no commands, and starts quickly."""
+    """A drain imports neither torch nor Lightning, boto3 only for S3, a trainer's no commands, and starts quickly."""
     code = (
         "import sys, tiered_checkpoint_io.__main__, tiered_checkpoint_io.engine.drain.process\n"
         "commands = {'typer', 'pydantic', 'rich', 'tiered_checkpoint_io.cli'} & set(sys.modules)\n"
@@ -48,13 +48,13 @@ def test_a_trainer_starts_it_waits_for_it_and_leaves_it(node, store, handle_of):
     assert (outcome.state, outcome.step, outcome.bytes) == ("committed", 1, 100_000)
     assert readable(store, "a.ckpt") == b"A" * 100_000
     pid = handle.progress().pid
-    # As Slurm sends them to all processes of a step.
+    # Slurm sends these signals to all processes of a step.
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         os.kill(pid, number)
     handle.submit(request := next_request(node, "delete", "a.ckpt"))
     handle.flush(60)
     assert names(store) == []
-    # What was waited for is not told again.
+    # An outcome that was waited for is not reported again.
     assert [outcome.op_id for outcome in handle.news()[0]] == [request.op_id]
     assert handle.news() == ([], "")
     assert handle.progress().pid == pid != os.getpid()
@@ -151,7 +151,7 @@ def test_told_to_stop_it_leaves_the_rest_resumable(node, store):
 
 
 def test_backpressure_is_bounded(memory_dir, tmp_path, handle_of, caplog):
-    """With no drain at work, saves queue up to the bound, and training goes on behind it; it waits for that once."""
+    """Without a drain, saves queue up to the bound. Training waits for the bound once, and continues."""
     node = Node(memory_dir, str(tmp_path / "durable"), pending_timeout_s=1)
     handle = handle_of(node)
     lock = try_lock(node.root / LOCK_FILE)

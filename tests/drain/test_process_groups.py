@@ -46,7 +46,7 @@ def test_a_save_is_not_given_up_where_another_group_has_got_through(nodes, store
 
 @pytest.mark.parametrize("series", ["", "stage0/step_#"])
 def test_a_part_says_which_saves_its_own_is_one_of(series):
-    """As its ranks agreed: names do not tell whether they are those of one job."""
+    """The ranks agreed on it: names do not show whether they are of one job."""
     facts = SaveFacts("stage0/step_1", ids.save_id(RUN, 1), 1, 2, True, series=series, coordinator=0)
     parts = [facts.describe(rank, Place("d"), (), created=1.0) for rank in (0, 1)]
     read = [Part.from_json(each.to_json(), where="here") for each in parts]

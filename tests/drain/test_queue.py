@@ -1,4 +1,4 @@
-"""The order of the work, against a model, and what trainer and drain tell each other by the log."""
+"""The order of the work, against a model, and the messages of trainer and drain in the log."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -129,7 +129,7 @@ def test_an_alias_that_comes_with_its_target_while_the_drain_looks_waits_for_it(
 
 
 def test_a_log_that_is_full_of_requests_empties_again(node, store):
-    """An outcome is larger than its request: where it found no room, the same request was carried out for ever."""
+    """An outcome is larger than its request: if it found no room, the same request was carried out for ever."""
     long = "/".join(["x" * 200] * 15)
     for number in range(3):
         node.queue.journal(op_id(900 + number)).write({"upload": "x" * 240_000})
@@ -174,7 +174,7 @@ def test_only_the_newest_outcomes_are_kept_and_those_of_one_save_together(queue,
 
 
 def test_what_a_delete_follows_is_known_however_much_was_done_since(queue):
-    """Outcomes are kept of the newest saves alone, but for these."""
+    """Only outcomes of the newest saves are kept, except these."""
     queue.submit(delete(1000, "old", op_id(1)))
     for number in range(1, 620):
         queue.finish(ended(number, "committed"))

@@ -1,6 +1,6 @@
-"""A worker of examples/ray_train.py, with a small stand-in for what the example calls of ``ray.train``.
+"""A worker of examples/ray_train.py, with a small mock of the functions of ``ray.train`` that the example calls.
 
-Ray itself is not installed: the stand-in gives rank and size, wraps the model in DDP, and notes reports.
+Ray itself is not installed: the mock returns rank and size, wraps the model in DDP, and notes reports.
 """
 
 import json
@@ -42,7 +42,7 @@ if __name__ == "__main__":
     torch.distributed.init_process_group("gloo")
     stand_in(reports)
     example = runpy.run_path(str(EXAMPLE), run_name="example")
-    # As Ray does: not on the main thread.
+    # Not on the main thread, as in Ray.
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()

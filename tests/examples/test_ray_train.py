@@ -1,6 +1,6 @@
 """The example for Ray Train: a worker is killed, the workers start again, and resume from node memory.
 
-Its training function runs with a stand-in for Ray's API, not with Ray.
+Its training function runs with a mock of Ray's API, not with Ray.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Runs one command of a story: in a process that has imported torch and Lightning already, otherwise as a new one would.
 
-The story's own folder stands in place of ``/dev/shm``: other tests, and other people's, run on the same machine.
+The story's own folder replaces ``/dev/shm``: other tests, and other people's, run on the same machine.
 """
 
 import atexit
@@ -26,7 +26,7 @@ def main(job):
 
     hurry(**job["hurry"])
     sys.path.pop(0)
-    # As at a terminal.
+    # The output is as at a terminal.
     sys.stdout.reconfigure(line_buffering=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     leave = os._exit

@@ -45,7 +45,7 @@ PRELUDES = {
     ("docs/sharded.md", "Each rank its own state", 0): STATE,
     ("docs/python-api.md", "Any loop", 0): STATE,
 }
-#: Stories that stand for the others in `make test`.
+#: Stories that represent the others in `make test`.
 SHORT = {"One process, killed"}
 #: Blocks of Python with tests of their own.
 ELSEWHERE = {

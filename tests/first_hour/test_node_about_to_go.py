@@ -17,7 +17,7 @@ def test_the_last_step_in_memory_is_saved_from_a_node_that_goes(story):
     for step in (13, 28):
         assert story.python("lives.py", *run, f"kill={step}")[1] is None
         story.drained()
-    # Which steps are where: 20 on S3, 20 and 25 in this node's memory.
+    # Steps: 20 on S3, 20 and 25 in this node's memory.
     story.tiered_ckpt("ls", "s3://bucket/run")
     story.tiered_ckpt("status", "--namespace", "run")
     (root,) = [each for each in story.roots() if each.name == "run"]
@@ -43,6 +43,6 @@ def test_the_last_step_in_memory_is_saved_from_a_node_that_goes(story):
             # How long memory keeps step 10 depends on how soon step 20 is durable.
             lines[:] = [line for line in lines if "step=10.ckpt" not in line]
         elif command.startswith("python"):
-            # A trainer that is killed may have heard of its uploads, or not.
+            # A killed trainer may have learnt of its uploads, or not.
             lines[:] = [line for line in lines if "is durable on S3" not in line]
     story.shown("node_about_to_go")

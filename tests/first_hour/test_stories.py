@@ -1,6 +1,6 @@
 """The first hour with this package: each story's output is in ``expected/``, and is read by people.
 
-``TIERED_UPDATE_EXPECTED=1 make test AREA=first_hour`` records the texts anew.
+``TIERED_UPDATE_EXPECTED=1 make test AREA=first_hour`` records the texts again.
 """
 
 import os
@@ -39,7 +39,7 @@ def test_ctrl_c_and_the_only_copy(story):
     story.python("train.py", "interrupt=37")
     story.drained()
     story.tiered_ckpt("status", "--namespace", "first")
-    # Steps 10 to 30 are in memory alone.
+    # Steps 10 to 30 are only in memory.
     story.tiered_ckpt("clean", "--namespace", "first")
     story.shown("interrupted")
 

@@ -1,4 +1,4 @@
-"""A planned file is put together in a buffer: whatever the threads, the same bytes and hashes; no byte beside it.
+"""A planned file is put together in a buffer: the same bytes and hashes with any threads; no byte outside.
 
 Also if the buffer is filled from many short stretches of bytes.
 """

@@ -1,4 +1,4 @@
-"""Whatever is read from a bucket, a node's memory, or a user: our errors, or what was meant; never code, never another path."""
+"""Any input from a bucket, a node's memory or a user: our errors, or its meaning; never code, never another path."""
 
 import io
 import os

@@ -76,7 +76,7 @@ def test_a_failure_stops_what_has_not_begun_and_waits_for_the_rest(
             failed.set()
             raise error(f"of {item}")
         assert failed.wait(_BOUND_S)
-        # It works for a while after the failure.
+        # The thread works for a while after the failure.
         threading.Event().wait(0.05)
         ended.append(item)
 

@@ -1,4 +1,4 @@
-"""Layout of a rank's file: each item is what torch.save writes of it alone; readers are in tests/dcp."""
+"""Layout of a rank's file: each item is what torch.save writes for a single one; readers are in tests/dcp."""
 
 import io
 import mmap
@@ -52,7 +52,7 @@ def file_of(items):
     data = bytes(buffer[: image.size])
     ranges = chunk_ranges(image.size, image.chunk_size)
     assert hashes == tuple(hash_bytes(data[offset : offset + length]) for offset, length in ranges)
-    # Nothing of what was in the buffer before is left between the items.
+    # No earlier byte of the buffer is left between the items.
     end = 0
     for each in placed:
         assert each.offset % ALIGNMENT == 0
@@ -90,7 +90,7 @@ def test_a_stand_in_takes_no_memory_where_algorithms_are_deterministic():
 
 
 def test_a_stand_in_may_be_larger_than_the_machine():
-    """Such a tensor lies in a checkpoint of many ranks, and is exported on one node."""
+    """A tensor of a checkpoint of many ranks is exported on one node."""
     if Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "0":
         pytest.skip("the kernel allows any size, or none")
     info = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())

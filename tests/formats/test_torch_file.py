@@ -98,7 +98,7 @@ def optimizer_state(kind=torch.optim.AdamW):
 
 
 def lightning_state():
-    """As a trainer of Lightning's dumps it."""
+    """Returns a state as a trainer of Lightning's dumps it."""
     state = optimizer_state()
     callback = {"best_model_score": torch.tensor(0.5), "best_k_models": {"a.ckpt": torch.tensor(0.5)}, "dirpath": "x"}
     return {

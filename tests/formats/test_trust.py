@@ -24,7 +24,7 @@ class Schedule:
 
 
 class Intruder:
-    """Runs code where it is unpickled without care."""
+    """Runs code if it is unpickled without care."""
 
     def __init__(self, witness):
         self.witness = witness
@@ -39,7 +39,7 @@ NAME = f"{Schedule.__module__}.Schedule"
 
 
 class Saved:
-    """A checkpoint of one kind that holds an object beside its tensors."""
+    """A checkpoint of one kind that holds an object besides its tensors."""
 
     def __init__(self, kind, folder, memory_dir):
         self.kind = kind

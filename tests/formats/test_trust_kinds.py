@@ -1,4 +1,4 @@
-"""Objects in checkpoints beside tensors: some load as they are, others by the line that a refusal gives."""
+"""Objects in checkpoints other than tensors: some load as they are, others by the line that a refusal shows."""
 
 import argparse
 import collections
@@ -197,7 +197,7 @@ def test_the_first_save_names_what_could_not_be_loaded_and_the_line_to_paste(kin
     here = __name__
     line = line_in(warning)
     assert line == [f"{here}.{name}" for name in ("Color", "Mode", "Outer.Inner", "Settings")]
-    # As Hydra gives it.
+    # The type that Hydra passes.
     loaded = load(safe_globals=ListConfig(line))
     assert (loaded["a"].value, loaded["b"], loaded["c"]) == (0.5, Settings(), Mode.READ)
 

@@ -1,4 +1,4 @@
-"""Two runs, one place: who is refused, who goes on, and when; by real processes, and in a virtual time."""
+"""Two runs, one place: who is refused, who continues, and when; by real processes, and in a virtual time."""
 
 import contextlib
 import errno
@@ -69,7 +69,7 @@ def test_a_second_run_is_refused_whatever_its_namespace_and_a_crashed_one_holds_
     assert refused.startswith("ConfigError: another run writes to the same dirpath: process ")
     assert f"process {first.pid} on" in refused
     assert "stop one of the two, or give it a dirpath of its own" in refused
-    # It stays refused, whatever it does, until it makes a new start.
+    # The run stays refused until it makes a new start.
     assert second.do("save b.ckpt") == refused
     assert second.do("close") == "ok"
     assert elsewhere.do("save b.ckpt") == "ok"
@@ -85,7 +85,7 @@ def test_a_second_run_is_refused_whatever_its_namespace_and_a_crashed_one_holds_
 
 
 def test_another_job_in_the_same_memory_of_a_node_is_refused(runs, tmp_path):
-    """Each would let go of the other's checkpoints, and tell the drain how to reach its own store."""
+    """Each would remove the other's checkpoints, and configure the drain for its own store."""
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     first, second = runs(one, two, nodes=[0, 0], namespace="one")
     apart, elsewhere = runs(two, two + "-b", nodes=[0, 1], namespace="apart")
@@ -166,7 +166,7 @@ def test_a_lease_that_nobody_understands_is_no_lease_of_the_dead_while_it_beats(
 
 @pytest.mark.parametrize("user", ["of this user", pytest.param("of another", marks=pytest.mark.matrix)])
 def test_a_run_whose_process_is_hidden_is_judged_by_its_beats_and_a_dead_one_at_once(user, tmp_path, monkeypatch):
-    """As where /proc is mounted with hidepid: then no other user's process can be told from a dead one there."""
+    """/proc may be mounted with hidepid: then other users' processes look like dead ones."""
 
     def hidden(path, *_):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)

@@ -27,7 +27,7 @@ def runs_on_each(request, tmp_path, memory_dir):
 
 @pytest.fixture
 def fits(tmp_path, memory_dir, monkeypatch):
-    """Trains on so many ranks, once or one after the other, as ``worker.py`` is told; what each rank says of each fit."""
+    """Runs fits of ``worker.py`` on ``ranks`` ranks, one after the other; returns each rank's answer to each fit."""
     monkeypatch.chdir(tmp_path)
 
     def fits(*jobs, ranks=2, fails=False, **common):
@@ -50,13 +50,13 @@ def fits(tmp_path, memory_dir, monkeypatch):
 
 @pytest.fixture
 def whole(tmp_path):
-    """A training that nobody stops, elsewhere."""
+    """Returns an uninterrupted training with another dirpath."""
     return {"steps": 8, "dirpath": str(tmp_path / "whole")}
 
 
 @pytest.fixture
 def launched(tmp_path, memory_dir):
-    """Trains once as ``worker.py`` is told, on ranks that Lightning starts; the process that started them."""
+    """Runs one fit of ``worker.py`` on ranks that Lightning starts; returns the process that started them."""
 
     def launched(**told):
         told = {"ranks": 2, "dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "launched": True, **told}

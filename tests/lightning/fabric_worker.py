@@ -1,4 +1,4 @@
-"""One rank of examples/fabric.py; is told what to do by a JSON object."""
+"""One rank of examples/fabric.py; a JSON object describes the work."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""A loop on a GPU with FSDP2 and without Lightning, whose ranks have NCCL alone; it is told by a JSON object, and answers so."""
+"""A loop on a GPU with FSDP2 and without Lightning, whose ranks have only NCCL; it reads and answers JSON objects."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""The best checkpoints on the durable tier: if one does not get there, and where policies decide what stays."""
+"""The best checkpoints on the durable tier: if one does not get there, and if policies decide what stays."""
 
 import random
 import time
@@ -98,7 +98,7 @@ def best_of_policies(**more):
 
 
 def test_policies_decide_in_place_of_save_top_k(s3_url, memory_dir, tmp_path):
-    """Policies alone thin the callback's checkpoints; last.ckpt moves on, and the best stays where it says."""
+    """Only policies thin the callback's checkpoints; last.ckpt is replaced, and the best stays at its path."""
     runs = Runs(s3_url, memory_dir, tmp_path)
     io = runs.io(retention=POLICIES)
     callback = best_of_policies(save_top_k=-1, save_last=True)

@@ -62,7 +62,7 @@ def test_a_block_of_two_keys_means_the_same_as_the_yaml_file(tmp_path):
         assert isinstance(TieredCheckpointIO.from_config(block), AsyncCheckpointIO)
         callback = TieredModelCheckpoint.from_config(block)
         assert (callback.memory_every_n_train_steps, callback._every_n_train_steps) == (10, 50)
-    # What is named in code, one by one, has the defaults of ModelCheckpoint and of a plain CheckpointIO.
+    # Keys that are named in code have the defaults of ModelCheckpoint and of a plain CheckpointIO.
     assert TieredModelCheckpoint().memory_every_n_train_steps is None
     assert isinstance(TieredCheckpointIO(**short), TieredCheckpointIO)
 
@@ -135,7 +135,7 @@ def test_the_io_takes_the_keys_that_it_reads_with_their_defaults_and_types():
         name: keys[name] for name in wanted[1:]
     }
     assert set(mine) == {*wanted, "logger"}
-    # What type checkers go by: where it is another type, that takes more.
+    # For type checkers: another type is a wider one.
     told = typing.get_type_hints(IOKeys)
     assert list(told) == wanted[1:]
     wider = {name for name in told if told[name] != hints[name]}
@@ -152,7 +152,7 @@ def test_what_this_lightning_does_not_know_is_refused():
 
 
 def command_line(**trainer):
-    """As LightningCLI does it: what the trainer has is named by class and arguments."""
+    """Runs LightningCLI, which names the trainer's plugins by class and arguments."""
     pytest.importorskip("jsonargparse")
     from lightning.pytorch.cli import LightningCLI
 
@@ -163,7 +163,7 @@ def command_line(**trainer):
 def test_a_command_line_sees_and_makes_both(tmp_path, monkeypatch, runs):
     io = {"class_path": "tiered_checkpoint_io.TieredCheckpointIO"}
     io["init_args"] = {"dirpath": runs.dirpath, "memory_dir": runs.memory_dir, "memory_keep_last": 3}
-    # As YAML has it.
+    # The value that YAML makes.
     io["init_args"]["preflight"] = yaml.safe_load("off")
     io["init_args"]["retention"] = [{"latest": 3}, {"best": 1, "metric": "loss"}]
     callback = {"class_path": "tiered_checkpoint_io.callbacks.TieredModelCheckpoint"}

@@ -1,4 +1,4 @@
-"""The end of training: the last steps are not in memory alone, and nothing of an earlier fit is taken for this one's."""
+"""The end of training: the last steps become durable, and no checkpoint of an earlier fit counts as this one's."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def memory_alone():
 
 def test_the_last_steps_survive_the_loss_of_the_node(runs_on_each):
     runs = runs_on_each
-    # Without save_last: some releases of Lightning save that at the end of each epoch, and so where training ends.
+    # Without save_last: some releases of Lightning save that at the end of each epoch, and so when training ends.
     callback = every(save_last=None)
     runs.fit(callback, max_steps=17)
     # The top-k does not know of it.
@@ -42,7 +42,7 @@ def test_the_last_steps_survive_the_loss_of_the_node(runs_on_each):
 @pytest.mark.parametrize(
     ("callback", "options", "expected"),
     [
-        # What is durable already, or is not to be; no steps in memory; nothing trained; a trial.
+        # Durable already, or not to be durable; no steps in memory; no training; a trial.
         (every, {"max_steps": 20}, ["epoch=0-step=20.ckpt", "last.ckpt"]),
         (lambda: every(save_on_train_end=False), {"max_steps": 13}, ["epoch=0-step=10.ckpt", "last.ckpt"]),
         (lambda: every(memory_every_n_train_steps=None), {"max_steps": 13}, ["epoch=0-step=10.ckpt", "last.ckpt"]),
@@ -73,7 +73,7 @@ class Batches(Model):
         self.seen.append((self.global_step, self.current_epoch, index))
 
     def on_train_batch_end(self, *_):
-        # As max_time does.
+        # The same as max_time does.
         self.trainer.should_stop = self.trainer.should_stop or self.global_step == self.until
 
 
@@ -134,7 +134,7 @@ def test_an_epoch_that_ran_out_of_batches_is_over(runs):
 
 
 class Leaves(Callback):
-    """As NeMo's time limit does: ends training in order, amid a batch."""
+    """Ends training in order, within a batch, as NeMo's time limit does."""
 
     def __init__(self, at):
         self.at = at
@@ -176,7 +176,7 @@ def test_neither_a_crash_nor_a_restart_that_fails_is_an_end_and_the_run_after_th
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_an_evaluation_after_a_crash_is_no_end_of_the_training(by_name, runs):
-    """It has the weights of another checkpoint, or those that training has crashed with."""
+    """The evaluation has the weights of another checkpoint, or those of the crash."""
     runs.fit(every(), max_steps=13)
     trainer, model = runs.fit(every(), max_steps=30, stop_at=17)
     assert (trainer.io.checkpointer.restored.step, trainer.global_step) == (13, 17)
@@ -188,7 +188,7 @@ def test_an_evaluation_after_a_crash_is_no_end_of_the_training(by_name, runs):
         return steps
 
     before = held()
-    # Some releases of Lightning save "last" where training ends.
+    # Some releases of Lightning save "last" when training ends.
     assert max(before.values()) == 13
     trainer.test(model, ckpt_path=f"{runs.dirpath}/last.ckpt" if by_name else None, verbose=False)
     assert held() == before

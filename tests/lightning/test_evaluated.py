@@ -1,4 +1,4 @@
-"""Checkpoints that can't be resumed: weights of one step beside optimizers of another, weights alone."""
+"""Checkpoints that can't be resumed: weights of one step with optimizers of another, weights only."""
 
 import pytest
 from support.as_lightning import INSTALLED
@@ -44,12 +44,12 @@ def after_another(trainer, model, path):
 @pytest.mark.parametrize(
     ("evaluates", "resumable"),
     [
-        # What the trainer holds then are weights of another step, or of another module.
+        # The trainer then holds weights of another step, or of another module.
         (evaluate, False),
         (failed, False),
         (lambda trainer, *_: evaluate(trainer, Model()), False),
         (lambda trainer, model, path: evaluate(trainer, model, path, batches=0), False),
-        # What it has trained, whatever was evaluated in between.
+        # The trained weights, after any evaluation.
         (lambda trainer, model, _: evaluate(trainer, model), True),
         (trained_on, True),
         (lambda trainer, model, path: trained_on(trainer, model, path, steps=20, last="last.ckpt"), True),
@@ -85,7 +85,7 @@ def test_averages_that_a_training_has_ended_with_are_nothing_to_resume_from(runs
 
 # ------------------------------------------------------------------------------------ weights alone
 def test_weights_alone_do_not_push_what_to_resume_from_out_of_memory(runs):
-    # Three of weights alone are saved at step 10, and memory keeps two checkpoints.
+    # Three weights-only checkpoints are saved at step 10, and memory keeps two checkpoints.
     watched = [("score", "min"), ("score", "max"), ("step", "max")]
     best = [
         TieredModelCheckpoint(
@@ -117,7 +117,7 @@ def test_weights_alone_are_said_to_be_nothing_to_resume_from(runs, caplog):
 
 
 def test_what_a_trainer_saves_that_has_not_trained_is_nothing_to_resume_from(runs):
-    """It holds the weights that it has tested, step 0, and no optimizers."""
+    """The trainer holds the weights that it has tested, step 0, and no optimizers."""
     runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=10), max_steps=10)
     trainer = runs.trainer([TieredModelCheckpoint()])
     trainer.test(model := Model(), ckpt_path="tiered:latest", verbose=False)

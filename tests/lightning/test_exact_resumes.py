@@ -1,4 +1,4 @@
-"""Saves within an accumulated step, and beside averaged weights: the run that resumes from one ends as if never stopped."""
+"""Saves within an accumulated step, and with averaged weights: a run that resumes ends as if never stopped."""
 
 import os
 import signal
@@ -112,7 +112,7 @@ def average():
     ],
 )
 def test_what_is_saved_beside_averaged_weights_has_those_that_are_trained(stops, name, step, runs):
-    """At the end of training, and amid a validation of the averages: by a last checkpoint, and by an exception."""
+    """At the end of training, and during a validation of the averages: by a last checkpoint, and by an exception."""
     training = {"val_check_interval": 5, "num_sanity_val_steps": 0}
     expected = undisturbed(runs, Validating(), average(), **training)
     stops(runs, **training)

@@ -12,7 +12,7 @@ from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.errors import ConfigError
 
-#: In elements: so that a checkpoint is large beside manifests.
+#: In elements: so that a checkpoint is much larger than manifests.
 BALLAST = 1 << 18
 
 
@@ -51,7 +51,7 @@ def test_each_replaces_the_other_and_resumes_from_it(runs, before, after):
     trainer, model = runs.fit(callback, ckpt_path="last", max_steps=20, max_epochs=9)
     assert (trainer.io.checkpointer.restored.step, trainer.global_step) == (5, 20)
     assert {"epoch=0-step=20.ckpt", "last.ckpt"} <= set(runs.durable())
-    # A link is an alias that loads through this package alone.
+    # A link is an alias that loads only through this package.
     assert os.path.exists(callback.last_model_path) == (after is True)
     trainer.io.teardown()
     runs.wipe()

@@ -17,7 +17,7 @@ STATE = ("best_model_path", "best_model_score", "best_k_models", "kth_best_model
 
 
 def stock(runs, folder, steps, ckpt_path=None, **more):
-    """Trains with Lightning alone."""
+    """Trains with only Lightning."""
     callback = ModelCheckpoint(folder, **{**BEST, **more})
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     trainer = Trainer(callbacks=[callback], max_steps=steps, default_root_dir=runs.root, **quiet)
@@ -38,7 +38,7 @@ class Noted:
 
 
 class OursNoted(Noted, TieredModelCheckpoint):
-    # As the class itself: the state is kept by its name.
+    # The name of the class itself: the state is kept by it.
     __qualname__ = TieredModelCheckpoint.__qualname__
 
 
@@ -71,7 +71,7 @@ def test_what_lightning_left_at_dirpath_stays_and_is_named(runs_on_each, ckpt_pa
 
 
 def test_a_later_step_that_lightning_saved_beside_ours_is_named(runs_on_each, caplog):
-    """As of a run without our IO in between, in the same folder."""
+    """A run without our IO saved in the same folder in between."""
     runs = runs_on_each
     runs.fit(TieredModelCheckpoint(every_n_train_steps=10, filename="{step}"), max_steps=10, ckpt_path=None)
     stock(runs, runs.root / "old", 40, every_n_train_steps=20, save_top_k=-1, filename="{step}")
@@ -97,7 +97,7 @@ def test_from_lightnings_own_and_nothing_elsewhere_is_deleted(runs, tmp_path):
     assert old.best_model_path == ours.best_model_path
     assert trainer.io.load_checkpoint(ours.best_model_path)["global_step"]
     trainer.io.teardown()
-    # Other triggers than before: the best of this monitor still count.
+    # With other triggers than before, the best of this monitor still count.
     other = OursNoted(**{**BEST, "every_n_train_steps": 5, "filename": "five-{step}"})
     runs.wipe()
     runs.fit(other, ckpt_path=old.last_model_path, max_steps=13)

@@ -1,4 +1,4 @@
-"""TieredModelCheckpoint where things go wrong, or stand side by side."""
+"""TieredModelCheckpoint with failures, and with other callbacks."""
 
 import os
 import pickle
@@ -136,7 +136,7 @@ def test_best_k_models_are_written_as_yaml(runs):
 
 # ------------------------------------------------------------------ several below one dirpath
 def test_one_to_resume_from_and_one_for_the_best(runs):
-    """Both work beside Lightning's own in a folder of its own, and resume with their state."""
+    """Both work together with Lightning's own in a folder of its own, and resume with their state."""
 
     def three():
         return (

@@ -1,4 +1,4 @@
-"""Parts of the support for NeMo that need Lightning alone, on any installed release."""
+"""Parts of the support for NeMo that need only Lightning, on any installed release."""
 
 import pickle
 import threading
@@ -170,7 +170,7 @@ def test_without_a_checkpoint_training_starts_only_where_that_is_allowed(job, tm
     trainer = job.train(5, rules=FRESH)
     assert trainer.global_step == 5
     assert trainer.ckpt_path is None
-    # Another run's checkpoint, for the first start alone.
+    # Another run's checkpoint, only for the first start.
     other = NeMoParts(str(tmp_path / "other"), job.memory_dir, tmp_path)
     rules = Rules(resume_ignore_no_checkpoint=True, resume_from_checkpoint=f"{job.dirpath}/score=8.0-step=5.ckpt")
     assert other.train(7, rules=rules, namespace="other").io.checkpointer.restored.step == 5
@@ -214,7 +214,7 @@ def test_optimizer_states_stay_in_the_newest_alone_and_the_order_of_saves_stays(
     assert full == by_step[-max(keep, 1) :]
     assert all("state_dict" in io.load_alone(name) for name in by_step)
     io.teardown()
-    # What was put anew is older than all others, whenever that was done.
+    # A replaced checkpoint is older than all others, at any time of the replacement.
     job.wipe()
     assert job.train(25, rules=Rules(), callback=callback()).io.checkpointer.restored.step == 20
     # A file that torch reads by itself, as before.

@@ -1,4 +1,4 @@
-"""Choice of the checkpoint to resume from if each rank has a file of its own; needs Lightning alone."""
+"""Choice of the checkpoint to resume from if each rank has a file of its own; needs only Lightning."""
 
 import pytest
 from support.supporting import build
@@ -18,7 +18,7 @@ class Ranks:
         self.io = build(NeMoCheckpointIO, job.dirpath, memory_dir=job.memory_dir, wait_timeout_s=60, drain="thread")
 
     def save(self, name, *steps, **changes):
-        """``steps``: that of each rank's shard, the first ranks' alone if there are fewer."""
+        """Saves a shard of each rank at its step in ``steps``; only the first ranks' shards if there are fewer."""
         for rank, step in enumerate(steps):
             state = {"global_step": step, "pytorch-lightning_version": "2.4", "state_dict": {}, "optimizer_states": [1]}
             state |= changes
@@ -27,7 +27,7 @@ class Ranks:
 
     def chosen(self, shards=2, **rules):
         self.io.teardown()
-        # As the next start: what it knows of the durable tier, it asks.
+        # The next start knows nothing of the durable tier, and asks.
         found = connector.find_checkpoint(Ranks(self.job).io, Rules(**rules), shards, restored=False)
         return found and found.removeprefix(f"{self.job.dirpath}/")
 
@@ -42,7 +42,7 @@ def test_of_files_of_each_rank_the_latest_save_counts_whatever_its_name(ranks, n
     ranks.save("gpt--val_loss=0.9-epoch=0-last.ckpt", 5, 5)
     ranks.save(name, 7, 7)
     assert ranks.chosen() == name
-    # Weights alone are nothing to train on from.
+    # Training can't resume from weights only.
     ranks.save("gpt--val_loss=0.0-epoch=0-last.ckpt", 9, 9, optimizer_states=None)
     assert ranks.chosen() == name
 
@@ -74,14 +74,14 @@ def test_a_crash_within_the_first_save_leaves_what_nemo_wrote(ranks):
 def test_a_sole_first_save_that_was_cut_off_is_nothing_to_resume_from(ranks):
     ranks.save("gpt-step=5.ckpt", 5)
     assert ranks.chosen(resume_ignore_no_checkpoint=True) is None
-    # Where several lack shards, these may be lost: no start from scratch.
+    # If several lack shards, these may be lost: no start from scratch.
     ranks.save("gpt-step=10.ckpt", 10)
     with pytest.raises(CheckpointNotFoundError, match=r"gpt-step=10.ckpt, mp_rank_00/gpt-step=5.ckpt: each is unf"):
         ranks.chosen(resume_ignore_no_checkpoint=True)
 
 
 def test_ranks_that_load_different_steps_fail_together(ranks, monkeypatch):
-    """A node has a newer save of the name in its memory, which is not uploaded yet. Rank 0's answer is a stand-in."""
+    """A node has a newer save of the name in its memory, which is not uploaded yet. Rank 0's answer is a mock."""
     trainer = ranks.job.trainer([], io=ranks.io, asynchronous=False)
     resuming = connector.NeMoCheckpointConnector.of(trainer)
     resuming._loaded_checkpoint = {"global_step": 7}

@@ -70,14 +70,14 @@ def test_a_distributed_checkpoint_is_its_folder_once_its_last_file_is_there():
     old, new = folder(9, "common.pt", "__0_0.distcp", "metadata.json"), folder(10, "common.pt", "__0_0.distcp")
     assert chosen(*old, *new) == "gpt-step=9-last"
     assert chosen(*old, *new, "gpt-step=10-last/.metadata") == "gpt-step=10-last"
-    # What lies in such a folder is no checkpoint by itself.
+    # A file in such a folder is no checkpoint by itself.
     assert complete_checkpoints(keys(*old, "gpt-step=9-last/x.ckpt")) == ["gpt-step=9-last"]
 
 
 # ------------------------------------------------------------------------------------------- rules
 def test_two_last_checkpoints_after_a_crash_are_no_error():
     assert chosen("gpt--step=900-last.ckpt", "gpt--step=1000-last.ckpt") == "gpt--step=1000-last.ckpt"
-    # Where names tell no step, the one written last.
+    # If names have no step, the one written last.
     assert chosen("gpt--val_loss=2.0-last.ckpt", "gpt--val_loss=1.0-last.ckpt") == "gpt--val_loss=1.0-last.ckpt"
 
 

@@ -1,4 +1,4 @@
-"""When and where notice that a job is to end may come, beside the signal amid training; what a scheduler does then."""
+"""Notice to end at other moments than within training, and on other threads; the scheduler's actions after it."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from tiered_checkpoint_io.errors import SaveError
 
 
 class ToldAt(Callback):
-    """Is told to end in a hook of a fit; notes which of the others are called after it."""
+    """Gets the notice to end in a hook of a fit; notes the hooks that are called after it."""
 
     def __init__(self, hook, tell=lambda: os.kill(os.getpid(), signal.SIGTERM)):
         self.after = []
@@ -43,14 +43,14 @@ def test_notice_after_the_last_batch_ends_the_script_once_all_of_the_fit_is_done
     assert told in told.trainer.callbacks
     assert "received SIGTERM after the last batch; the script ends here" in caplog.messages
     assert runs.durable() == ["epoch=0-step=20.ckpt"]
-    # What catches that, and trains on, has a fit as any.
+    # A script that catches this, and trains again, has an ordinary fit.
     assert io.checkpointer.session._in_time(5) == 5
     trainer, _ = runs.fit(*callbacks[:2], io=io, max_steps=30)
     assert trainer.global_step == 30
 
 
 def test_notice_where_a_time_limit_ends_training_amid_a_batch_comes_once_uploads_are_waited_for(runs, monkeypatch):
-    """As NeMo's does: Lightning then calls teardown in a handler of that exception, and ends the rest after it."""
+    """NeMo's limit does: Lightning then calls teardown in a handler of that exception, and ends the rest after it."""
 
     def leave():
         if model.global_step == 5:
@@ -132,14 +132,14 @@ def test_the_exit_status_of_a_preemption_stays_where_saves_fail_and_failures_are
     assert ended.value.code == 143
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert any("a hook of the user's" in error if fails == "hook" else "durable" in error for error in errors)
-    # The fit after it is told of what fails.
+    # The fit after it gets the failures.
     with pytest.raises((SaveError, RuntimeError)):
         runs.fit(TieredModelCheckpoint(s3_every_n_train_steps=4), io=io, model=Told(99, fails=fails == "hook"))
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["listed first", "listed last"])
 def test_the_last_checkpoint_is_made_when_all_other_callbacks_are_done_with_the_batch(runs, first):
-    """It is no checkpoint callback of Lightning's all the same: what looks for these finds what it would without it."""
+    """Yet the callback is no checkpoint callback of Lightning's: a search for these finds the same as without it."""
 
     class Averaging(Callback):
         batches = 0
@@ -164,7 +164,7 @@ def test_the_last_checkpoint_is_made_when_all_other_callbacks_are_done_with_the_
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """A job of Slurm with one task; what is called in place of ``scontrol`` notes how."""
+    """Makes a job of Slurm with one task, and a mock of ``scontrol`` that notes its arguments."""
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
     scontrol.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/asked\n")

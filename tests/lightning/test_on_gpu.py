@@ -1,4 +1,4 @@
-"""Trainings on a GPU, killed and resumed: by each strategy, and by NCCL where ranks are."""
+"""Trainings on a GPU, killed and resumed: by each strategy, and by NCCL if there are ranks."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def test_a_killed_training_resumes_on_the_gpu_as_if_nothing_had_happened(strateg
         assert whole["overlapped"] >= 8
     fits({"signals": [[0, "train", 17]], "ckpt_path": None}, signal="SIGKILL", **told)
     ((resumed,),) = fits({}, **told)
-    # What is overlapped, or sharded, is committed a moment after its step.
+    # An overlapped or sharded save is committed a moment after its step.
     late = staging == "overlapped" or strategy == "fsdp1"
     assert resumed["from"][1:] in [[16, "memory"]] + [[14, "memory"]] * late
     assert resumed["losses"] == {step: whole["losses"][step] for step in resumed["losses"]}

@@ -75,14 +75,14 @@ def test_a_trainer_of_pytorch_lightning_without_ours_trains(tmp_path):
     (guard,) = [each for each in trainer.callbacks if isinstance(each, OtherTrainerGuard)]
     trainer.fit(Model())
     assert trainer.global_step == 1
-    # As launchers that spawn do.
+    # Launchers that spawn do this.
     assert isinstance(pickle.loads(pickle.dumps(guard)), OtherTrainerGuard)
 
 
 def test_a_trainer_with_our_io_gets_the_guard():
     trainer = lightning.pytorch.Trainer(accelerator="cpu", **QUIET)
     assert [type(each) for each in trainer.callbacks].count(StrategyGuard) == 1
-    # As NeMo's exp_manager does, which may give its IO to a trainer that was made before.
+    # NeMo's exp_manager does this: it may give its IO to a trainer that was made before.
     trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, StrategyGuard)]
     for _ in range(2):
         ensure_guard(trainer)

@@ -18,7 +18,7 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, foreach=True)
 
 
 class Normed(LightningModule):
-    """Each batch depends on the number of batches alone: Lightning does not wind a plain loader forward."""
+    """Each batch depends only on the number of batches: Lightning does not wind a plain loader forward."""
 
     def __init__(self, optimizer):
         super().__init__()
@@ -113,7 +113,7 @@ def test_a_capture_that_takes_too_long_is_given_up_and_stops_no_training(every, 
     class Ends(lightning.pytorch.Callback):
         def on_train_batch_end(self, trainer, *_):
             if trainer.global_step == 5:
-                # Where the next save has waited for it in vain.
+                # If the next save has waited for it in vain.
                 threading.Timer(0 if every == 2 else 2, ended.set).start()
 
     monkeypatch.setattr(PartSave, "fill", slow)

@@ -75,7 +75,7 @@ def test_what_must_stay_stays_and_a_second_look_removes_no_more(tier, policies):
         must = each.alias_of or each.is_copy or each.is_changing
         assert not must or each.name in names
         assert each.alias_of is None or each.alias_of in names
-    # Nothing changes by what is gone.
+    # Removed checkpoints change no decision.
     assert left(there, policies) == there
     # One policy that keeps it is enough, and a policy more never removes one.
     each_alone = [{each.name for each in left(tier, [policy])} for policy in policies]
@@ -167,7 +167,7 @@ def test_policies_may_be_written_in_code_and_yaml_and_survive_the_way_to_the_dra
     if form is not FORMS[0]:
         assert TieredCheckpointConfig.from_any(OmegaConf.create({"dirpath": "/d", "retention": form})) == config
         assert TieredCheckpointConfig(dirpath="/d", retention=OmegaConf.create(form)) == config
-        # As Hydra puts a user's block over the package's own.
+        # Hydra puts a user's block over the package's own.
         whole = OmegaConf.merge(OmegaConf.load(DEFAULT), {"dirpath": "/d", "retention": form})
         assert TieredCheckpointConfig.from_any(whole) == config
 

@@ -1,4 +1,4 @@
-"""Jobs that are told to end, rank by rank: each ends within its grace time, and the next goes on where it stopped."""
+"""Jobs that are preempted, rank by rank: each ends within its grace time, and the next one resumes its last step."""
 
 import functools
 import signal
@@ -21,7 +21,7 @@ further = functools.partial(pytest.param, marks=pytest.mark.matrix)
 
 @pytest.fixture
 def job(fits):
-    """Trains with a last checkpoint, on so many ranks, until the end or until it is told to end; what each rank says."""
+    """Trains with a last checkpoint, on several ranks, until the end or a signal; returns each rank's answers."""
 
     def job(*jobs, **told):
         config = {"memory_every_n_train_steps": 4, "s3_every_n_train_steps": None, "on_save_error": "warn"}
@@ -37,7 +37,7 @@ def is_preempted(answer, within=GRACE_S):
 
 
 def goes_on(job, tmp_path, step, **told):
-    """The next start is as one that nobody has disturbed."""
+    """Compares the next start with an uninterrupted training."""
     again, whole = job({}, {"dirpath": str(tmp_path / "undisturbed"), "wipe": True}, **told)
     assert [answer["from"] for answer in again] == [["preempted.ckpt", step, "memory"]] * len(again)
     for answer, other in zip(again, whole, strict=True):
@@ -79,7 +79,7 @@ def test_a_signal_before_the_first_batch_or_at_the_end_hangs_nobody(job):
     (answers,) = job(signals=[[0, "start", 0]])
     assert all(answer["ended"] == "preempted" and answer["step"] <= 2 for answer in answers)
     ((first, other),) = job(signals=[[1, "end", 0]], steps=8, on_exception=True)
-    # That rank's script ends; the other one may have got no signal, and its launcher ends it.
+    # That rank's script ends; the launcher ends the other one, which may have got no signal.
     assert (first["ended"], first["step"], other["step"]) == ("fit", 8, 8)
     assert is_preempted(other)
 
@@ -197,7 +197,7 @@ def test_a_signal_after_trainings_that_failed_in_turns_is_handled_as_before_them
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
-        # As in a notebook, where Lightning puts the handler of each back, and each takes it for what was there before.
+        # In a notebook, Lightning restores the handler of each trainer, and the next takes it for the original.
         trainers = [runs.trainer([PreemptionCheckpoint()]) for _ in range(2)]
         for trainer in (*trainers, *trainers):
             with pytest.raises(Stop):

@@ -8,7 +8,7 @@ from support.running import Run, runner
 from support.training import durable
 
 pytestmark = pytest.mark.timeout(360)
-#: As TieredModelCheckpoint has it by default.
+#: Defaults of TieredModelCheckpoint.
 PLAIN = {"monitor": None, "mode": "min", "save_top_k": 1, "save_last": False}
 EVERY = {"memory_every_n_train_steps": 1, "s3_every_n_train_steps": 2}
 
@@ -23,7 +23,7 @@ def test_spawned_ranks_take_the_io_and_the_callback_by_pickle(launched, tmp_path
 @pytest.mark.parametrize(
     ("told", "error"),
     [
-        # It alone looks whether a name is taken; the others wait for its answer.
+        # Only rank 0 looks whether a name is taken; the other ranks wait for its answer.
         ({"callback": {"filename": "../{step}"}}, "ConfigError: "),
         pytest.param({"config": {"preflight": "error"}}, "StoreError: preflight: ", marks=pytest.mark.matrix),
         pytest.param({"config": {"preflight": "off"}}, "SaveError: ", marks=pytest.mark.matrix),

@@ -1,6 +1,6 @@
 """A training by Lightning's ModelCheckpoint, and the same one by TieredModelCheckpoint: both leave the same.
 
-Random trainings vary arguments, metrics, triggers and failures; stories tell what a random training does not reach.
+Random trainings vary arguments, metrics, triggers and failures; stories cover what a random training does not reach.
 docs/lightning.md lists the differences, which test_lightning_differences.py tests.
 """
 
@@ -103,7 +103,7 @@ def arguments_of(chance):
 def training_of(chance, arguments):
     """Options of a fit, and its model's class and arguments."""
     rare = [{}, {}, {"num_sanity_val_steps": 2}]
-    # These are differences: a fast_dev_run beside a `last`, and a step that is due again before the next one is made.
+    # These are differences: a fast_dev_run with a `last`, and a step that is due again before the next one is made.
     rare += [] if arguments["save_last"] else [{"fast_dev_run": 2}]
     rare += [] if {"train_time_interval", "save_on_exception"} & arguments.keys() else [{"accumulate_grad_batches": 3}]
     fit = {

@@ -42,7 +42,7 @@ def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(fits, s3_url, memory_dir
     wipe(memory_dir)
     ((last, other),) = fits({"steps": 12}, **more)
     assert last["from"] in (["step=8.ckpt", 8, "durable"], ["last.ckpt", 9, "durable"])
-    # Rank 0 alone looks what is there, and who else writes here; both read what they need.
+    # Only rank 0 lists the tier, and looks for other writers; both ranks read what they need.
     assert last["asked"]["requests.list"] == 2
     assert "requests.list" not in other["asked"]
     for answer in (first, second, alone, last, other):
@@ -83,7 +83,7 @@ def test_where_one_rank_cannot_save_beside_training_no_rank_does(fits):
 
 @pytest.mark.parametrize("saves_end", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_what_too_many_uploads_leave_out_beside_training_replaces_nothing(saves_end, fits):
-    """The call of an overlapped save has told by then that it goes to the durable tier."""
+    """The call of an overlapped save has reported by then that it goes to the durable tier."""
     config = {"max_pending": 1, "pending_timeout_s": 1, "save_on_train_end": saves_end, **OVERLAPPED}
     named = {"save_last": False, "save_top_k": 1}
     ((answer,),) = fits({"steps": 8, "held": True, "config": config, "callback": named}, ranks=1)
@@ -113,7 +113,7 @@ def test_what_one_rank_cannot_save_fails_the_save_on_all_ranks_and_training_goes
 def test_a_callbacks_average_goes_on_where_two_dimensions_of_a_mesh_cut_the_weights(grid, fits, whole):
     """FSDP2 on top of tensor parallel cuts one dimension twice; a module may shard over a mesh that it has made itself.
 
-    Over another mesh it is reckoned with the weights, and lies where they lie now.
+    Over another mesh the average is computed with the weights, and has their placements.
     """
     begun, here = {"steps": 5, "wipe": True}, {"steps": 8, "ckpt_path": "step=4.ckpt"}
     other = {**here, "grid": "", "wipe": True}
@@ -171,7 +171,7 @@ def test_fsdp1_and_its_folder_for_others(fits, whole, tmp_path):
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 @pytest.mark.parametrize("full", [False, True])
 def test_a_save_before_the_first_step_changes_nothing_of_training(fits, strategy, full, whole):
-    """Torch has an optimizer without a state make a step where it is asked for that, which Adam then counts."""
+    """If asked for a missing state, torch has the optimizer make a step, which Adam then counts."""
     stages = {"steps": 3, "first": True}, {"steps": 3, "ckpt_path": "first.ckpt"}
     (whole, _), (saved, _), (resumed, _) = fits({**whole, "steps": 3}, *stages, strategy=strategy, full=full)
     assert saved["losses"] == whole["losses"], "bit for bit"
@@ -194,7 +194,7 @@ def test_a_full_checkpoint_of_a_model_with_compiled_layers_goes_on(fits, whole):
 @pytest.mark.parametrize(
     ("first", "then", "says"),
     [
-        # Those of the outermost module come first there: each would get the state of another.
+        # The outermost module's parameters come first there: each would get the state of another.
         ({"strategy": "ddp"}, {"strategy": "fsdp1", "flat": True}, "the checkpoint's optimizer states are by numbers"),
         (
             {"callback": {"save_weights_only": True}},

@@ -16,7 +16,7 @@ def test_a_run_goes_on_where_some_parameters_had_no_gradients_yet(fits, joins, w
     (whole, _), _, (first, _) = fits(whole, *stages, joins=joins)
     assert first["from"][:2] == ["step=4.ckpt", 4]
     assert first["losses"] == those_of(whole, first), "bit for bit"
-    # The same where newer ones turn out to be damaged while they are read.
+    # The same if newer ones turn out to be damaged while they are read.
     wipe(memory_dir)
     for shard in (tmp_path / "durable").glob("*/*.distcp"):
         if shard.parent.name != "step=4.ckpt":

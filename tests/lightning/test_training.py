@@ -100,7 +100,7 @@ def test_loggers_hear_of_checkpoints_only_once_they_are_durable(runs, asynchrono
     seen = {key for _, metrics in book.metrics for key in metrics if key.startswith("checkpoint/")}
     saves = "stall_s capture_s durable_step size_GiB staged_GiB_per_s pending saved_total failed_total"
     assert seen - {"checkpoint/drain_s"} == {f"checkpoint/{key}" for key in saves.split()}
-    # Who waits for the commit has its time in the stall.
+    # If a save waits for the commit, its stall includes this time.
     assert ("checkpoint/drain_s" in seen) == asynchronous
     assert [step for step, metrics in book.metrics if "checkpoint/stall_s" in metrics] == [*range(2, 21, 2)]
 

@@ -30,10 +30,10 @@ def test_the_empty_checkpoint_makes_lightning_skip_the_whole_restore(runs):
 
 @pytest.mark.matrix
 def test_lightning_asks_nothing_of_s3_itself(s3_url, memory_dir, tmp_path, monkeypatch):
-    """It would by s3fs, which takes a restart a while to import, too."""
+    """Lightning would ask by s3fs, whose import takes a while at each restart, too."""
     from support.training import Runs
 
-    # Whoever looks for it gets an error.
+    # An import of it raises an error.
     monkeypatch.setitem(sys.modules, "s3fs", None)
     runs = Runs(s3_url, memory_dir, tmp_path)
     for ckpt_path in ("tiered:latest", "last", "tiered:latest"):

@@ -1,4 +1,4 @@
-"""One rank of trainings by Lightning, one after the other; is told of each by a JSON object.
+"""One rank of trainings by Lightning, one after the other; a JSON object describes them.
 
 ``signals``: lists of a rank, a moment (``train``, ``validation``, ``start``, ``end``) and a step. ``gpu``: the precision
 there.
@@ -91,7 +91,7 @@ class Toy(LightningModule):
             raise ValueError("a bug of one rank")
         # Not synchronised between the ranks; on one of them always the same.
         self.log("own", float((self.global_rank != told.get("same_on", 0)) * self.global_step))
-        # By the step, because not all releases of Lightning go on with the same number of the batch.
+        # By the step, because not all releases of Lightning continue with the same number of the batch.
         inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(self.global_step)).to(self.device)
         output = self.net(inputs)
         if self.head is not None and self.global_step >= told["joins"]:
@@ -153,7 +153,7 @@ class First(Callback):
 
 
 class Odd(Callback):
-    # Its state can't be saved at one step: a lock, which rank 0 alone saves; or a sharded tensor of a mesh without names.
+    # Its state can't be saved at one step: a lock, which only rank 0 saves; a sharded tensor of a mesh without names.
     step = 0
 
     def on_train_batch_start(self, trainer, *_):
@@ -210,7 +210,7 @@ def patches(ended):
 
 
 class FSDP2(TieredModelParallelStrategy):
-    # Notes whether the call of each save that overlaps training has told of it.
+    # Notes whether the call of each save that overlaps training has reported this.
     def save_checkpoint(self, *args, **options):
         engine = self._tiered_io.checkpointer
         before = engine.session.last_save
@@ -221,7 +221,7 @@ class FSDP2(TieredModelParallelStrategy):
 
 
 class FSDP1(TieredFSDPStrategy):
-    # Lightning's own takes GPUs alone.
+    # Lightning's own takes only GPUs.
     def _setup_model(self, model):
         flat = told.get("flat", False)
         policy = ModuleWrapPolicy({nn.Linear}) if told.get("wrapped") or flat else None
@@ -231,7 +231,7 @@ class FSDP1(TieredFSDPStrategy):
 
 
 def full_on_cpu(module, world_size, rank0_only=True):
-    # What torch offloads from the CPU to the CPU is no copy, and is overwritten.
+    # An offload by torch from the CPU to the CPU is no copy, and is overwritten.
     configs = [config(False, rank0_only) for config in (FullStateDictConfig, FullOptimStateDictConfig)]
     return FullyShardedDataParallel.state_dict_type(module, StateDictType.FULL_STATE_DICT, *configs)
 
@@ -247,7 +247,7 @@ def strategy():
 
 
 def fit():
-    """Trains as told; gives what became of it."""
+    """Trains, and returns the results."""
     seed_everything(1, verbose=False)
     hurry(local_patience_s=2.0 if "raises" in told else 60.0)
     block = {
@@ -268,7 +268,7 @@ def fit():
     if "signals" in told:
         grace = {"grace_seconds": told.get("grace", 20.0), "signals": ("SIGTERM", "SIGUSR1"), "requeue": False}
         callbacks += [PreemptionCheckpoint(**grace), Moments()]
-    # Saves on all ranks together, where all of them fail.
+    # Saves on all ranks together, if all of them fail.
     callbacks += [OnExceptionCheckpoint(told["dirpath"])] if told.get("on_exception") else []
     accumulate, ended = told.get("accumulate", 1), Ended()
     callbacks += [ended] if told.get("held") else []
@@ -337,6 +337,6 @@ if __name__ == "__main__":
     if "error" in answers[-1]:
         os._exit(1)
     if answers[-1]["ended"] == "preempted":
-        # Nobody listens any more: it does what it did before.
+        # No handler is left: the signal has its earlier effect.
         signal.raise_signal(signal.SIGTERM)
         os.unlink(job["answer"])

@@ -90,7 +90,7 @@ def test_a_tenant_fills_the_tmpfs_at_any_point_of_a_durable_save(spill, tight, t
         ways.update(saved.values())
         tenant.goes()
         with contextlib.suppress(SaveError):
-            # What failed in the background is shown once more.
+            # A failure in the background is shown once more.
             io.teardown()
         elsewhere = kept.io(namespace="elsewhere", memory_dir=str(tmp_path), drain="thread")
         loaded = elsewhere.load_checkpoint("tiered:latest")["global_step"]
@@ -181,7 +181,7 @@ def test_a_durable_save_out_of_descriptors_ends_soon_and_is_caught_up(kept):
             except SaveError as error:
                 refused.append(str(error))
         with contextlib.suppress(SaveError):
-            # What failed before is shown once more, for it failed in the background.
+            # An earlier failure is shown once more, because it was in the background.
             io.teardown()
     io = kept.io(drain="thread", memory_keep_last=100)
     io.load_checkpoint("tiered:latest")
@@ -189,7 +189,7 @@ def test_a_durable_save_out_of_descriptors_ends_soon_and_is_caught_up(kept):
     session = io.checkpointer.session.open()
     told = {outcome.op_id: outcome.error for outcome in session.drain.queue.outcomes()}
     for stored in session.tier.parts():
-        # What failed is given up once a later save is there, or has to have room in the queue.
+        # A failed save is given up once a later save is there, or needs its room in the queue.
         is_there = (Path(kept.options["dirpath"]) / stored.part.name).exists()
         given_up = told.get(stored.op_id, "")
         assert is_there or "superseded by" in given_up or "to keep the queue bounded" in given_up

@@ -147,7 +147,7 @@ def test_trash_that_a_live_process_is_still_sorting_out_does_it_no_harm(tier, me
         real(source, target, **options)
         if "trash" in str(target) and "clean." not in str(target):
             with monkeypatch.context() as patch:
-                # As far as the marker that tells the remover not to reuse the file.
+                # Removes only the marker against reuse of the file.
                 patch.setattr(shutil, "rmtree", lambda folder, **_: (Path(folder) / "pinned").unlink())
                 MemoryTier.open(memory_dir, "test").close()
 

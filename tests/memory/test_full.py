@@ -106,7 +106,7 @@ def test_other_processes_take_the_memory_of_the_node_or_job(kept, tmp_path, monk
         io.save_checkpoint(large(3, mib=60), "3.ckpt", storage_options=MEMORY_ONLY)
     with warned("memory tier can't hold.* goes through .*/tiered-"):
         io.save_checkpoint(large(4, mib=60), "4.ckpt")
-    # What has its space already takes no more of it.
+    # A part with its space takes no more.
     io.remove_checkpoint("2.ckpt")
     left(0)
     io.save_checkpoint(large(5, mib=9), "5.ckpt", storage_options=MEMORY_ONLY)
@@ -147,7 +147,7 @@ def test_training_goes_on_where_memory_is_removed_beside_it(drain, how, memory_d
     io.save_checkpoint(state(6), "6.ckpt", storage_options={"tiers": ["memory"]})
     if how != "files alone":
         assert f"{root} was removed, with all that it held; it is made anew" in caplog.text
-    # What guards this memory does so again.
+    # The locks of this memory are held again.
     assert [try_lock(root / name) for name in ("drain.lock", "trainers.lock", "job.lock")] == [None] * 3
     assert io.load_checkpoint("tiered:latest")["global_step"] == 6
     io.teardown()

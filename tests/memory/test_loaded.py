@@ -60,7 +60,7 @@ def test_a_node_that_only_loads_keeps_the_last_checkpoints(start, other_node):
         assert torch.equal(loaded["w"], state(step)["w"])
         assert io.checkpointer.restored.tier == "durable"
         assert steps(io) == [each for each in (step - 1, step) if each]
-    # What was just loaded stays, whatever is newer; and what the node holds is loaded from there.
+    # A newly loaded part stays, even if others are newer; parts on the node are loaded from its memory.
     io.load_checkpoint("step_2.ckpt")
     assert steps(io) == [2, 5, 6]
     io.load_checkpoint("step_1.ckpt")
@@ -104,7 +104,7 @@ def test_what_loads_have_brought_makes_room_for_the_next(start, tmp_path, caplog
     saved(start(dirpath=str(tmp_path / "elsewhere")), [1], size=LARGE)
     saved(start(), range(1, 5), size=LARGE)
     with mounted_tmpfs(tmp_path / "small", 12 * MIB) as small:
-        # It has room for two, and first holds one of another durable tier.
+        # Memory has room for two, and first holds one of another durable tier.
         io = start(memory_dir=str(small), memory_keep_last=3)
         io.load_checkpoint(f"{tmp_path}/elsewhere/step_1.ckpt")
         for step in range(1, 5):

@@ -106,7 +106,7 @@ def test_what_is_taken_is_mapped_by_huge_pages_where_the_kernel_has_them(descrip
     storage = privately_mapped(descriptor, SIZE)
     assert bytes_of(storage) == b"x" * SIZE
     assert int(maps(storage.data_ptr())["ShmemPmdMapped"]) * 1024 == 16 * MIB
-    # As a checkpoint that is cut to its size.
+    # A checkpoint is cut to its size like this.
     os.ftruncate(descriptor, 5 * MIB + 1)
     assert os.pread(descriptor, SIZE, 0) == b"x" * (5 * MIB + 1)
     assert taken(descriptor) < 8 * MIB

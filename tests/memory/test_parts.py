@@ -79,7 +79,7 @@ def test_a_damaged_part_is_shown_and_can_be_quarantined(tier, damage):
 
 
 def test_what_is_durable_never_looks_pending_even_while_it_is_removed(tier, monkeypatch):
-    # A drain that took it up again would find it gone, and tell that a save which is durable was given up.
+    # A drain that took it up again would find it gone, and report a durable save as given up.
     stored = save(tier, b"abc", 1, durable=True)
     tier.mark_drained(stored)
     (seen,) = MemoryTier(tier.root).parts()
@@ -142,7 +142,7 @@ def test_a_description_is_read_again_only_where_it_changed(tier, monkeypatch):
 
 
 def interrupting(call, number):
-    """As Ctrl-C that comes right after the so-manieth call."""
+    """Raises KeyboardInterrupt right after the ``number``-th call."""
     calls = []
 
     def interrupted(*args, **options):

@@ -1,4 +1,4 @@
-"""Bytes of a slot that are registered as pinned memory, and when; a stand-in for CUDA's runtime notes its calls."""
+"""Bytes of a slot that are registered as pinned memory, and when; a mock of CUDA's runtime notes its calls."""
 
 import contextlib
 import mmap

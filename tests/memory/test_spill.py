@@ -1,4 +1,4 @@
-"""The spill: where it lies, what it may take, who may use it, and whose it is."""
+"""The spill: its place, its limit, its users, and its owner."""
 
 import contextlib
 import os
@@ -61,7 +61,7 @@ def saves(io, *steps):
     ("kind", "is_local"), [("ext4", True), ("fuse.fuse-overlayfs", True), ("nfs4", False), ("lustre", False)]
 )
 def test_what_the_key_means(kind, is_local, temporary_folder, monkeypatch):
-    """The value "auto" takes no folder that other nodes may see. It takes none in a pod, whose disk may be small."""
+    """The value "auto" takes no folder that other nodes may see, and none in a pod, whose disk may be small."""
     monkeypatch.setattr(node, "mounts", lambda: [("/", "tmpfs"), (str(temporary_folder), kind)])
     assert spill_dir_of("auto") == (str(temporary_folder) if is_local else None)
     monkeypatch.setattr(node, "mounts", lambda: [("/", kind), (str(temporary_folder), "tmpfs")])

@@ -58,15 +58,15 @@ def test_the_age_of_what_is_durable_is_training_time():
     # 25 s since the checkpoint of 1020 was captured. Neither uploads nor loads are training.
     dead = totals_of([*KILLED, uploaded(1900, 12, 900), restored(1950, 20, 1020)])
     assert (dead.durable_age_s, dead.active_at) == (25, 1045)
-    # It goes on a day later, from memory: the pause does not count.
+    # Training resumes a day later, from memory: the pause does not count.
     resumed = [*KILLED, restored(90_000, 30, 1030, "memory"), at(90_001, "start", step=30), at(90_016, "step", step=45)]
     assert (totals_of(resumed).durable_age_s, totals_of(resumed).active_at) == (40, 90_016)
-    # An evaluation beside it loads one.
+    # An evaluation during the training loads one.
     assert totals_of([*resumed, restored(90_020, 20, 1020), at(90_031, "step", step=60)]).durable_age_s == 55
     # A save after the end, and one a day later, are no training in between.
     ended = [*resumed, at(90_020, "end", step=50, error=""), save(90_021, 50), save(180_000, 50)]
     assert totals_of(ended).durable_age_s == 44
-    # A loop of one's own notes saves and loads alone.
+    # A custom loop notes only saves and loads.
     loop = [save(1000, 10), save(1030, 20), restored(90_000, 20, 1030, "memory"), save(90_010, 30), save(90_050, 40)]
     assert totals_of(loop).durable_age_s == 70
 
@@ -83,7 +83,7 @@ def test_after_a_rollback_the_resumed_checkpoint_is_the_durable_one():
     far += [save(1500, 500, durable=True, queued=True), uploaded(1505, 500, 1500), at(1510, "step", step=510)]
     back = totals_of([*far, restored(1600, 300, 1300), at(1601, "start", step=300), at(1616, "step", step=315)])
     assert (back.durable_step, back.durable_at, back.durable_age_s) == (300, 1300, 15)
-    # Where an evaluation loads it, training has not gone back; nor where training begins elsewhere.
+    # If an evaluation loads it, training has not gone back; nor if another training begins.
     for others in ([at(1615, "step", step=520)], [at(1615, "start", step=0)], [at(1615, "start", step=510)]):
         assert totals_of([*far, restored(1600, 300, 1300), *others]).durable_step == 500
     assert totals_of([*far, restored(1600, 300, 1300), save(1610, 310)]).durable_step == 300, "a loop of one's own"

@@ -41,7 +41,7 @@ def dead(runs):
 
 
 def values(memory_dir):
-    """Returns the metrics' values, by name and the label beside the namespace."""
+    """Returns the metrics' values, by name and the label other than the namespace."""
     text = command("status", "--memory-dir", memory_dir, "--prometheus").stdout
     found = re.findall(rf"^{PREFIX}(\w+)\{{namespace=\".*?\"(?:,\w+=\"(.*?)\")?\}} (\S+)$", text, re.MULTILINE)
     return {f"{name} {label}".strip(): float(value) for name, label, value in found}

@@ -48,7 +48,7 @@ def test_an_upload_that_fails_is_told_of_and_never_leaves_an_empty_bucket(runs, 
 
 
 def test_an_end_is_resumed_from(runs):
-    """NeMo, with resume_past_end and one end.ckpt: ckpt_path is None, and training starts anew."""
+    """NeMo, with resume_past_end and one end.ckpt: ckpt_path is None, and training starts from scratch."""
     trainer, _ = runs.fit(max_steps=5)
     torch.save(io_of(trainer).load_checkpoint("tiered:latest"), "end.ckpt")
     io_of(trainer).teardown()

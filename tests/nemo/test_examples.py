@@ -45,7 +45,7 @@ def test_the_example_goes_on_where_it_was(examples, s3_url, memory_dir, tmp_path
 def test_a_nemo_script_of_which_one_import_line_was_changed_runs(examples, s3_url, memory_dir, tmp_path, monkeypatch):
     import drop_in
 
-    # The one thing that is not as a user has it: where node memory is, so that the test leaves nothing there.
+    # Only the folder of node memory differs from a user's, so that the test leaves no file there.
     monkeypatch.setattr(drop_in, "S3CheckpointIO", functools.partial(drop_in.S3CheckpointIO, memory_dir=memory_dir))
     assert drop_in.train(drop_in.read_config(overrides(s3_url, "trainer.max_steps=23"))).global_step == 23
     torch.distributed.destroy_process_group()

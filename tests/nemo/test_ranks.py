@@ -71,7 +71,7 @@ def test_two_ranks_are_killed_and_go_on_and_end_as_if_they_had_not(ranks, way, c
 
 @pytest.mark.parametrize(("count", "way"), [(4, "drop-in"), (2, "tiered")])
 def test_ranks_above_0_ask_s3_for_nothing_when_they_resume(ranks, count, way, s3_server):
-    """Counted where requests arrive, whichever client made them: ours, s3fs, or NeMo's boto3."""
+    """Counted when requests arrive, from any client: ours, s3fs, or NeMo's boto3."""
     ranks.launch(1, 5, way=way)
     ranks.wipe()
     with contextlib.ExitStack() as stack:
@@ -93,7 +93,7 @@ def test_ranks_above_0_ask_s3_for_nothing_when_they_resume(ranks, count, way, s3
 
 
 def test_a_rank_that_can_make_no_temporary_folder_ends_all_ranks(ranks):
-    """The others would wait for it, in the export or after it."""
+    """The other ranks would wait for this one, in the export or after it."""
     answers = ranks.launch(2, 2, EXPORT, one={1: {"no_folder": True}})
     assert [answer and re.match(r"SaveError: the model could not be exported: OSError: no folder", answer["error"])
             is not None for answer in answers] == [True, True], said(ranks.folder, 0)  # fmt: skip
@@ -116,7 +116,7 @@ def test_ranks_with_files_of_their_own_go_on_from_the_newest_step_that_all_have(
     ranks.launch(2, 15, parallel=True, stop_at=13, how="SIGKILL")
     best = [*folders("gpt--val_loss=1.00-step=10.ckpt"), *folders("gpt--val_loss=6.00-step=5.ckpt")]
     last = folders("gpt--val_loss=1.00-step=10-last.ckpt")
-    # One rank's shard of the newest is lost: neither rank takes it, and nobody starts from scratch.
+    # One rank's shard of the newest is lost: neither rank takes it, and no rank starts from scratch.
     io = S3CheckpointIO(ranks.dirpath, **ranks.io)
     io.remove_checkpoint(last[1])
     # Behind what the killed ranks had queued.
@@ -139,7 +139,7 @@ def test_ranks_with_files_of_their_own_go_on_from_the_newest_step_that_all_have(
 
 @pytest.mark.parametrize("save_last", [True, False])
 def test_ranks_with_files_of_their_own_go_on_from_the_latest_save_whatever_it_is_called(ranks, save_last):
-    """NeMo's default names tell no step, and sort the best first; with save_last off, none is called "last"."""
+    """NeMo's default names have no step, and sort the best first; with save_last off, none is called "last"."""
     names = {"filename": "gpt--{val_loss:.4f}-{epoch}", "save_last": save_last}
     config = {"exp_manager": {"checkpoint_callback_params": names}}
     for steps in (5, 10, 15):

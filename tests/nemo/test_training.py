@@ -35,7 +35,7 @@ def test_a_training_that_crashed_goes_on_and_ends_as_if_it_had_not(runs, way, tm
     assert same_weights(module, whole)
     assert again.durable() == runs.durable()
     assert isinstance(io_of(trainer), S3CheckpointIO)
-    # Nothing goes to a local folder that is called as the bucket is.
+    # No file goes to a local folder with the bucket's name.
     assert not (tmp_path / "s3:").exists()
 
 
@@ -76,7 +76,7 @@ def test_the_nemo_file_lies_at_the_durable_tier_and_opens(runs, best, tmp_path):
 
 def test_a_nemo_file_with_each_best_checkpoint_stays_that_of_the_best_after_a_resume(runs, tmp_path):
     settings = params(always_save_nemo=True, save_best_model=True, save_top_k=3)
-    # The best is that of step 10; the one of step 15 is kept beside it.
+    # The best is that of step 10; the one of step 15 is kept as well.
     runs.fit(settings, max_steps=10)
     trainer, _ = runs.fit(settings, max_steps=15)
     best = callback_of(trainer).best_model_path
@@ -102,7 +102,7 @@ def test_a_model_that_cannot_be_exported_says_so(runs):
 
 # ---------------------------------------------------------------------------------- optimizer states
 def slimming(keep, **changes):
-    """NeMo's default names, which tell no step and, of a falling loss, sort the newest first."""
+    """Returns options with NeMo's default names, which have no step and, with a falling loss, sort the newest first."""
     settings = {"save_top_k": -1, "save_last_n_optim_states": keep, "filename": "m--{val_loss:.4f}-{epoch}"}
     return params(**{**settings, **changes})
 
@@ -161,7 +161,7 @@ def test_averages_that_the_users_callback_keeps_go_on_where_they_were(runs):
 
 
 class Told(Callback):
-    """Tells the process to end, amid the epoch or amid a validation."""
+    """Sends the process a signal to end, within the epoch or a validation."""
 
     def __init__(self, amid):
         self.amid = amid

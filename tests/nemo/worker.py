@@ -1,4 +1,4 @@
-"""One rank of a NeMo training; is told what to do by a JSON object."""
+"""One rank of a NeMo training; a JSON object describes the work."""
 
 import hashlib
 import json

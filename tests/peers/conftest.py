@@ -23,7 +23,7 @@ def drain_in_a_thread():
 def ranks(tmp_path, memory_dir):
     """Runs steps of ``worker.py`` on ranks placed on nodes (a letter a rank); the answers, by step and rank.
 
-    A node is a memory folder and a machine of its own, unless the machines are told (a letter a rank, too).
+    A node is a memory folder and a machine of its own, unless ``machines`` are given (a letter a rank, too).
     """
 
     def run(nodes, *steps, dead=(), places=None, machines=None, **options):
@@ -58,7 +58,7 @@ def lose(memory_dir):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Tells how many losses were recovered from, and what that asked of the durable tier."""
+    """Prints the number of recovered losses, and their requests to the durable tier."""
     told = [dict(each.user_properties) for each in terminalreporter.getreports("passed") if each.when == "call"]
     losses = [each["durable_gets"] for each in told if "durable_gets" in each]
     if losses:

@@ -1,8 +1,8 @@
-"""A rank fails in the middle of a restore: all go on to what is left, or fail alike, within seconds."""
+"""A rank fails in the middle of a restore: all take the next candidate, or fail alike, within seconds."""
 
 import pytest
 
-#: Far below ``wait_timeout_s``, by which a rank that hears nothing gives up.
+#: Far below ``wait_timeout_s``, after which a rank without an answer gives up.
 SOON_S = 15.0
 #: Rank that fails, and the place: node a has lost its memory; b and c have copies, and serve them.
 FULL = [

@@ -13,7 +13,7 @@ def test_a_node_that_lost_its_memory_gets_its_part_back_from_a_peer(ranks, lose,
     options = {"replication_factor": 2, "dirpath": s3_url}
     ranks("abc", *SAVES, **options)
     lose("a")
-    # It comes first.
+    # Rank 0 loads first.
     loaded, again, _ = ranks("abc", ["load_local", {"late": [1, 1]}], ["load_local"], ["close"], **options)
     assert [answer.get("value") for answer in loaded] == [[200.0], [201.0], [202.0]], loaded
     assert all(gets(answer) == {} for answer in loaded)
@@ -23,11 +23,11 @@ def test_a_node_that_lost_its_memory_gets_its_part_back_from_a_peer(ranks, lose,
 
 
 def test_a_node_that_comes_back_with_an_old_memory_does_not_take_all_back(ranks):
-    """As if a queue gives a job the same node again, after it ran on another one for a while."""
+    """A queue gives a job the same node again, after it ran on another one for a while."""
     options = {"replication_factor": 2}
     ranks("ab", *SAVES, **options)
     ranks("cb", ["load_local"], ["save_local", 3], ["save_local", 4], ["close"], **options)
-    # It comes first; nothing else keeps it from its own memory.
+    # Rank 0 loads first; nothing else keeps it from its own memory.
     (loaded, _) = ranks("ab", ["load_local", {"late": [1, 1]}], ["close"], **options)
     assert [answer.get("value") for answer in loaded] == [[400.0], [401.0]], loaded
     assert max(answer["seconds"] for answer in loaded) < 6
@@ -44,7 +44,7 @@ def test_where_no_rank_has_anything_and_a_peer_does_not_load_ranks_say_so_soon(r
 
 
 def test_a_rank_that_stands_still_with_the_store_of_all_holds_up_no_other_for_long(ranks):
-    """Whoever starts the ranks may have rank 0 hold it; a host that is away does not even end its connections."""
+    """Rank 0 may hold the store; an unreachable host does not even end its connections."""
     *_, stopped, _, woken, _, _, at_the_end, _, loaded, given_up = ranks(
         "ab",
         ["hurry", {"store_answer_s": 0.5}],
@@ -53,7 +53,7 @@ def test_a_rank_that_stands_still_with_the_store_of_all_holds_up_no_other_for_lo
         ["load_local", "step_1", {"late": [1, 0.5]}],
         ["mark", 1, "the other has tried"],
         ["load_local", "step_1"],
-        # For longer than an answer takes: saves go on.
+        # For longer than an answer takes: saves continue.
         ["stop", 0, 1],
         ["save_local", 2],
         ["save_local_now", 3, 0, 1],

@@ -79,7 +79,7 @@ def test_a_cable_that_is_cut_costs_copies_and_nothing_else(ranks, places):
     assert other_side["counts"] == {**other_side["counts"], "unreplicated": 1}
     mended, settled = [answers[rank] for rank, answers in enumerate(told[-4:-2])], told[-2]
     assert all(mended), "copies are not made again"
-    # Nothing was lost, and what was saved since is with the peer again; no half of step 2 is.
+    # No checkpoint was lost, and later saves are with the peer again; no half of step 2 is.
     assert [step for step, *_ in settled[0]["own"]][:3] == [1, 2, 10]
     assert [step for step, *_ in settled[1]["own"]][:2] == [3, 20]
     assert [step for step, *_ in settled[1]["copies"]] == [1, mended[0]]

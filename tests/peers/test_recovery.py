@@ -1,4 +1,4 @@
-"""Nodes are lost with all that is in their memory; the job goes on from their peers', without the durable tier."""
+"""Nodes are lost with their memory; the job resumes from their peers' memory, without the durable tier."""
 
 import itertools
 import os
@@ -35,7 +35,7 @@ def test_a_job_goes_on_from_peers(ranks, lose, s3_url, record_property, nodes, f
     for rank, answer in enumerate(shards):
         assert answer.get("matches"), str(answer)
         assert gets(answer) == {}
-        # What was lost is back where it belongs.
+        # The lost parts are back on their nodes.
         assert [3, rank] in [each[:2] for each in answer["tiers"]["own"]]
     for node, answer in zip(nodes, full, strict=True):
         assert answer.get("matches"), str(answer)
@@ -71,7 +71,7 @@ def test_nodes_that_only_load_keep_the_last_checkpoints(memory_dir, tmp_path):
         into_memory(world.tier("a"), world.store.url, f"{number}.ckpt", OLD, number)
         answers = world.restore_all("abb")
         assert answers == [(save_id(number), tier, OLD) for tier in ("memory", "peer", "peer")]
-    # What only its own node has saved stays there.
+    # A part that only its own node has stays there.
     assert [stored.save_id for stored in world.tier("a").parts()] == [save_id(number) for number in (1, 2, 3)]
     assert [stored.save_id for stored in world.tier("b").parts()] == [save_id(number) for number in (2, 3)]
 
@@ -89,7 +89,7 @@ def test_nodes_may_be_lost_one_after_the_other_where_ranks_come_to_other_nodes(r
 @pytest.mark.matrix
 def test_what_a_lost_node_was_to_upload_is_uploaded_by_who_takes_its_place(ranks, lose, tmp_path):
     options = {"replication_factor": 2}
-    # Nothing gets to the durable tier while its folder is a file.
+    # No upload succeeds while the durable tier's folder is a file.
     (tmp_path / "durable").write_text("")
     ranks("ab", ["save_full", 1, ["memory", "durable"]], **options)
     lose("a")

@@ -26,7 +26,7 @@ def test_memory_stays_bounded_over_many_saves(ranks):
 
 
 def test_copies_on_the_same_machine_are_refused_on_all_ranks(ranks):
-    """Also where each of its containers has a memory of its own, as with Kubernetes' emptyDir."""
+    """Also if each of its containers has a memory of its own, as with Kubernetes' emptyDir."""
     (answers,) = ranks("ab", ["save", 1], machines="aa", replication_factor=2)
     assert [answer["error"] for answer in answers] == ["ConfigError"] * 2
     assert all("same machine" in answer["message"] for answer in answers)

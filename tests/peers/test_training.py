@@ -47,7 +47,7 @@ def test_a_killed_training_goes_on_from_the_memory_of_peers(fit, s3_server, memo
         lose_memory(f"{memory_dir}/{lost}")
         proxy.requests.clear()
         answers = fit(endpoint_url=proxy.endpoint_url)
-    # What the killed run left to tell that it is alive is read, and what preflight wrote; nothing of checkpoints.
+    # The killed run's lease and preflight's object are read; no object of a checkpoint.
     reads = [target for method, target in proxy.requests if method == "GET" and "list-type" not in target]
     assert [target for target in reads if not re.search("/leases/|/preflight/", target)] == []
     assert proxy.count("GET", "list-type") > 0, "the proxy has seen nothing at all"

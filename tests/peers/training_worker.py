@@ -1,4 +1,4 @@
-"""One rank of a training of two nodes; is told what to do by a JSON object."""
+"""One rank of a training of two nodes; a JSON object describes the work."""
 
 import hashlib
 import json
@@ -80,7 +80,7 @@ if __name__ == "__main__":
     told = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    # As a launcher on two nodes says it.
+    # The variables of a launcher on two nodes.
     os.environ.update(NODE_RANK=str(rank // 2), LOCAL_RANK=str(rank % 2))
     seed_everything(1, verbose=False)
     block = {**told["options"], "memory_every_n_train_steps": 1, "wait_timeout_s": 60, "on_save_error": "raise"}

@@ -128,7 +128,7 @@ def full_state(seed, size=50_000):
 
 
 def save_full(job, seed, tiers=("memory",), name=None):
-    """As DDP does: rank 0 alone saves."""
+    """Saves only on rank 0, as DDP does."""
     io = io_of(job)
     if dist.get_rank() == 0:
         io.save(full_state(seed), name or f"step={seed}.ckpt", tiers=tiers)
@@ -162,7 +162,7 @@ def load(job, seed, rows=base.ROWS, **more):
 
 
 def stop(job, rank, until):
-    """One rank stands still for some seconds, or until there is a mark; its fellows go on."""
+    """Stops one rank for some seconds, or until there is a mark; the other ranks continue."""
     if dist.get_rank() == rank:
         pid = os.getpid()
         if os.fork() == 0:
@@ -174,7 +174,7 @@ def stop(job, rank, until):
 
 
 def save_local_now(job, seed, rank, seconds):
-    """A synchronous save; shard 0 stands still before it tells the others of the commit."""
+    """Saves synchronously; shard 0 stops before it reports the commit to the others."""
     report_end = Run.report_end
 
     def late(self, *told):
@@ -224,7 +224,7 @@ def link_set(job, state, rank=None):
 
 
 def mark(job, rank, name):
-    """For the other rank, which can't be told over the network."""
+    """Makes a mark for the other rank, which can't be reached over the network."""
     if dist.get_rank() == rank:
         marks(job, name).touch()
 

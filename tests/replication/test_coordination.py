@@ -40,7 +40,7 @@ def test_all_ranks_raise_the_error_of_the_lowest_that_failed_if_any():
     assert {error.reason for error in raised} == {"unavailable"}
     assert {str(error) for error in raised} == {"slow down [tier=durable, key=k] — wait"}
     assert isinstance(raised[2].__cause__, Unpicklable)
-    # What can't travel arrives as its text.
+    # An error that can't be pickled arrives as its text.
     raised = in_ranks(["n", "n"], work({1: Unpicklable("it broke")}))
     assert [(type(error), error.rank, "Unpicklable: it broke" in str(error)) for error in raised] == [
         (RestoreError, 1, True)
@@ -112,7 +112,7 @@ def test_nodes_are_told_apart_by_their_memory_and_one_process_needs_no_group(tmp
     monkeypatch.setattr(coordination.socket, "gethostname", lambda: "gpt-worker-1")
     assert (machine(), memory_of(one)) == seen[:2]
     assert node_of(one) != seen[2]
-    # Machines that tell no start of theirs.
+    # Machines without a known boot.
     monkeypatch.setattr(node, "boot_id", lambda: "")
     assert machine() == "gpt-worker-1"
     # Of two that fail as one, the memories stay two.

@@ -117,7 +117,7 @@ def test_an_older_part_that_is_sent_again_gives_up_no_newer_save(ranks):
     for each in ranks:
         # Its own, and the other's, of which it keeps a replica.
         assert all(each.fates.begin(part) for part in parts)
-        # By another rank, where its own has it no longer.
+        # By another rank, if its own no longer has it.
         assert not each.fates.begin(older)
     for each, part in zip(ranks, parts, strict=True):
         each.fates.count(part)
@@ -187,7 +187,7 @@ def test_a_save_without_room_takes_that_of_what_waits_but_not_of_what_is_on_its_
     scope = Scope(ids.save_id(RUN, 4), 0, "local", stored[0].part.dirpath)
     rank.tier._left = lambda: 0
     try:
-        # Other processes have taken what comes free.
+        # Other processes have taken the freed space.
         with contextlib.suppress(MemoryFullError):
             capturer._acquire(500_000, scope, (), spills=False)
     finally:

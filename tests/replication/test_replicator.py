@@ -19,7 +19,7 @@ from tiered_checkpoint_io.stores.peer import Endpoint
 
 KEY = "offer/0"
 LOG = logging.getLogger("test.peers")
-#: Nothing listens there.
+#: An endpoint without a server.
 NOWHERE = Endpoint("127.0.0.1", 1, "ab")
 
 
@@ -55,7 +55,7 @@ def store():
 
 
 def test_a_key_that_goes_while_it_is_read_costs_neither_time_nor_the_connection():
-    """As an offer does, which its source withdraws while its peer looks for it."""
+    """A source withdraws such an offer while its peer looks for it."""
     origin = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     client, other = (StoreClient(origin, "test", timeout_s=2.0) for _ in range(2))
     client.set("seen", "yes")
@@ -108,7 +108,7 @@ def member(store, rank, clock):
 
 
 def offered(store, answers):
-    """Returns the counts of one part's offer, and its time; each of two targets answers as told, at its time."""
+    """Returns the counts of one part's offer, and its time; each of two targets gives its answers at their times."""
     clock, counts, left = VirtualClock(), Counter(), list(answers)
 
     def sleep(seconds):
@@ -137,7 +137,7 @@ def test_a_part_is_replicated_once_all_peers_answer_that_they_keep_it(store):
         # Not a word; or none any more once it had begun.
         ([(1, 1, "kept", "")], 70),
         ([(1, 1, "kept", ""), (2, 2, "reading", 0)], 40),
-        # As long as something moves, up to the bound of one part.
+        # Waits while there is progress, up to the bound of one part.
         ([(1, 1, "kept", ""), *((at, 2, "reading", at) for at in range(2, 60, 10))], 70),
     ],
     ids=["refused", "silent", "stalled", "slow"],

@@ -187,7 +187,7 @@ def test_a_pair_counts_together_and_its_second_half_never_alone():
     half = Held("b-EMA.ckpt", 0, save("b-EMA.ckpt", 3, 2))
     assert [step for _, step, _ in chosen({"n": [half]}, manifests, pair)] == [2, 1]
     assert [step for _, step, _ in chosen({"n": [half], "m": []}, manifests, pair)] == [2, 1]
-    # One of another step is none; by its name alone, either half may be asked for.
+    # One of another step is none; by name, either half may be loaded.
     assert chosen({"n": [Held("b-EMA.ckpt", 0, save("b-EMA.ckpt", 3, 3))]}, manifests, pair)[0][0] == "a.ckpt"
     assert chosen({"n": [half]}, manifests, Selector("name", "b-EMA.ckpt", companion="-EMA"))[0][0] == "b-EMA.ckpt"
 

@@ -14,7 +14,7 @@ from tiered_checkpoint_io.cli import app
 
 @pytest.fixture
 def job(tmp_path, memory_dir):
-    """Makes the IO of one run anew, after three saves; by default on the same node."""
+    """Makes a new IO of one run, after three saves; by default on the same node."""
 
     def made(folder=memory_dir):
         options = {"memory_dir": folder, "namespace": "deleted", "drain": "thread"}

@@ -261,7 +261,7 @@ def test_a_damaged_copy_leads_to_the_next_and_is_quarantined_where_it_lies(node,
     assert fetched(node.store(), good.store(), skipped=skipped) == DATA
     assert "differ from their hash" in skipped[0]
     assert len(node.tier.quarantined()) == 1 and not node.tier.parts()
-    # What is said to be damaged and is not stays.
+    # A part that is reported as damaged and is not stays.
     good.store().report_damage(f"{KEY}/0")
     assert good.tier.parts()
 

@@ -1,4 +1,4 @@
-"""Restore on one node and on several, with ranks as threads; of what another run overwrites meanwhile, too."""
+"""Restore on one node and on several, with ranks as threads; also of checkpoints that another run overwrites."""
 
 import contextlib
 import mmap
@@ -117,7 +117,7 @@ def test_without_room_in_memory_a_temporary_file_serves_and_goes(world, tmp_path
     restored = world.restorer()(LATEST, Group("n"))
     assert restored.path.parent == folder
     assert folder.is_relative_to(tmp_path)
-    # A load beside this one leaves it.
+    # Another load at the same time leaves it.
     with temporary_file(folder, 10) as (path, _):
         assert sorted(folder.iterdir()) == sorted([restored.path, path])
     drop_temporary(path)
@@ -143,7 +143,7 @@ def test_what_was_mapped_from_a_restored_file_is_never_written_over(world, relea
 
 
 def test_a_store_that_never_answers_is_an_error_after_the_bound_that_is_told(world, caplog):
-    """As a folder of a file server that is gone: what asks it has no bound of its own."""
+    """Requests to a folder of a file server that is gone have no bound of their own."""
     gone = threading.Event()
 
     class Gone(DirectoryStore):

@@ -121,7 +121,7 @@ def test_a_damaged_listing_leads_to_the_step_before_as_damaged_bytes_do(world, w
 
 
 def test_a_full_one_behind_damaged_sharded_ones_is_loaded_by_a_caller_that_takes_both(world):
-    """As strategies do: they look for a sharded one first, then for a full one."""
+    """Strategies look for a sharded one first, then for a full one."""
     data = b"full" * 1000
     into_durable(world.store, "old.ckpt", data, 0)
     for number in range(1, STEPS + 1):
@@ -152,6 +152,6 @@ def test_while_an_overwrite_is_under_way_the_content_whose_metadata_is_there_is_
     name, to = f"step_{STEPS}", tmp_path / "to"
     assert CliRunner().invoke(app, ["get", world.store.url, name, str(to)]).exit_code == 0
     assert (to / name / file_of(3)).read_bytes() == bytes_of(STEPS, 3, file_of(3))
-    # What lists the files of the new content may be damaged, as nothing else needs it.
+    # The list of the new content's files may be damaged, as nothing else needs it.
     world.store.delete(ids.index_key(op_id(9)))
     assert CliRunner().invoke(app, ["get", world.store.url, name, str(to), "--yes"]).exit_code == 0

@@ -1,4 +1,4 @@
-"""Chunks that a node fetches: each once, whoever needs it first, and none unverified."""
+"""Chunks that a node fetches: each once, for any first reader, and none unverified."""
 
 import fcntl
 import os

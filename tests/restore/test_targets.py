@@ -1,4 +1,4 @@
-"""Bytes straight to where they are needed: as a plain slice has them, and never from a chunk that is damaged unnoticed."""
+"""Bytes are read straight to their targets: equal to a plain slice, and never from a chunk of unnoticed damage."""
 
 import itertools
 import os

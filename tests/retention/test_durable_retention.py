@@ -116,8 +116,8 @@ def test_a_save_costs_few_requests(s3):
         save(s3, f"c{number}", number)
         apply(s3, policies, survey)
     save(s3, "c6", 6)
-    # Lists: manifests; of the delete, holds twice. Reads: new manifests, once more where a second has passed,
-    # and the one that goes. Its file is described before, and goes with that description.
+    # Lists: manifests; of the delete, holds twice. Reads: new manifests, once more after a second, and the one that
+    # goes. Its file is described before, and goes with that description.
     spent = asked(s3, lambda: apply(s3, policies, survey))
     assert spent["list"] == 3 and spent["get"] <= 6 and (spent["put"], spent["delete"]) == (1, 3), spent
     assert files(s3) == ["c5", "c6"]
@@ -248,7 +248,7 @@ def test_what_a_run_left_queued_removes_nothing_of_the_run_that_took_over(node):
     assert names(store) == ["c1", "c2", "other"]
     skipped = [outcome for outcome in node.queue.outcomes() if outcome.action == "retain"]
     assert {(each.state, each.error.partition(" holds")[0]) for each in skipped} == {("skipped", "launch other")}
-    # That run has ended: the first one's next retention is carried out, and leaves what is newer.
+    # That run has ended: the first one's next retention is carried out, and leaves newer checkpoints.
     store.delete(ids.lease_key("job", "token"))
     node.request("retain", "retention/mine", node.save("c3", b"data", step=3))
     Drain(node.root).run(once=True)

@@ -181,7 +181,7 @@ def test_what_other_ranks_save_alone_is_not_removed_and_makes_no_room():
 
 
 def test_averages_of_the_newest_step_stay_with_it():
-    """As NeMo saves them: two checkpoints of one step, which training resumes from together."""
+    """NeMo saves two checkpoints of one step, and training resumes from both together."""
     held = [part(1, name="x-EMA"), part(2, name="x")]
     held = [replace(each, part=replace(each.part, content=replace(each.part.content, step=7))) for each in held]
     assert room_for(10, held, scope(series="")) == []
@@ -204,7 +204,7 @@ def test_an_earlier_run_with_another_payload_makes_room():
 
 
 def test_a_process_group_beside_this_one_makes_room_only_of_what_is_durable():
-    """It may be of this run all the same: each group has ids of its own."""
+    """The group may be of this run: each group has ids of its own."""
     other = [part(n, run=0, name=f"tp1/step_{n}") for n in (1, 2)]
     assert room_for(10, [*other, part(4)], scope()) == []
     durable = [replace(each, part=replace(each.part, durable=True), drained=True) for each in other]
@@ -249,7 +249,7 @@ def test_a_number_that_is_the_step_tells_no_series_apart():
 
 
 def test_a_load_makes_no_room_at_the_cost_of_another_payload(monkeypatch):
-    """An evaluation may load full checkpoints beside a training that saves sharded ones."""
+    """An evaluation may load full checkpoints during a training that saves sharded ones."""
     shards = {"run": 1, "payload": "sharded"}
     held = [part(1, run=0, payload="full"), part(8, **shards), part(9, **shards), part(3, dirpath="e")]
     tier = SimpleNamespace(parts=lambda: held, is_spilled=lambda _: False, awaited=lambda _: ())
@@ -292,12 +292,12 @@ def test_copies_for_ranks_that_send_here_no_longer_go_once_a_newer_save_is_safe(
 
 
 def test_numbers_in_names_do_not_keep_copies_for_ever():
-    """Such as metrics, by which each checkpoint would be the only one of its name, and as such the newest."""
+    """Metrics, for example, would make each checkpoint the only one of its name, and so the newest."""
     names = {"full": "best-{n}-acc=0.{n}-{n}e-0{n}.ckpt", "sharded": "best-step={n}-loss=-0.{n}.ckpt"}
     for payload, name in names.items():
         held = [part(n, payload=payload, name=name.format(n=n), replicated=True) for n in range(1, 6)]
         assert outdated(held, 2) == ["1r0", "2r0", "3r0"], payload
-        # What belongs to each of them stays beside it.
+        # The companion of each stays with it.
         beside = [part(n, payload=payload, name=f"x-{name}".format(n=n), replicated=True) for n in range(6, 9)]
         assert outdated(held + beside, 2) == ["1r0", "2r0", "3r0", "6r0"], payload
 

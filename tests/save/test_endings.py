@@ -73,7 +73,7 @@ def test_a_job_of_memory_alone_starts_no_drain_to_remove_something(tmp_path, mem
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("how", ["fails", "hangs"])
 def test_of_saves_that_each_delete_the_one_before_the_newest_good_one_stays(how, kept, monkeypatch):
-    """As a ModelCheckpoint of Lightning's own calls its IO, with ``save_top_k=1`` and ``on_save_error: warn``."""
+    """Lightning's own ModelCheckpoint calls its IO so, with ``save_top_k=1`` and ``on_save_error: warn``."""
     io = kept.io(drain="thread", max_pending=2, pending_timeout_s=1, memory_keep_last=9, on_save_error="warn")
     is_there, upload = threading.Event(), DirectoryStore.upload_if
     is_there.set()
@@ -100,7 +100,7 @@ def test_of_saves_that_each_delete_the_one_before_the_newest_good_one_stays(how,
     assert there() == {"2.ckpt"}
     is_there.set()
     until(lambda: not io.checkpointer.session.open().drain.pending(), "all is done", timeout_s=40)
-    # Where the save is given up, or is not queued, that a delete follows, what it was to delete stays.
+    # If the save that a delete follows is given up, or not queued, the old checkpoint stays.
     assert there() == ({"2.ckpt", "7.ckpt"} if how == "fails" else {"4.ckpt"})
     save(8)
     io.teardown()

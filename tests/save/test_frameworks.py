@@ -64,7 +64,7 @@ def test_threads_may_save_at_once(io):
 
 
 def test_a_save_within_a_save_is_one_clear_error(io):
-    """As of a signal handler that saves whatever it interrupts; the save that it interrupts ends well."""
+    """A signal handler may save within a save; the interrupted save ends well."""
 
     class Interrupting:
         def __reduce__(self):
@@ -82,11 +82,11 @@ def test_a_save_within_a_save_is_one_clear_error(io):
 
 @pytest.mark.parametrize("io", ["process"], indirect=True)
 def test_a_forked_process_begins_anew_and_leaves_alone_what_is_its_parents(io, memory_dir):
-    """As a worker of a DataLoader, or a rank of ``ddp_fork`` whose parent has used the IO."""
+    """For a worker of a DataLoader, or a rank of ``ddp_fork`` whose parent has used the IO."""
     for step in (1, 2, 3):
         io.save_checkpoint(state(step), f"step={step}.ckpt")
     deadline = time.monotonic() + BOUND_S
-    # The next save's slot is made in the background, where a fork would find the lock of the slots' folder open.
+    # The next save's slot is made in the background; a fork then would inherit the lock of the slots' folder.
     while any(each.name == "tiered-prepare" for each in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -94,7 +94,7 @@ def test_a_forked_process_begins_anew_and_leaves_alone_what_is_its_parents(io, m
     assert free
 
     def child(answers):
-        # As a DataLoader does: OpenMP does not survive a fork.
+        # A DataLoader does the same: OpenMP does not survive a fork.
         torch.set_num_threads(1)
         here = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()]
         mapped = Path("/proc/self/maps").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""A user's stories with the IO alone, no Trainer: save, die, find, trust."""
+"""A user's stories with only the IO, no Trainer: save, die, find, trust."""
 
 import gc
 import os
@@ -43,7 +43,7 @@ def test_a_drain_that_dies_amid_its_work_does_not_wait_for_the_next_durable_save
     engine = make(str(tmp_path), drain="process", memory_keep_last=1).checkpointer
     engine.save(state(1), "a.ckpt")
     pid = engine.session.progress().drain.pid
-    # As where it dies amid the upload, for want of memory.
+    # It dies during the upload, as for want of memory.
     os.kill(pid, signal.SIGSTOP)
     engine.save(state(2), "b.ckpt", wait=False)
     os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""An overlapped capture, without a Trainer: what its save promises when training goes on before the copy is done."""
+"""An overlapped capture, without a Trainer: promises of its save if training continues before the copy is done."""
 
 import threading
 
@@ -39,7 +39,7 @@ class Job:
         return self.checkpointer.save(state, f"step={step}.ckpt", tiers=tiers, wait=False)
 
     def go_on(self):
-        """As a trainer before its optimizers step."""
+        """Waits, as a trainer does before its optimizers step."""
         self.may_copy.set()
         self.overlap.wait()
 

@@ -1,4 +1,4 @@
-"""A state becomes a part in memory: at once, whole, within its room, without taking space again; what is pickled is as it was."""
+"""A state becomes a part in memory: at once, whole, unchanged, within its room, and without new space."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Spans of memory, beside the same in sets of bytes."""
+"""Spans of memory, compared with sets of bytes."""
 
 import random
 
@@ -43,7 +43,7 @@ def test_a_set_of_spans_has_the_bytes_of_its_tensors():
         owned, saved = ([drawn(draw, draw.choice(bases)) for _ in range(draw.randrange(1, 40))] for _ in range(2))
         own = set().union(*map(bytes_of, owned))
         whole = Spans(*spans_over(owned, without_gaps=True))
-        # What leaves bytes out counts for none of them.
+        # A tensor with gaps counts for none of its bytes.
         for each, is_covered in zip(saved, whole.cover(*spans_over(saved)), strict=True):
             assert not is_covered or bytes_of(each) <= own
             covered += is_covered

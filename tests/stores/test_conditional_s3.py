@@ -64,7 +64,7 @@ def test_a_server_that_refuses_conditions_is_written_to_without(store, proxy, re
 
 
 def test_a_server_that_refuses_what_is_as_expected_is_written_to_without(store, proxy):
-    """As one that compares tags in another spelling: each write would fail for ever."""
+    """The server may compare tags in another spelling: each write would fail for ever."""
 
     store.put("x", b"1")
     proxy.plan = where(when(is_conditional, refuse(412, "PreconditionFailed")))
@@ -106,14 +106,14 @@ def test_an_upload_in_parts_writes_over_nothing_that_came_meanwhile(store):
         store.upload_if("x", memoryview(data), tag, journal=journal, progress=another_comes)
     assert store.get("x") == b"another"
     sent = store.metrics.snapshot()["requests.part"]
-    # What has arrived is not sent again.
+    # Parts that have arrived are not sent again.
     store.upload_if("x", memoryview(data), store.tag("x"), journal=journal)
     assert store.get("x") == data
     assert store.metrics.snapshot()["requests.part"] == sent
 
 
 def test_so_the_server_may_say_at_its_last_request(store, proxy):
-    """As AWS does; the servers that install by name take no notice of conditions there, hence a proxy's answer."""
+    """AWS does; servers that install from packages ignore conditions there, hence a proxy's answer."""
     proxy.plan = where(refuse(412, "PreconditionFailed"), operation="complete", key="x")
     with failing("changed"):
         store.upload_if("x", memoryview(bytes(20 * MIB)), None)

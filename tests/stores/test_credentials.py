@@ -109,7 +109,7 @@ class Keys:
             (self.folder / "credentials").write_text(text)
 
     def refuse(self, status, code):
-        """Has the proxy answer so where they are old."""
+        """Has the proxy answer so if the keys are old."""
         old = when(lambda exchange: "Credential=OLD" in exchange.headers["Authorization"], refuse(status, code))
         self.proxy.plan = lambda *_: old
 
@@ -159,7 +159,7 @@ def test_a_program_that_gives_none_that_are_good_is_an_error_until_it_does(facts
     keys = keys_of("process")
     keys.write(**{**facts, "command": None})
     store = open_store()
-    # It is run again for each request: what it gave had expired.
+    # The program runs again for each request: its keys had expired.
     keys.write(**facts)
     with failing("access", match="credentials could not be renewed"):
         store.put("x", b"1")

@@ -47,10 +47,10 @@ def tree(folder):
 
 
 def plant(root, place, kind, outside):
-    """Puts a link where a file or a folder is, or will be."""
+    """Puts a link in the place of a file or a folder."""
     path = root / place
     if has_link(root, place.rpartition("/")[0] or "none"):
-        # It would lead the attack itself elsewhere.
+        # The link would lead the attack itself elsewhere.
         return
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)

@@ -62,7 +62,7 @@ def test_a_live_writers_file_is_not_taken_for_a_dead_ones(tmp_path):
 @pytest.mark.parametrize("way", ["reflink", "link", "bytes"])
 def test_a_copy_on_its_way_is_not_taken_for_a_dead_writers_file(way, tmp_path, monkeypatch):
     def clone(target, _, origin):
-        # What a file system with reflinks does, whichever this is.
+        # Acts as a file system with reflinks.
         if way != "reflink":
             raise OSError(errno.EOPNOTSUPP, "no reflinks here")
         os.sendfile(target, origin, 0, 1 << 30)
@@ -76,7 +76,7 @@ def test_a_copy_on_its_way_is_not_taken_for_a_dead_writers_file(way, tmp_path, m
         monkeypatch.setattr(os, "link", refuse)
     store, data = DirectoryStore(str(tmp_path)), os.urandom(1 << 20)
     store.put("epoch=1.ckpt", data)
-    # What another process' first write does, right before the copy gets its name.
+    # Another process' first write, right before the copy gets its name.
     for _ in range(2):
         store.copy("epoch=1.ckpt", "last.ckpt", len(data), check=lambda: DirectoryStore(str(tmp_path)).put("y", b"1"))
     assert store.get("last.ckpt") == store.get("epoch=1.ckpt") == data

@@ -29,7 +29,7 @@ HttpResponseError = _error_class("azure.core.exceptions", "HttpResponseError")
 
 
 def _forbidden():
-    """As gcsfs.retry.validate_response raises it."""
+    """Raises as gcsfs.retry.validate_response does."""
     module = types.ModuleType("gcsfs.retry")
     exec("def validate_response():\n    raise OSError('Forbidden: https://x\\nno')", module.__dict__)
     module.validate_response()
@@ -137,7 +137,7 @@ def test_training_resumes_from_node_memory_while_the_cloud_is_away(cloud, memory
 def test_an_empty_bucket_that_may_not_be_looked_at_is_an_empty_one(cloud):
     store = RemoteStore("gs://bucket/run", clock=quick(retry_deadline_s=0.5))
     cloud.instead |= {"find": lambda *_, **__: {}, "ls": lambda *_, **__: []}
-    # gcsfs without storage.buckets.get; adlfs with rights on blobs alone; gcsfs where it is forbidden.
+    # gcsfs without storage.buckets.get; adlfs with rights only on blobs; gcsfs if it is forbidden.
     for info in (_raising(FileNotFoundError("bucket")), _raising(_http(403)), lambda *_, **__: _forbidden()):
         cloud.instead["info"] = info
         assert list(store.list("")) == []

@@ -23,7 +23,7 @@ def test_a_file_goes_there_and_comes_back_byte_for_byte(s3_url, tmp_path):
     source.write_bytes(data)
     S3Utils.upload_file(str(source), f"{s3_url}/x.ckpt", chunk_size_MB=8, max_concurrency=2, remove_file=True)
     assert not source.exists()
-    # As NeMo's load does it: into a file that is there already.
+    # NeMo's load downloads into an existing file.
     target = tmp_path / "target"
     target.write_bytes(b"old")
     S3Utils.download_s3_file_to_path(s3_path=f"{s3_url}/x.ckpt", file_path=str(target), chunk_size_MB=64)
@@ -76,7 +76,7 @@ def test_files_are_found_below_their_folder_alone(s3_url):
     assert found("run", suffix="last.ckpt") == found("run/", suffix="last.ckpt") == both
     assert found("run", suffix="last.ckpt", return_key_only=False) == [f"s3://{bucket}/{key}" for key in both]
     assert len(found("run")) == 3
-    # A prefix, where it is one by NeMo's own function.
+    # A prefix, if it is one by NeMo's own function.
     base = S3Utils.parse_prefix_with_step(f"{s3_url}/run/x--step=900-b-last.ckpt")
     assert base == f"{s3_url}/run/x--step=900-"
     assert S3Utils.find_files_with_suffix(base, suffix="last.ckpt") == both[1:]

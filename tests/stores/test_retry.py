@@ -1,4 +1,4 @@
-"""Retry decides by the error alone, is bounded, counts, and can be cut short."""
+"""Retry decides only by the error, is bounded, counts, and can be cut short."""
 
 import contextlib
 import errno

@@ -36,7 +36,7 @@ def test_each_request_survives_a_fault_that_passes(open_store, proxy):
     for fault in PASSING:
 
         def plan(operation, number, fault=fault):
-            # The answer to a HEAD has no body that could tell a code.
+            # The answer to a HEAD has no body with a code.
             return (SLOW_DOWN if operation == "head" else fault) if number == 1 else None
 
         proxy.counts.clear()
@@ -52,7 +52,7 @@ def test_each_request_survives_a_fault_that_passes(open_store, proxy):
         store.delete("small")
         # put, get, head, create, part, complete, list, delete: each was asked once too often.
         assert store.metrics.snapshot()["retries"] - before == 8
-    # Where a part or the last request of an upload got no answer, its upload is asked after as well.
+    # If a part or the last request of an upload got no answer, its upload is looked up as well.
     assert proxy.counts.pop("list_parts") == 2
     assert sum(proxy.counts.values()) == 8 + 8 + 3
 
@@ -199,7 +199,7 @@ def test_a_bucket_with_object_lock_gets_checksums(open_store, proxy):
     store.put("small", b"123456")
     store.upload("large", memoryview(data), journal=MemoryJournal())
     assert (store.get("small"), store.get("large")) == (b"123456", data)
-    # It is learned once.
+    # The refusal is learned once.
     assert (proxy.counts["put"], proxy.counts["part"]) == (3, 3)
 
 

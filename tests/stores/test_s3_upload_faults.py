@@ -24,7 +24,7 @@ def uploads(s3_server, s3_url):
 
 def test_an_upload_that_others_aborted_after_its_last_part_is_made_again(open_store, proxy, uploads, s3_server, s3_url):
     data = os.urandom(17 * MIB)
-    # What Ceph answers: "this multipart completion is already in progress", to the end of days.
+    # Ceph's answer: "this multipart completion is already in progress", for ever.
     proxy.plan = where(refuse(500, "InternalError"), operation="complete", calls=[1, 2, 3])
     seen = []
 
@@ -90,7 +90,7 @@ def test_an_interrupted_upload_that_may_not_be_asked_after_is_made_again(denied,
     proxy.plan = lambda name, number: SLOW_DOWN if name == "part" and number > 2 else None
     with failing("unavailable"):
         open_store(deadline_s=0.1, write_concurrency=1).upload("x", memoryview(data), journal=journal)
-    # Other credentials may ask: with these it goes no further, and nothing is lost.
+    # Other credentials may ask: with these the upload stops, and no part is lost.
     proxy.plan = where(refuse(400, "ExpiredToken"), operation="list_parts")
     with failing("credentials", match="ExpiredToken"):
         open_store().upload("x", memoryview(data), journal=journal)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Heard:
-    """All that anybody could read, as one text each, by where it was."""
+    """All readable output, as one text for each place."""
 
     def __init__(self):
         self.texts = []
@@ -41,7 +41,7 @@ class Heard:
         self.level = self.logger.level
 
     def __enter__(self):
-        # Libraries' own debugging is theirs: boto3's tells what it signs.
+        # Libraries' own debugging is theirs: boto3's shows the text that it signs.
         self.logger.addHandler(self.handler)
         self.logger.setLevel(logging.DEBUG)
         return self
@@ -99,7 +99,7 @@ def heard(capfd):
 
 
 def invented():
-    """As AWS' own keys: with what has a meaning in URLs."""
+    """Returns a key like AWS' own, with characters that have a meaning in URLs."""
     return f"{secrets.token_hex(8)}/{secrets.token_hex(4)}+{secrets.token_hex(8)}"
 
 
@@ -157,7 +157,7 @@ def test_no_secret_anywhere(heard, s3_server, s3_url, memory_dir, tmp_path, monk
         creds = {"AccessKeyId": "AKIA1", "SecretAccessKey": wrong, "SessionToken": token}
         S3Utils.download_s3_file_to_stream(f"{s3_url}/1.ckpt", creds=creds)
 
-    # What must not be given so, and is not repeated.
+    # Secrets in wrong places, which must not be repeated.
     store = f"{s3_url}?X-Amz-Credential=a&X-Amz-Signature={password}&X-Amz-Security-Token={token}"
     for dirpath in (
         f"s3://AKIA1:{password}@bucket/run",
@@ -190,7 +190,7 @@ def test_no_secret_anywhere(heard, s3_server, s3_url, memory_dir, tmp_path, monk
         heard.folder(folder)
     for secret in hidden:
         assert heard.told(secret) == []
-    # It did listen, everywhere.
+    # All places were read.
     assert {"log", "command ls", str(next(root.glob("*/drain.json")))} <= set(heard.told(s3_url))
     assert "command status" in heard.told("4.ckpt")
     assert [where for where in heard.told("SignatureDoesNotMatch") + heard.told("HTTP 403") if "error" in where]

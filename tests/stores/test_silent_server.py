@@ -93,7 +93,7 @@ def io_of(s3_url, memory_dir, proxy, book):
 
 
 def test_a_server_that_refuses_all_that_it_is_asked_is_told_as_that(io_of, proxy, book):
-    """As S3 does that is asked too much."""
+    """S3 does so under too many requests."""
     first = io_of()
     first.save_checkpoint(state(1), "1.ckpt", storage_options={"tiers": ["memory"]})
     first.teardown()

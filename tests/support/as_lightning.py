@@ -146,7 +146,7 @@ class Side:
         return [torch.load(self.path(name), weights_only=False) for name in names]
 
     def files(self) -> dict[str, Any]:
-        """Each checkpoint's epoch, step, and a number that stands for its weights."""
+        """Returns each checkpoint's epoch, step, and a number that represents its weights."""
         names = self.names()
         return {
             name: (state["epoch"], state["global_step"], number(state["state_dict"]["layer.weight"].sum()))
@@ -176,7 +176,7 @@ class Ours(Side):
     kind = TieredModelCheckpoint
 
     def io(self) -> TieredCheckpointIO:
-        # What only this package does, such as the upload at the end of fit, is off.
+        # Additions of this package, such as the upload at the end of fit, are off.
         return build(
             TieredCheckpointIO,
             dirpath=self.dirpath,

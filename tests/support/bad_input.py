@@ -1,4 +1,4 @@
-"""A checkpoint that stands in both tiers, and must load from each, whatever is done beside it."""
+"""A checkpoint that is in both tiers, and must load from each, after any other input."""
 
 import torch
 from support.supporting import build
@@ -16,7 +16,7 @@ def state(step, size=1000):
 class Kept:
     """One job with one saved checkpoint."""
 
-    # A process of its own, where a test says so: to start it takes longer than most of what is tested here.
+    # A process of its own, if a test says so: its start takes longer than most tests here.
     support = {"wait_timeout_s": 60, "drain": "thread"}
 
     def __init__(self, dirpath, memory_dir):

@@ -1,8 +1,7 @@
-"""The blocks of code that the documents give which this project serves, and what they need.
+"""The blocks of code in other libraries' documents that this project serves, and their environment.
 
-They are in ``tests/data/blocks``, word for word. What a block imports and cannot be had (the SageMaker libraries) is a
-stand-in here with the same names, over ours. Buckets, folders, and devices are replaced, and nothing else but what
-``REPLACED`` says.
+The blocks are in ``tests/data/blocks``, word for word. Libraries that are not available (SageMaker's) are mocks with
+the same names, over ours. Only buckets, folders, devices, and the texts in ``REPLACED`` are replaced.
 """
 
 import contextlib
@@ -19,8 +18,8 @@ from support.supporting import build
 
 FOLDER = Path(__file__).parents[1] / "data" / "blocks"
 
-#: In this order. Devices: these ranks have CPUs alone, where DDP needs a group of its own: with NCCL beside gloo, the
-#: collectives of training and those of a save in the background never meet.
+#: In this order. Devices: these ranks have only CPUs, on which DDP needs a group of its own: with NCCL and gloo, the
+#: collectives of training never mix with those of a save in the background.
 REPLACED = {
     'backend="nccl"': 'backend="gloo"',
     "torch.cuda.set_device(dist.get_rank())": "pass",
@@ -52,7 +51,7 @@ def blocks(document):
 
 
 def run(document, name, namespace, places):
-    """Runs a block in a namespace; ``places`` are what stands for buckets and folders, by them."""
+    """Runs a block in a namespace; ``places`` are the replacements of buckets and folders."""
     text = textwrap.dedent(blocks(document)[name])
     for old, new in {**REPLACED, **places}.items():
         text = text.replace(old, new)
@@ -61,7 +60,7 @@ def run(document, name, namespace, places):
 
 @dataclasses.dataclass
 class SageMakerCheckpointConfig:
-    """As the SageMaker library has it."""
+    """The same fields as in the SageMaker library."""
 
     namespace: str
     world_size: int
@@ -71,7 +70,7 @@ class SageMakerCheckpointConfig:
 
 
 def modules(**by_name):
-    """Puts modules of these names there to be imported; two underscores stand for a dot."""
+    """Puts modules of these names there to be imported; two underscores mean a dot."""
     for name, content in by_name.items():
         parts = name.split("__")
         for end in range(1, len(parts) + 1):
@@ -85,7 +84,7 @@ def modules(**by_name):
 
 
 def stand_in_for_the_sagemaker_library(**options):
-    """The library's classes; ``options`` are what a user of ours need not say, as where node memory is."""
+    """Mocks the library's classes; ``options`` are keys that a user need not give, such as memory_dir."""
     from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
 
     classes = {

@@ -1,4 +1,4 @@
-"""Clocks to hand in: with bounds of seconds in place of minutes, or with a time that only the test moves."""
+"""Clocks for tests: with bounds of seconds instead of minutes, or with a time that only the test moves."""
 
 import contextlib
 import random
@@ -11,7 +11,7 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock, Timing
 #: Intervals of looks in tests: bounds stay as they are, and changes are seen sooner.
 LOOKS = {"drain_rest_s": 0.01, "wait_poll_s": 0.005, "lock_poll_s": 0.005, "namespace_poll_s": 0.01}
 LOOKS |= {"full_look_s": 0.1, "accept_poll_s": 0.01}
-#: Interval of looks of a thread that waits by a virtual clock, beside being woken up.
+#: Interval of looks of a thread that waits by a virtual clock, if it is not woken.
 _LOOK_S = 0.001
 
 
@@ -27,7 +27,7 @@ def hurry(**seconds):
 
 @contextlib.contextmanager
 def hurried(**seconds):
-    """As :func:`hurry`, for a while."""
+    """Does :func:`hurry` within the block."""
     before = SYSTEM.timing
     hurry(**seconds)
     try:
@@ -37,7 +37,7 @@ def hurried(**seconds):
 
 
 class VirtualClock(Clock):
-    """A time that stands still until the test moves it; who waits by it wakes up when it has come."""
+    """A time that only the test moves; waiting threads wake up at their time."""
 
     def __init__(self, **seconds):
         super().__init__(Timing(**seconds), random.Random(0))
@@ -58,7 +58,7 @@ class VirtualClock(Clock):
         me, due = threading.current_thread(), self.now + seconds
         self._note(me, (due, event))
         try:
-            # Woken by the event, or by whoever moves the time; looked at in any case, for a wake-up between two looks.
+            # Woken by the event, or when the time moves; looks in any case, for a wake-up between two looks.
             while not (came := event.wait(_LOOK_S)) and self.now < due:
                 pass
         finally:

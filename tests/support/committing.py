@@ -17,7 +17,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Metric
 
 RUN = "20260101T000000.000000-00000000"
-#: Made of one part and listed in the manifest, or beside it; of several parts; of several without a switch.
+#: Kinds: one part, listed in the manifest, or in an index; several parts; several without a switch.
 KINDS = ["full", "full, indexed", "sharded", "sharded, one rank", "local"]
 
 
@@ -63,7 +63,7 @@ def alias(store, name, target, journals=None):
 
 
 def copy(store, name, target, number, journals=None, data=None):
-    """As the drain does it; ``data`` is what node memory still has of the target."""
+    """Copies as the drain does; ``data`` are the target's bytes that node memory still has."""
     return copies.put_copy(
         store,
         name,

@@ -2,15 +2,15 @@
 
 The model is the weakest that POSIX allows a program to rely on:
 
-* A file's data is there once an ``fsync`` of the file has returned. Of each later write, nothing, all, half, some of its
-  sectors, or as many zero bytes may be there, whatever became of other writes; a new length is there, or not. What is
-  written through a mapping is so many writes of a page.
+* A file's data is there once an ``fsync`` of the file has returned. Of each later write, nothing, all, half, some of
+  its sectors, or as many zero bytes may be there, independently of other writes; a new length is there, or not. Writes
+  through a mapping count as writes of pages.
 * A name in a folder (made, renamed, removed) is as the last operation left it once an ``fsync`` of the folder has
-  returned. After that any of its later states may show, whatever became of other names: a rename is a new name in one
+  returned. After that any of its later states may show, independently of other names: a rename is a new name in one
   folder and a removal in another, each lost or kept by itself. The switch of one name to another file is atomic.
 * A folder whose own name was lost is lost with all that is in it.
 
-Nothing is derived from the arguments of an operation: behind each call, what is there is compared with what was there.
+The arguments of an operation are not used: after each call, the files are compared with those before it.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from pathlib import Path
 
 #: States that are tried exhaustively behind one operation; beyond, as many are drawn.
 EXHAUSTIVE = 64
-#: Calls behind which is looked. What changes without one, as through a mapping, is noticed at the next.
+#: Calls after which the files are compared. Changes without a call, as through a mapping, are noticed at the next one.
 MOMENTS = (
     *("open", "close", "write", "pwrite", "writev", "truncate", "ftruncate", "posix_fallocate", "sendfile"),
     *("copy_file_range", "rename", "replace", "link", "symlink", "unlink", "remove", "mkdir", "rmdir", "fsync"),
@@ -71,7 +71,7 @@ class File:
         for start in range(0, len(data), PAGE):
             page, before = data[start : start + PAGE], old[start : start + PAGE]
             if page != before + bytes(len(page) - len(before)):
-                # As a program that appends writes no more than is new.
+                # A program that appends writes only new bytes.
                 at = start + (len(before) if page.startswith(before) else 0)
                 self.writes.append((at, data[at : start + PAGE]))
                 length = max(length, start + len(page))
@@ -149,7 +149,7 @@ class Recorder:
                     if self._synced(first) if name == "fsync" else self._look():
                         self._after(self)
                 except Exception as error:
-                    # Who called may take it for an error of the call.
+                    # The caller may take it for an error of the call.
                     self._error = self._error or error
                 return result
 
@@ -163,7 +163,7 @@ class Recorder:
         except FileNotFoundError:
             return False
         for inode, descriptor in self._inodes.values():
-            # Those without a name as well: what a crash may show of it.
+            # Files without a name as well: a crash may show them.
             if isinstance(inode, File):
                 changed |= inode.becomes(os.pread(descriptor, os.fstat(descriptor).st_size, 0), self.time)
         self.time -= not changed
@@ -205,9 +205,9 @@ class Recorder:
 
 
 def states(recorder, chooser, draws=EXHAUSTIVE):
-    """Legal states of what was recorded: each a dictionary of paths and contents, None for an empty folder.
+    """Returns legal states of the recorded operations: dictionaries of paths and contents, None for an empty folder.
 
-    All of them where they are few; or else so many draws.
+    All of them if they are few; or else so many draws.
     """
     open_names, open_files, top = [], [], recorder.top
     pending, seen = [top], set()

@@ -25,14 +25,14 @@ LOG = logging.getLogger("test")
 
 
 def drain(node, store=None, **options):
-    """A drain of a node, to be run here; of this store in place of the node's own."""
+    """Returns a drain of a node, to be run here; with this store instead of the node's own."""
     opened = {} if store is None else {"open_store": lambda config, dirpath: store}
     return Drain(node.root, logger=LOG, **opened, **options)
 
 
 @contextlib.contextmanager
 def working(node, store=None, *, stay=True, **options):
-    """A drain at work beside the block; without ``stay`` it may end before."""
+    """Runs a drain during the block; without ``stay`` it may end before."""
     stop = threading.Event()
     thread = threading.Thread(target=drain(node, store, stop=stop, stay=stay, **options).run)
     thread.start()
@@ -136,7 +136,7 @@ def readable(store, name):
 
 
 def names(store):
-    """The checkpoints of a durable tier; if a reservation stands there is none."""
+    """Returns the checkpoints of a durable tier; a reservation is none."""
     return sorted(names_of(store))
 
 

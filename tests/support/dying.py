@@ -48,7 +48,7 @@ GOES_ON = 99
 
 
 def import_all():
-    """Imports modules that a process would otherwise import while it is watched, or each time anew."""
+    """Imports modules that a process would otherwise import while it is watched, or each time again."""
     import torch.distributed.checkpoint as torch_dcp
 
     from tiered_checkpoint_io.engine import checkpointer  # noqa: F401
@@ -69,7 +69,7 @@ def import_all():
 
 # ----------------------------------------------------------------------------------------- drains
 def name_operations(counter):
-    """Has effects of drains told apart by the operation that they belong to."""
+    """Labels effects of drains with their operation."""
     from tiered_checkpoint_io.engine.drain.execute import Executor
 
     execute, seen = Executor.execute, set()
@@ -94,7 +94,7 @@ def run_drain(order, counter):
 
 
 class ForkedDrain:
-    """In place of ``subprocess.Popen`` in the trainer: a drain of its own session, without a start of Python."""
+    """Replaces ``subprocess.Popen`` in the trainer: a drain in its own session, without a start of Python."""
 
     order, counter, started = None, None, 0
 
@@ -158,7 +158,7 @@ def options_of(order):
 
 
 def run_trainer(order, counter):
-    """Lives a life of :data:`LIVES`; tells whenever an operation is done."""
+    """Runs a life of :data:`LIVES`; reports each operation that is done."""
     from tiered_checkpoint_io.engine.staging.capture import Capturer
 
     name_operations(counter)

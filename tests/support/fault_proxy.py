@@ -1,4 +1,4 @@
-"""An S3 server's bad days: a proxy that counts requests, and spoils those that it is told to."""
+"""An S3 server's bad days: a proxy that counts requests, and spoils some of them by a plan."""
 
 import base64
 import contextlib
@@ -33,7 +33,7 @@ def when(is_so, fault):
 
 
 def in_region(region):
-    """S3's documented answer to a signature for another region than the bucket's; not all servers tell which."""
+    """S3's documented answer to a signature for another region than the bucket's; not all servers name that region."""
     wrong = refuse(400, "AuthorizationHeaderMalformed")
 
     def is_elsewhere(exchange):
@@ -48,7 +48,7 @@ def reset(exchange):
 
 
 def lose_answer(exchange):
-    """The server does what it is asked, and nobody hears of it."""
+    """Passes the request on, and loses the answer."""
     exchange.forward()
     exchange.cut()
 
@@ -76,7 +76,7 @@ def object_lock(exchange):
 
 
 def directory_bucket(exchange):
-    """Answers as a bucket of S3 Express does: it has a session for each client, and lists whole folders alone."""
+    """Answers as a bucket of S3 Express does: it has a session for each client, and lists only whole folders."""
     query = parse_qs(urlsplit(exchange.path).query, keep_blank_values=True)
     prefix = query.get("prefix", [""])[0]
     if "session" in query:
@@ -118,7 +118,7 @@ def locked(client, bucket, *ends):
 def short_pages(count, *, stuck=False, token=None):
     """Lists of so many entries at most, which say that there are more, but without a marker for the next page.
 
-    Where ``stuck``, it is the first one each time, with the same token.
+    If ``stuck``, it is the first one each time, with the same token.
     """
     first = []
 
@@ -183,7 +183,7 @@ def slow_body(bytes_per_second, piece=64 << 10):
 
 
 def wrong_bytes(exchange):
-    """An answer as it should be, but for one bit of its body."""
+    """Returns the right answer, except one bit of its body."""
     status, headers, body = exchange.forward()
     body = bytearray(body)
     if body:
@@ -229,11 +229,10 @@ def whole_object(client, bucket):
 
 
 class FaultProxy:
-    """Stands before an S3 server.
+    """A proxy of an S3 server.
 
-    ``plan(operation, number)`` is asked at each request, with its number among those of its
-    operation, from 1; what it gives is done to the request, and None lets it pass. Plans of :func:`where`
-    are asked with the path as well.
+    ``plan(operation, number)`` is called at each request, with its number among the requests of its operation, from 1;
+    its result is done to the request, and None lets it pass. Plans of :func:`where` are asked with the path as well.
     """
 
     def __init__(self, endpoint, plan=lambda operation, number: None, port=0):

@@ -16,9 +16,9 @@ class Injected(StoreError):
 class FaultyStore:
     """A store whose ``fail_at``-th operation fails, from 1, and with ``once`` only that one; 0 for none.
 
-    Operations are counted in the order in which they begin; ``only`` tells by operation and key which ones count. An
-    operation fails ``before`` the real store is asked, ``after`` it has done its work, as if just the answer is lost, or
-    ``during`` an upload, once a part of the bytes is written, and ``before`` all else; ``error`` is what it raises.
+    Operations are counted in the order in which they begin; ``only`` says by operation and key which ones count. An
+    operation fails ``before`` the real store is asked, ``after`` it has done its work, as if only the answer is lost,
+    or ``during`` an upload, once a part of the bytes is written, and ``before`` all else; ``error`` is what it raises.
     """
 
     def __init__(self, store, *, fail_at=0, only=lambda operation, key: True, when="before", once=False, error=None):
@@ -78,7 +78,7 @@ class FaultyStore:
 
 
 def refusing(store, only, error=None):
-    """A store that refuses each operation that ``only`` tells, whenever it is asked."""
+    """Returns a store that refuses each operation for which ``only`` is true."""
     return FaultyStore(store, fail_at=1, only=only, error=error or StoreError("no", reason="access"))
 
 

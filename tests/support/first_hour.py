@@ -68,7 +68,7 @@ def normalized(text, places):
             continue
         inside = ""
         if line.startswith("Traceback (most recent call last)"):
-            # The last line says what happened; the others say where, which changes with every release.
+            # The last line is the error; the others are places, which change with every release.
             inside = "traceback"
         elif _FOREIGN.match(line):
             inside = "warning"
@@ -78,12 +78,12 @@ def normalized(text, places):
 
 
 def compare(name, sections):
-    """Compares what the commands of a story printed with ``expected/<name>.txt``, or writes that text anew.
+    """Compares what the commands of a story printed with ``expected/<name>.txt``, or writes that text again.
 
     Args:
         name: The story's name.
-        sections: Each command with its lines. Those of the log may come in another order, and more than once: the
-            drain and the trainer run side by side, and on a slow machine there are more lines of waiting.
+        sections: Each command with its lines. Those of the log may come in another order, and more than once: the drain
+            and the trainer run at the same time, and a slow machine has more lines about waits.
     """
     path = FOLDER / "expected" / f"{name}.txt"
     text = "\n".join("\n".join([f"$ {command}", *lines, ""]) for command, lines in sections)

@@ -1,6 +1,6 @@
 """Makes ``tests/data/format_1``, a checkpoint of each kind as version 0.1.0 stores it: ``python tests/support/format_1.py``.
 
-The sharded one has two ranks, so that it has an index and descriptions of its parts. It must load for ever.
+The sharded one has two ranks, so that it has an index and descriptions of its parts. They must load for ever.
 """
 
 import os

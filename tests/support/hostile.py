@@ -1,8 +1,8 @@
-"""Pickles of an attacker, and a process that loads them: composed of what real pickles consist of, and of lies.
+"""Pickles of an attacker, and a process that loads them: composed of parts of real pickles, and of lies.
 
 A pickle is a tree: ``("name", full)``, ``("call", what, args, steps)``, ``("new", what, args, steps)``, ``("stored", id)``,
 ``("dict", pairs)``, ``("list", items)``, ``("tuple", items)``, ``("set", items)``, ``("code", bytes)``, and ``("leaf", value)``.
-Trees of real values are taken apart, and their parts are put where others belong.
+Trees of real values are taken apart, and their parts are put in the places of others.
 """
 
 import collections
@@ -243,7 +243,7 @@ def tree_of(data):
 
 # ------------------------------------------------------------------------------------------- writing
 def pickled(tree):
-    """The pickle of a tree. What a tree holds twice is written once."""
+    """Returns the pickle of a tree. A part that a tree holds twice is written once."""
     out, numbers, open_ones = [b"\x80\x02"], {}, set()
     _write(tree, out, numbers, open_ones)
     return b"".join((*out, b"."))
@@ -354,7 +354,7 @@ def changed(tree, pool, dice, names):
                 rebuild = ["name", "torch._tensor._rebuild_from_type_v2"]
                 node[:] = ["call", rebuild, ["tuple", [make, cls, args, state]], []]
             case 11 if dtypes:
-                # It compares as equal to a dtype, and is none.
+                # This object compares as equal to a dtype, and is none.
                 dice.choice(dtypes)[:] = ["name", f"numpy.{dice.choice(('int64', 'float64'))}"]
             case _:
                 code = dice.choice(
@@ -466,7 +466,7 @@ def file_of(held):
 
 
 def load(data, records):
-    """Loads a pickle; tells whether it was one."""
+    """Loads a pickle; returns whether it was one."""
     try:
         if not records:
             parse_metadata(data, tier="durable", where="x")

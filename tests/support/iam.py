@@ -50,7 +50,7 @@ class Judge:
         status, headers, body = exchange.forward()
         reads = exchange.command in ("GET", "HEAD") and asked[0].action == "s3:GetObject"
         bucket = asked[0].resource.partition("/")[0]
-        # Who may not list a bucket is not told that there is no such object; this is no list, and has no prefix.
+        # Without the right to list, a missing object is not reported as missing; this is no list, and has no prefix.
         if reads and status == 404 and not self._allowed(Asked("s3:ListBucket", bucket)):
             DENIED(exchange)
             return

@@ -2,9 +2,8 @@
 
 As a program this is a *zygote*: it has imported everything, and forks one process for each order
 that it reads, one JSON line each, so that hundreds of deaths cost no start of Python. An effect is a
-change of the file system or of memory that is mapped from it, or a request to S3; the process dies
-behind it, before it hears of it, and for each write there is one more death in its middle.
-What the processes do is told in ``dying.py``.
+change of the file system or of memory that is mapped from it, or a request to S3; the process dies after it, before it
+learns of it, and for each write there is one more death in its middle. ``dying.py`` has the work of the processes.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Counter:
-    """Counts effects below some folders, says what they were, and kills the process at the one it was told."""
+    """Counts and reports effects below some folders, and kills the process at the given one."""
 
     def __init__(self, role, kill_at, roots, report):
         self.role = role
@@ -47,7 +46,7 @@ class Counter:
 
     @contextlib.contextmanager
     def during(self, phase, *, own_thread=False):
-        """Effects of the block are those of ``phase``; with ``own_thread``, those of this thread alone."""
+        """Labels effects of the block with ``phase``; with ``own_thread``, only those of this thread."""
         holder = self._own_phase if own_thread else self
         before = getattr(holder, "phase", None)
         holder.phase = phase
@@ -227,7 +226,7 @@ def main():
     # A collection would otherwise copy each page of the modules into each child.
     gc.collect()
     gc.freeze()
-    # What the processes leave behind is ours to reap.
+    # Orphans of the processes are ours to reap.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for line in sys.stdin:
         order = json.loads(line)
@@ -271,7 +270,7 @@ class Zygote:
 
     def __init__(self):
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        # Of lost peers the stories tell themselves.
+        # Stories of lost peers report by themselves.
         env["TORCH_CPP_LOG_LEVEL"] = "FATAL"
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True

@@ -18,10 +18,10 @@ _READY_S = 120.0
 
 
 def free_port():
-    """A port that nobody listens on, and that no connection is made from.
+    """Returns a port without a listener, and from which no connection is made.
 
-    From those that the system gives to connections, one may be given to who tries to reach it before anybody
-    listens there: such a rank is connected to itself, and waits for ever.
+    The system may give one of its ports for connections to a rank that tries to reach it before there is a listener:
+    such a rank is connected to itself, and waits for ever.
     """
     while True:
         port = random.randrange(10_000, 32_000)
@@ -142,7 +142,7 @@ def launch(folder, jobs, *, worker, deadline_s=DEADLINE_S, preload=()):
         answer = folder / f"answer-{rank}.json"
         answer.unlink(missing_ok=True)
         environment = {
-            # What a test has set since the zygote was started holds as well.
+            # Variables that a test has set since the zygote's start hold as well.
             **os.environ,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,

@@ -1,4 +1,4 @@
-"""Runs that do as they are told, line by line: ``save NAME``, ``keep NAME`` in memory alone, ``close``; each answers ``ok``, or the error.
+"""Runs that carry out commands, line by line: ``save NAME``, ``keep NAME`` only in memory, ``close``; each answers ``ok``, or the error.
 
 One process imports everything and listens; each connection is a run, forked from it, that takes its
 options from the first line and answers that with the number of its process.

@@ -1,4 +1,4 @@
-"""The texts of the code's messages: each literal, with "…" in place of what is filled in."""
+"""The texts of the code's messages: each literal, with "…" for the values."""
 
 import ast
 import re
@@ -31,5 +31,5 @@ def _text(node):
 
 
 def has_message(quoted):
-    """Returns True if some text of the code, filled in somehow, contains the quoted text; "…" stands for anything."""
+    """Returns True if some text of the code, filled in somehow, contains the quoted text; "…" matches anything."""
     return any(quoted in text for text in messages())

@@ -24,7 +24,7 @@ EVERY = 5
 
 
 class PerRank(DDPStrategy):
-    """As the strategies of NeMo before 3.0: each model-parallel rank has a file of its own."""
+    """A strategy like NeMo's before 3.0: each model-parallel rank has a file of its own."""
 
     def save_checkpoint(self, checkpoint, filepath, storage_options=None):
         self.checkpoint_io.save_checkpoint(checkpoint, inject_model_parallel_rank(filepath), storage_options)
@@ -37,7 +37,7 @@ class PerRank(DDPStrategy):
 
 
 def become_model_parallel(ranks, rank):
-    """Tells NeMo the facts that such a model tells when it is made."""
+    """Sets the state of NeMo that a model-parallel model sets."""
     state = AppState()
     state.tensor_model_parallel_size = state.model_parallel_size = ranks
     state.tensor_model_parallel_rank, state.data_parallel_rank = rank, 0
@@ -56,7 +56,7 @@ class Model(ModelPT):
         self.how = how
 
     def training_step(self, batch, _):
-        # What a step sees depends on the step alone: Lightning does not wind a plain loader forward.
+        # A step's data depends only on the step: Lightning does not wind a plain loader forward.
         batch = batch * 0 + torch.arange(8.0) * (self.global_step % 7 + 1) / 10
         loss = self.layer(batch).pow(2).mean()
         self.seen[self.global_step] = loss.item()
@@ -92,7 +92,7 @@ class Falling(Model):
         self.log("val_loss", torch.tensor(1.0 / self.global_step), sync_dist=True)
 
 
-#: As NeMo's documents have it; what differs from a user's is that it ends soon.
+#: The configuration in NeMo's documents, except that it ends soon.
 CONFIG = {
     "exp_manager": {
         "exp_dir": None,
@@ -192,7 +192,7 @@ class NeMoRuns:
         return trainer
 
     def fit(self, *parts, way="drop-in", stop_at=0, how=None, model=Model, **options):
-        """Trains from where the last one ended, to the end or until a crash at a step."""
+        """Resumes training, and trains to the end or until a crash at a step."""
         config = self.config(*parts)
         trainer = self.trainer(config, way=way, **options)
         module = model(OmegaConf.create(config["model"]), trainer, stop_at=stop_at, how=how)
@@ -205,7 +205,7 @@ class NeMoRuns:
     durable, wipe = Runs.durable, Runs.wipe
 
     def objects(self, prefix=""):
-        """All objects at the durable tier, but for what this package keeps for itself."""
+        """Returns all objects at the durable tier, except this package's own documents."""
         store = open_store(TieredCheckpointConfig(dirpath=self.dirpath))
         try:
             return sorted(entry.key for entry in store.list(prefix) if not entry.key.startswith(".tiered/"))

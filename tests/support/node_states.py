@@ -1,8 +1,8 @@
-"""Stories of a node that loses its power: what lies on its disk, and what a restart must make of each state of that.
+"""Stories of a node that loses its power: the states of its disk, and the restart from each state.
 
 Either parts are spilled to the disk, and memory is gone with the power; or ``memory_dir`` is on the disk itself, with the
-operation log. The durable tier is as it was at that moment. Nothing that memory had was promised to outlast this; but
-whatever shows is found out: a restart takes none of it for intact that is not, and fails for nothing.
+operation log. The durable tier is as it was at that moment. Parts in memory need not survive this. But a restart must
+take no damaged part for intact, and must not fail because of one.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ LOG.propagate = False
 LOG.addHandler(logging.NullHandler())
 SOON = Clock(Timing(drain_lock_s=0.0))
 #: Operations of a job; after ``None`` the drain carries out the queue. Memory keeps one: slots
-#: are filled again. Names are overwritten, deleted and saved anew; an alias moves, and loses its target.
+#: are filled again. Names are overwritten, deleted and saved again; an alias moves, and loses its target.
 LIFE = [
     *[("save", "a.ckpt", "both"), ("save", "b.ckpt", "both"), ("alias", "last.ckpt", "a.ckpt"), None],
     *[("save", "a.ckpt", "both"), ("save", "c.ckpt", "memory"), None, ("save", "d.ckpt", "both"), None],
@@ -52,7 +52,7 @@ SIZE = 3000
 
 
 class Idle:
-    """In place of the process of a drain: lives, and does nothing. The story carries out by itself what is queued."""
+    """Replaces the process of a drain: lives, and does nothing. The story itself carries out the queue."""
 
     def __init__(self, *_, **__):
         self.pid = 0
@@ -77,7 +77,7 @@ class Disk:
         self.disk = self.memory
 
     def make(self):
-        """Empty folders, but for those of the disk that are there."""
+        """Makes empty folders, except the disk's existing ones."""
         for path in (self.memory, self.spill):
             Path(path).mkdir(mode=0o700, exist_ok=True)
 
@@ -111,7 +111,7 @@ class Disk:
 
 
 class Spill(Disk):
-    """Nothing fits into memory: all parts are spilled."""
+    """A memory into which no part fits: all are spilled."""
 
     title = "the spill"
     full = True
@@ -123,7 +123,7 @@ class Spill(Disk):
 
 @contextlib.contextmanager
 def small(*, full):
-    """Slots and a log of some pages; memory that others have taken, if told; and no process of a drain."""
+    """Sets small slots and a small log; no free memory, if asked for; and no process of a drain."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(slots, "_ROUND", crash_states.PAGE))
         stack.enter_context(mock.patch.object(operation_log, "_HALF", 1 << 14))
@@ -157,12 +157,12 @@ class Moment:
             elif action == "delete":
                 allowed.add(None)
             else:
-                # Whatever its target shows, now or later.
+                # Any content of its target, now or later.
                 allowed |= {each for each, what in _operations().items() if what[:2] == ("save", target)}
         if name == "last.ckpt":
-            # It follows its target, which may be saved anew.
+            # The alias follows its target, which may be saved again.
             allowed |= {n for n, what in _operations().items() if what[0] == "save" and n > (shown or 0) and shown}
-            # It goes with it, too.
+            # The alias goes with its target, too.
             deletes = [_operations()[number] for number in range((shown or 0) + 1, self.begun + 1)]
             allowed |= {None} if shown and ("delete", _operations()[shown][1], "") in deletes else set()
         return allowed
@@ -275,7 +275,7 @@ def _check(moment, before, after):
 
 
 def _restart(place, moment, durable, *, anew):
-    """Loads the newest, has all drained that was left, and loads again; ``anew``: saves once more."""
+    """Loads the newest, drains the queue, and loads again; ``anew``: saves once more."""
     with place.trainer() as made:
         _load(made, moment, durable)
         made.session.open().drain.start()
@@ -300,7 +300,7 @@ def _load(made, moment, durable):
     try:
         state = made.load("tiered:latest")
     except RestoreError:
-        # All that is there is damaged: who finds that does not begin from scratch without being told to.
+        # All checkpoints are damaged: a load then raises, and does not begin from scratch.
         state = None
     if not state:
         if newest is not None:

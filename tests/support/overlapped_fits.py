@@ -1,8 +1,8 @@
-"""Trainings at random that save while they train: each checkpoint beside a copy of the state, made when its save began.
+"""Trainings at random that save while they train: each checkpoint is compared with a copy, made when its save began.
 
-Drawn are: how parameters lie in memory, and what else lies there; who changes that, when, and how; the optimizers, and
-who steps them; averages, late parameter groups, other weights for validation, objects of the state that are replaced;
-and whether something writes to a parameter if nothing may.
+Drawn are: the layout of parameters in memory, and their neighbours; changes of these, by whom and when; the optimizers,
+and who steps them; averages, late parameter groups, other weights for validation, objects of the state that are
+replaced; and whether something writes to a parameter if nothing may.
 """
 
 import collections
@@ -37,7 +37,7 @@ class ExtrapolatedClosure(torch.optim.SGD):
 
 
 class Sharp(ExtrapolatedClosure):
-    """Is stepped by hand alone."""
+    """An optimizer that is stepped only by hand."""
 
 
 OPTIMIZERS = {
@@ -52,9 +52,9 @@ OPTIMIZERS = {
 }
 #: Optimizers of torch that take sharded tensors and others one by one.
 SHARDED = ["AdamW", "SGD"]
-#: Hooks between the end of a batch, where saves are, and the optimizer's step, which waits for what they copy.
+#: Hooks between the end of a batch, at which saves are, and the optimizer's step, which waits for their copies.
 BEFORE_STEP = ["on_train_batch_start", "training_step", "on_before_zero_grad", "on_after_backward"]
-#: And some of those where anything may change.
+#: Some of the hooks in which anything may change.
 AFTER_WAIT = ["on_before_optimizer_step", "on_train_epoch_end", "on_validation_start", "on_train_batch_end"]
 #: So long a capture is put off, seconds, unless something waits for it: what may change by then has changed.
 LATE_S = 20
@@ -96,7 +96,7 @@ CONTIGUOUS = {
     "own": lambda count, more: (torch.randn(count), None),
     "front": lambda count, more: torch.randn(count + more).split([count, more]),
     "back": lambda count, more: torch.randn(count + more).split([more, count])[::-1],
-    # What else is saved begins where the parameter does, and only the remainder changes.
+    # Another saved tensor begins at the parameter's address, and only the remainder changes.
     "whole": whole,
     "of_bytes": of_bytes,
     "tail": lambda count, more: (torch.randn(count + more)[:count], None),
@@ -111,7 +111,7 @@ LAYOUTS = {
     "every_other": lambda count, more: torch.randn(count, 2).unbind(1),
     "transposed": lambda count, more: (torch.randn(4, count // 4).t(), None),
     "transposed_front": transposed_front,
-    # As many elements as the span has room for; one of them twice, and another never.
+    # The span's number of elements; one of them twice, and another never.
     "crossed": crossed,
 }
 
@@ -152,7 +152,7 @@ class Drawn(LightningModule):
         self.weights = torch.nn.ParameterList()
         #: State that no optimizer changes, and the time and way of its changes.
         self.others, self.kept, self.aliases = [], {}, []
-        # LBFGS takes gradients without gaps alone.
+        # LBFGS takes only gradients without gaps.
         layouts = CONTIGUOUS if self.optimizer == "LBFGS" else LAYOUTS
         self.layouts = [draw.choice([*layouts]) for _ in range(draw.randrange(1, 4))]
         for number, layout in enumerate(self.layouts):
@@ -252,7 +252,7 @@ class Drawn(LightningModule):
 
 
 class Others(Callback):
-    """Changes what is no optimizer's; a parameter, where it may; and once, where it may not."""
+    """Changes tensors that are no optimizer's; a parameter, if it may; and once, if it may not."""
 
     def __init__(self, model, allowed, careless):
         self.model, self.allowed, self.careless = model, allowed, careless
@@ -352,7 +352,7 @@ class Fits:
             draw.choice(["in place", "replaced", "unseen"]),
         )
         careless = (draw.randrange(1, 5), draw.choice(hooks), way) if draw.random() < 0.4 else None
-        # What leaves no trace is found by that.
+        # The comparison finds changes without a trace.
         self.patch.setenv(CHECK, "1" if careless and way == "unseen" else "")
         is_late = careless is not None or draw.random() < 0.8
         self.patch.setattr(Overlapped, "let_caller_return", lambda taken: self.put_off(taken) if is_late else None)

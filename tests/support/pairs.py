@@ -30,7 +30,7 @@ KEEP_LAST = 2
 
 def import_all():
     """Imports the modules of the roles; waits for peers are short, as all processes are here, or dead."""
-    # The first save of a DTensor would otherwise take seconds to import what it needs, in each process anew.
+    # The first save of a DTensor would otherwise take seconds for its imports, in each process again.
     import torch._dynamo
     import torch.distributed.device_mesh
     import torch.distributed.tensor  # noqa: F401
@@ -51,7 +51,7 @@ def import_all():
 
 
 def fork(role, work, order, counter):
-    """Does ``work`` in a process of its own, which is killed at the effect that ``<role>_kill_at`` tells."""
+    """Does ``work`` in a process of its own, which is killed at the effect ``<role>_kill_at``."""
     pid = os.fork()
     if pid:
         return pid
@@ -226,7 +226,7 @@ def train(order, counter, rank):
 
 # ----------------------------------------------------------------------------------------- restores
 def run_pair_load(order, counter):
-    """Both nodes load the newest together; tells what each has got."""
+    """Has both nodes load the newest together; returns what each has got."""
     both("loader", load, order, counter)
 
 

@@ -63,7 +63,7 @@ class S3Server:
         return f"s3://{name}"
 
     def uploads(self, bucket: str, prefix: str = "") -> list[dict[str, Any]]:
-        """The multipart uploads in progress, as boto3 tells of them."""
+        """Returns the multipart uploads in progress, as boto3 lists them."""
         try:
             return list(self.client.list_multipart_uploads(Bucket=bucket, Prefix=prefix).get("Uploads", ()))
         except self.client.exceptions.NoSuchUpload:
@@ -168,7 +168,7 @@ class RcloneServer(S3Server):
 
 
 def find_rclone() -> str:
-    """The path of the rclone program: beside this Python, or on PATH; raises RuntimeError if there is none."""
+    """Returns the path of rclone: next to this Python, or on PATH; raises RuntimeError if there is none."""
     beside = Path(sys.executable).parent / "rclone"
     found = str(beside) if beside.exists() else shutil.which("rclone")
     if found is None:

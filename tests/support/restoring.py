@@ -28,7 +28,7 @@ from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 RUN = ids.new_run_id(now=1_700_000_000.0)
 CHUNK = 1 << 16
-#: Bytes of what a rank tells all others at once, at most.
+#: Most bytes of a rank's message to all others.
 SMALL = 2048
 LATEST = Selector("latest")
 OLD, NEW = os.urandom(3 * CHUNK + 5), os.urandom(3 * CHUNK + 9)
@@ -46,7 +46,7 @@ def make_content(name, data, number, *, chunk=CHUNK, kind="full"):
 
 
 def into_memory(tier, dirpath, name, data, number, *, chunk=CHUNK):
-    """Commits a checkpoint to a node's memory; returns where its file lies."""
+    """Commits a checkpoint to a node's memory; returns the path of its file."""
     content = make_content(name, data, number, chunk=chunk)
     (entry,) = content.files
     slot = tier.acquire(len(data))
@@ -61,7 +61,7 @@ def into_durable(store, name, data, number, *, chunk=CHUNK):
 
 
 def served(tier):
-    """Serves a node's memory from this process, for as long as it runs; returns where."""
+    """Serves a node's memory from this process, for as long as it runs; returns the endpoint."""
     ask_to_serve(tier.root, "127.0.0.1")
     Server(tier.root, tier, logging.getLogger("test"), SYSTEM).look()
     return endpoint_of(tier.root)
@@ -183,7 +183,7 @@ class World:
         return functools.partial(restore, self.tiers_of(node, store, dirpath))
 
     def restore(self, selector=LATEST, node="n", store=None):
-        """Alone; the restored one and its bytes."""
+        """Restores on one rank; returns the restored checkpoint and its bytes."""
         restored = self.restorer(node, store)(selector, Group(node))
         return restored, read(restored)
 

@@ -1,4 +1,4 @@
-"""Runs that other processes are, which do as they are told: see :mod:`support.lease_worker`."""
+"""Runs in other processes, which carry out commands: see :mod:`support.lease_worker`."""
 
 import contextlib
 import json

@@ -1,7 +1,7 @@
-"""Measures the project beside its budgets; ``make size`` prints the table, ``make lint`` fails above a budget.
+"""Compares the project's size with its budgets; ``make size`` prints the table, ``make lint`` fails above a budget.
 
-The budgets stand in budgets.json. They only go down: ``--lower`` writes today's figures if these are smaller, and
-removes the exceptions that are no longer needed.
+The budgets are in budgets.json. They only go down: ``--lower`` writes today's figures if these are smaller, and removes
+the exceptions that are no longer needed.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class OptionalContract:
     def test_what_it_would_write_is_there_already(self, conditional_store: ConditionalStore) -> None:
         store = conditional_store
         tag = store.put_if("x", b"1", None)
-        # As where the answer to a first attempt was lost.
+        # A repeat, as if the answer to the first attempt was lost.
         assert store.put_if("x", b"1", None) == tag
 
     def test_of_many_who_read_the_same_one_writes(self, conditional_store: ConditionalStore) -> None:

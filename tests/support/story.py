@@ -4,8 +4,8 @@ from tiered_checkpoint_io.model import ids
 
 RUN = "20260101T000000.000000-00000000"
 
-#: Each kind of change of a name at least once: new, overwritten, taken anew after its delete,
-#: aliases that move, whose target goes, that become real, and real ones that become aliases.
+#: Each kind of change of a name at least once: new, overwritten, used again after its delete, aliases that move, whose
+#: target goes, that become real, and real ones that become aliases.
 OPERATIONS = [
     ("save", "a.ckpt", ""),
     ("alias", "last.ckpt", "a.ckpt"),

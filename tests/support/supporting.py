@@ -13,7 +13,7 @@ NAMES = {each.name for each in fields(Support)}
 
 @contextlib.contextmanager
 def supported(**settings):
-    """Has the configurations that the block makes get these settings, beside those that the variable has already."""
+    """Adds these settings to the variable, for configurations that the block makes."""
     before = os.environ.get(VARIABLE)
     entries = [before or "", *(f"{name}={value}" for name, value in settings.items())]
     os.environ[VARIABLE] = ",".join(filter(None, entries))

@@ -1,8 +1,8 @@
-"""Stories of processes that are killed at each of their effects, and what a restart then makes of it.
+"""Stories of processes that are killed at each of their effects, and the restart after each.
 
 Each story gives a verdict for each point: ``old`` or ``new``, as the restart found the state before or
-behind the operation that was cut off, whole and bit for bit; ``loss``, if something is missing that was
-told to be done, or does not work any more; or ``mixture``, if something is there that nobody saved.
+behind the operation that was cut off, whole and bit for bit; ``loss``, if something is missing that was reported as
+done, or does not work any more; or ``mixture``, if something is there that was never saved.
 """
 
 import collections
@@ -40,7 +40,7 @@ class Lost(AssertionError):
 
 
 class Mixed(AssertionError):
-    """Something is there that nobody saved."""
+    """Something is there that was never saved."""
 
 
 class Place:
@@ -55,7 +55,7 @@ class Place:
         self.durable = ""
 
     def clear(self):
-        """Empty memory, and a durable tier that nobody has used before."""
+        """Makes an empty memory, and a new durable tier."""
         shutil.rmtree(self.memory, ignore_errors=True)
         Path(self.memory).mkdir(mode=0o700, parents=True)
         if self.durable and not self.s3:
@@ -129,7 +129,7 @@ def newest(kind, count):
 
 
 def newest_durable(kind, count):
-    """The same where the node is lost, behind so many operations of the durable tier."""
+    """Returns the same if the node is lost, after so many operations of the durable tier."""
     model = story.Model()
     on_tier = [(n, *each) for n, each in enumerate(LIVES[kind], start=1) if is_durable(each)]
     for number, action, name, target in on_tier[:count]:
@@ -244,9 +244,9 @@ class Restore:
 
 
 def points_of(effects, *, s3=False, sample=0, seed=0):
-    """The points to take, from 1: all, or a sample; of a drain to S3 all requests and an eighth of the rest.
+    """Returns the points to take, from 1: all, or a sample; of a drain to S3 all requests and an eighth of the rest.
 
-    What such a drain does to its own files is what one to a directory does.
+    The effects of a drain to S3 on its own files are those of a drain to a directory.
     """
     chooser = random.Random(f"{seed} {len(effects)}")
     points = [

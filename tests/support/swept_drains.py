@@ -79,7 +79,7 @@ class FullDrain:
             raise Mixed(str(error)) from error
 
     def moment(self, store, node):
-        """Behind all that was told to be done, or a step into the next operation."""
+        """After all operations that were reported as done, or a step into the next one."""
         told = len([outcome for outcome in node.queue.outcomes() if outcome.state == "committed"])
         seen, now, then = self.view(store), MOMENTS[told][0], MOMENTS[min(told + 1, len(MOMENTS) - 1)][0]
         for name in sorted({*seen, *now, *then}):

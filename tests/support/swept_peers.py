@@ -33,7 +33,7 @@ class Replication:
         saved, safe = (max((n for what, n in done if what == which), default=0) for which in ("saved", "safe"))
         begun = min(saved + 1, NUMBERS[-1])
         own = self._restored(place, "a", range(saved, begun + 1))
-        # What was told to be safe is there without the node that saved it; nothing else but what that has saved.
+        # Saves reported as safe are there without the node that saved them; no others except that node's.
         self._restored(place, "b", range(safe, begun + 1))
         self._goes_on(place)
         return "new" if own > saved else "old"
@@ -71,7 +71,7 @@ class Training:
         return verdict(killed, lambda: self._judge(place, run.done)) if killed else None
 
     def _judge(self, place, done):
-        # A step that one of the two has told of is whole on both.
+        # A step that one of the two has reported is whole on both.
         saved, safe = (max((n for what, n in done if what == which), default=0) for which in ("saved", "safe"))
         allowed = range(saved, min(saved + 1, NUMBERS[-1]) + 1)
         kept = f"{place.memory}-kept"

@@ -14,7 +14,7 @@ import pytest
 
 @contextlib.contextmanager
 def mounted_tmpfs(folder, size, inodes=0):
-    """A real tmpfs of so many bytes, and files where told; skips the test if none can be mounted."""
+    """Mounts a real tmpfs of so many bytes, with files if asked for; skips the test if it can't."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     options = f"size={size},mode=1777" + (f",nr_inodes={inodes}" if inodes else "")
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]

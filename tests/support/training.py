@@ -31,7 +31,7 @@ class Model(LightningModule):
         self.stop_at = stop_at
 
     def training_step(self, batch, _):
-        # What a step sees depends on the step alone: Lightning does not wind a plain loader forward.
+        # A step's data depends only on the step: Lightning does not wind a plain loader forward.
         batch = batch * 0 + torch.arange(8.0) * (self.global_step % 5 + 1) / 10
         loss = self.layer(batch).pow(2).mean()
         self.log("loss", loss)
@@ -56,7 +56,7 @@ class Model(LightningModule):
 
 
 class Told(Model):
-    """Tells its own process to end amid a step, and may fail in each save."""
+    """Sends its own process a signal within a step, and may fail in each save."""
 
     def __init__(self, at, number=signal.SIGTERM, fails=False):
         super().__init__()
@@ -72,7 +72,7 @@ class Told(Model):
 
 
 class LogBook(Logger):
-    """Notes metrics, and what was durable whenever it was told of a checkpoint."""
+    """Notes metrics, and the durable checkpoints at each report of one."""
 
     name = "book"
     version = "0"
@@ -96,7 +96,7 @@ class LogBook(Logger):
 class Runs:
     """Trainings of one job: one durable tier, one node's memory."""
 
-    #: A process of its own, as by default, where a test says so: to start it takes longer than most trainings.
+    #: A process of its own, as by default, if a test says so: its start takes longer than most trainings.
     drain = "thread"
 
     def __init__(self, dirpath, memory_dir, root):

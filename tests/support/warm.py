@@ -13,7 +13,7 @@ import typer.testing
 def warm_up():
     """Lets all clients of boto3 read their JSON once, and typer read the commands once.
 
-    What is imported by now is taken out of the garbage collection.
+    Modules that are imported by now are taken out of the garbage collection.
     """
     loader = botocore.loaders.create_loader()
 

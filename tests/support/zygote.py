@@ -1,7 +1,7 @@
 """Starts ranks by forking: importing torch takes longer than all else that most of them do.
 
-Imports the modules that it is told of as well. Reads one job a line from its input (see ``launch.py``), forks a process
-that runs the job's script as its main module, and tells that process' id, and later how it ended, a line each.
+Imports given modules as well. Reads one job a line from its input (see ``launch.py``), forks a process that runs the
+job's script as its main module, and prints that process' id, and later its end, a line each.
 """
 
 import importlib
@@ -14,7 +14,7 @@ import sys
 import traceback
 import warnings
 
-# Nothing that a rank has to start by itself is started here: no thread, no process group.
+# A rank starts its threads and process groups by itself: none is started here.
 import lightning.pytorch  # noqa: F401
 import torch._dynamo
 import torch.distributed.checkpoint

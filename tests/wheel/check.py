@@ -3,8 +3,8 @@
 On the Python that runs this: a training that resumes, the command line and the types of a script, with the pins of
 constraints.txt. On each Python from 3.10 to 3.13 that is installed: the pip that comes with it finds versions that fit
 without any constraint. On each other Python, and with the lowest versions that the wheel declares: all of the package
-compiles, and the command line verifies the checkpoints of tests/data/format_1. That needs no torch, of which another
-Python has builds for GPUs alone, of gigabytes.
+compiles, and the command line verifies the checkpoints of tests/data/format_1. Verifying needs no torch, whose only
+builds for another Python are those for GPUs, of gigabytes.
 """
 
 import email
@@ -45,9 +45,9 @@ def run(*command, cwd="/", timeout_s=TIMEOUT_S, **options):
 
 
 def build(scratch, out):
-    """Wheel and sdist of what is committed; the wheel is made of the sdist, and holds the package alone.
+    """Builds wheel and sdist of the commit; the wheel is made of the sdist, and holds only the package.
 
-    Of a checkout without symbolic links: a file system may have none, and neither has GitHub's zip archive.
+    The checkout has no symbolic links: a file system may have none, and neither has GitHub's zip archive.
     """
     clone = scratch / "clone"
     run("git", "clone", "--quiet", "--no-hardlinks", "-c", "core.symlinks=false", ROOT, clone)
@@ -92,9 +92,9 @@ def venv(python, folder, *requirements):
 
 
 def resolves(python, version, wheel, scratch):
-    """The pip of this Python finds versions for all that the wheel needs; prints how long that takes, and some of them.
+    """Has this Python's pip find versions for all requirements of the wheel; prints the time, and some versions.
 
-    An empty wheel stands for torch, whose builds for GPUs have gigabytes: an older pip downloads all that it has found.
+    An empty wheel replaces torch, whose builds for GPUs have gigabytes: an older pip downloads all that it has found.
     """
     (scratch / "stub").mkdir(exist_ok=True)
     about = "torch-2.999.dist-info"
@@ -124,7 +124,7 @@ def looks_right(bin_folder, scratch):
 
 
 def trains(bin_folder, scratch, memory_dir):
-    """A run, and one that goes on behind it; then the command line, and the types of a script."""
+    """Tries a run, and one that resumes it; then the command line, and the types of a script."""
     dirpath = scratch / "run"
     for first, steps in ((0, 10), (10, 15)):
         output = run(bin_folder / "python", "-I", scratch / "train.py", dirpath, memory_dir, steps, cwd=scratch)

@@ -1,4 +1,4 @@
-"""A user's script, for the type checker alone: each public function, with the types that it takes and gives."""
+"""A user's script, only for the type checker: each public function, with the types that it takes and returns."""
 
 from concurrent.futures import Future
 from typing import Any

@@ -1,4 +1,4 @@
-"""A training whose steps are the same in each life, because data depends on the step alone; prints what it ends with.
+"""A training whose steps are the same in each life, because data depends only on the step; prints its last result.
 
 ``kill=13`` ends it at that step as ``kill -9`` does.
 """

@@ -1,4 +1,4 @@
-"""The plugin alone, and trainer.save_checkpoint with a name, and with an absolute path."""
+"""Only the plugin, and trainer.save_checkpoint with a name, and with an absolute path."""
 
 import os
 
