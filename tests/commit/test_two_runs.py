@@ -99,7 +99,7 @@ def test_what_others_read_has_its_own_name_where_no_other_save_can_have_it(memor
     saver = CoordinatedSaver(session)
 
     def meta_of(step, name, *, durable=True):
-        """Saves as Lightning's strategies do, shards and ``meta.pt`` beside them; the latter's name."""
+        """Saves as Lightning's strategies do, shards and ``meta.pt``; returns the name of the latter."""
         facts = saver.issue(name, step=step, world_size=1, durable=durable, dirpath=session.dirpath)
         shard = memoryview(b"shard of %d" % step)
         saver.capture(facts, 0, Image(len(shard), (Segment(0, shard),), (), planned=True))
@@ -113,7 +113,7 @@ def test_what_others_read_has_its_own_name_where_no_other_save_can_have_it(memor
         # A run that went back to an earlier step saves the same one again; the first may not be uploaded yet.
         assert meta_of(8, "step=8.ckpt", durable=False) == "meta.pt"
         assert meta_of(8, "step=8.ckpt") != "meta.pt"
-        # What memory alone holds may be uploaded later, by tiered-ckpt flush.
+        # A memory-only checkpoint may be uploaded later, by tiered-ckpt flush.
         session.known.remember({"step=10.ckpt"})
         assert meta_of(10, "step=10.ckpt", durable=False) != "meta.pt"
         assert meta_of(12, "preempted.ckpt", durable=False) != "meta.pt"

@@ -100,7 +100,7 @@ def test_a_configuration_keeps_what_the_variable_said_when_it_was_made(monkeypat
     monkeypatch.setenv(VARIABLE, "max_pending=9")
     changed = TieredCheckpointIO(made, memory_keep_last=5).config
     assert (changed.memory_keep_last, changed.support) == (5, made.support)
-    # A process that reads it where it is stored, as the drain does, has another environment.
+    # A process that reads the stored settings, as the drain does, has another environment.
     stored = made.to_json()
     monkeypatch.delenv(VARIABLE)
     assert TieredCheckpointConfig.from_json(stored) == made

@@ -127,7 +127,7 @@ def check(count: int, longest: int, gap: int, seed: int) -> int:
     gaps = random.integers(0, gap + 1, count)
     offsets = np.cumsum(lengths + gaps) - lengths
     size = int((lengths + gaps).sum()) + gap + 1
-    # They lie in another order than they belong.
+    # Their order differs from the order of their places.
     order = random.permutation(count)
     places = np.empty(count, np.int64)
     places[order] = np.cumsum(lengths[order] + 1) - lengths[order]
@@ -147,7 +147,7 @@ def check(count: int, longest: int, gap: int, seed: int) -> int:
         assert np.array_equal(np.frombuffer(elsewhere, np.uint8)[: end - begin], wanted[begin:end])
         assert not got[begin:].any()
         copies.copy(piece)
-        # It is complete now, and nothing but it was touched.
+        # The target is complete now, and no other byte was touched.
         assert np.array_equal(got[:end], wanted[:end])
         assert not got[end:].any()
     return copies.calls
@@ -177,7 +177,7 @@ def test_short_stretches_share_a_call():
 
 @NEEDS_THE_CALL
 def test_what_can_not_be_read_is_told_and_does_no_harm():
-    """As where the system stops: a call for each is made then."""
+    """The system stops at such a row: then each row is copied by a call of its own."""
     gather, target = gathering(), np.zeros(2, np.int64)
     rows = np.array([[target.ctypes.data, 16]])
     assert not gather(rows, np.array([[target.ctypes.data, 8], [8, 8]]))

@@ -323,7 +323,7 @@ def test_only_so_many_free_slots_are_kept(tier):
 
 
 def test_who_registers_a_slots_pages_is_told_that_it_loses_some(memory_dir):
-    """As pinned memory: a device would go on to copy into pages that the file no longer has."""
+    """For pinned memory: a device would still copy into pages that the file no longer has."""
     told = []
     tier = MemoryTier.open(memory_dir, "test", unmap=lambda view, left: told.append((len(view), left)))
     first = save(tier, b"L" * 12 * MIB, 1)

@@ -262,7 +262,7 @@ def test_what_was_removed_beside_it_keeps_its_owner(process, tmp_path):
 
 
 def test_a_node_takes_no_spill_of_another_memory_under_its_path(process, tmp_path, memory_dir):
-    """As containers have them that share one disk, each with a /dev/shm of its own."""
+    """Containers may share one disk, each with a /dev/shm of its own."""
     memory = MemoryTier.open(memory_dir, "default")
     base = spill_root(tmp_path / "disk", memory.root)
     base.parent.mkdir(0o700)

@@ -218,7 +218,7 @@ def test_an_overwrite_under_way_gives_the_content_that_the_object_has(world):
 
 
 class Overtaken(DirectoryStore):
-    """Beside each first read of a file's bytes, the drain of another run goes on."""
+    """During each first read of a file's bytes, the drain of another run continues."""
 
     def __init__(self, root, **then):
         super().__init__(root)
@@ -280,7 +280,7 @@ def test_two_nodes_fetch_once_each_and_all_ranks_have_it(world):
     small = len(world.store.get(manifest_key("a.ckpt")))
     assert after["requests.list"] - before.get("requests.list", 0) == 1
     assert after["bytes.down"] - before.get("bytes.down", 0) == 2 * len(NEW) + small
-    # It lies in memory for the next start, and is not sent again.
+    # The checkpoint is in memory for the next start, and is not sent again.
     assert world.restore_all(["n", "n", "m", "m"]) == [(save_id(1), "memory", NEW)] * 4
     assert all(stored.drained for node in "nm" for stored in world.tier(node).parts())
 
