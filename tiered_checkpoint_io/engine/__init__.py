@@ -1,4 +1,4 @@
-"""Staging, commit, drain and restore: what the package exists for."""
+"""The core of the package: staging, commit, drain and restore."""
 
 # First: this module refuses systems other than Linux before a missing module fails an import.
 import tiered_checkpoint_io.errors  # noqa: F401

@@ -148,12 +148,12 @@ class Checkpointer:
             session.known.note(name, exists=True)
 
     def remove(self, path: str | os.PathLike[str], *, replaced_by: str = "") -> None:
-        """Removes a checkpoint from memory now, and from the durable tier once the save that this follows is there.
+        """Removes a checkpoint from memory now, and from the durable tier once the replacing save is there.
 
         Args:
             path: A path below dirpath, or a name relative to it.
-            replaced_by: The id of that save, by default the newest: the durable tier keeps the checkpoint until that is
-                committed, and for good if it is given up.
+            replaced_by: The id of that save, by default the newest: the durable tier keeps the checkpoint until its
+                commit, and for good if the save is given up.
         """
         name = ids.name_in(self.dirpath, path)
         with self.session.turn.taken(name):

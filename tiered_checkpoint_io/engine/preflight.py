@@ -71,7 +71,7 @@ class Problem(NamedTuple):
         permanent: True if no retry can mend it.
         consequence: Effect on a training that continues.
         unless: Condition under which training does not continue.
-        stops_restarts: True if a restart fails for it, whatever node memory holds.
+        stops_restarts: True if a restart fails for it, even with a checkpoint in node memory.
     """
 
     error: TieredCheckpointError
@@ -120,7 +120,7 @@ def preflight(session: Session, need: Need) -> None:
 def newest(session: Session, companion: str = "") -> Candidate | None:
     """Returns the candidate of ``tiered:latest``, as far as this rank sees; ignores a durable tier in trouble.
 
-    The session's saves come after all that is seen, whatever this machine's clock says.
+    The session's saves come after all that is seen, independently of this machine's clock.
 
     Args:
         session: Both tiers.

@@ -71,7 +71,7 @@ class Session:
         counts: See :attr:`Progress.counters`.
         last_save: The newest save of this process.
         followed: The id of the newest save that this process began for the durable tier; empty before the first.
-        save_ids: Gives out the ids of its operations.
+        save_ids: Source of the ids of its operations.
         known: Names on the durable tier.
         background: The end of a save that runs during training.
         turn: Turn of the thread that saves.
@@ -221,7 +221,7 @@ class Session:
             raise left from error
 
     def release(self) -> None:
-        """Gives free slots back to the node at the end of a process; waits for nothing but what runs here."""
+        """Gives free slots back to the node at the end of a process; waits only for this process's tasks."""
         if (opened := self._opened) is not None:
             self.background.wait()
             self._peering.close(self.clock.timing.replication_release_s)
@@ -345,7 +345,7 @@ class Session:
         return self._leave_by is not None and self.clock.monotonic() >= self._leave_by
 
     def submit(self, action: Literal["alias", "copy", "delete", "retain"], name: str, target: str = "") -> None:
-        """Queues an alias, a copy, a delete or retention after what was saved before it.
+        """Queues an alias, a copy, a delete or retention after earlier saves.
 
         A delete without a target follows the save that this process began last, or else the newest that is queued.
 
@@ -359,7 +359,7 @@ class Session:
                 target = max((ids.save_id_of_op(each.op_id) for each in queued), default="")
             drain.submit(Request(self.save_ids.next(), action, name, self.dirpath, target, server=self.place.server))
         except (OSError, DrainError) as refused:
-            # OSError: no room, no descriptor, no process, and whatever else may befall a node.
+            # OSError: no room, no descriptor, no process, or any other trouble of a node.
             self.not_done(action, name, refused)
 
     def not_done(self, action: str, name: str, reason: OSError | DrainError) -> None:

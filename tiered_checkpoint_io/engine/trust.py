@@ -158,7 +158,7 @@ def warn_at_first_save(owner: Any, config: TieredCheckpointConfig, log: Logger, 
     except ConfigError as error:
         log.warning("%s: the configuration would refuse to load it: %s", what, error)
     except Exception as error:
-        # Objects that torch.save writes can be read; a substitute says nothing of the checkpoint's fate.
+        # Files of torch.save can be read; this look decides nothing, so its error is only logged.
         log.debug("%s: could not look at what it holds: %s", what, error)
     else:
         if lacking:

@@ -130,7 +130,7 @@ class DrainHandle:
     def has_room(self, cancel_id: str, *, besides: str = "") -> bool:
         """Waits until one more save may be queued, or for ``pending_timeout_s``; returns whether it may.
 
-        A drain that has moved nothing since the last such wait is not waited for again. If saves fail, the oldest is
+        A drain without progress since the last such wait is not waited for again. If saves fail, the oldest is
         :attr:`given_up` for the new one by a request ``cancel_id``, one that is :func:`needed` last: the queue stays
         bounded. ``besides`` is the save to be queued, of which other ranks may have queued parts.
         """
@@ -199,7 +199,7 @@ class DrainHandle:
             op_id: Id of the operation.
             timeout_s: Seconds to wait in all.
             is_hopeless: True if another rank has reported that its part of the save will not come.
-            moving_s: Seconds to wait while the drain moves nothing; 0 once the process has to end.
+            moving_s: Seconds to wait while the drain makes no progress; 0 once the process has to end.
 
         Raises:
             StandstillError: No progress for ``moving_s``, or the process has to end. The operation stays queued.

@@ -1,4 +1,4 @@
-"""One operation of the drain, carried out: it sends a part, gathers those of other nodes, commits, deletes.
+"""One operation of the drain, carried out: sends a part, gathers parts of other nodes, commits, deletes.
 
 One that fails is tried again later, and a save that waits for parts of other nodes is looked at again, more and more
 rarely; neither holds up later saves.
@@ -76,7 +76,7 @@ class Executor:
     surveys: dict[Place, Survey] = field(default_factory=dict)
 
     def execute(self, operation: Request, operations: list[Request]) -> None:
-        """Does what can be done now for one of the operations in the queue, and notes its outcome."""
+        """Does the next possible step of an operation in the queue, and notes its outcome."""
         begun, stored = self.begun.get(operation.op_id), operation.stored
         started = self.clock.monotonic() if begun is None or begun.began is None else begun.began
         fate: commit.Fate | Literal["waits"] = "committed"
@@ -134,7 +134,7 @@ class Executor:
             self.stores.abort_abandoned(operation.place)
 
     def _save(self, stored: StoredPart) -> commit.Fate | Literal["waits"]:
-        """Does what can be done now for a part in memory: sends it, waits for those of other nodes, commits."""
+        """Does the next possible step for a part in memory: sends it, waits for other nodes' parts, commits."""
         part, rows = stored.part, None
         is_alone, timeout_s, clock = part.content.parts == 1, self.stores.config.support.wait_timeout_s, self.clock
         store, journal = self.stores.get(part.place), self.queue.journal(stored.op_id)
@@ -314,8 +314,8 @@ class Executor:
             self.queue.ring()
             self.log.error("%s is corrupt in memory and was moved to %s: %s", operation.name, where, error)
         elif isinstance(error, CheckpointNotFoundError) or (isinstance(error, ConfigError) and error.reason == "held"):
-            # A save that was removed from memory, or an alias whose target was given up: then the
-            # old alias still names what is good. Or a delete of what another program uses, which is not waited for.
+            # A save that was removed from memory, or an alias whose target was given up: then the old alias still names
+            # a good checkpoint. Or a delete of a checkpoint that another program uses.
             self.log.warning("%s", error)
             self._finish(operation, "skipped", error)
         else:

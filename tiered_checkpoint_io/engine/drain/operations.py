@@ -1,4 +1,4 @@
-"""Operations on the durable tier: what they are, what became of them, and in which order they go."""
+"""Operations on the durable tier: their kinds, their outcomes, and their order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Action = Literal["save", "part", "alias", "copy", "delete", "retain", "cancel"]
 #: ``save``: the part that commits a save, which mostly is all of it; ``part``: one of another rank.
 SAVES: tuple[Action, ...] = ("save", "part")
-#: Actions that give the content of one name to another: the same object, or one of its own.
+#: Actions that give the content of one name to another name: the same object, or a copy.
 NAMING: tuple[Action, ...] = ("alias", "copy")
 #: Actions that only remove.
 TIDYING: tuple[Action, ...] = ("delete", "retain")
@@ -124,7 +124,7 @@ def _in_turn(operations: Iterable[Request], undone: Collection[str]) -> Iterator
         names = {(operation.place, name) for name in (operation.name, operation.target) if name}
         is_blocked = operation.action in TIDYING and operation.target in undone_saves
         if operation.action == "delete" or operation.action in NAMING:
-            # Of a save of the alias' own name as well: it would come later, and replace what is newer.
+            # Also after a save under the alias' own name: the save would come later, and replace the newer alias.
             is_blocked |= bool(names & (busy | saving))
         is_blocked |= operation.action == "delete" and operation.place in naming
         yield operation, is_blocked

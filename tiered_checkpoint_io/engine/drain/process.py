@@ -1,4 +1,4 @@
-"""The drain as a process: how a trainer starts and leaves it, what it runs, and how signals end it.
+"""The drain as a process: its start by a trainer, its code, and its end by signals.
 
 A trainer may run it as a thread instead, for stores that only one process sees.
 """
@@ -77,7 +77,7 @@ _children: list[subprocess.Popen[bytes]] = []
 _STAND_BY_S = 1.0
 #: Lower priority than the trainer's, by so much. If training fills all cores, the drain still gets a tenth of one.
 _NICENESS = 10
-#: Time for the work to end after a signal, seconds: half of what containers are given before they are killed.
+#: Time for the work to end after a signal, seconds: half of the time that containers get before they are killed.
 GRACE_S = 5.0
 #: Time for the last line, if nothing reads it.
 _LAST_LINE_S = 1.0
@@ -379,7 +379,7 @@ class Stop(threading.Event):
 
 @contextlib.contextmanager
 def ended_by_signal(log: Logger, *, late: int) -> Iterator[Stop]:
-    """Gives an event that SIGTERM and SIGINT set while the block runs.
+    """Yields an event that SIGTERM and SIGINT set while the block runs.
 
     If the block does not end within ``GRACE_S`` of the signal, the process ends with the status ``late``, or 130 after
     Ctrl-C: the next process continues as after a kill.

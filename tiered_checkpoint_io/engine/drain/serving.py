@@ -36,7 +36,7 @@ from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.peer import LEAST_RATE, Endpoint, PeerStore
 
-#: The address that a trainer asks for, and what its readers need to know.
+#: Files: the address that a trainer asks for, and the endpoint for its readers.
 _WISH_FILE, _ENDPOINT_FILE = "serve.address", "serve.json"
 _MAX_CONNECTIONS = 128
 _MAX_HEAD = 4096

@@ -265,7 +265,7 @@ def drain_command(config: TieredCheckpointConfig) -> str:
 
 # ----------------------------------------------------------------------------------------------- outcomes
 class NewOutcomes:
-    """Gives each outcome of a queue once; those that were there before are not new."""
+    """Returns each outcome of a queue once; outcomes before the start are not new."""
 
     def __init__(self, queue: Queue) -> None:
         """Takes the queue that the drain writes to."""
@@ -351,14 +351,14 @@ def looking(log: CheckpointLogger, look: Callable[[], T], otherwise: T) -> T:
 
 # ---------------------------------------------------------------------------------------------- the drain
 class StandstillError(DrainError):
-    """The drain has moved nothing for as long as a caller waits for that."""
+    """The drain has made no progress within the bound of a caller's wait."""
 
 
 class Standstill:
-    """Measures for how long the drain has moved nothing while this process waits for it."""
+    """Measures the time without progress of the drain while this process waits for it."""
 
     def __init__(self, look: Callable[[], DrainProgress], clock: Clock) -> None:
-        """Takes a function that gives the drain's progress."""
+        """Takes a function that returns the drain's progress."""
         self._look = look
         self._clock = clock
         self._mark = self._marked()
@@ -371,7 +371,7 @@ class Standstill:
         self._mark, self._since = self._marked(), self._clock.monotonic()
 
     def lasts(self, seconds: float) -> bool:
-        """Returns whether nothing has moved for ``seconds`` of this wait, or since an earlier one ended for that."""
+        """Returns True without progress for ``seconds`` of this wait, or since an earlier wait ended so."""
         mark, now = self._marked(), self._clock.monotonic()
         if mark != self._mark:
             self._mark, self._since = mark, now
@@ -442,7 +442,7 @@ class Reporter:
         self.last_success = self._clock.monotonic()
 
     def succeeded(self, size: int, seconds: float) -> None:
-        """Takes the rate of an operation; ``size`` is 0 for those that upload nothing."""
+        """Takes the rate of an operation; ``size`` is 0 for operations without an upload."""
         self.last_success = self._clock.monotonic()
         if size:
             self.now.rate = size / max(seconds, 1e-9)
@@ -463,7 +463,7 @@ class Reporter:
 
 
 def shorten_log(root: Path) -> None:
-    """Cuts a log that is too long to its newer half: in place, because its writers append to what they opened."""
+    """Cuts a too long log to its newer half: the same file, because its writers have it open."""
     with contextlib.suppress(OSError):
         if (root / LOG).stat().st_size > _MAX_LOG:
             with (root / LOG).open("r+b") as file:

@@ -118,7 +118,7 @@ class Alive:
             self._lock.release()
 
     def _sent_and_live(self, store_at: Callable[[Place], Store], clock: Clock) -> dict[str, Place]:
-        """Returns the saves of which a part was sent, and forgets those that are committed or given up."""
+        """Returns the saves of which a part was sent, and forgets committed saves and those given up."""
         for save_id, (part, since) in sorted(self._sent.items()):
             last = max((each for each, _ in self._sent.values() if each.series_key == part.series_key), key=_save_id)
             is_old = clock.monotonic() - since > clock.timing.abandoned_s
@@ -238,7 +238,7 @@ class Unfinished(dict[str, Begun]):
                     begun.due, is_first = now, False
         if not is_first:
             return None
-        # The save does not wait for others any more, whatever its outcome.
+        # The save no longer waits for other parts, with any outcome.
         rows, mine.arrivals, mine.is_late = mine.arrivals.rows, None, False
         mine.size = sum(size for row in rows.values() for _, size in row.files)
         return rows
@@ -247,6 +247,6 @@ class Unfinished(dict[str, Begun]):
         """Returns ids of saves that failed or wait, from which :func:`superseded` picks once a part is there."""
         lost = {op_id for op_id, begun in self.items() if begun.failures}
         if part.commits and part.content.parts > 1:
-            # Parts of one series are sent in the order of its saves: what was missing at the last look will not come.
+            # Parts of one series are sent in the order of its saves: a part missing at the last look will not come.
             lost |= {op_id for op_id, begun in self.items() if begun.arrivals is not None}
         return lost

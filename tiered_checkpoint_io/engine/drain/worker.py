@@ -75,13 +75,13 @@ class Drain:
         self._waits: Standstill | None = None
 
     def run(self, *, once: bool = False) -> bool:
-        """Works until there is nothing to do, and no trainer lives that could give more.
+        """Works until the queue is empty, and no trainer lives that could add to it.
 
         Args:
-            once: Return as soon as nothing is left that could be done now.
+            once: Return as soon as no operation can be done now.
 
         Returns:
-            False if another drain holds the lock, and nothing was done.
+            False if another drain holds the lock; then no work was done.
         """
         # A process that asks whether a drain runs holds its lock for a moment.
         lock = try_lock(self._root / LOCK_FILE, patience_s=self._clock.timing.drain_lock_s, clock=self._clock)
@@ -132,7 +132,7 @@ class Drain:
     def _loop(self, *, once: bool) -> None:
         clock, troubled_at, is_new = self._clock, None, True
         self._report.last_success = clock.monotonic()
-        # If somebody removed this memory, another drain may work on what is there in its place.
+        # If this memory was removed, another drain may work on a new one in its place.
         while not (self._stop.is_set() or (self._lock is not None and is_lost(self._lock))):
             try:
                 if is_new:

@@ -62,7 +62,7 @@ _MAX_INLINE = 3 << 10
 
 
 class Section:
-    """One entry of a journal, as a journal of its own; without a journal, nothing is remembered."""
+    """One entry of a journal, as a journal of its own; without a journal, entries are not kept."""
 
     def __init__(self, journal: UploadJournal | None, name: str) -> None:
         self._journal = journal
@@ -337,7 +337,7 @@ def _switch_over(
         conditional.upload_if(key, data, tag, journal=journal, progress=progress, look=look)
         return
 
-    # No server takes a condition on what a copy replaces, and a store may look again after it, at the new object.
+    # No server takes a condition on the target of a copy, and a store may look again after it, at the new object.
     if conditional.tag(key) != tag:
         raise changed("copy", key)
 
@@ -384,7 +384,7 @@ def _sizes_of(store: Store, part: Part, index: Index) -> dict[str, int | None]:
 
 
 def _check_sizes(part: Part, index: Index, sizes: Mapping[str, int | None]) -> None:
-    """Refuses a manifest of files that are not there, whatever may have happened since the uploads.
+    """Refuses a manifest whose files are missing, for any reason since the uploads.
 
     Raises:
         StoreError: A file is missing, or has another size.

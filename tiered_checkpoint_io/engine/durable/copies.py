@@ -24,7 +24,7 @@ from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpoi
 from tiered_checkpoint_io.model.manifest import Manifest, Part
 from tiered_checkpoint_io.stores.base import CopyRefusedError, ServerCopy, Store, UploadContent, UploadJournal
 
-#: Gives the bytes of a save's one file, while they are still in node memory.
+#: Function that opens the bytes of a save's one file, while they are still in node memory.
 InMemory = Callable[[str], AbstractContextManager[UploadContent | None]]
 
 
@@ -104,7 +104,7 @@ def _is_later(old: Manifest | None, save_id: str) -> bool:
 
 
 def _part_of(store: Store, target: Manifest, name: str, save_id: str, dirpath: str) -> Part | None:
-    """Returns the part for a copy of a checkpoint; None unless that is exactly one object."""
+    """Returns the part for a copy of a checkpoint; None unless the checkpoint is exactly one object."""
     content = target.content
     if content.parts != 1 or target.previous:
         return None

@@ -81,7 +81,7 @@ def content_or_damage(store: Store, manifest: Manifest, progress: _Progress = la
             found = Damage(error.message, file=error.key or "")
         if found is None:
             return content
-        # With several contents, the damage of the last one: that one is known to have been complete.
+        # With several contents, the damage of the last one, which is known to have been complete.
         damage = found
     assert damage is not None
     return damage

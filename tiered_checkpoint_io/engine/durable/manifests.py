@@ -59,7 +59,7 @@ class Manifests:
     """
 
     def __init__(self, store: Store, owner: str) -> None:
-        """Begins an operation, of which ``owner`` is the id; nothing is asked yet."""
+        """Begins an operation, whose id is ``owner``; sends no request yet."""
         self.store = store
         self.conditional = conditional(store)
         self._owner = owner
@@ -120,7 +120,7 @@ class Manifests:
         return self._reserved[name]
 
     def look(self, name: str) -> None:
-        """Does nothing if a manifest is as it was read, or written last.
+        """Checks that a manifest is as it was read, or last written.
 
         Raises:
             StoreError: Another operation changed it: others do not expect this operation's write.

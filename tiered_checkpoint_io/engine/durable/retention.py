@@ -38,7 +38,7 @@ def removed(
         store: The durable tier.
         policies: Without one, nothing is removed.
         survey: State that earlier calls saw; refusals are noted there.
-        needed: Names that stay whatever the policies say.
+        needed: Names that stay under any policies.
         clock: The time, to see which holds have expired.
 
     Yields:

@@ -89,7 +89,7 @@ class Remains:
                 owner, recorded, known = _recorded(store, content.save_id)
                 paths, records = recorded if owner == name else set(), records | known
                 if name in paths - stays:
-                    # The file is newer than its descriptions, which a sweep takes for somebody else's.
+                    # The file is newer than its descriptions; a sweep would take it for another writer's.
                     refresh(store, content.save_id)
             elif paths:
                 part = Part(name, max(content.coordinator, 0), content, "", durable=False)
@@ -312,12 +312,12 @@ def _recorded(store: Store, save_id: str) -> tuple[str, set[str], set[str]]:
 
 
 def _below(name: str, paths: Iterable[str]) -> set[str]:
-    """Returns those of the paths that a checkpoint of this name may have."""
+    """Returns the paths that a checkpoint of this name may have."""
     return {path for path in paths if path == name or path.startswith(f"{name}/")}
 
 
 def _own(read: Iterable[Manifest | CorruptCheckpointError]) -> list[Manifest]:
-    """Returns the manifests that are intact and own objects: those of aliases do not."""
+    """Returns the intact manifests that own objects: aliases do not."""
     return [each for each in read if isinstance(each, Manifest) and each.alias_of is None]
 
 

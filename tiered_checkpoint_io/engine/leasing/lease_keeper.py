@@ -62,7 +62,7 @@ def owner_of_process(clock: Clock) -> str:
 def launch_rank() -> int:
     """Returns this process' rank as its launcher says, if torch.distributed does not know it yet.
 
-    Slurm counts its tasks whether or not they are to meet: they are if it is said at which address.
+    Slurm counts all its tasks. They form one job if MASTER_ADDR is set.
     """
     names = ["RANK", "LOCAL_RANK", *(["SLURM_PROCID"] if os.environ.get("MASTER_ADDR") else [])]
     ranks = [os.environ.get(name, "") for name in names]
@@ -253,7 +253,7 @@ class LeaseKeeper:
             except StoreError as error:
                 if error.reason != "archived":
                     raise
-                # A lifecycle rule has archived it as old: it counts as one that can't be understood.
+                # A lifecycle rule has archived the old lease: it counts as unreadable.
                 lease = None
             if lease is None or not are_one(lease.owner, self._lease.owner):
                 others.append(Other(info.key, lease, beats=False, quiet=0.0))
@@ -264,13 +264,13 @@ class LeaseKeeper:
         try:
             others = self._others(store, [info for key, info in listed.items() if self._seen.get(key) != info.modified])
         except StoreError:
-            # A lease that can't be read may ask; it is read again the next time.
+            # A lease that can't be read may ask; the next look reads it again.
             return True
         # A held lease asks nothing: its process has looked.
         return any(not each.is_held for each in self._meet(listed, others))
 
     def _meet(self, listed: Mapping[str, ObjectInfo], others: Sequence[Other]) -> list[Other]:
-        """Takes note of the leases that are there, and of those of other launches; returns the new ones of these."""
+        """Takes note of all leases, and of other launches' leases; returns the new ones of the latter."""
         new = [each for each in others if self._seen.get(each.key) != listed[each.key].modified]
         # A process of this launch that has come or gone may have saved, too.
         self.met += bool(new or listed.keys() != self._seen.keys())

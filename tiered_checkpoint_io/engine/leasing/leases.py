@@ -1,11 +1,11 @@
 """Leases: their text, and a process's judgement of other leases. Pure, except for facts about this process.
 
 Every process that saves to a dirpath keeps one small object of its own there, its lease. Every ``lease_beat_s`` it
-lists what is there, and writes its own again if another launch's that is not held has come, or was written again:
-that is how a newcomer asks whether it is alive. Else it writes every ``lease_rest_s``, as a bucket with versions
-keeps each. No process writes to the object of another that lives, so nothing has to be exclusive: a process first
-writes its own lease and then looks at all leases. Of two that begin at the same time at least one sees the other,
-on any store that lists what was written; conditional writes, which not every server has, would not make it safer.
+lists what is there, and writes its own again if another launch's lease, not held, has come or was written again: so a
+new run asks whether this one is alive. Otherwise it writes every ``lease_rest_s``, because a bucket with versions keeps
+each write. No process writes to the object of another live process, so writes need not be exclusive: a process first
+writes its own lease and then looks at all leases. Of two that begin together at least one sees the other, on any store
+that lists written objects; conditional writes, which not every server has, would not make it safer.
 """
 
 from __future__ import annotations
@@ -102,13 +102,13 @@ class Other:
         return self.lease is not None and self.lease.held
 
     def is_alive(self, mine: Lease, timing: Timing) -> bool | None:
-        """Returns True if the lease's process is alive; None if only time will show."""
+        """Returns True if the lease's process is alive; None if that is not known yet."""
         lease, here = self.lease, (mine.boot_id, mine.pid_ns)
         if lease is not None and "" not in here and (lease.boot_id, lease.pid_ns) == here:
             # A process that can't be read is hidden, or we are out of descriptors.
             with contextlib.suppress(OSError):
                 return _born(lease.pid) == lease.born
-        # The lease's age says nothing: it is written seldom while no other run asks.
+        # The lease's age is no evidence: it is written seldom while no other run asks.
         if self.quiet > timing.lease_ttl_s:
             return False
         return True if self.beats else None

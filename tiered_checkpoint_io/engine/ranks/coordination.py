@@ -250,7 +250,7 @@ _thread = threading.local()
 
 
 def train_here() -> None:
-    """Notes that this thread trains: it makes the collective calls of its process, as on a worker of Ray Train.
+    """Notes that this thread trains, and makes the collective calls of its process, as on a worker of Ray Train.
 
     A Trainer says so itself; a loop of your own that runs on another thread than the main one calls this before a load.
     """
@@ -283,7 +283,7 @@ def ready_together(
     """Runs a block on all ranks once each has opened its memory tier; in the block, they fail together.
 
     Args:
-        open_root: Opens this rank's memory tier, and gives its root.
+        open_root: Opens this rank's memory tier, and returns its root.
         clock: As :class:`TorchGroup` takes it.
         timeout_s: As :class:`TorchGroup` takes it.
         what: As :class:`TorchGroup` takes it.

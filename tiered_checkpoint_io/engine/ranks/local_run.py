@@ -160,7 +160,7 @@ class Run:
                 self._ask(lambda client: client.forget(_end_key(self._ends.popleft())))
 
     def end_of(self, save_id: str) -> str | None:
-        """Returns ``committed``, ``queued``, or why a save is not on the durable tier; None while that is not known."""
+        """Returns ``committed``, ``queued``, or the reason why a save is not durable; None while not known."""
         end = self._get(_end_key(save_id))
         if end is None and self._get(_missing_key(save_id, "durable")) is not None:
             end = "a rank has no part of it for the durable tier: see that rank's log"

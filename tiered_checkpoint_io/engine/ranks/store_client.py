@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from tiered_checkpoint_io.errors import TieredCheckpointError
 
 _T = TypeVar("_T")
-#: Value that no key has; the store gives it for a key without a value, if this value was expected.
+#: Value that no key has; the store returns it for a key without a value, if this value was expected.
 _NO_VALUE = "\0"
 _Requests = queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None]
 
@@ -58,7 +58,7 @@ class StoreClient:
         return found if found != _NO_VALUE else None
 
     def set(self, key: str, value: str = "-") -> None:
-        """Sets a key; not to nothing, which would look like no value."""
+        """Sets a key; not to an empty value, which would look like none."""
         self.ask(lambda store: store.set(key, value))
 
     def swap(self, key: str, expected: str, value: str) -> str:

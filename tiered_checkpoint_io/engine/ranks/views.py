@@ -37,7 +37,7 @@ def privately_mapped(descriptor: int, size: int) -> torch.UntypedStorage:
     if not size:
         # An empty file can't be mapped.
         return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
-    # Not by torch, which leaves it to chance if huge pages of the file are mapped as such.
+    # Not by torch, which may map huge pages of the file as small ones.
     content = Mapped(descriptor, size, shared=False).content
     return torch.frombuffer(content, dtype=torch.uint8).untyped_storage()
 

@@ -1,14 +1,14 @@
-"""Fates of replicated saves, decided once for all ranks. A rank removes nothing of a save that is undecided.
+"""Fates of replicated saves, decided once for all ranks. A rank removes no part of an undecided save.
 
 A save is *replicated* once all of its parts are on all their peers: only then is it safe from the loss of a node, and
 only then may the replicated one before it go. Each rank counts its part in the store when its peers have it. The first
 rank that finds the count complete writes to the store that the save is replicated; a rank that can't replicate its
-part, or does not wait any longer, writes that it is given up. Both write by one compare-and-set, so that one of them
-counts, for all ranks. A rank that has marked a save lets the earlier one go; the others keep their parts of the newer
-one until they mark it, too.
+part, or does not wait any longer, writes that the save is given up. Both write by one compare-and-set, so that one of
+them counts, for all ranks. A rank that has marked a save lets the earlier one go; the others keep their parts of the
+newer one until they mark it, too.
 
-The store is memory of one host, and a job may save for weeks: so the keys of decided saves are removed again. Of those
-that are replicated, the newest stays: all ranks have begun to send that one, so none waits for an earlier one.
+The store is memory of one host, and a job may save for weeks: so the keys of decided saves are removed again. The
+newest replicated save's keys stay: all ranks have begun to send it, so none waits for an earlier one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Fates:
         self._mark(set(replicated.values()))
 
     def awaited(self) -> set[str]:
-        """Returns the saves that must stay: the newest that are replicated, and those that may become so."""
+        """Returns the saves that must stay: the newest replicated ones, and saves that may become replicated."""
         with self._lock:
             return {*self._replicated.values(), *(part.save_id for part in self._open.values())}
 

@@ -6,7 +6,7 @@ that lacks one finds its holders by few requests, and in counts. The waits are b
 
 - for ranks that have not begun to load, until all have, or ``local_patience_s`` is over;
 - if the node holds nothing of the newest save that all nodes together hold, since it has lost its memory or was not
-  part of the job when that was made: for another rank's choice of a save, while some rank may still choose.
+  part of the job at that save: for another rank's choice of a save, while some rank may still choose.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LocalPeers:
         self._store, self._clock = member.store, member.clock
         self._timing = member.clock.timing
         self._load = ""
-        #: True if this rank may choose what all load, since its node's memory holds something.
+        #: True if this rank may choose the save that all load, since its node's memory holds parts.
         self._may_choose = False
 
     def begin(self, load: str, held: Mapping[tuple[str, int], int]) -> None:
@@ -98,7 +98,7 @@ class LocalPeers:
         began, tried = self._clock.monotonic(), set[Endpoint]()
         notes: list[str] = []
         while True:
-            # Before the holders: those that have begun by now are among them.
+            # Before the holders: ranks that have begun by now are among them.
             all_began = self._all_began(load)
             for endpoint in self._holders(load, save_id, shard, tried):
                 tried.add(endpoint)

@@ -1,4 +1,4 @@
-"""Meeting of ranks: they agree on who keeps replicas of whose parts, once a process, before the first save."""
+"""Meeting of ranks: they agree on the placement of replicas, once a process, before the first save."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ class Peering:
         return sum(each.pending for each in self._replicators.values())
 
     def close(self, timeout_s: float) -> None:
-        """Sends what is queued, within the bound, and ends; :meth:`meet` may be called again."""
+        """Sends queued parts, within the bound, and ends; :meth:`meet` may be called again."""
         atexit.unregister(self.close)
         if os.getpid() != self._pid:
             # A forked child has none of the threads.

@@ -130,7 +130,7 @@ def _source_for(host: str) -> str | None:
 
 
 def interfaces_here() -> list[Interface]:
-    """Returns the addresses of this host's interfaces, without those that only a link has; of IPv4 first."""
+    """Returns the addresses of this host's interfaces, without link-local ones; IPv4 first."""
     names = array.array("B", bytes(_IFREQ * _MAX_ADDRESSES))
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:

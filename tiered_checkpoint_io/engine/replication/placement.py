@@ -45,9 +45,8 @@ def peers_of_ranks(nodes: Sequence[str], *, factor: int) -> list[tuple[int, ...]
 
 
 def sender_of(part: int, node: str, nodes: Sequence[str]) -> int:
-    """Returns the rank that sends its peers a part which a node holds: the part's own, if that runs there.
-
-    If ranks have come to other nodes, or are fewer than they were, the others of the node share those that are left.
+    """Returns the rank that sends its peers a part which a node holds: the part's own rank, if it runs there. If ranks
+    have moved to other nodes, or are fewer than before, the node's ranks share the remaining parts.
 
     Args:
         part: The part's number.

@@ -107,7 +107,7 @@ class Replicator:
         return self._offers.pending
 
     def close(self, timeout_s: float) -> None:
-        """Offers what is queued, within the bound, reads what is offered to this rank, and ends both threads."""
+        """Offers queued parts, within the bound, reads parts offered to this rank, and ends both threads."""
         self._offers.close(timeout_s)
         self._keeper.close()
         self._store.close()
@@ -136,7 +136,7 @@ class Offers:
     def add(self, stored: StoredPart, *, again: bool = False) -> None:
         """Takes a part that has just been committed; returns at once.
 
-        ``again``: it is of an earlier start, and does not count towards its save's replication.
+        ``again``: the part is of an earlier start, and does not count towards its save's replication.
         """
         with self._changed:
             self._again.update([stored.save_id] if again else [])
@@ -174,7 +174,7 @@ class Offers:
         return own | self._fates.awaited()
 
     def close(self, timeout_s: float) -> None:
-        """Offers what waits, for so many seconds at most, and ends the thread."""
+        """Offers waiting parts, for so many seconds at most, and ends the thread."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -194,7 +194,7 @@ class Offers:
                 self._offered = None
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._waiting or self._is_closing)
-                # At the end of a job, the store ends with the rank that hosts it, and nothing more can be offered.
+                # At the end of a job, the store ends with the rank that hosts it, and no part can be offered any more.
                 self._is_over = is_store_lost or not self._waiting
                 if self._is_over:
                     self._changed.notify_all()
@@ -308,7 +308,7 @@ class Offers:
 
 # ----------------------------------------------------------------------------------------- keeping
 class Keeper:
-    """Reads what peers offer to this rank into this node's replicas, each part verified before it is committed."""
+    """Reads parts that peers offer to this rank into this node's replicas, each verified before its commit."""
 
     def __init__(self, member: Member, sources: Sequence[int], fates: Fates) -> None:
         """Starts the thread; ``sources`` are the ranks of whose parts it keeps replicas."""
@@ -334,7 +334,7 @@ class Keeper:
         self._bell.set()
 
     def close(self) -> None:
-        """Takes what is still offered to this rank, and ends the thread."""
+        """Takes parts that are still offered to this rank, and ends the thread."""
         self._is_closing = True
         self.wake()
         self._clock.join(self._thread, self._clock.timing.replication_linger_s + self._clock.timing.message_s)

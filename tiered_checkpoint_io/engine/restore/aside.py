@@ -17,7 +17,7 @@ SLOTS = "slots"
 
 
 def aside_root(memory: MemoryTier, size: int = 0) -> Path:
-    """Returns the root of such room, with a folder of slots in it.
+    """Returns the root of room for a load, with a folder of slots in it.
 
     Args:
         memory: The node's memory.

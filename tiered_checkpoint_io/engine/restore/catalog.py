@@ -134,7 +134,7 @@ class DurableCatalog:
     rejected: list[str] = field(default_factory=list)
     #: Names of manifests that were listed, but not read yet, in the order to read them.
     rest: list[str] = field(default_factory=list)
-    #: Content of another tool under the wanted name, without a manifest: nothing can verify it.
+    #: Content of another tool under the wanted name, without a manifest: it can't be verified.
     foreign: Content | None = None
     #: Place of the wanted file's manifest, if not here: a run saved it under a name with folders, or with fewer.
     elsewhere: ids.Split | None = None
@@ -239,13 +239,13 @@ def reading_order(listed: Sequence[ObjectInfo]) -> list[str]:
 
 
 def _read(store: Store, names: Sequence[str], found: DurableCatalog) -> None:
-    """Reads manifests, and those of their aliases' targets."""
+    """Reads manifests, and the manifests of their aliases' targets."""
 
     def read(name: str) -> Manifest | str | None:
         try:
             return read_manifest(store, name)
         except (CorruptCheckpointError, StoreError) as error:
-            # A newer release's manifest may be the newest checkpoint: it is not skipped.
+            # A newer release's manifest may be the newest checkpoint, so this raises.
             if is_other_format(error) or (isinstance(error, StoreError) and error.reason != "archived"):
                 raise
             return f"durable {name}: {error}"
@@ -329,7 +329,7 @@ class NodeCatalog:
 
     #: Parts of complete saves and of others, replicas among them.
     held: list[Held] = field(default_factory=list)
-    #: Parts that can't be read, and why; and those that earlier restores found corrupt.
+    #: Unreadable parts, and the errors; and parts that earlier restores found corrupt.
     damaged: list[str] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
     #: Why a part can't be read, if a newer release wrote it; and why memory can't be looked at.

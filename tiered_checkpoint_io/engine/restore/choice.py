@@ -172,7 +172,7 @@ class Candidate:
 
     @property
     def is_foreign(self) -> bool:
-        """True for a checkpoint of another tool: without a manifest, nothing can verify it."""
+        """True for a checkpoint of another tool, which can't be verified, without a manifest."""
         return not self.save_id
 
     def is_complete(self, *, replicas: bool) -> bool:

@@ -157,10 +157,10 @@ class LocalRestorer:
         return self._from_peers(candidate.save_id, search)
 
     def _from_peers(self, save_id: str, search: Search) -> FetchedPart | None:
-        """Returns this rank's file from another node's memory; None if none gives it."""
+        """Returns this rank's file from another node's memory; None if no node sends it."""
         if self._peers is None:
             return None
-        # The drain sees if the durable tier has it, and then uploads nothing.
+        # The drain uploads the part only if the durable tier lacks it.
         stored, notes = self._peers.fetch(self._load, save_id, self._role.shard)
         search.reject(notes)
         return fetched_from(stored, "peer") if stored is not None else None

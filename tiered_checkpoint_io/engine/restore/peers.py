@@ -92,7 +92,7 @@ class Peers:
         self._tiers.skipped(note)
 
     def fetch(self, rank: int, place: Callable[[Part], Destination[_T]]) -> _T:
-        """Reads a rank's part whole into the destination that ``place`` gives.
+        """Reads a rank's part whole into the destination that ``place`` returns.
 
         Raises:
             CorruptCheckpointError: No node has all of it intact.

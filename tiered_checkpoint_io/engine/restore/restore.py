@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Restored(Found):
-    """A checkpoint's file that lies, verified, on this node, and stays there until it is released.
+    """A checkpoint's verified file on this node, which stays there until it is released.
 
     Attributes:
         tier: Tier from which this node had it.
-        is_durable: True if it is known to be on the durable tier, from whatever tier this node had it.
+        is_durable: True if it is known to be on the durable tier; this node may have read it from memory.
         path: The local file.
         seconds: Time to find, fetch and verify it.
         bytes_read: Bytes that this process read from the durable tier.
@@ -122,7 +122,7 @@ class NodeFetcher:
     ) -> Attempt[FetchedPart]:
         """Returns the file from this node's memory, from that of peers, or from the durable tier.
 
-        ``drained`` says that this node has nothing to upload of a part that comes from peers.
+        ``drained`` is true if this node need not upload a part that comes from peers.
         """
 
         def read() -> FetchedPart:

@@ -1,8 +1,8 @@
 """The search for a checkpoint to load: one loop for every payload, and one place for its errors.
 
-Only rank 0 asks the durable tier what is there, and chooses; the lowest rank of each node lists the node's
-memory for it. All ranks then try the same candidate, and the next one if no node has it intact. An error of one rank is
-carried to the next exchange and raised there on each rank, so that no rank waits for a failed one.
+Only rank 0 lists the durable tier, and chooses; the lowest rank of each node lists the node's memory for it. All ranks
+then try the same candidate, and the next one if no node has it intact. An error of one rank is carried to the next
+exchange and raised there on each rank, so that no rank waits for a failed one.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Search:
         *,
         replicas: bool = False,
     ) -> None:
-        """Looks at nothing yet; for ``accepts``, ``own`` and ``replicas`` see :func:`choose`."""
+        """Takes the request; for ``accepts``, ``own`` and ``replicas`` see :func:`choose`."""
         self._tiers = tiers
         self.selector = selector
         self._accepts: Kind = accepts
@@ -119,7 +119,7 @@ class Search:
         self.rejected: list[str] = []
         #: The newest save that was seen in any tier; later runs count on from there.
         self.newest: str | None = None
-        #: Error at the end: there is nothing, or nothing of it is intact.
+        #: Error at the end: there is no checkpoint, or none is intact.
         self.nothing: TieredCheckpointError = RestoreError("the search is not over", operation="restore")
         #: On rank 0: contents of each node's memory, saves that were seen, and damage that the others are to note.
         self._memory: dict[str, NodeCatalog] = {}
@@ -174,7 +174,7 @@ class Search:
 
     @property
     def leads(self) -> bool:
-        """True for the lowest rank of its node: it verifies and fetches for all other ranks there."""
+        """True for the lowest rank of its node, which verifies and fetches for all other ranks there."""
         return self.leader_of(self.group.node) == self.group.rank
 
     def leader_of(self, node: str) -> int:
@@ -396,7 +396,7 @@ class Search:
         return say
 
     def _nothing(self) -> RestoreError | CheckpointNotFoundError:
-        """Returns the error if nothing was found: there is nothing, or nothing of it is intact."""
+        """Returns the error of a search without a result: there is no checkpoint, or none is intact."""
         # Damage that an earlier start found must not become a start from scratch on the next one.
         suspects = [note for each in self._memory.values() for note in (*each.damaged, *each.quarantined)]
         error = why_nothing(self._tiers, self.selector, self._accepts, self.rejected, suspects, self._rank)

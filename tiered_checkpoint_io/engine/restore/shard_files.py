@@ -1,4 +1,4 @@
-"""The bytes of a sharded checkpoint, as one rank reads them: only what it needs, and all of it verified.
+"""The bytes of a sharded checkpoint, as one rank reads them: only the needed bytes, all of them verified.
 
 A file lies in this node's memory as a rank's part, or is fetched from a peer or the durable tier, a hashed
 chunk at a time, into a file that all ranks of the node map. If memory has no room for them,
@@ -187,7 +187,7 @@ class ShardFiles:
         return {name: chunks_of(entry, spans[name]) for name, entry in entries.items() if entry is not None}
 
     def share(self, others: Mapping[str, Collection[int]]) -> None:
-        """Takes the chunks that other ranks of this node will read: only those need a place that all of them see."""
+        """Takes the chunks that other ranks of this node will read: only these chunks need a shared place."""
         self._also_read = others
 
     def _reads_alone(self, basename: str, index: int) -> bool:
@@ -214,7 +214,7 @@ class ShardFiles:
         """Puts all further chunks aside, as memory has no room; raises as :func:`aside_root`."""
         self._aside = SharedFolder(aside_root(self._tiers.memory), self._key, self._tiers.clock)
         self._exits.callback(self._aside.close)
-        # Bytes that were read from the earlier files stay valid: those are closed at the end.
+        # Bytes that were read from the earlier files stay valid: the files are closed at the end.
         earlier, self._fetched = self._fetched, {}
         for name, each in earlier.items():
             each.copy_to(self._fetched_file(name))

@@ -38,10 +38,10 @@ class SharedFolder:
     """A folder for the chunks of one save on this node, for as long as some rank reads them."""
 
     def __init__(self, root: Path, key: str, clock: Clock = SYSTEM) -> None:
-        """Makes the folder below a memory tier's root, or joins those that read from it.
+        """Makes the folder below a memory tier's root, or joins its readers.
 
-        Each rank that comes first removes the remains of dead readers: they may be from before a power loss, and
-        call chunks verified which never reached the disk. So each reader of a folder is a live one.
+        Each rank that comes first removes the remains of dead readers: these may be from before a power loss, and call
+        chunks verified which never reached the disk. So each reader of a folder is a live one.
 
         Raises:
             RestoreError: Another process has been removing it for too long.

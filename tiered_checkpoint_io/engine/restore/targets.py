@@ -82,7 +82,7 @@ def read_chunk(entry: FileEntry, index: int, descriptor: int, targets: Sequence[
     for batch in _batches(pieces):
         _read(entry, descriptor, offset, batch)
         for buffer in batch:
-            # The bytes that have arrived, not those that were sent.
+            # The received bytes, not the stored ones.
             digest.update(buffer)
             offset += len(buffer)
     entry.check_digest(index, digest.hexdigest(), tier="memory", where=where)

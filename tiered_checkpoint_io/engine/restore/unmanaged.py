@@ -25,7 +25,7 @@ class Entries:
         self._listed: dict[str, frozenset[str]] = {}
 
     def below(self, prefix: str = "") -> frozenset[str]:
-        """Returns the names right below a prefix, those of folders with a slash.
+        """Returns the names right below a prefix, folders' names with a slash.
 
         Raises:
             StoreError: The durable tier could not be read.

@@ -79,7 +79,7 @@ class CoordinatedSaver:
         self._agreeing: SaveFacts | None = None
         #: The background task of the last save, if it has one: its result is the :attr:`op_id` of the sealed part.
         self.sealing: Future[str | None] | None = None
-        #: The drain's operation that uploads this rank's part of the last save; None if none does.
+        #: The drain's operation that uploads this rank's part of the last save, if any.
         self.op_id: str | None = None
         self.overlap: Overlap | None = None
         self._why_eager = OF_PARTS
@@ -89,7 +89,7 @@ class CoordinatedSaver:
         """Waits until this rank's part of the last save is sealed; each rank calls this before the next save.
 
         Raises:
-            SaveError: Sealing it failed in the background. All ranks have to learn of that and save nothing: memory
+            SaveError: Sealing it failed in the background. All ranks have to learn of this, and must not save: memory
                 would remove older checkpoints for a newer one that is not complete.
         """
         failed = self._end_last()

@@ -210,8 +210,8 @@ class Overlap:
 
         Args:
             session: Both tiers.
-            tensors: Returns, at each save, those that only an optimizer's step changes from now on, of any shape, dtype
-                and device; nothing if this save is to be eager.
+            tensors: Returns, at each save, the tensors that only an optimizer's step changes from now on, of any shape,
+                dtype and device; nothing if this save is to be eager.
         """
         self._session = session
         self._tensors = tensors
@@ -315,7 +315,7 @@ class Overlap:
         timeout_s = float(config.support.wait_timeout_s)
         if not current.copied.wait(timeout_s):
             text = f"the state is not captured after {timeout_s:.0f} s, and the optimizer would change it"
-            # Later copies are not looked at: they are of no step. Nor are they waited for again.
+            # Later copies belong to no step: they are not compared, nor waited for again.
             self._current = None
             current.is_late = True
             if config.on_save_error == "raise":

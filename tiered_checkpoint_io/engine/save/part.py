@@ -160,7 +160,7 @@ class PartSave:
             raise
         self.slot = None
         if self.facts.durable:
-            # The drain may have left while it had nothing to do.
+            # The drain may have left while its queue was empty.
             drain.start()
             self._retain_durable()
 

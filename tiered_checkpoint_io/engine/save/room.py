@@ -102,7 +102,7 @@ def admit(
 
 
 def why_left_out(session: Session, facts: SaveFacts) -> str | None:
-    """Returns the reason for which a waited save fails: it was left out of the durable tier, and is not queued for it.
+    """Returns the reason for which a waited save fails: it is not queued for the durable tier.
 
     None if training is to continue all the same.
     """

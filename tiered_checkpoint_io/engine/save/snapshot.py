@@ -63,7 +63,7 @@ class Snapshot:
         self.size, self.copied_size = int(sizes.sum()), int(sizes[self._others].sum())
 
     def copy(self, kept: Sequence[torch.Tensor]) -> None:
-        """Copies the tensors that others than the optimizers may change; these keep the others.
+        """Copies the tensors that not only the optimizers may change; the others stay as they are.
 
         Raises:
             UncopiedError: As :func:`own_objects`.

@@ -30,7 +30,7 @@ class Spans:
         """Merges the spans."""
         order = np.argsort(begins)
         begins, reach = begins[order], np.maximum.accumulate(ends[order])
-        # No span before such a one reaches the next.
+        # No span before a gap reaches the next.
         gaps = np.flatnonzero(begins[1:] > reach[:-1])
         self._begins = begins[np.concatenate(([0], gaps + 1))] if len(begins) else begins
         self._ends = reach[np.concatenate((gaps, [len(begins) - 1]))] if len(begins) else reach
@@ -52,7 +52,7 @@ class Spans:
 
 
 def ends_of(tensors: Sequence[torch.Tensor], begins: Integers) -> tuple[Integers, Integers, list[int]]:
-    """Returns the ends of tensors, their sizes, and the numbers of those with gaps between their elements.
+    """Returns the ends of tensors, their sizes, and the numbers of the tensors with gaps between their elements.
 
     Args:
         tensors: Tensors of any shape.
@@ -73,7 +73,7 @@ def ends_of(tensors: Sequence[torch.Tensor], begins: Integers) -> tuple[Integers
 
 
 def spans_of(found: Sequence[Found]) -> tuple[Integers, Integers]:
-    """Returns the starts and the ends of storages, given as such or by their tensors."""
+    """Returns the starts and the ends of storages, given as storages or by their tensors."""
     begins, sizes = list[int](), list[int]()
     for some in parts_of(found):
         storages = [each.untyped_storage() if isinstance(each, torch.Tensor) else each for each in some]
@@ -83,7 +83,7 @@ def spans_of(found: Sequence[Found]) -> tuple[Integers, Integers]:
 
 
 def parts_here(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Returns this rank's shards of sharded tensors; others as they are."""
+    """Returns this rank's shards of sharded tensors; other tensors unchanged."""
     if set(map(type, tensors)) <= WHOLE:
         return tensors
     return [getattr(each, "_local_tensor", each) for each in tensors]

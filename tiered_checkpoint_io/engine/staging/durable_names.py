@@ -10,7 +10,7 @@ from tiered_checkpoint_io.stores.silence import Question
 
 
 class DurableNameCache:
-    """The names that were listed once, and what this process has saved and removed since."""
+    """The names that were listed once, with this process' saves and removals since."""
 
     def __init__(
         self,
@@ -46,9 +46,8 @@ class DurableNameCache:
                 (names.add if exists else names.discard)(name)
 
     def may_be_durable(self, name: str) -> bool:
-        """Returns True if the durable tier may have a name; asks nothing.
-
-        A process that has not listed the names can't know what earlier ones saved, if a drain has worked for them.
+        """Returns True if the durable tier may have a name; sends no request. A process that has not listed the names
+        does not know earlier processes' saves, if a drain has uploaded them.
         """
         if name in self._saved:
             return True

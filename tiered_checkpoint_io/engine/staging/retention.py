@@ -79,7 +79,7 @@ def series_of(stored: StoredPart) -> str:
 def form_of(part: Part) -> str:
     """Returns equal keys for saves of which a later one replaces an earlier one with peers; any number may differ.
 
-    Not for saves side by side, such as averaged weights (``x-EMA.ckpt``) or the shards of process groups: see
+    Not for saves of one step, such as averaged weights (``x-EMA.ckpt``) or the shards of process groups: see
     :func:`ids.series_of`.
     """
     return (
@@ -177,9 +177,9 @@ def room_for(
 ) -> list[StoredPart]:
     """Returns parts to remove, the oldest saves first, to free ``missing`` bytes; none if that is not enough.
 
-    The newest save of this durable tier that training can resume from stays whatever happens, or else the newest; with
-    all of its step; and the newest that is safe with peers. The same holds for what another run has left of another
-    payload, until this run has saved twice, and of another series; before this run has saved, all of that stays.
+    The newest resumable save of this durable tier always stays, or else the newest; with all saves of its step; and the
+    newest that is safe with peers. The same holds for another run's saves of another payload, until this run has saved
+    twice, and of another series; before this run has saved, all of them stay.
 
     Args:
         missing: Bytes.

@@ -1,4 +1,4 @@
-"""The save ids that one process gives out: each sorts after all seen ids, whatever its machine's clock says."""
+"""The save ids that one process gives out: each sorts after all seen ids, independently of its machine's clock."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class SaveIds:
         return ids.new_run_id(after=max(filter(None, seen), default=None), clock=self._clock)
 
     def follow(self, *seen: str | None) -> None:
-        """Makes the next ids sort after those that were seen; None for no id."""
+        """Makes the next ids sort after the seen ones; None for no id."""
         self.seen = max(filter(None, (self.seen, *seen)), default=None)
 
     def restart(self) -> None:
