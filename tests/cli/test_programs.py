@@ -113,6 +113,9 @@ def test_a_checkpoint_whose_overwrite_is_under_way_on_this_node_is_uploading_fro
 
 
 def test_what_would_never_come_is_refused_in_place_of_waited_for(node):
+    assert find_latest(node.dirpath) is None
+    with pytest.raises(CheckpointNotFoundError):
+        list_checkpoints(node.dirpath)
     node.save("a.ckpt", b"A")
     node.drain()
     for wrong in (math.nan, math.inf, 0, -1, "60", True):
@@ -126,17 +129,11 @@ def test_what_would_never_come_is_refused_in_place_of_waited_for(node):
             new_checkpoints(node.dirpath, after=after, idle_timeout_s=0)
     bookmark = f"{list_checkpoints(node.dirpath)[0].save_id}\n"
     assert list(new_checkpoints(node.dirpath, after=bookmark, idle_timeout_s=0)) == []
-    with pytest.raises(ConfigError, match="dirpath is missing"):
-        find_latest(None)
-
-
-def test_wrong_use_is_an_error_at_once(node):
-    assert find_latest(node.dirpath) is None
-    with pytest.raises(CheckpointNotFoundError):
-        list_checkpoints(node.dirpath)
     for wrong in ({"region": "eu-west-1"}, {"no_such_option": 1}):
         with pytest.raises(ConfigError):
             new_checkpoints(node.dirpath, **wrong)
+    with pytest.raises(ConfigError, match="dirpath is missing"):
+        find_latest(None)
     DirectoryStore(node.dirpath).put(manifest_key("z.ckpt"), dump({"name": "z.ckpt", "version": 99}))
     with failing("format"):
         find_latest(node.dirpath)

@@ -35,6 +35,19 @@ def arrived(store, part):
     return arrivals
 
 
+def overwriting(store, suffix="-2"):
+    """Sends both parts of save 2; returns a function that commits it, with other data if told."""
+    part_only(store, "a", 2, 1, suffix=suffix)
+    part, data = make_part("a", 2, 0, suffix=suffix)
+    journal = MemoryJournal()
+    commit.put_part(store, part, views_of(data), journal=journal)
+
+    def commits(**changed):
+        return commit.commit(store, part, views_of({**data, **changed}), arrived(store, part).rows, journal=journal)
+
+    return commits
+
+
 def test_a_directory_says_that_it_cannot_hold_a_file_and_a_folder_of_one_name(tmp_path):
     store = DirectoryStore(str(tmp_path))
     entry = entry_of("a", b"full")
@@ -75,13 +88,9 @@ def test_corrupt_bytes_reach_nothing_and_replace_nothing(tmp_path):
 def test_metadata_that_spoils_while_it_waits_replaces_nothing(tmp_path):
     store = DirectoryStore(str(tmp_path))
     save(store, "a", 1)
-    part_only(store, "a", 2, 1, suffix="-2")
-    part, data = make_part("a", 2, 0, suffix="-2")
-    journal = MemoryJournal()
-    commit.put_part(store, part, views_of(data), journal=journal)
-    spoilt = {**data, METADATA: b"x" * 1502}
+    commits = overwriting(store)
     with pytest.raises(CorruptCheckpointError):
-        commit.commit(store, part, views_of(spoilt), arrived(store, part).rows, journal=journal)
+        commits(**{METADATA: b"x" * 1502})
     assert readable(store, "a") == 1
     assert not read_manifest(store, "a").previous
 
@@ -109,13 +118,10 @@ def test_a_part_that_arrived_is_not_sent_again_and_one_that_is_not_needed_not_at
 def test_a_file_that_is_not_there_as_sent_keeps_the_checkpoint_from_being(damage, tmp_path):
     store = DirectoryStore(str(tmp_path))
     save(store, "a", 1)
-    part_only(store, "a", 2, 1, suffix="-2")
-    part, data = make_part("a", 2, 0, suffix="-2")
-    journal = MemoryJournal()
-    commit.put_part(store, part, views_of(data), journal=journal)
+    commits = overwriting(store)
     store.delete("a/__1_1-2.distcp") if damage == "gone" else store.put("a/__1_1-2.distcp", b"x")
     with pytest.raises(StoreError, match="of a file are there, in place of"):
-        commit.commit(store, part, views_of(data), arrived(store, part).rows, journal=journal)
+        commits()
     assert readable(store, "a") == 1
 
 
@@ -130,14 +136,11 @@ def test_a_file_that_is_not_there_as_sent_keeps_the_checkpoint_from_being(damage
 def test_a_damaged_description_commits_nothing_and_removes_nothing_of_others(hostile, tmp_path):
     store = DirectoryStore(str(tmp_path))
     save(store, "b", 1)
-    part_only(store, "a", 2, 1)
+    commits = overwriting(store, suffix="")
     key = ids.description_key(ids.save_id(RUN, 2), 1)
     store.put(key, hostile(store.get(key)))
-    part, data = make_part("a", 2, 0)
-    journal = MemoryJournal()
-    commit.put_part(store, part, views_of(data), journal=journal)
     with pytest.raises(CorruptCheckpointError):
-        commit.commit(store, part, views_of(data), arrived(store, part).rows, journal=journal)
+        commits()
     swept(store)
     assert readable(store, "b") == 1
     assert ids.save_id(RUN, 2) not in "".join(objects(store))

@@ -133,11 +133,6 @@ def test_room_in_the_spill_is_made_from_what_the_durable_tier_has_even_the_newes
     assert not [each for each in gone if each.save_id == newest and not each.part.durable and each.part.dirpath == "d"]
 
 
-def test_nothing_held_nothing_removed():
-    assert removable([], scope(), 1, Evidence(())) == []
-    assert room_for(1, [], scope()) == []
-
-
 # -------------------------------------------------------------------------------------------- examples
 def left(held, completed, keep):
     gone = removable(held, scope(), keep, Evidence(tuple(map(save_id, completed))))
@@ -261,16 +256,6 @@ def test_a_load_makes_no_room_at_the_cost_of_another_payload(monkeypatch):
 
 
 # -------------------------------------------------------------------------------------------- replicas
-def test_what_is_safe_with_peers_stays_until_a_newer_save_is():
-    held = [part(1, replicated=True), part(2), part(3), part(4)]
-    assert left(held, [1, 2, 3, 4], 2) == [1, 3, 4]
-    assert room_for(25, held, scope()) == []
-    assert numbers(room_for(20, held, scope())) == [2, 3]
-    newer = [*held[:3], part(4, replicated=True)]
-    assert left(newer, [1, 2, 3, 4], 2) == [3, 4]
-    assert numbers(room_for(25, newer, scope())) == [1, 2, 3]
-
-
 def copies(*told, name="step_1"):
     """Returns the parts of texts such as ``"3r1+"``: save 3, rank 1's part, safe."""
     return [part(int(each[0]), int(each[2]), replicated=each.endswith("+"), name=name) for each in told]
@@ -278,12 +263,6 @@ def copies(*told, name="step_1"):
 
 def outdated(held, keep):
     return [f"{int(each.save_id.rpartition('-')[2])}r{each.part.rank}" for each in outdated_replicas(held, keep=keep)]
-
-
-def test_of_each_ranks_copies_the_newest_stay_and_the_newest_that_is_safe():
-    held = copies("1r0+", "2r0+", "3r0", "4r0", "2r1+", "4r1")
-    assert outdated(held, 2) == ["1r0"]
-    assert outdated(held, 1) == ["1r0", "3r0"]
 
 
 def test_copies_for_ranks_that_send_here_no_longer_go_once_a_newer_save_is_safe():
@@ -300,10 +279,6 @@ def test_numbers_in_names_do_not_keep_copies_for_ever():
         # The companion of each stays with it.
         beside = [part(n, payload=payload, name=f"x-{name}".format(n=n), replicated=True) for n in range(6, 9)]
         assert outdated(held + beside, 2) == ["1r0", "2r0", "3r0", "6r0"], payload
-
-
-def test_process_groups_that_save_side_by_side_keep_their_own_copies():
-    assert outdated([*copies("1r0+", name="a/step_1"), *copies("2r0+", "3r0+", name="b/step_1")], 2) == []
 
 
 @given(
