@@ -31,7 +31,6 @@ from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.durable import commit, copies, sweep
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
-from tiered_checkpoint_io.errors import CheckpointNotFoundError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.retention import Checkpoint, Latest, kept
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -150,15 +149,6 @@ def test_what_a_newer_release_wrote_is_left_alone(kind, tmp_path):
             act()
     assert store.get(key) == newer
     assert objects(store) == before
-
-
-def test_an_alias_to_nothing_is_refused_and_the_old_one_stays(tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    save(store, "a", 1)
-    alias(store, "last", "a")
-    with pytest.raises(CheckpointNotFoundError):
-        alias(store, "last", "never")
-    assert readable(store, "last") == 1
 
 
 def test_requests_spare_what_was_saved_or_linked_later(tmp_path):

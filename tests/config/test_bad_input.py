@@ -70,7 +70,8 @@ def test_a_trainer_refuses_what_no_trainer_saved_and_its_advice_works(memory_dir
 def test_bad_names_and_options_are_refused_and_nothing_is_saved(kept, tmp_path):
     io = kept.io()
     outside = ("../x.ckpt", "a/../../x.ckpt", f"{io.config.dirpath}/../x.ckpt", "/../abs.ckpt")
-    for name in (*outside, "s3://other/x.ckpt", "", "a//b", ".tiered/x", "a\nb", "a\\b", "x" * 300):
+    itself = (io.config.dirpath, f"{io.config.dirpath}/")
+    for name in (*outside, *itself, "s3://other/x.ckpt", "", "a//b", ".tiered/x", "a\nb", "a\\b", "x" * 300):
         with pytest.raises(ConfigError) as caught:
             io.save_checkpoint(state(2), name)
         assert "dirpath" in caught.value.hint

@@ -64,21 +64,3 @@ except ModuleNotFoundError as error:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("nemo tiered_checkpoint_io.nemo needs NVIDIA NeMo")
     assert "pip install 'nemo_toolkit[core]'" in done.stdout
-
-
-def test_hydra_composes_every_option():
-    from hydra import compose, initialize
-
-    from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-
-    for option in ("default", "memory_only", "s3_only", "local"):
-        with initialize(version_base=None):
-            overrides = [
-                f"+s3_checkpointing={option}",
-                "hydra.searchpath=[pkg://tiered_checkpoint_io.configs]",
-                *([] if option == "local" else ["s3_checkpointing.dirpath=s3://bucket/run"]),
-            ]
-            block = compose(overrides=overrides).s3_checkpointing
-        config = TieredCheckpointConfig.from_any(block)
-        assert (config.s3_every_n_train_steps is None) == (option == "memory_only")
-        assert (config.memory_every_n_train_steps is None) == (option == "s3_only")

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import secrets
-import time
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -14,7 +13,6 @@ from support.tenants import mounted_tmpfs
 from support.training import Model, Runs
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.preflight import Need, preflight
 from tiered_checkpoint_io.errors import MemoryTierError, TieredCheckpointError
 from tiered_checkpoint_io.memory.space import MemoryFullError
@@ -267,19 +265,3 @@ def test_last_that_is_not_found_is_one_warning_that_names_the_newest(stock, runs
     assert "so training does not resume; ckpt_path='tiered:latest' would resume from" in line
     assert ("or with 'last', which Lightning's own ModelCheckpoint can't find there" in line) == stock
     assert ("there is no last checkpoint (save_last is off" in line) != stock
-
-
-def test_a_new_run_on_a_node_whose_clock_is_behind_saves_what_is_newer(runs, monkeypatch):
-    def run(name):
-        callback = TieredModelCheckpoint(s3_every_n_train_steps=1, filename=name, save_top_k=1)
-        runs.wipe()
-        assert fit(runs, callback=callback, namespace=f"node-{secrets.token_hex(4)}")[1] is None
-
-    run("before")
-    monkeypatch.setattr(Clock, "wall", lambda _: time.time() - 3600)
-    run("after")
-    runs.wipe()
-    io = runs.io(namespace="a-third-node", drain="thread")
-    assert io.load_checkpoint("tiered:latest")["global_step"] == 3
-    assert io.checkpointer.restored.name == "after.ckpt"
-    io.teardown()

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from support.clocks import VirtualClock
-from support.draining import drain, names, objects, readable, working
+from support.draining import drain, names, readable, working
 from support.faulty import FaultyStore, Injected, refusing
 from support.story import op_id
 from support.waiting import until
@@ -15,7 +15,7 @@ from support.waiting import until
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain import status
-from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
+from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.status import NewOutcomes, failure_of
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, Stores
@@ -32,29 +32,6 @@ def of(operation, name="", times=None):
 
 
 # ------------------------------------------------------------------------------------- its work
-def test_a_queue_is_carried_out_in_order_and_every_part_is_marked(node, store):
-    ops = [
-        node.save("a.ckpt", b"A" * 1000),
-        node.alias("last.ckpt", "a.ckpt"),
-        node.save("b.ckpt", b"B" * 2000),
-        node.alias("last.ckpt", "b.ckpt"),
-        node.delete("a.ckpt"),
-        node.save("b.ckpt", b"again"),
-    ]
-    assert drain(node).run(once=True)
-    assert node.states() == dict.fromkeys(ops, "committed")
-    assert names(store) == ["b.ckpt", "last.ckpt"]
-    assert objects(store) == ["b.ckpt"]
-    assert readable(store, "last.ckpt") == readable(store, "b.ckpt") == b"again"
-    assert all(stored.drained for stored in node.tier.parts())
-    progress = node.queue.progress()
-    assert progress.counters["committed"] == 6
-    assert progress.counters["bytes.up"] >= 3005
-    assert (progress.pid, progress.name) == (os.getpid(), "")
-    assert not (node.root / LOCK_FILE).read_bytes()
-    assert not is_locked(node.root / LOCK_FILE)
-
-
 def test_a_corrupt_part_is_set_aside_and_what_it_was_to_replace_stays(node, store):
     node.save("old.ckpt", b"old")
     bad = node.save("new.ckpt", b"new")
@@ -81,16 +58,6 @@ def test_a_save_that_no_store_takes_is_superseded_by_the_next_one(node, store, e
     assert names(store) == ["b.ckpt"]
     assert not [stored for stored in node.tier.parts() if stored.pending]
     assert node.queue.outcome(first).attempts == 1
-
-
-def test_a_failing_save_is_told_at_once_and_tried_again_when_something_new_comes(node, store):
-    first = node.save("a.ckpt", b"A")
-    with working(node, refusing(store, of("upload", times=1))):
-        until(lambda: node.states() == {first: "failed"}, "the failure is told")
-        assert "no [" in node.queue.outcome(first).error
-        last = node.alias("last.ckpt", "a.ckpt")
-        until(lambda: node.states() == {first: "committed", last: "committed"}, "both are done")
-        assert node.queue.outcome(first).attempts == 2
 
 
 def test_what_may_pass_is_retried_by_itself_and_said_until_it_is_done(node, store):
@@ -242,17 +209,6 @@ def test_an_alias_that_was_refused_once_does_not_wait_behind_deletes_that_are_re
 
 
 # ----------------------------------------------------------------------------------- its leaving
-def test_it_stays_while_a_trainer_lives_and_leaves_with_the_last(node):
-    trainer = try_lock(node.root / TRAINERS_FILE, shared=True)
-    with working(node, stay=False) as thread:
-        first = node.save("a.ckpt", b"A")
-        until(lambda: node.queue.outcome(first), "the save is durable")
-        assert thread.is_alive()
-        release(trainer)
-        thread.join(10)
-        assert not thread.is_alive()
-
-
 @pytest.mark.parametrize(
     ("error", "patience_s"),
     [(Injected("it was refused"), 0.2), (StoreError("it was refused", reason="access"), None)],
@@ -269,13 +225,6 @@ def test_with_no_trainer_and_no_store_it_gives_up_and_leaves_all_to_the_next(nod
     assert drain(node).run()
     assert node.states() == {first: "committed", second: "committed"}
     assert readable(store, "a.ckpt") == b"A"
-
-
-def test_one_drain_a_node(node):
-    lock = try_lock(node.root / LOCK_FILE)
-    assert not drain(node).run(once=True)
-    release(lock)
-    assert drain(node).run(once=True)
 
 
 def test_a_forked_child_keeps_no_lock_alive(node):

@@ -1,6 +1,5 @@
 """The order of the work, against a model, and the messages of trainer and drain in the log."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +20,6 @@ from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
 from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.place import Server
 
 
 @pytest.fixture
@@ -145,19 +143,6 @@ def test_a_log_that_is_full_of_requests_empties_again(node, store):
     assert (names(store), node.states()[saved]) == (["a.ckpt"], "committed")
 
 
-def test_requests_come_back_in_order_and_leave_with_their_outcome(queue):
-    second, first = delete(2, "a/b=1.ckpt"), alias(1, "last.ckpt", "ä.ckpt")
-    queue.submit(second)
-    queue.submit(first)
-    assert queue.requests() == [first, second]
-    queue.finish(Outcome(first.op_id, "alias", "last.ckpt", -1, "failed", "no"), final=False)
-    assert queue.requests() == [first, second]
-    queue.finish(Outcome(first.op_id, "alias", "last.ckpt", -1, "committed"))
-    assert queue.requests() == [second]
-    assert queue.outcome(first.op_id).state == "committed"
-    assert queue.outcome(second.op_id) is None
-
-
 def test_only_the_newest_outcomes_are_kept_and_those_of_one_save_together(queue, tmp_path):
     other, ranks = Queue(tmp_path), range(8)
     for number in range(70):
@@ -212,14 +197,3 @@ def test_notes_of_work_in_progress_outlive_their_writer(queue, tmp_path):
     assert Queue(tmp_path).journal(op_id(1)).read() == {"few": 1}
     queue.finish(ended(1, "skipped"))
     assert Queue(tmp_path).journal(op_id(1)).read() is None
-
-
-def test_a_server_is_noted_with_requests_and_outcomes(queue):
-    there = Server("http://a", "eu-west-1", "p")
-    asked = replace(alias(2, "last.ckpt", "2.ckpt", "s3://bucket"), server=there)
-    queue.submit(asked)
-    assert queue.requests() == [asked]
-    assert queue.requests()[0].server.profile == "p"
-    done = replace(ended(1, "committed", "s3://bucket"), server=there)
-    queue.finish(done)
-    assert (queue.outcome(done.op_id), queue.outcomes()) == (done, [done])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import OmegaConf
 from support.as_lightning import INSTALLED
@@ -41,8 +41,9 @@ YAML = Path(__file__).parents[2] / "configs" / "s3_checkpointing" / "default.yam
     ],
 )
 def test_yaml_alone_trains(group, asynchronous, memory_every, s3_every, runs):
-    with initialize_config_module("tiered_checkpoint_io.configs", version_base=None):
-        overrides = [f"+s3_checkpointing={group}", f"s3_checkpointing.dirpath={runs.dirpath}"]
+    with initialize(version_base=None):
+        overrides = ["hydra.searchpath=[pkg://tiered_checkpoint_io.configs]", f"+s3_checkpointing={group}"]
+        overrides += [f"s3_checkpointing.dirpath={runs.dirpath}"]
         block = compose(overrides=[*overrides, f"s3_checkpointing.memory_dir={runs.memory_dir}"]).s3_checkpointing
     io = build(TieredCheckpointIO.from_config, block, drain="thread")
     assert isinstance(io, AsyncCheckpointIO) == asynchronous

@@ -263,12 +263,6 @@ def resident(slot):
     return 1024 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Rss:"))
 
 
-def test_what_is_prepared_is_taken_by_the_next_save(tier, monkeypatch):
-    tier.prepare(MIB, lambda: False)
-    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("space was taken again"))
-    assert content_of(tier, save(tier, b"x" * MIB, 1)) == b"x" * MIB
-
-
 def test_preparing_touches_pages_without_changing_them(tier):
     slot = tier.acquire(3 * MIB)
     slot.view[:6] = b"kept\0!"

@@ -70,26 +70,6 @@ def test_a_save_of_which_only_copies_are_left_is_orphaned_unless_the_durable_tie
     assert orphaned({"n": [copy], "m": []}, [Manifest("a.ckpt", content("a.ckpt", 1))]) == [False]
 
 
-def test_a_copy_stands_behind_what_it_is_a_copy_of_and_means_it_wherever_that_is():
-    original = content("a.ckpt", 1)
-    copied = replace(content("last.ckpt", 1), save_id=save_id(2), copy_of=original.save_id)
-    durable = [Manifest("last.ckpt", copied), Manifest("a.ckpt", original)]
-    nothing, memory = {"n": []}, {"n": [held("a.ckpt", 1), held("b.ckpt", 0)]}
-    for selector in (Selector("latest"), Selector("last"), Selector("name", "last.ckpt")):
-        names = [name for name, *_ in chosen(nothing, durable, selector)]
-        assert names == (["a.ckpt", "last.ckpt"] if selector.kind == "latest" else ["last.ckpt"])
-        (first, _, tiers), *_ = chosen(memory, durable[:1], selector)
-        assert (first, tiers["n"]) == ("a.ckpt", "memory")
-    # A later save comes first, though the copy was made after it.
-    memory = {"n": [held("b.ckpt", 2)]}
-    late = Manifest("last.ckpt", replace(copied, save_id=save_id(3)))
-    assert [name for name, *_ in chosen(memory, [late, durable[1]], Selector("latest"))] == [
-        "b.ckpt",
-        "a.ckpt",
-        "last.ckpt",
-    ]
-
-
 @st.composite
 def tiers(draw):
     """Saves of a few names: each on some nodes' memory, and in some manifests as content or previous."""

@@ -208,15 +208,6 @@ def test_processes_without_a_group_read_each_byte_once(world):
 SHORT = OLD[: 2 * CHUNK]
 
 
-def test_an_overwrite_under_way_gives_the_content_that_the_object_has(world):
-    into_durable(world.store, "a.ckpt", SHORT, 1)
-    old = read_manifest(world.store, "a.ckpt").content
-    both = Manifest("a.ckpt", make_content("a.ckpt", NEW, 2), previous=(old,))
-    world.store.put(manifest_key("a.ckpt"), both.to_json())
-    restored, data = world.restore()
-    assert (data, restored.content.save_id) == (SHORT, save_id(1))
-
-
 class Overtaken(DirectoryStore):
     """During each first read of a file's bytes, the drain of another run continues."""
 

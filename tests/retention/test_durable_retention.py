@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from support.committing import RUN, alias, delete, rate, save, swept
+from support.committing import RUN, alias, delete, save, swept
 from support.draining import Node, names
 from support.draining import objects as files
 from support.failing import failing
@@ -27,7 +27,7 @@ from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.retention import Best, Latest
+from tiered_checkpoint_io.model.retention import Latest
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
@@ -100,14 +100,6 @@ def test_a_hold_is_of_one_name_only(tmp_path):
     with failing("held"):
         delete(store, "a/b")
     assert names(store) == ["a/b"]
-
-
-def test_the_best_go_by_what_was_monitored_at_the_save(s3):
-    for number, loss in enumerate((0.5, 0.1, 0.9, 0.2, 0.8), 1):
-        save(s3, f"c{number}", number)
-        rate(s3, f"c{number}", "val/loss", loss)
-    apply(s3, [Best(2, "val/loss")], Survey())
-    assert names(s3) == ["c2", "c4", "c5"], "the newest stays as well"
 
 
 def test_a_save_costs_few_requests(s3):

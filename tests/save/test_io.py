@@ -29,14 +29,6 @@ def make(memory_dir):
         io.teardown()
 
 
-def test_a_checkpoint_of_others_loads_with_a_notice(tmp_path, make, caplog):
-    torch.save(state(9), tmp_path / "plain.ckpt")
-    io = make(str(tmp_path / "run"), log_dir=str(tmp_path / "logs"))
-    assert io.load_checkpoint(str(tmp_path / "plain.ckpt"))["global_step"] == 9
-    (log,) = (tmp_path / "logs").iterdir()
-    assert "nothing verified it" in log.read_text()
-
-
 @pytest.mark.parametrize("told_by", ["saves of memory alone", "looks for outcomes"])
 def test_a_drain_that_dies_amid_its_work_does_not_wait_for_the_next_durable_save(tmp_path, make, told_by):
     """The next may come an hour later, and the node may be gone by then."""
@@ -105,12 +97,3 @@ def test_a_step_or_epoch_that_no_manifest_holds_leaves_a_checkpoint_all_the_same
     io.save_checkpoint({**state(1), **changes}, name)
     for other in (io, make(str(tmp_path / "durable"), namespace="another-node")):
         assert torch.equal(other.load_checkpoint("tiered:latest")["w"], state(1)["w"])
-
-
-@pytest.mark.parametrize("ending", ["", "/"])
-def test_dirpath_itself_is_no_name_of_a_checkpoint(tmp_path, make, ending):
-    io = make(str(tmp_path / "run"))
-    with pytest.raises(ConfigError):
-        io.save_checkpoint(state(1), f"{tmp_path}/run{ending}")
-    io.teardown()
-    assert not list(tmp_path.glob("run/[!.]*"))
