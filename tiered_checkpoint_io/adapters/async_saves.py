@@ -41,7 +41,7 @@ class AsyncSave(Future[Any]):
         self.groups = tuple(map(ranks_of, groups))
         self.shown = False
         self._session = session
-        # The save is under way, whatever becomes of who waits for it: asyncio cancels what it gives up.
+        # The save continues even if its waiter is cancelled, as asyncio does.
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Any:
@@ -65,13 +65,13 @@ class AsyncSave(Future[Any]):
 
     @property
     def bound_s(self) -> float:
-        """Seconds to wait for it: it ends by ``wait_timeout_s`` itself, and reports a little later."""
+        """Seconds to wait for it: the save ends by ``wait_timeout_s`` itself, and reports a little later."""
         return float(self._session.config.support.wait_timeout_s) + self._session.clock.timing.future_slack_s
 
     def follow(self, sealing: Future[str | None] | None, op_id: str | None, value: Any) -> None:
         """Ends, with ``value`` or an error, once this rank's part is sealed and the drain's operation has ended.
 
-        ``sealing`` is the task that seals the part and gives the operation; ``op_id`` is that of a sealed part.
+        ``sealing`` is the task that seals the part and returns the operation; ``op_id`` is that of a sealed part.
         """
         if sealing is None and op_id is None:
             self.set_result(value)

@@ -149,7 +149,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         return ids.join_url(dirpath, name) if name else dirpath
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """Chooses the checkpoint, with all ranks that load, and gives its ``.metadata``.
+        """Chooses the checkpoint, with all ranks that load, and returns its ``.metadata``.
 
         Raises:
             CheckpointNotFoundError: There is none.
@@ -188,7 +188,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         if opened is None or opened.files is None or self._metadata is None:
             raise RestoreError("read_data without read_metadata", operation="load")
         session, log = self.session, self.session.log.at_step(opened.step)
-        # If several nodes hold the checkpoint in memory, this node may hold nothing.
+        # If several nodes hold the checkpoint in memory, this node may hold none of it.
         self.tier = "memory" if opened.files.held else "peer" if opened.scattered else "durable"
         try:
             if self._joined is None or self._joined.rank == 0:
@@ -441,7 +441,7 @@ class PlanReader:
                     self._tensors[key] = (stored.properties.dtype, tuple(chunk.sizes))
 
     def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Reads the plan's items, each file's bytes together, and nothing else.
+        """Reads only the plan's items, each file's bytes together.
 
         Raises:
             CorruptCheckpointError: No intact copy of some byte is within reach.

@@ -99,8 +99,8 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
 
     Args:
         config: In any of its forms.
-        options: Single keys that replace those of ``config``. None counts as a value if it is one; of a key for
-            which it is none, as if it were not given.
+        options: Single keys that replace keys of ``config``. None counts as a value if it is one; of a key for which it
+            is none, as if it were not given.
 
     Raises:
         ConfigError: A key or value is not allowed.

@@ -79,7 +79,7 @@ class FileLayout:
         """Returns the file of the same items with other contents.
 
         Args:
-            objects: The bytes of those that are no tensors.
+            objects: The bytes of the objects.
             state: A flattened state, of the structure that the plan was made for.
         """
         image, placed = self._row.plan(objects, [local_of(state[key]) for key in self._keys])
@@ -116,10 +116,10 @@ class TieredStorageWriter(OverTiers, StorageWriter):
     durable tier, and ``async_save``, which returns once the state is staged, and whose future is done once the
     checkpoint is committed in node memory. ``wait`` changes either.
 
-    Any rank's failure reaches all ranks by DCP itself, as an exception of the save (or of its future), whatever
-    ``on_save_error`` says; that key is about failures on the way from node memory to the durable tier. With ``warn``
-    they are logged, and the checkpoint stays in node memory, queued; with ``raise`` they are raised, by the save that
-    waits or by the next one.
+    Any rank's failure reaches all ranks by DCP itself, as an exception of the save (or of its future), for any
+    ``on_save_error``; that key is about failures between node memory and the durable tier. With ``warn`` they are
+    logged, and the checkpoint stays in node memory, queued; with ``raise`` they are raised, by the save that waits or
+    by the next one.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         """
         if checkpoint_id is not None:
             self._path = checkpoint_id
-        # The object that a user gave may say something else of each later save.
+        # The user's object may have other values for each later save.
         is_first = self._save.located is None
         settings = self._save.settings
         if not is_first:
@@ -291,7 +291,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         return plan if voted is None else dataclasses.replace(plan, storage_data=voted)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Gives each rank's plan the facts of this save; called on the coordinator."""
+        """Adds the facts of this save to each rank's plan; called on the coordinator."""
         with self._counting("beginning") as save:
             located, settings = self.located, save.settings
             settings.check_world_size(len(plans), self.checkpoint_id)
@@ -342,7 +342,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
     # ------------------------------------------------------------------------------------- ours
     @property
     def settings(self) -> Settings:
-        """The settings of the newest save, or those that the writer was made with."""
+        """The settings of the newest save, or of the writer's start."""
         return self._save.settings
 
     @property
@@ -398,7 +398,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
     # ----------------------------------------------------------------------------------- inside
     @contextlib.contextmanager
     def _counting(self, what: str) -> Iterator[Save]:
-        """Gives this thread's save; counts, notes and logs a failure, which DCP then carries to all ranks."""
+        """Yields this thread's save; counts, notes and logs a failure, which DCP then carries to all ranks."""
         save: Save = self._of_thread.save
         try:
             if save is not self._save:

@@ -142,7 +142,7 @@ class TieredCheckpointIO(CheckpointIO):
             dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory. Or a :class:`TieredCheckpointConfig`:
                 then each further argument that is given replaces the configuration's.
             logger: Logger to use instead of the package's own.
-            options: Keys of :class:`TieredCheckpointConfig`, which says what each is; not those that only
+            options: Keys of :class:`TieredCheckpointConfig`, which describes them; not keys that only
                 ``TieredModelCheckpoint`` or :meth:`from_config` reads.
 
         Raises:
@@ -177,7 +177,7 @@ class TieredCheckpointIO(CheckpointIO):
         Args:
             block: ``s3_checkpointing``: a mapping, an OmegaConf block or a TieredCheckpointConfig.
             logger: Instead of the package's own logger.
-            overrides: Single keys that replace those of the block.
+            overrides: Single keys that replace keys of the block.
 
         Returns:
             An :class:`AsyncCheckpointIO` if ``enable_async_checkpointing`` is true.

@@ -32,7 +32,7 @@ def optimizer_state(
     Torch has an optimizer without a state make a step, after which the first step of training is another.
     """
     if _is_fsdp1(module):
-        # Neither FSDP's own nor Lightning's does that; and a rank may hold no part of what an optimizer has stepped.
+        # Neither FSDP's own nor Lightning's does that; and a rank may hold no part of an optimizer's parameters.
         return in_order(module, optimizer, full(optimizer)) if full else _fsdp1_state(module, optimizer)
     has_begun = bool(optimizer.state)
     if full is None:
@@ -81,7 +81,7 @@ def set_optimizer_state(
 
 
 def _set_fsdp1(module: torch.nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    # Torch's finds no state for an FSDP module that another one wraps, such as the one for activation checkpointing.
+    # torch's function finds no state for an FSDP module that another one wraps, such as for activation checkpointing.
     groups = _fsdp1_groups(module, optimizer)
     names = {_plain(name): name for group in groups for name in group["params"]}
     saved = {names[name]: group for group in state["param_groups"] for name in group["params"] if name in names}
@@ -135,7 +135,7 @@ def by_name(module: torch.nn.Module, optimizer: Optimizer, state: Mapping[str, A
     """Returns an optimizer's state by the names of its parameters, if it is by their numbers.
 
     An optimizer numbers the parameters of its groups, one group after the other; Lightning would take the numbers for
-    those of the model's parameters.
+    the numbers of the model's parameters.
 
     Raises:
         RestoreError: The optimizer's groups are of other sizes, or hold the flat parameters of FSDP1.
@@ -215,7 +215,7 @@ def _groups(module: torch.nn.Module, optimizer: Optimizer) -> list[dict[str, Any
 
 
 def _plainly_named(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns one of FSDP1's groups with the names of a checkpoint, to which torch.compile adds nothing."""
+    """Returns one of FSDP1's groups with the names of a checkpoint, without torch.compile's additions."""
     return {**group, "params": [_plain(name) for name in group["params"]]}
 
 
@@ -245,7 +245,7 @@ def tensors_of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> list[t
     for optimizer in optimizers:
         for state in optimizer.state.values():
             found += state.values() if isinstance(state, dict) else ()
-    # Asked at each overlapped save. Most optimizers hold nothing else.
+    # Asked at each overlapped save. Most optimizers hold only such values.
     if all(issubclass(kind, torch.Tensor) for kind in set(map(type, found))):
         return found
     # LBFGS has lists.

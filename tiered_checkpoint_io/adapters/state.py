@@ -33,7 +33,7 @@ _PLAIN = {bool, int, float, str, type(None)}
 
 
 def _mapped(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """Copies the containers of a state, with the values that ``replace`` gives."""
+    """Copies the containers of a state, with the values that ``replace`` returns."""
     replaced = replace(value)
     if replaced is not value:
         return replaced
@@ -84,8 +84,8 @@ def _own_part(value: Any) -> Any:
 def fill(state: dict[str, Any], loaded: Any, *, where: str) -> None:
     """Puts a loaded state, which is copied, into a state: tensors in place, all else replaced.
 
-    As with DCP, what the state has no key for is left out. An empty dictionary, such as the state of an optimizer that
-    has made no step yet, takes all.
+    As with DCP, values without a key in the state are left out. An empty dictionary, such as the state of an optimizer
+    that has made no step yet, takes all.
 
     Raises:
         RestoreError: A key, or a tensor's shape, is another one.
@@ -233,7 +233,7 @@ def _on_cpu(shard: Any) -> tuple[list[int], torch.Tensor]:
 def _assembled(value: ShardedTensor, parts: Sequence[Any]) -> torch.Tensor:
     # torch's own gather() takes all numbers for float32 on its way.
     whole = torch.empty(value.size(), dtype=value.dtype, device="cpu")
-    # Of a rank that has failed there are none; it says why, and nothing is saved.
+    # Of a rank that has failed there are none; the error says why, and no part is saved.
     here = [each for part in parts for each in part or ()]
     wanted = {tuple(shard.shard_offsets) for shard in value.metadata().shards_metadata}
     if None not in parts and wanted - {tuple(offsets) for offsets, _ in here}:
@@ -414,7 +414,7 @@ class Rest:
         self._pickled: bytes | None = None
         self._file = io.BytesIO()
         data = io.BytesIO()
-        # Training waits for this, and mostly there are no tensors: then nothing else has to look through it.
+        # Training waits for this, and mostly there are no tensors: then no other code has to look through it.
         try:
             _PlainPickler(data, _PROTOCOL).dump(rest)
             self._pickled = data.getvalue()

@@ -16,7 +16,7 @@ def tiers_for_step(
     """Returns the tiers that a training step is saved to: a function of only steps, so that all ranks agree.
 
     ``{"memory", "durable"}`` on multiples of ``s3_every_n_train_steps``, else ``{"memory"}`` on
-    multiples of ``memory_every_n_train_steps``, else nothing.
+    multiples of ``memory_every_n_train_steps``, else none.
 
     Args:
         global_step: The optimizer step; 0 is never saved.

@@ -300,12 +300,12 @@ class TieredSharding(_Base):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Saves to both tiers, or those that ``storage_options`` name; every rank calls this.
+        """Saves to both tiers, or the tiers in ``storage_options``; every rank calls this.
 
         Raises:
             SaveError: The save failed on some rank, and ``on_save_error`` is ``raise``; on all ranks.
         """
-        # Rank 0 says for all whether the last save has ended: they save together, or not at all.
+        # Rank 0 says for all whether the last save has ended: all ranks save together, or not at all.
         path, late = self.broadcast((os.fspath(filepath), self._late()))
         if not self._saves_shards:
             if self.is_global_zero:
@@ -435,7 +435,7 @@ class TieredSharding(_Base):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads model and optimizers in place, and gives the rest; every rank calls this.
+        """Loads model and optimizers in place, and returns the rest; every rank calls this.
 
         Raises:
             CheckpointNotFoundError: There is none of that name.
@@ -492,7 +492,7 @@ class TieredSharding(_Base):
         planner = StrategyPlanner(
             self._wrapped, getattr(self, "_device_mesh", None), reader, optimizers, trust, strict=module.strict_loading
         )
-        # The planner puts in what to load, once it knows what the checkpoint holds.
+        # The planner adds the targets, once it knows the checkpoint's content.
         try:
             dcp.load({}, storage_reader=reader, planner=planner)
         except CheckpointException as error:

@@ -29,7 +29,7 @@ class _Container:
         self.children = children if any(children) else None
 
     def collect(self, value: Any, leaves: list[Any]) -> bool:
-        """Adds the leaves of another container, in DCP's order; gives whether it has the same keys, as its own have."""
+        """Adds the leaves of another container, in DCP's order; returns whether all their keys are the same."""
         if type(value) is not self.kind or _keys(value) != self.keys:
             return False
         values = _values(value)

@@ -90,7 +90,7 @@ class EndOfTraining(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Lightning's tuner ends its trials by this hook; NeMo's time limit a training, without on_train_end.
         vars(trainer.strategy).pop("teardown", None)
-        # No teardown follows an exception; that of a later evaluation is no end of the training.
+        # No teardown follows an exception; the teardown of a later evaluation is no end of the training.
         is_running = stage == "fit" and trainer.state.status == TrainerStatus.RUNNING
         if self._has_trained and not self._has_ended and is_running:
             self._has_ended = True
@@ -221,7 +221,7 @@ class DurableEnd(SafeDeletes):
         wanted = self.save_on_train_end and self._io is not None and self._io.config.save_on_train_end
         if wanted and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             missing = is_in_memory_alone(each._resumable for each in self._siblings(trainer))
-            # Rank 0 knows the outcomes of the saves, and each rank what it has lost of them since.
+            # Rank 0 knows the outcomes of the saves, and each rank its later losses.
             lost = trainer.strategy.reduce_boolean_decision(self._has_lost(), all=False)
             if trainer.strategy.broadcast(missing or lost):
                 with last_saves(self._engine.session):

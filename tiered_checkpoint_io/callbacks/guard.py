@@ -48,7 +48,7 @@ class HeldWeights:
         self._trained, self._has_loaded = weakref.ref(module), False
 
     def load(self, module: LightningModule) -> None:
-        """Notes that a module has got other weights, and nothing else that belongs to them."""
+        """Notes that a module has got other weights, without their optimizer states."""
         self._has_loaded |= self._trained is not None and self._trained() is module
 
     def are_others(self, module: LightningModule, log: Logger | None) -> bool:
@@ -155,7 +155,7 @@ class StrategyGuard(Callback):
             self._warn_of_fresh_start(trainer, io)
 
     def _warn_of_fresh_start(self, trainer: Trainer, io: TieredCheckpointIO) -> None:
-        # In setup, Lightning does not show ckpt_path yet. If tiered:latest finds nothing, there is nothing to name.
+        # In setup, Lightning does not show ckpt_path yet. If tiered:latest finds no checkpoint, there is no name.
         looked_for_last = trainer.ckpt_path in (ids.LAST, ids.LAST_URL) and io.found_nothing
         engine, session = io.checkpointer, io.checkpointer.session
         is_first = session.last_save is None and engine.restored is None and "ckpt_path" not in session.warned
@@ -181,7 +181,7 @@ class StrategyGuard(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         """Notes the step, every few seconds; after the first step, makes room for the first save.
 
-        By then the optimizers have their states, and what training needs is in memory.
+        By then the optimizers have their states, and training has its memory.
         """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is None:
@@ -247,7 +247,7 @@ class StrategyGuard(Callback):
             self._held.load(pl_module)
 
     def _forget_dirpaths(self) -> None:
-        # An evaluation has Lightning give its own callback a folder, which a later fit would keep.
+        # In an evaluation, Lightning sets a folder in its own callback, which a later fit would keep.
         for each in self._without_dirpath:
             each.dirpath = None
         self._without_dirpath = []
@@ -263,7 +263,7 @@ class StrategyGuard(Callback):
 
 
 def note_other_weights(trainer: Trainer) -> None:
-    """Notes that the trained module gets the weights of a checkpoint, and nothing else of it, outside an evaluation."""
+    """Notes that the trained module gets only the weights of a checkpoint, outside an evaluation."""
     for each in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(each, StrategyGuard):
             each._held.load(trainer.lightning_module)

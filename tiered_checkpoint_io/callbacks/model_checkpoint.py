@@ -142,7 +142,7 @@ class TieredModelCheckpoint(DurableEnd):
         stock._begin()
 
     def _begin(self) -> None:
-        #: True if "last" is an alias, which is what a link would be, on every tier.
+        #: True if "last" is an alias, which replaces a link on every tier.
         self._links_last = self.save_last == "link"
         if self._links_last:
             self.save_last = True
@@ -336,7 +336,7 @@ class TieredModelCheckpoint(DurableEnd):
         candidates = self._monitor_candidates(trainer)
         is_missing = self.monitor is not None and self.monitor not in candidates
         if is_missing and hasattr(self, "_defer_save_until_validation"):
-            # Lightning 2.6 saves after the validation that gives the metric.
+            # Lightning 2.6 saves after the validation that logs the metric.
             self._defer_save_until_validation = True
             return
         self._save_topk_checkpoint(trainer, candidates)
@@ -387,7 +387,7 @@ def from_config(
     Args:
         block: ``s3_checkpointing``: a mapping, an OmegaConf block or a TieredCheckpointConfig.
         logger: The IO's logger, instead of the package's own.
-        overrides: Keys that replace those of the block, and arguments of :class:`TieredModelCheckpoint`.
+        overrides: Keys that replace keys of the block, and arguments of :class:`TieredModelCheckpoint`.
 
     Raises:
         ConfigError: A key or value is not allowed.

@@ -47,7 +47,7 @@ class Notice:
         self._earlier: dict[signal.Signals, Any] = {}
 
     def install(self, session: Session) -> None:
-        """Handles the signals from now on; on other threads than the main one, only :meth:`notify` gives notice."""
+        """Handles the signals from now on; on other threads than the main one, use :meth:`notify`."""
         # Notices of an earlier fit are over.
         self._session, self.received, self.leave_by = session, None, None
         for number in self.signals if handles_signals() else ():
@@ -55,7 +55,7 @@ class Notice:
                 self._earlier[number] = _of_none_that_is_over(signal.signal(number, self._handle), number)
 
     def remove(self) -> signal.Signals | None:
-        """Restores the earlier handlers; gives the signal that has come, once."""
+        """Restores the earlier handlers; returns the received signal, once."""
         self._session = None
         for number in self.signals if handles_signals() else ():
             if signal.getsignal(number) == self._handle:

@@ -158,7 +158,7 @@ class PreemptionCheckpoint(Callback):
         if number is None:
             return
         if isinstance(sys.exc_info()[1], _TunerExitException):
-            # So Lightning's tuner and NeMo's time limit end a fit; what this hook raises skips the rest of that end.
+            # So Lightning's tuner and NeMo's time limit end a fit; this hook's exception skips the rest of that end.
             try:
                 trainer._teardown()
             except Exception as error:
@@ -237,7 +237,7 @@ class PreemptionCheckpoint(Callback):
                 log.info("the last checkpoint is on the durable tier")
 
     def _try(self, trainer: Trainer, step: int, *, durable: bool) -> SaveReport | None:
-        """Saves with all ranks; None if that failed or was skipped, and on ranks that write nothing."""
+        """Saves with all ranks; None if the save failed or was skipped, and on ranks without a file."""
         session = self._session
         options = {"tiers": ["memory", "durable"] if durable else ["memory"], "wait": False}
         before = session.last_save
@@ -266,7 +266,7 @@ class PreemptionCheckpoint(Callback):
         return sent or (outcome is not None and outcome.state == "committed")
 
     def _end(self) -> signal.Signals | None:
-        """Takes no more notice; returns the notice that came, if nothing has acted on it."""
+        """Takes no more notice; returns a received notice, if no code has acted on it."""
         number = self.notice.remove()
         agreement, self._agreement = self._agreement, None
         if agreement is not None:

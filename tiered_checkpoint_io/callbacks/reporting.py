@@ -63,7 +63,7 @@ class Reporter:
             self._bar = None
 
     def expect(self, name: str, path: str, *, pending: bool) -> None:
-        """Notes a name that the callback gave out, with its path, and whether it is durable yet."""
+        """Notes a name of the callback, with its path, and whether it is durable yet."""
         if pending:
             self._expected[name] = path
         else:
@@ -112,7 +112,7 @@ def _say(trainer: Trainer, say: Callable[[Logger], object]) -> None:
 
 
 def log(trainer: Trainer, metrics: dict[str, float]) -> None:
-    """Gives metrics to all loggers of the trainer."""
+    """Logs metrics to all loggers of the trainer."""
     _say(trainer, lambda logger: logger.log_metrics(metrics, step=trainer.global_step))
 
 
@@ -161,7 +161,7 @@ def line_of(progress: Progress, durable_step: int = -1) -> str:
 
 
 def summary(standing: Standing, config: TieredCheckpointConfig) -> list[str]:
-    """Returns the lines that a training ends with; none if nothing was saved."""
+    """Returns the lines that a training ends with; none without a save."""
     where = tier_label(config.dirpath)
     if standing.memory is None and standing.durable is None and not standing.pending:
         return []
@@ -196,7 +196,7 @@ def say_summary(trainer: Trainer) -> None:
 
 
 def say_summary_last(trainer: Trainer, callback: Callback, exception: BaseException) -> None:
-    """Says the summary from the last of the callbacks that call this: those before may still save."""
+    """Says the summary from the last of the callbacks that call this: earlier callbacks may still save."""
     if callback is [each for each in trainer.callbacks if getattr(each, "says_summary", False)][-1]:  # type: ignore[attr-defined]
         say_summary(trainer)
         if isinstance(exception, KeyboardInterrupt) and (io := _io_that_trained(trainer)):

@@ -54,7 +54,7 @@ class Trust:
             options: As ``torch.load`` takes them.
 
         Raises:
-            ConfigError: A name is of nothing that can be imported.
+            ConfigError: A name can't be imported.
             Exception: Errors of ``torch.load``.
         """
         if self.is_full:
@@ -79,7 +79,7 @@ class Trust:
             options: As ``torch.load`` takes them.
 
         Raises:
-            ConfigError: A name is of nothing that can be imported.
+            ConfigError: A name can't be imported.
             RestoreError: torch refuses it; says what to do.
         """
         try:

@@ -1,7 +1,7 @@
 """Reads the file ``.metadata`` of torch.distributed.checkpoint.
 
-The file is a pickle. Upstream unpickles whatever it finds. Here the parser of :mod:`.safe_pickle` reads it, and the
-rules below make only the classes that DCP itself writes.
+The file is a pickle. Upstream unpickles any content. Here the parser of :mod:`.safe_pickle` reads it, and the rules
+below make only the classes that DCP itself writes.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Copies:
         single = np.diff(batches) <= (_FEW if self._gather is not None else _AT_ONCE)
         alone = np.flatnonzero(np.repeat(single, np.diff(batches)))
         self._alone = self._columns(alone)
-        #: Start of each batch's rows among those that are copied one by one.
+        #: Start of each batch's rows among the rows that are copied one by one.
         self._firsts = np.searchsorted(alone, batches).tolist()
         self.calls = len(alone) + int(np.count_nonzero(~single))
 
@@ -327,7 +327,7 @@ class Filling:
         self._arrivals: list[tuple[int, Callable[[], None]]] = []
 
     def run(self, regions: Sequence[Region], threads: int) -> tuple[str, ...]:
-        """Copies everything; gives the hashes of the chunks, or nothing if they are made later.
+        """Copies everything; returns the hashes of the chunks, or an empty tuple if they are made later.
 
         When it returns, no copy is under way, and no reference to the buffer is left.
         """
@@ -381,8 +381,8 @@ class Filling:
         """Copies one chunk, and hashes it.
 
         The destination is hashed: it holds the skeleton and many small tensors as one
-        run of bytes, and it is what a reader will see. Hashing the source instead saves a twentieth
-        of the time for large tensors, and cannot be done for those on a device.
+        run of bytes, and it is what a reader will see. Hashing the source instead saves a twentieth of the time for
+        large tensors, and is impossible for tensors on a device.
         """
         begin, length = chunk
         hasher = xxhash.xxh3_128()
@@ -432,8 +432,8 @@ class Filling:
             if storage.device.type != "cuda":
                 target.copy_(content)
                 return
-            # On the current stream, and so after whatever still computes the tensor. Copies
-            # of all regions are queued at once; chunks are hashed while later ones run.
+            # On the current stream, and so after the computation of the tensor. Copies of all regions are queued at
+            # once; chunks are hashed while later ones run.
             with torch.cuda.device(storage.device):
                 target.copy_(content, non_blocking=True)
                 done = cast("Any", torch.cuda).Event()
@@ -492,7 +492,7 @@ def _addresses_of(storages: Sequence[torch.UntypedStorage], ends: Any) -> np.nda
 
 
 def _check_sizes(left: Any) -> None:
-    """Takes how many bytes storages have beyond those that are copied."""
+    """Takes the number of bytes that storages have beyond the copied ones."""
     if np.any(left < 0):
         raise ConfigError(
             "a tensor was resized between planning and capturing a checkpoint",
@@ -506,7 +506,7 @@ def _integers(values: Iterable[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def hash_chunks(content: memoryview, threads: int) -> tuple[str, ...]:
-    """Returns the hashes of a file's chunks, as :meth:`Filling.run` gives them."""
+    """Returns the hashes of a file's chunks, as :meth:`Filling.run` does."""
 
     def hash_chunk(chunk: tuple[int, int]) -> str:
         start, length = chunk
@@ -584,7 +584,7 @@ class Image:
         )
 
     def hashes(self, view: memoryview, *, threads: int | None = None) -> tuple[str, ...]:
-        """Returns the hashes of the file that was written to ``view``, as :meth:`fill` gives them.
+        """Returns the hashes of the file that was written to ``view``, as :meth:`fill` does.
 
         Hashing on the way costs less in all. Hashing later costs the caller of :meth:`fill` less.
         """

@@ -22,9 +22,9 @@ _FEW, _SLOW_S = 4, 0.1
 def in_parallel(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int = _REQUESTS) -> list[_R]:
     """Does ``work`` on each item, a few at a time; returns the results, in order.
 
-    The caller's thread is one of those that work: on two cores, a third thread that hands out the work and waits for it
-    would take turns with them. The first failure, or an interrupt, stops what has not begun; nothing runs any more when
-    it is raised.
+    The caller's thread works as well: on two cores, a third thread that hands out the work and waits for it would take
+    turns with them. After the first failure, or an interrupt, no further job begins; none runs any more when the error
+    is raised.
     """
     todo = list(items)
     if min(len(todo), concurrency) < 2:

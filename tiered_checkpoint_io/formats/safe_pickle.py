@@ -1,6 +1,6 @@
 """Reads pickles of unknown origin: a parser that makes data, then converters that make values.
 
-:func:`parse` looks nothing up, calls nothing and changes nothing. It returns numbers, text and containers, with a
+:func:`parse` looks up no name, calls no function and changes no object. It returns numbers, text and containers, with a
 :class:`Call`, :class:`Name` or :class:`Stored` for each thing that the pickle asks for. :class:`Converter` makes the
 values: by a rule that checks plain arguments, or by a class that the user named.
 
@@ -307,7 +307,7 @@ _FIXED: dict[int, tuple[int, Callable[[bytes], Any]]] = {
     pickle.BININT2[0]: (2, lambda data: int.from_bytes(data, "little")),
 }
 _CONSTANTS = {pickle.NONE[0]: None, pickle.NEWTRUE[0]: True, pickle.NEWFALSE[0]: False, pickle.EMPTY_TUPLE[0]: ()}
-#: Operations that say nothing: width of their arguments.
+#: Operations without an effect: width of their arguments.
 _IGNORED = {pickle.PROTO[0]: 1, pickle.FRAME[0]: 8}
 _OPERATIONS: dict[int, Callable[[_Parser], Any]] = {
     pickle.MARK[0]: lambda parser: parser.marks.append(len(parser.stack)),
@@ -397,7 +397,7 @@ def _elements(value: Any, *containers: type) -> Iterator[Any]:
 
 
 class Converter:
-    """Makes values of what :func:`parse` gives. Containers are filled in place, so that references stay references."""
+    """Makes values of a result of :func:`parse`. Containers are filled in place, so that references stay references."""
 
     def __init__(self, allowed: Allowed, load_storage: Callable[[Any], Any]) -> None:
         self.allowed = allowed

@@ -1,7 +1,7 @@
-"""Tensors of a pickle of torch, made by rules that believe nothing about memory.
+"""Tensors of a pickle of torch, made by rules that check all claims about memory.
 
-A view has to lie in its storage, a storage has to fill its record, and an index has to lie in what it points into.
-Classes of tensors are those of torch below, and those that the user named; a class that is only named is never called.
+A view has to be within its storage, a storage has to fill its record, and an index has to be within its target. Classes
+of tensors are torch's below, and classes that the user named; a class that is only named is never called.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Values that any checkpoint may hold besides plain data: each is made by a rule that checks plain arguments.
 
-A rule gets a :class:`Call` with the parser's values, and the converter for it. Its result holds data only: nothing
-is imported, opened, executed or called back, whatever the arguments are. Rules check what torch or numpy would believe.
+A rule gets a :class:`Call` with the parser's values, and the converter for it. Its result holds data only: for any
+arguments, no code is imported or executed, and no file is opened. Rules check all that torch or numpy would not check.
 """
 
 from __future__ import annotations
@@ -368,7 +368,7 @@ def named(names: Iterable[str]) -> dict[str, Any]:
     """Returns the classes and functions of a list, by their names there and by their own.
 
     Raises:
-        ConfigError: A name is of nothing that can be imported.
+        ConfigError: A name can't be imported.
     """
     found = {name: _found(name) for name in names}
     found = {**{_full_name(each): each for each in found.values()}, **found}
@@ -379,7 +379,7 @@ def allowed(names: Iterable[str] = ()) -> Allowed:
     """Returns the values that a checkpoint may hold: these, and those that the user named here or to torch.
 
     Raises:
-        ConfigError: A name is of nothing that can be imported.
+        ConfigError: A name can't be imported.
     """
     known = torch.serialization.get_safe_globals()
     by_torch = (each if isinstance(each, tuple) else (each, _full_name(each)) for each in known)

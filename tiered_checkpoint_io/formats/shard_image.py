@@ -140,7 +140,7 @@ def skeleton_of(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, .
     The skeleton's length is 0 if this release of torch lays out the file in an unknown way.
 
     Raises:
-        SaveError: This process may not have the address space of such a tensor.
+        SaveError: This process may not have so much address space.
     """
     key = (dtype, shape, stride)
     known = _skeletons.get(key)

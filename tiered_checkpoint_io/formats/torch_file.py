@@ -338,7 +338,7 @@ class _Records:
         self._lengths = np.array(list(map(len, self._names)))
         self._starts = np.zeros_like(self._sizes)
         for _ in range(2):
-            # Wider headers move what follows the first record beyond the limit, and nothing else over it.
+            # Wider headers move the records after the first one beyond the limit, and no others over it.
             self._extras = 16 * (self._sizes >= _LIMIT) + 8 * (self._starts >= _LIMIT)
             self._extras += 4 * (self._extras > 0)
             ends = self._lay_out()

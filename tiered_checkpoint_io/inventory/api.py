@@ -157,7 +157,7 @@ def _news(
 
 
 class NewCheckpoints:
-    """Gives each durable save once, however many names it has: an alias or a copy is nothing new."""
+    """Returns each durable save once: a further name, an alias or a copy, is not new."""
 
     def __init__(self, after: str | None = None) -> None:
         """Begins after the save ``after``, "" for all; None for checkpoints that the first look does not find."""

@@ -85,7 +85,7 @@ def checkpoints(
     """Returns all checkpoints of a tier: the latest save first, its aliases and copies after it, unreadable ones last.
 
     Raises:
-        CheckpointNotFoundError: The directory does not exist, or there is nothing at all below the URL.
+        CheckpointNotFoundError: The directory does not exist, or there is no object at all below the URL.
         StoreError: The tier could not be read.
     """
     found = read_all(store, cache, clock)
@@ -134,7 +134,7 @@ def resumable(
 ) -> list[Candidate]:
     """Returns the checkpoints that training can resume from, the latest save first, by the engine's own choice.
 
-    A name that is being overwritten counts as what it was before.
+    A name that is being overwritten counts as its old checkpoint.
 
     Args:
         found: All that the durable tier has.
@@ -244,7 +244,7 @@ class IncompleteSave:
 def incomplete_saves(store: Store, found: Sequence[DurableCheckpoint]) -> list[IncompleteSave]:
     """Returns saves without a manifest, by one list of folders, and one for each of these saves.
 
-    ``found`` are all checkpoints, listed before: what is committed in between is not incomplete, and is left out.
+    ``found`` are all checkpoints, listed before: saves that are committed in between are complete, and are left out.
 
     Raises:
         StoreError: The tier could not be read.

@@ -213,7 +213,7 @@ def _outcome(stored: StoredPart, outcomes: Iterable[Outcome]) -> Outcome | None:
     """Returns the last outcome of a part on the durable tier."""
     part, last = stored.part, None
     for each in outcomes:
-        # One that was skipped, as for a hold, has deleted nothing.
+        # A skipped delete, as for a hold, has deleted no checkpoint.
         is_delete = (each.action, each.state, each.name) == ("delete", "committed", part.name)
         is_gone = is_delete and each.op_id > part.save_id and each.place == part.place
         if each.op_id == stored.op_id or is_gone:

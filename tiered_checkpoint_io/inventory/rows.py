@@ -168,7 +168,7 @@ class Look:
         return sorted(sorted(rows, key=lambda row: row.name), key=lambda row: row.order, reverse=True)
 
     def _latest(self) -> Candidate | None:
-        """Returns what a restart would take of all this, by the engine's own choice; None if it is refused."""
+        """Returns the checkpoint that a restart would take, by the engine's own choice; None if it is refused."""
         if newer(self.found or ()) is not None or any(each.is_newer for each in self._here.broken):
             # A checkpoint of a newer release may be the latest.
             return None
@@ -216,7 +216,7 @@ class Look:
         if "waiting" in states:
             return "uploading" if held[0].name in self.node.working_on else "waiting"
         if self.found is not None or "memory_only" in states:
-            # The durable tier does not have it: it was never to, or it was removed there, or the upload was given up.
+            # The durable tier does not have it: not for that tier, or removed there, or the upload was given up.
             return "memory_only"
         # Else others upload it, or commit it; they may have died before.
         return "durable" if "durable" in states else "incomplete"

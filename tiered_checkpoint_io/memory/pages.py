@@ -1,8 +1,8 @@
 """Pages of files on tmpfs: their space is taken in huge pages, and mapped so that each of these is one page, too.
 
 To take and to touch 2 MiB in pages of 4 KiB costs several times what one huge page does, and each process that maps the
-file later pays again for each of them. Mounts of tmpfs rarely give huge pages by themselves, but the kernel makes one
-of a stretch of a file if it is asked to (Linux 6.1). If it can't, or has none left, saves work all the same.
+file later pays again for each of them. Mounts of tmpfs rarely use huge pages by themselves, but the kernel makes one of
+a stretch of a file on request (Linux 6.1). If it can't, or has none left, saves work all the same.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 HUGE = 2 << 20
 #: Less than that is quickly touched.
 LEAST = 4 * HUGE
-#: Bytes made huge by one call at most; the first ones are small, to see what it costs.
+#: Bytes made huge by one call at most; the first ones are small, to measure the cost.
 _STEP = 64 << 20
 #: Processor time of a huge page, seconds: beyond the first, small ones take less, so that waiting saves take
 #: these; beyond the second, the kernel is not asked at all: it must move other pages away, or a virtual machine must
 #: get the page from its host.
 _SLOW_S, _TOO_SLOW_S = 0.002, 0.05
-#: Time until it is asked again after that, or after it gave none, seconds.
+#: Time until the kernel is asked again after a slow or refused page, seconds.
 _REST_S = 60.0
 _SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _TMPFS = 0x01021994
@@ -117,7 +117,7 @@ def take_space(descriptor: int, start: int, end: int, *, patient: bool = False) 
     if high - low >= LEAST and are_worth_asking(descriptor, patient=patient):
 
         def take(at: int, to: int) -> bool:
-            # The kernel makes no huge page of nothing at all.
+            # The kernel makes no huge page of an empty stretch.
             return all(_libc.fallocate(descriptor, 0, low + each, mmap.PAGESIZE) == 0 for each in range(at, to, HUGE))
 
         # Without memory for a mapping, small pages do.

@@ -46,7 +46,7 @@ class StoredPart:
     Attributes:
         part: The part's description.
         folder: The part's folder.
-        drained: True if the durable tier needs nothing more of it.
+        drained: True if the durable tier has the part, or gave it up.
         replicated: True if all parts of its save are in the memory of other nodes as well.
     """
 
@@ -215,7 +215,7 @@ def _share(descriptor: int, stored: StoredPart) -> None:
 
 @contextlib.contextmanager
 def opened(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, int]]:
-    """Opens a part's files for reading, and gives a descriptor of each, by basename; meanwhile they are not reused.
+    """Opens a part's files for reading, and yields a descriptor of each, by basename; meanwhile they are not reused.
 
     With ``keep``, mappings of the files may outlive the block (tensors loaded with ``mmap=True``): the files are then
     never reused, only unlinked.

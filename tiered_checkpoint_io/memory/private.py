@@ -116,7 +116,7 @@ def by_warning(text: str) -> None:
 
 
 def make_folders(root: Path, names: Iterable[str], say: Callable[[str], None] = by_warning) -> None:
-    """Makes a root, the folder that it lies in, and those in it; raises as :func:`private_folder` does."""
+    """Makes a root, its parent folder, and the folders in it; raises as :func:`private_folder` does."""
     # The outermost first: the content of a folder is safe once the folder is closed.
     closed = [folder for folder in (root.parent, root, *(root / name for name in names)) if private_folder(folder)]
     if closed:

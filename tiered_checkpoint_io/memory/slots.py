@@ -69,7 +69,7 @@ class Slot:
 
     @property
     def in_place(self) -> bool:
-        """True if its path still leads to the file: others may have moved its folder, or mounted over it."""
+        """True if its path still leads to the file: other processes may have moved its folder, or mounted over it."""
         return inode_at(self.path) == self.inode
 
     def reserve(self, size: int, *, patient: bool = False) -> None:
@@ -155,8 +155,8 @@ class SlotPool:
         """Returns a slot with ``size`` bytes of space taken on the file system.
 
         Raises:
-            MemoryFullError: The budget or the file system has no room; nothing changed but that
-                free slots were given up.
+            MemoryFullError: The budget or the file system has no room; the only change is that free slots were given
+                up.
         """
         with self._lock:
             self._drop_unlinked()

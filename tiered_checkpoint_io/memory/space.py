@@ -32,7 +32,7 @@ def needs_space(what: str, *, operation: str, key: str, hint: str = FULL_HINT) -
         hint: Advice for the user.
 
     Raises:
-        MemoryFullError: There is none; any other error stays what it is.
+        MemoryFullError: There is no space; other errors are raised unchanged.
     """
     try:
         yield
@@ -43,7 +43,7 @@ def needs_space(what: str, *, operation: str, key: str, hint: str = FULL_HINT) -
 
 
 def is_scarcity(error: BaseException) -> bool:
-    """Returns True if the error is for want of space or descriptors, which others of this node may give back."""
+    """Returns True if the error is for want of space or descriptors, which other processes may free."""
     return any(isinstance(each, OSError) and each.errno in _SCARCE for each in (error, error.__cause__))
 
 

@@ -237,7 +237,7 @@ class Spill:
         Args:
             memory: The memory tier's root.
             folders: Folders in the root.
-            tier_at: Gives the tier of a spill's root.
+            tier_at: Function that returns the tier of a spill's root.
             clock: For waits.
             say: Warns.
         """

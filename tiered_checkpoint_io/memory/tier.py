@@ -86,7 +86,7 @@ class MemoryTier:
     ) -> None:
         """Takes a root that :meth:`open` has checked, or one to look at.
 
-        ``budget_bytes`` is the limit of all ranks of the node together, None for no limit of ours; ``left`` gives the
+        ``budget_bytes`` is the limit of all ranks of the node together, None for no limit of ours; ``left`` returns the
         bytes that the node has left for it; ``unmap`` see :class:`SlotPool`; ``folder`` is ``saves``, or ``replicas``;
         ``say`` warns.
         """
@@ -284,7 +284,7 @@ class MemoryTier:
             saved: True for a save, of which peers are to get copies; False for a part of a restore.
 
         Raises:
-            MemoryFullError: The file system is full; nothing is left of the part, nor of its slots.
+            MemoryFullError: The file system is full; the part and its slots are removed.
             MemoryTierError: Memory holds it already.
         """
         # A rename does not work from one file system to another.
@@ -352,7 +352,7 @@ class MemoryTier:
         return StoredPart(copy.part, folder, drained, copy.replicated)
 
     def mark_drained(self, stored: StoredPart) -> None:
-        """Notes that the durable tier needs nothing more of a part, also after a power loss."""
+        """Notes that a part needs no upload any more, also after a power loss."""
         with contextlib.suppress(FileNotFoundError):
             mark(stored.folder, DRAINED, synced=True)
 
@@ -372,7 +372,7 @@ class MemoryTier:
         except FileNotFoundError:
             return
         except BaseException:
-            # Again after Ctrl-C: nothing else would give this memory back while this process lives.
+            # Again after Ctrl-C: otherwise this memory would not be freed while this process lives.
             self._empty(trash, stored)
             raise
 

@@ -120,7 +120,7 @@ class TieredCheckpointConfig:
     chunk_size_MB: int = 64  # noqa: N815 - the name that NeMo's users know
     max_write_concurrency: Concurrency = "auto"
     max_read_concurrency: Concurrency = "auto"
-    # False is what YAML makes of off.
+    # YAML reads off as False.
     preflight: Literal["error", "warn", "off", False] = "error"
     save_on_train_end: bool = True
     log_dir: str | None = None
@@ -160,7 +160,7 @@ class TieredCheckpointConfig:
             if value not in allowed:
                 _refuse(key, value, "one of " + ", ".join(allowed))
         if ids.url_scheme(self.dirpath) == "memory":
-            # No other process sees what is there.
+            # No other process sees its content.
             object.__setattr__(self, "support", replace(self.support, drain="thread"))
         for key in ("enable_async_checkpointing", "save_on_train_end"):
             if not isinstance(getattr(self, key), bool):
@@ -206,14 +206,14 @@ class TieredCheckpointConfig:
 
         Args:
             block: The block ``s3_checkpointing``.
-            overrides: Single keys that replace those of the block.
+            overrides: Single keys that replace the block's.
 
         Raises:
             ConfigError: An unknown key (with the nearest known one) or a value not allowed; or ``block`` is the whole
                 configuration that has the block.
         """
         known = keys()
-        # Before its interpolations are resolved: those of the rest are not our business.
+        # Before its interpolations are resolved: other variables do not matter here.
         if isinstance(block, Mapping) and BLOCK in block:
             raise ConfigError(f"this is the whole configuration; {BLOCK} is one block of it", hint=f"pass cfg.{BLOCK}")
         raw = {**as_mapping(block), **overrides}

@@ -80,7 +80,7 @@ def load(data: bytes, where: str) -> Mapping[str, Any]:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise CorruptCheckpointError(f"not a {FORMAT} document", operation="parse", key=where)
     version = raw.get("version")
-    # Another version may end in another way. Byte by byte: what JSON makes of a damaged one may look well.
+    # Another version may end in another way. Byte by byte: a damaged number may still parse as JSON.
     if version == FORMAT_VERSION or _DIGEST in raw:
         text, seal, end = data.rpartition(_SEAL)
         if not seal or end != hash_bytes(text).encode() + _END:

@@ -87,7 +87,7 @@ class Totals:
         elif kind in ("start", "step"):
             self.running = self.has_start = True
             if kind == "start":
-                # Since a kill nothing trained.
+                # No training ran since the kill.
                 self.trained_to = 0.0
             self._reach(int(event["step"]), t)
         elif kind == "end":

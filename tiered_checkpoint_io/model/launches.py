@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: The job's number, as Slurm, PBS and LSF give it. Tasks of an LSF array share one, which does no harm: the scheduler
-#: starts each of them, so none inherits from another.
+#: The job's number, by Slurm, PBS and LSF. Tasks of an LSF array share one, which does no harm: the scheduler starts
+#: each of them, so none inherits from another.
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 

@@ -1,7 +1,7 @@
 """Manifests and parts of a checkpoint, as data. Pure; no input or output.
 
-A *part* says what one rank contributed to one save. A *manifest* says that a checkpoint exists and
-what its bytes are. Both are versioned JSON, sealed by a digest: see ``documents``.
+A *part* describes one rank's contribution to one save. A *manifest* proves that a checkpoint exists, and describes its
+bytes. Both are versioned JSON, sealed by a digest: see ``documents``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers and names that a caller gives."""
+"""Numbers and names from a caller."""
 
 from __future__ import annotations
 

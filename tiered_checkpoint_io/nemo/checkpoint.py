@@ -133,7 +133,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        # Once more: what was queued was left for later.
+        # Once more: queued files were left for later.
         self._slim_older(trainer)
         if self.save_best_model:
             if self.best_model_path:
@@ -144,7 +144,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             self._export(trainer, pl_module)
 
     def _load_best(self, trainer: Trainer) -> None:
-        """Puts the best checkpoint's weights, and nothing else of it, into the module, for the export."""
+        """Puts only the best checkpoint's weights into the module, for the export."""
         connector: Any = trainer._checkpoint_connector
         engine, ckpt_path, restored = self._engine, connector._ckpt_path, self._engine.restored
         note_other_weights(trainer)
@@ -226,7 +226,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         before, failed = session.last_save, session.counts["failed"]
         report = super()._save(trainer, filepath, options, weights_only=weights_only)
         mine = session.last_save
-        # Data-parallel copies of a rank save nothing.
+        # Data-parallel copies of a rank do not save.
         saved = mine if mine is not before else None
         reached = saved is None or saved.tiers >= set(options["tiers"])
         good = trainer.strategy.reduce_boolean_decision(reached and session.counts["failed"] == failed)
@@ -357,7 +357,7 @@ def _load_averages(ema: Any, trainer: Trainer, pl_module: LightningModule, check
     if ids.is_companion(str(trainer.ckpt_path), ids.EMA):
         # The same as in NeMo: training continues with the averages as weights.
         return
-    # From what was loaded: with files of each rank, each has averages of its own.
+    # From the loaded checkpoint: with files of each rank, each has averages of its own.
     beside = ids.companion_of(restored.url, ids.EMA)
     found = io.load_checkpoint(beside)
     # The run resumed from the checkpoint, not from its averages.

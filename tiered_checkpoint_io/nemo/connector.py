@@ -30,7 +30,7 @@ class NeMoCheckpointConnector(_CheckpointConnector):
     """A replacement for NeMo's connector of the same name.
 
     NeMo's documents set it before ``exp_manager``: ``trainer._checkpoint_connector =
-    NeMoCheckpointConnector(trainer)``. Without a call of :meth:`resume_by` it does what Lightning's does.
+    NeMoCheckpointConnector(trainer)``. Without a call of :meth:`resume_by` it does the same as Lightning's.
 
     Args:
         trainer: The trainer that it is set on.
@@ -51,7 +51,7 @@ class NeMoCheckpointConnector(_CheckpointConnector):
         return connector
 
     def resume_by(self, rules: Rules) -> None:
-        """Makes the next start resume by these rules; asks S3 for nothing before."""
+        """Makes the next start resume by these rules; sends no request to S3 before."""
         self._rules = rules
         self.trainer.ckpt_path = RESUME
 
@@ -105,7 +105,7 @@ class NeMoCheckpointConnector(_CheckpointConnector):
 
 
 def find_checkpoint(io: TieredCheckpointIO, rules: Rules, shards: int, *, restored: bool) -> str | None:
-    """Finds the path to load, if the engine restored nothing; else only checks the rules."""
+    """Finds the path to load, if the engine restored no checkpoint; else only checks the rules."""
     dirpath, session = io.config.dirpath, io.checkpointer.session
     if restored:
         try:
@@ -147,7 +147,7 @@ def find_checkpoint(io: TieredCheckpointIO, rules: Rules, shards: int, *, restor
 
 
 def _newest_of_ranks(io: TieredCheckpointIO, shards: int) -> tuple[str | None, frozenset[str]]:
-    """Returns the path of the latest checkpoint of all ranks, and the names of those that it was chosen from.
+    """Returns the path of the latest checkpoint of all ranks, and the names of all candidates.
 
     Of those in node memory, the ones whose upload is queued count: steps of memory only are on each node by itself.
     """

@@ -16,7 +16,7 @@ from tiered_checkpoint_io.model.config import GETS_PER_SECOND, HEADROOM, PUTS_PE
 from tiered_checkpoint_io.nemo.layouts import rank_folder_of
 
 _FULL_STATE = ("optimizer_states", "lr_schedulers")
-#: NeMo's own behaviour, if the user says nothing: which steps are saved is a matter of its callback, and saves wait.
+#: NeMo's own default behaviour: which steps are saved is a matter of its callback, and saves wait.
 NEMO_DEFAULTS: Mapping[str, Any] = {
     "memory_every_n_train_steps": None,
     "s3_every_n_train_steps": None,
@@ -25,7 +25,7 @@ NEMO_DEFAULTS: Mapping[str, Any] = {
 
 
 class NeMoCheckpointIO(TieredCheckpointIO):
-    """A TieredCheckpointIO that understands what NeMo's callbacks and strategies pass to a checkpoint IO.
+    """A TieredCheckpointIO that understands the arguments of NeMo's callbacks and strategies.
 
     ``storage_options`` may hold ``finalize_fn``, called on the ranks that saved once each tier that was asked for has
     the checkpoint, never if one does not get it, and ``include_optimizer``. A path in a folder such as
@@ -118,7 +118,7 @@ class S3CheckpointIO(NeMoCheckpointIO):
         async_checkpointing: bool | None = False,
         **options: Any,
     ) -> None:
-        """Takes NeMo's arguments, in NeMo's order; asks nothing of S3.
+        """Takes NeMo's arguments, in NeMo's order; sends no request to S3.
 
         Args:
             dirpath: ``s3://bucket/prefix``, or a configuration with one.

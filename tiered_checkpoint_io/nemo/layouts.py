@@ -1,4 +1,4 @@
-"""Finds the files that make a checkpoint in NeMo's layouts, and those to resume from (pure).
+"""Finds the files that make a checkpoint in NeMo's layouts, and the checkpoints to resume from (pure).
 
 ::
 

@@ -39,7 +39,7 @@ class S3Utils:
 
     Each takes ``endpoint_url``, ``region`` and ``profile`` as further keywords; by default boto3's chain holds.
     ``chunk_size_MB`` is the size of a part of an upload, ``max_concurrency`` the number of requests in flight. Each
-    request is retried for up to two minutes. Errors are those of :mod:`tiered_checkpoint_io.errors`.
+    request is retried for up to two minutes. Errors are of :mod:`tiered_checkpoint_io.errors`.
     """
 
     @staticmethod

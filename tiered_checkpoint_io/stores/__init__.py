@@ -14,7 +14,7 @@ from tiered_checkpoint_io.stores.base import Store as Store
 
 
 def open_store(config: TieredCheckpointConfig, dirpath: str | None = None, *, clock: Clock = SYSTEM) -> Store:
-    """Returns the durable store of a configuration, or of another root with its options; asks nothing.
+    """Returns the durable store of a configuration, or of another root with its options; sends no request.
 
     ``s3://`` and directories are this package's; for another URL, a store that is installed (see ``installed``) comes
     before fsspec.

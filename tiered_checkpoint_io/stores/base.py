@@ -28,7 +28,7 @@ from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, Rea
 
 
 def validate_key(key: str) -> str:
-    """Gives ``key`` back if it names an object below a store's root, and can name no other.
+    """Returns ``key`` if it names an object below a store's root, and can name no other.
 
     Raises:
         ConfigError: Empty, absolute, or with an empty, ``.`` or ``..`` component.
@@ -84,8 +84,8 @@ class Metrics:
 
     Names are ``requests.<operation>`` (``list``, ``get``, ``put``, ``head``, ``delete``,
     ``part`` ... one per request that went out, retries included), ``answers`` (one per request that
-    need not be repeated), ``bytes.up``, ``bytes.down``, ``retries``, and, of S3, ``bytes.sent``: those
-    that have left for an upload, counted as they leave, and once if an attempt sends them again.
+    need not be repeated), ``bytes.up``, ``bytes.down``, ``retries``, and, of S3, ``bytes.sent``: bytes sent for
+    uploads, counted when they are sent, and once if an attempt sends them again.
 
     Attributes:
         retrying: Why a request is being repeated; empty once one was answered.
@@ -122,9 +122,9 @@ class UploadJournal(Protocol):
 class UploadContent(Protocol):
     """Content of an upload: a ``memoryview`` of bytes, or an object that is sliced like one.
 
-    ``len(content)`` is its size in bytes. ``with content[start:end] as piece`` gives the bytes of that range as a
-    contiguous memoryview, and frees them at the end: what is sliced need not lie in memory before. A store asks for
-    a few pieces at once, from several threads and in any order, and for a range again when it sends it again.
+    ``len(content)`` is its size in bytes. ``with content[start:end] as piece`` gets the bytes of that range as a
+    contiguous memoryview, and frees them at the end: the content need not be in memory before. A store asks for a few
+    pieces at once, from several threads and in any order, and for a range again when it sends it again.
     """
 
     def __len__(self) -> int: ...
@@ -183,7 +183,7 @@ class Store(Readable, Protocol):
         """Yields all objects whose key starts with ``prefix``, at any depth, in any order.
 
         Raises:
-            StoreError: The listing failed. A store, or prefix, with nothing in it is no error.
+            StoreError: The listing failed. An empty store or prefix is no error.
         """
         ...
 
@@ -242,8 +242,8 @@ class Store(Readable, Protocol):
 class ConditionalStore(Store, Protocol):
     """A store that can also write on the condition that an object is as it was read; not all can.
 
-    The *tag* of an object is text that changes when its content does, such as S3's ETag. ``expected`` is the tag of
-    what is replaced; None if there must be nothing.
+    The *tag* of an object is text that changes when its content does, such as S3's ETag. ``expected`` is the tag of the
+    replaced object; None if there must be none.
     """
 
     def tag(self, key: str) -> str | None:
@@ -278,8 +278,8 @@ class ConditionalStore(Store, Protocol):
     ) -> None:
         """Does ``upload``; raises errors of :meth:`put_if` and of ``look``; then nothing was written.
 
-        ``look`` is called right before the object appears, which for a large one is long after the upload began. It is
-        needed if a tag is a digest, which is the same again once the same bytes are there again.
+        ``look`` is called right before the object appears, which for a large one is long after the upload began. The
+        call is needed if a tag is a digest, which is the same again for the same bytes.
         """
         ...
 

@@ -49,7 +49,7 @@ class DirectoryStore(FileStore):
     _network_hint = "check the file system's server"
 
     def __init__(self, root: str, *, clock: Clock = SYSTEM) -> None:
-        """Makes nothing: the directory appears with its first object."""
+        """Makes no folder: the directory appears with its first object."""
         path = os.path.abspath(root)
         super().__init__(path, path.rstrip("/"), clock)
 
@@ -309,7 +309,7 @@ class DirectoryStore(FileStore):
         with contextlib.ExitStack() as held:
             with self._guarded("copy", key):
                 origin = held.enter_context(self._opened(source)).fileno()
-            # From here on the source is there, whatever else is missing.
+            # From here on the source exists: a missing file is another one.
             with self._temporary(key) as (descriptor, temporary):
                 with self._guarded("put", key):
                     # A hard link is the same file: shared with a cleaner's lock, it is not taken for abandoned.
@@ -449,7 +449,7 @@ def _fill(file: io.FileIO, key: str, offset: int, buffer: memoryview) -> None:
 
 
 def _duplicate(origin: int, descriptor: int, folder: int, name: str) -> None:
-    """Gives an empty file, open for writing, the bytes of ``origin``, in the cheapest way that there is.
+    """Copies the bytes of ``origin`` to an empty file, open for writing, in the cheapest way.
 
     A reflink has an inode of its own; a hard link has not, but files are replaced here and never written to.
     """
@@ -480,7 +480,7 @@ def _link_over(origin: int, folder: int, name: str) -> None:
 
 
 def _make_folder(folder: str) -> None:
-    """Makes a folder and those above it, durably."""
+    """Makes a folder and its parents, durably."""
     above = os.path.dirname(folder)
     if not os.path.isdir(above):
         _make_folder(above)

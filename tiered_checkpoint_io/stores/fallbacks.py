@@ -6,9 +6,9 @@ A store may have these methods beyond those of :class:`Store`:
 - ``read_pieces(key, offset, pieces, filled)``: see :func:`read_pieces`.
 - ``copy(source, target, size, check=, journal=, progress=)``: sends no bytes; see :func:`copy_to`.
 - ``delete_all(keys)``: as ``delete``, by few requests.
-- those of :class:`ConditionalStore`; see :func:`conditional`.
-- ``try_multipart(key)``: asks for the rights that large objects need beyond those of small ones.
-- ``abort_stale_uploads()``: ends uploads that nothing continues any more.
+- the methods of :class:`ConditionalStore`; see :func:`conditional`.
+- ``try_multipart(key)``: tests the further rights that large objects need.
+- ``abort_stale_uploads()``: ends uploads that no process continues any more.
 """
 
 from __future__ import annotations

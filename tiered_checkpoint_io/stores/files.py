@@ -26,7 +26,7 @@ from tiered_checkpoint_io.stores.retry import Progress, Retry
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
-#: Bytes of one read: more would be held twice, as fsspec gives them in a buffer of its own.
+#: Bytes of one read: more would be held twice, as fsspec returns them in a buffer of its own.
 _READ_SIZE = 16 << 20
 #: Folder of incomplete files, for file systems in which a file appears before it is complete.
 _SCRATCH = ids.META_PREFIX + "tmp"
@@ -75,7 +75,7 @@ class FileStore(ABC):
     _network_hint = "check the network and the server"
 
     def __init__(self, url: str, root: str, clock: Clock) -> None:
-        """Makes nothing; ``root`` is a path within the file system, without a slash at its end."""
+        """Makes no folder; ``root`` is a path within the file system, without a slash at its end."""
         self.url = url
         self.metrics = Metrics()
         self._root = root
@@ -138,7 +138,7 @@ class FileStore(ABC):
         journal: UploadJournal | None,
         progress: Callable[[int], None] | None,
     ) -> None:
-        """Uploads through ``write``, which gets a callback for progress; does what all uploads have in common."""
+        """Uploads through ``write``, which gets a callback for progress; does the common part of all uploads."""
         report, cancelled = Progress(progress), threading.Event()
 
         def once() -> None:
@@ -306,7 +306,7 @@ def _cancelling(cancelled: threading.Event, call: Callable[_P, None]) -> Callabl
 
 
 def _status(error: Exception) -> int | None:
-    """Returns the HTTP status that an error carries, as those of gcsfs, adlfs, aiohttp and requests do."""
+    """Returns the HTTP status of an error, as in errors of gcsfs, adlfs, aiohttp and requests."""
     for holder in (error, getattr(error, "response", None)):
         for field in ("status_code", "status", "code"):
             value = getattr(holder, field, None)

@@ -17,7 +17,7 @@ def installed_store(scheme: str, url: str, config: TieredCheckpointConfig) -> St
     """Returns the store of another package for a URL; None if no package has one for its scheme.
 
     Raises:
-        ConfigError: Two packages have one, or what one names can't be imported or is no Store.
+        ConfigError: Two packages have one, or its object can't be imported or is no Store.
     """
     found = _entry_points(scheme)
     if not found:

@@ -68,7 +68,7 @@ class PeerStore:
     tier = "peer"
 
     def __init__(self, endpoint: Endpoint, *, connections: int = 4, clock: Clock = SYSTEM) -> None:
-        """Asks nothing yet; ``connections`` are used at once, at most."""
+        """Sends no request yet; ``connections`` are used at once, at most."""
         self._endpoint = endpoint
         self._clock = clock
         self._turn = threading.BoundedSemaphore(connections)

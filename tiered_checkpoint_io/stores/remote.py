@@ -35,12 +35,12 @@ class RemoteStore(FileStore):
     """Objects as files of an fsspec file system.
 
     In object stores a write appears whole, when it is closed. Elsewhere it goes to another name
-    and is moved; if a file system cannot move onto what is there, the old file is removed right
-    before. No commit depends on create-only writes, which fsspec does not have.
+    and is moved; if a file system cannot move onto an existing file, the old file is removed right before. No commit
+    depends on create-only writes, which fsspec does not have.
     """
 
     def __init__(self, url: str, *, clock: Clock = SYSTEM, **options: Any) -> None:
-        """Opens the file system, whose constructor gets ``options``; asks nothing of it.
+        """Opens the file system, whose constructor gets ``options``; sends no request.
 
         Raises:
             ImportError: The package for this kind of URL is missing.
@@ -148,8 +148,8 @@ class RemoteStore(FileStore):
             raise
 
     def _copy(self, key: str, source: str, path: str, size: int, check: Callable[[], None]) -> None:
-        # By way of another name, so that the target changes at once, and only to what was checked. One for each target:
-        # what a crash leaves in a bucket, if nothing is cleared up, is replaced by the next copy.
+        # By way of another name, so that the target changes at once, and only to the checked copy. One for each target:
+        # the next copy replaces the remains of a crash in a bucket.
         scratch = f"{self._scratch}/copy-{hash_bytes(path.encode())}"
         try:
             with self._guarded("copy", key):
@@ -199,7 +199,7 @@ class RemoteStore(FileStore):
         try:
             if self._is_object_store:
                 found = self._fs.find(folder, detail=True)
-                # Of a blob that has the folder's own name adlfs gives just that, in a list: it does not lie below.
+                # For a blob with the folder's own name, adlfs lists just this blob, which is not in the folder.
                 return {path: found[path] for path in found if path != folder}
             # Elsewhere fsspec's own would leave out folders that it cannot list.
             entries = self._fs.ls(folder, detail=True)

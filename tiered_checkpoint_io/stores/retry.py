@@ -48,7 +48,7 @@ class Retry:
             # A changed object is not as it was at a second try either: the caller has to look again.
             again = isinstance(error, StoreError) and error.reason == "unavailable"
             if not again:
-                # Also that there is no such object is an answer.
+                # A missing object is an answer, too.
                 self._metrics.add("answers")
                 self._metrics.retrying = ""
                 if question is not None:

@@ -44,7 +44,7 @@ class S3Store:
         clock: Clock = SYSTEM,
         **connection: Any,
     ) -> None:
-        """Makes a client; asks nothing of S3.
+        """Makes a client; sends no request.
 
         Args:
             url: ``s3://bucket/prefix``.
@@ -266,7 +266,7 @@ class S3Store:
         if journal is not None:
             self._uploads.abandon(target, journal)
         mark = self._clock.token(8)
-        # Its own metadata and no tags: to read those of the source needs a right that nothing else here needs.
+        # Its own metadata and no tags: to read the source's needs a right that is not needed otherwise.
         ours = {"MetadataDirective": "REPLACE", "Metadata": {MARK: mark}, "TaggingDirective": "REPLACE"}
         self._client.ask("copy_object", target, {**self._write_options, **copied.arguments, **ours})
         made = self._client.ask("head_object", target)

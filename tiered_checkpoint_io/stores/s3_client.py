@@ -55,7 +55,7 @@ class S3Client:
         credentials: Mapping[str, str] | None = None,
         always: Mapping[str, str] | None = None,
     ) -> None:
-        """Makes a client; asks nothing of S3.
+        """Makes a client; sends no request.
 
         Args:
             url: ``s3://bucket/prefix``.
@@ -184,7 +184,7 @@ class S3Client:
         given = arguments or {}
         # Ceph compares with the bare digest; AWS, MinIO and moto take either.
         condition = {"IfNoneMatch": "*"} if expected is None else {"IfMatch": expected.strip('"')}
-        # A server that refuses twice what is as expected can't judge it.
+        # A server that refuses twice although the tag is as expected can't compare tags.
         for _ in range(2 if self._has_conditions else 0):
             try:
                 return self.ask(method, key, {**given, **condition}, body=body, doubt=doubt)
@@ -346,7 +346,7 @@ def _md5(body: memoryview) -> str:
 
 
 class Body(io.RawIOBase):
-    """A slice of a buffer as a request's body; hands out large pieces and copies nothing.
+    """A slice of a buffer as a request's body; returns large pieces without a copy.
 
     Closed, it holds no reference to the buffer any more, whatever still holds the body itself
     (an exception's frames do, for as long as it is looked at).

@@ -62,7 +62,7 @@ class Connection:
         profile: str | None,
         credentials: Mapping[str, str] | None,
     ) -> None:
-        """Makes a client; asks nothing of S3.
+        """Makes a client; sends no request.
 
         Args:
             url: ``s3://bucket/prefix``, for errors.
@@ -107,7 +107,7 @@ class Connection:
             ) from error
 
     def refresh(self, client: Any) -> None:
-        """Has a client get new credentials if those that it has are about to expire.
+        """Has a client get new credentials if its present ones are about to expire.
 
         Raises:
             StoreError: No credentials, for a reason for which botocore has no error of its own.
@@ -118,8 +118,8 @@ class Connection:
         except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):
             raise
         except Exception as error:
-            # A program that gives what has expired, or no JSON; a file with a token that is not there: botocore passes
-            # on whatever that raises.
+            # A program whose output has expired, or is no JSON; a file with a token that is not there: botocore passes
+            # on all its errors.
             raise StoreError(
                 f"credentials could not be renewed: {error}",
                 operation="connect",

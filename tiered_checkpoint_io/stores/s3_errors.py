@@ -100,8 +100,8 @@ _BAD_KEYS = {
 _CLOCK = "RequestTimeTooSkewed"
 #: Code of an object in Glacier: it must be restored there before a read, which takes hours.
 _ARCHIVED = "InvalidObjectState"
-#: MinIO's code if its disks are full, and what the codes hold if a quota is used up. Ceph and versitygw send that
-#: with HTTP 403, though no right is missing.
+#: MinIO's code if its disks are full, and parts of the codes for a used-up quota. Ceph and versitygw send that with
+#: HTTP 403, though no right is missing.
 _FULL, _QUOTA = "XMinioStorageFull", "QuotaExceeded"
 _NO_REASON = {"400", "Bad Request"}
 _ELSEWHERE = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
@@ -196,7 +196,7 @@ def refusal(
 
 
 def _no_credentials(operation: str, code: str, status: int, url: str) -> StoreError:
-    """Returns the error if another service, or S3 itself, did not give the keys to sign a request.
+    """Returns the error if another service, or S3 itself, did not return the keys to sign a request.
 
     Its operation is the one that failed, as botocore has it, which is no name of a request.
     """

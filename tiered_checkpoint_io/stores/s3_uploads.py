@@ -188,7 +188,7 @@ class MultipartUploads:
             # So it is as well if the answer to the first of two such requests was lost.
             if is_changed and self._made(upload):
                 return True
-            # With a journal, what has arrived is taken up by the next attempt, maybe with other credentials. Without
+            # With a journal, the next attempt continues after the arrived parts, maybe with other credentials. Without
             # any, it could not be removed either.
             if journal is None or is_final(error):
                 self._abort_after(error, key, upload.upload_id)

@@ -19,7 +19,7 @@ from tiered_checkpoint_io.errors import StoreError
 
 _T = TypeVar("_T")
 
-#: Called every ``silence_line_s`` with the seconds of silence so far, and those until it is waited for no longer.
+#: Called every ``silence_line_s`` with the seconds of silence so far, and the seconds until the wait ends.
 CountDown = Callable[[float, float], None]
 
 
@@ -88,7 +88,7 @@ class Question(Generic[_T]):
         return True
 
     def silence(self, what: str, seconds: float) -> StoreError:
-        """Returns the error for a store, called ``what``, that has given no answer for so many seconds."""
+        """Returns the error for a store, called ``what``, without an answer for so many seconds."""
         text, advice = f"{what} has not answered for {seconds:.0f} s", "check endpoint_url and the network"
         # Its thread may write to this meanwhile.
         message, hint = self._trouble
@@ -103,7 +103,7 @@ class Question(Generic[_T]):
         return self._answer.result()
 
     def close(self) -> None:
-        """Has the store repeat nothing any more; a request that is under way ends by itself."""
+        """Ends all repetitions of requests; a request that is under way ends by itself."""
         self.cancelled.set()
 
 
@@ -141,7 +141,7 @@ def answer_within(
 
     Args:
         seconds: Longest silence, seconds; each answer to a request begins a new one.
-        ask: Asks a store, and does nothing else: it may still run when this has raised.
+        ask: Only asks a store: it may still run when this has raised.
         what: Name of the store in errors.
         clock: For all waits.
         count_down: Called every 5 s of silence, with its length and the seconds that are left.

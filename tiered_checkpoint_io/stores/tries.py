@@ -10,7 +10,7 @@ from tiered_checkpoint_io.stores.base import Store
 
 
 def try_requests(store: Store, key: str, *, multipart: bool) -> list[TieredCheckpointError]:
-    """Sends each kind of request that saves, loads and deletes need once; gives the errors of those that failed.
+    """Sends each kind of request that saves, loads and deletes need once; returns the errors of the failed ones.
 
     After a refused one the others are sent as well, so that all missing rights are known at once.
 

@@ -71,7 +71,7 @@ def validate_name(name: str) -> str:
     """
     problem: str | None = None
     parts, is_printable = name.split("/"), name.isprintable()
-    # Asked at each save: nothing here goes through the characters one by one.
+    # Asked at each save: no check loops over the characters.
     if not name:
         problem = "is empty"
     elif "\\" in name or (not is_printable and _CONTROL.search(name)):
@@ -146,7 +146,7 @@ def companion_of(name: str, suffix: str) -> str:
 
 
 def is_companion(name: str, suffix: str) -> bool:
-    """Returns True if :func:`companion_of` gives names like this one."""
+    """Returns True if :func:`companion_of` returns names like this one."""
     return without_companion(name, suffix) != name
 
 
@@ -172,7 +172,7 @@ def series_of(name: str, step: int = -1) -> str:
 
 
 class Split(NamedTuple):
-    """A durable tier, and what a file is called there."""
+    """A durable tier, and the name of a file there."""
 
     dirpath: str
     name: str
@@ -279,7 +279,7 @@ def namespace_of(dirpath: str) -> str:
 
 
 def validate_namespace(namespace: str) -> str:
-    """Gives a namespace back; raises ConfigError if it is empty, too long, or has other characters."""
+    """Returns a namespace; raises ConfigError if it is empty, too long, or has other characters."""
     if not isinstance(namespace, str) or not _NAMESPACE.match(namespace) or len(namespace) > _MAX_NAMESPACE:
         raise ConfigError(
             f"invalid namespace {namespace!r}",

@@ -75,7 +75,7 @@ def is_save_id(text: str) -> bool:
 
 
 def validate_save_id(text: str) -> str:
-    """Gives a save id back, which is safe as a file's name; raises ConfigError for other text."""
+    """Returns a save id, which is safe as a file's name; raises ConfigError for other text."""
     if not isinstance(text, str) or not is_save_id(text):
         raise ConfigError(f"not a save id: {text!r}")
     return text
@@ -105,7 +105,7 @@ def save_id_of_op(op_id: str) -> str:
 
 
 def validate_op_id(text: str) -> str:
-    """Gives an operation's id back, which is safe as a file's name; raises ConfigError for other text."""
+    """Returns an operation's id, which is safe as a file's name; raises ConfigError for other text."""
     head, dot, rank = text.partition(".rank-") if isinstance(text, str) else ("", "", "")
     if not is_save_id(head) or (dot and rank_of(f"rank-{rank}") is None):
         raise ConfigError(f"not an operation's id: {text!r}")

@@ -148,7 +148,7 @@ def refuse_misspelt(dirpath: str) -> None:
     A web server takes no writes, and ``s3//bucket`` or ``file://data`` would be a folder of the working directory.
 
     Raises:
-        ConfigError: ``dirpath`` is such; the hint has the right spelling.
+        ConfigError: ``dirpath`` is such a path; the hint has the right spelling.
     """
     text = text_of(dirpath)
     if url_scheme(text) not in (None, *_LOCAL) and SURROGATE.search(text):
