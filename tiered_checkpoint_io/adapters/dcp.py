@@ -81,7 +81,7 @@ def save(
     Raises:
         TieredCheckpointError: The save failed, or an earlier asynchronous one did, and ``on_save_error`` is
             ``raise``: of kind ``sharded`` the lowest failing rank's error, on all ranks; of kind ``local`` only on this
-                rank, or, if the checkpoint is not committed on the durable tier, on all ranks that wait.
+            rank, or, if the checkpoint is not committed on the durable tier, on all ranks that wait.
         CheckpointException: A ``sharded`` save failed in DCP itself or in the user's own code, likewise.
         ConfigError: Arguments that do not go together.
     """
@@ -225,7 +225,7 @@ def load(
     """Loads a checkpoint of all ranks into ``state_dict``.
 
     ``sharded``: as ``torch.distributed.checkpoint.load`` does. If a read finds damage, and the checkpoint was not
-        requested by its name, all ranks load the next one.
+    requested by its name, all ranks load the next one.
     ``local``: each rank its shard, without any collective; see ``engine/restore/local_restore.py``.
 
     Args:
@@ -237,9 +237,9 @@ def load(
         planner: As DCP takes it; only for ``sharded``.
         process_group: As :func:`save` takes it.
         no_dist: As DCP takes it.
-        coordinator_rank: As :func:`save` takes it; it does not matter for ``local``, where all load.
+        coordinator_rank: As :func:`save` takes it; ignored for ``local``, because all ranks load.
         kind: As it was saved.
-        replication_group: As :func:`save` takes it: all its ranks load the same file.
+        replication_group: As :func:`save` takes it: its ranks load the same file.
         options: As :class:`TieredStorageReader` takes them.
 
     Returns:

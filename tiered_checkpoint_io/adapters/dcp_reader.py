@@ -47,7 +47,7 @@ from tiered_checkpoint_io.model.manifest import METADATA
 
 
 class TieredStorageReader(OverTiers, StorageReader):
-    """Loads a sharded checkpoint: of one step, of one path, or the newest that is whole.
+    """Loads a sharded checkpoint: of one step, of one path, or the newest complete one.
 
     For ``torch.distributed.checkpoint.load``, on the main thread of every rank that loads. Memory is
     read first, then the durable tier; every byte is verified on the way into the tensors. A rank
@@ -152,8 +152,8 @@ class TieredStorageReader(OverTiers, StorageReader):
         """Chooses the checkpoint, with all ranks that load, and returns its ``.metadata``.
 
         Raises:
-            CheckpointNotFoundError: There is none.
-            RestoreError: There are some, but none is intact, or they are in several folders and none was named.
+            CheckpointNotFoundError: There is no checkpoint.
+            RestoreError: No checkpoint is intact, or they are in several folders and none was named.
             StoreError: The durable tier could not be read.
         """
         del args, options
@@ -170,11 +170,11 @@ class TieredStorageReader(OverTiers, StorageReader):
         """Does nothing: :meth:`read_metadata` has set up all."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Changes nothing."""
+        """Returns the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Changes nothing."""
+        """Returns the plan unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -219,13 +219,13 @@ class TieredStorageReader(OverTiers, StorageReader):
 
     # ------------------------------------------------------------------------------------- ours
     def reject(self) -> None:
-        """Leaves the checkpoint that was loaded last out of account from now on."""
+        """Skips the checkpoint that was loaded last from now on."""
         if self.opened is not None and self.opened.save_id:
             # Empty if another rank can't read it, which says why.
             self._rejected[self.opened.save_id] = f"{self.opened.name}: {self.error}" if self.error is not None else ""
 
     def release(self) -> None:
-        """Lets go of the checkpoint that is open, if the load ended before :meth:`read_data`."""
+        """Closes the open checkpoint, if the load ended before :meth:`read_data`."""
         self._leave()
         if self.opened is not None:
             self.opened.close()

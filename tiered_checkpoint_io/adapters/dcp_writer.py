@@ -225,7 +225,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             self.meet_peers(by_dcp.process_group)
 
     def meet_peers(self, process_group: Any) -> None:
-        """Has ranks meet that keep each other's parts; all pass here on the threads that train, or it is left out."""
+        """Prepares the ranks for replication; all ranks call this on the threads that train, or it is left out."""
         if trains_here():
             located = self.located
             self.session.meet_peers(process_group, ids.series_of(located.name, located.step))
@@ -273,8 +273,8 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         """Shows failures of earlier saves, which DCP then carries to all ranks.
 
         Raises:
-            SaveError: The last save did not become whole in memory; or did not reach the durable tier,
-                and ``on_save_error`` is ``raise``.
+            SaveError: The last save did not become complete in memory; or did not reach the durable tier, and
+                ``on_save_error`` is ``raise``.
         """
         expect_facts()
         with self._counting("beginning") as save:

@@ -172,7 +172,7 @@ class TieredCheckpointIO(CheckpointIO):
     def from_config(
         block: Any, *, logger: Logger | None = None, **overrides: Any
     ) -> TieredCheckpointIO | AsyncCheckpointIO:
-        """Makes the IO that a configuration block describes.
+        """Makes the IO of a configuration block; raises ConfigError for a key or value that is not allowed.
 
         Args:
             block: ``s3_checkpointing``: a mapping, an OmegaConf block or a TieredCheckpointConfig.

@@ -438,8 +438,8 @@ class TieredSharding(_Base):
         """Loads model and optimizers in place, and returns the rest; every rank calls this.
 
         Raises:
-            CheckpointNotFoundError: There is none of that name.
-            RestoreError: None is intact.
+            CheckpointNotFoundError: No tier has a checkpoint of that name.
+            RestoreError: No checkpoint is intact.
         """
         path = str(self.broadcast(os.fspath(checkpoint_path)))
         engine = self._tiered_io.checkpointer

@@ -41,29 +41,29 @@ class TieredModelCheckpoint(DurableEnd):
 
     All that ModelCheckpoint does (monitor, top-k, save_last, triggers, on_exception) holds for the durable tier. Memory
     steps are never in the top-k, and hold the whole training state even with ``save_weights_only``. Until a run begins,
-    ``best_model_path`` is a URL that loads the best checkpoint there is.
+    ``best_model_path`` is a URL that loads the best existing checkpoint.
 
     Args:
         dirpath: The IO's by default; otherwise a folder below it.
         filename: The pattern of the names, as ``{epoch}-{val_loss:.2f}``; ``{epoch}-{step}`` by default.
         monitor: The logged value by which checkpoints are the best; None for the newest.
         verbose: Prints each decision on the best checkpoints.
-        save_last: Has the durable tier copy the newest durable checkpoint to ``last.ckpt``; nothing is uploaded.
+        save_last: Has the durable tier copy the newest durable checkpoint to ``last.ckpt``, without an upload.
             ``"link"`` makes an alias, which only this package loads; so does True of a sharded checkpoint.
         save_top_k: Number of the best that are kept; 0 for none, -1 for all.
-        memory_every_n_train_steps: A checkpoint to memory only every so many steps.
-        s3_every_n_train_steps: A durable one every so many steps; None leaves that to the other triggers.
+        memory_every_n_train_steps: Optimizer steps between memory-only checkpoints; None for none.
+        s3_every_n_train_steps: Optimizer steps between durable checkpoints; None for the other triggers.
         save_on_train_end: Saves the last state to S3 as ``end_of_training.ckpt`` when ``fit`` ends, if the newest
-            checkpoint to resume from is in memory only. Must be true in the IO's configuration too.
+            checkpoint to resume from is only in memory. Must be true in the IO's configuration too.
         save_on_exception: An exception triggers a durable save; of Lightning 2.6 and later.
         save_weights_only: Durable checkpoints hold only the weights. Memory steps are always complete.
         mode: ``min`` or ``max``, the better values of ``monitor``.
-        auto_insert_metric_name: Names hold that of each value, as ``epoch=1``.
+        auto_insert_metric_name: Names contain the name of each value, as ``epoch=1``.
         every_n_train_steps: As ``s3_every_n_train_steps``; set one of them.
-        train_time_interval: A durable checkpoint whenever this much time has passed.
-        every_n_epochs: A durable checkpoint every so many epochs; each epoch if no other trigger is set.
+        train_time_interval: Time between durable checkpoints, a timedelta.
+        every_n_epochs: Epochs between durable checkpoints; 1 if no other trigger is set.
         save_on_train_epoch_end: Saves epochs when they end, instead of after their validation.
-        enable_version_counter: A name that is taken gets a version, as ``-v1``, and is not overwritten.
+        enable_version_counter: A taken name gets a version, as ``-v1``, and is not overwritten.
 
     Raises:
         ConfigError: A value is not allowed, or this Lightning has no ``save_on_exception``. dirpath is not a folder

@@ -97,7 +97,7 @@ class OverlappedCapture(Callback):
             self._wait()
 
     def _writes_first(self, optimizer: torch.optim.Optimizer) -> bool:
-        # Torch's own change no parameter before they call a closure; optimizers like SAM's and schedulefree's do.
+        # Torch's own change no parameter before they call a closure; SAM, stepped by hand, and schedulefree's do.
         return not self._trainer.lightning_module.automatic_optimization or type(optimizer).__name__.endswith("Closure")
 
     # At the end of an epoch weights are exchanged, also by callbacks that come after one that saves.

@@ -61,7 +61,7 @@ class PreemptionCheckpoint(Callback):
         name: str = "preempted",
         requeue: bool | None = None,
     ) -> None:
-        """Validates.
+        """Validates the arguments.
 
         Args:
             grace_seconds: Seconds from the signal to the kill; 30 is the default of Kubernetes and Slurm.

@@ -66,17 +66,17 @@ def find_latest(
     """Returns the checkpoint that ``tiered:latest`` means: the latest save (not the greatest step) to resume from.
 
     Args:
-        dirpath: As for :func:`list_checkpoints`; so are the others.
+        dirpath: The durable tier, as for :func:`list_checkpoints`.
         memory_dir: With it, a checkpoint that only this node's memory has counts as well.
         options: Options of the durable tier.
 
     Returns:
-        The checkpoint; None if there is none, also if there is nothing at this dirpath.
+        The checkpoint; None if there is none, also for an empty dirpath.
 
     Raises:
         CorruptCheckpointError: A newer release wrote a checkpoint, which may be the latest.
-        ConfigError: As :func:`list_checkpoints`.
-        StoreError: As :func:`list_checkpoints`.
+        ConfigError: See :func:`list_checkpoints`.
+        StoreError: See :func:`list_checkpoints`.
     """
     try:
         # None that is incomplete is the latest.

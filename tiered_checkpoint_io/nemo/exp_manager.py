@@ -48,7 +48,7 @@ def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
     """Runs NeMo's exp_manager, with checkpoints through both tiers.
 
     Args:
-        trainer: With a stock checkpoint IO, or one of ours.
+        trainer: A trainer with a stock checkpoint IO, or one of ours.
         cfg: The whole configuration: ``exp_manager`` as NeMo has it, and ``s3_checkpointing``, with NeMo's keys and all
             of ours. ``dirpath`` is the value in ``checkpoint_callback_params``, or else in ``s3_checkpointing``. The
             parallel sizes are read from ``model``.

@@ -27,9 +27,9 @@ NEMO_DEFAULTS: Mapping[str, Any] = {
 class NeMoCheckpointIO(TieredCheckpointIO):
     """A TieredCheckpointIO that understands the arguments of NeMo's callbacks and strategies.
 
-    ``storage_options`` may hold ``finalize_fn``, called on the ranks that saved once each tier that was asked for has
-    the checkpoint, never if one does not get it, and ``include_optimizer``. A path in a folder such as
-    ``mp_rank_00/`` belongs to one rank.
+    ``storage_options`` may hold ``finalize_fn``, called on the ranks that saved once each requested tier has the
+    checkpoint, never if a tier fails, and ``include_optimizer``. A path in a folder such as ``mp_rank_00/`` belongs to
+    one rank.
     """
 
     #: NeMo's callback reads them from its IO.

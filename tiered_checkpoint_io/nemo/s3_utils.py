@@ -38,8 +38,8 @@ class S3Utils:
     """Single objects on S3, by NeMo's static functions.
 
     Each takes ``endpoint_url``, ``region`` and ``profile`` as further keywords; by default boto3's chain holds.
-    ``chunk_size_MB`` is the size of a part of an upload, ``max_concurrency`` the number of requests in flight. Each
-    request is retried for up to two minutes. Errors are of :mod:`tiered_checkpoint_io.errors`.
+    ``chunk_size_MB`` is the size of a part of an upload, MiB, ``max_concurrency`` the number of requests in flight.
+    Each request is retried for up to two minutes. Errors are of :mod:`tiered_checkpoint_io.errors`.
     """
 
     @staticmethod
@@ -140,7 +140,7 @@ class S3Utils:
     ) -> list[str]:
         """Lists the objects below a folder whose key ends with ``suffix``: keys in the bucket, or whole URLs.
 
-        ``s3://b/run`` finds nothing below ``s3://b/run-2``; a path that ends with ``-``, as from
+        ``s3://b/run`` finds no object below ``s3://b/run-2``; a path that ends with ``-``, as from
         :meth:`parse_prefix_with_step`, is a prefix. ``creds`` holds ``AccessKeyId``, ``SecretAccessKey`` and
         ``SessionToken``, instead of a profile.
         """
