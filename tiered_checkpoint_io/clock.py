@@ -85,7 +85,7 @@ class Timing:
     others_send_s: float = 120.0
     #: The same while the store of torch.distributed is away: the network may come back.
     offer_retry_s: float = 2.0
-    #: Time for which a rank that is done still receives what its sources send.
+    #: Time for which a rank that is done still receives parts of its sources.
     replication_linger_s: float = 10.0
     #: Bound of the wait for replicas at the end of a process that did not close its session.
     replication_release_s: float = 10.0
@@ -107,7 +107,7 @@ class Timing:
     serve_s: float = 60.0
     #: Interval at which a process looks whether another one has fetched a chunk: mostly a matter of milliseconds.
     chunk_poll_s: float = 0.005
-    #: A folder of fetched chunks is removed within milliseconds; there is nothing to wait for beyond.
+    #: A folder of fetched chunks is removed within milliseconds; a longer wait is useless.
     chunk_folder_s: float = 60.0
     #: Part of the grace time that is left at least for the way out of the interpreter.
     preemption_margin_s: float = 1.0
@@ -129,7 +129,7 @@ class Timing:
     lock_poll_s: float = 0.02
     #: Interval of looks at parts without a change of the log: a trainer may have been killed between the two.
     full_look_s: float = 2.0
-    #: Interval at which a drain with nothing to do looks at the log.
+    #: Interval at which an idle drain looks at the log.
     drain_rest_s: float = 0.1
     #: A process that asks whether a drain runs holds its lock for a moment; so long a new drain tries.
     drain_lock_s: float = 0.1
@@ -163,9 +163,9 @@ class Timing:
     respawn_s: float = 1.0
     #: The longest such time.
     respawn_max_s: float = 30.0
-    #: Bound of a closing trainer's wait for a drain with nothing to do to leave.
+    #: Bound of a closing trainer's wait for an idle drain to leave.
     reap_s: float = 2.0
-    #: A save that waited in node memory for longer is no newer than what another run has put under its name since.
+    #: A save that waited in node memory for longer counts as older than another run's save under its name.
     left_over_s: float = 60.0
 
     def pause_s(self, least_s: float, waited_s: float) -> float:

@@ -1,6 +1,6 @@
 """Entry points in pyproject.toml through which Lightning asks this package for callbacks.
 
-Every trainer in the environment asks. One that has nothing of ours gets nothing, and imports nothing of ours but this.
+Every trainer in the environment asks. A trainer without our classes gets no callback, and imports only this module.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tiered_checkpoint_io.redaction import without_secrets
 _PLATFORM = sys.platform
 if _PLATFORM != "linux":
     # Its locks and mapped files on tmpfs are Linux's. Here, as all that does something imports this; not in __init__,
-    # because a trainer that has nothing of ours loads the entry points of this package on any system.
+    # because a trainer without our classes loads the entry points of this package on any system.
     raise ImportError(f"tiered_checkpoint_io runs on Linux only; this is {_PLATFORM}")
 
 _CONTEXT_FIELDS = ("operation", "tier", "key", "rank", "step")
@@ -23,7 +23,7 @@ _CONTEXT_FIELDS = ("operation", "tier", "key", "rank", "step")
 Reason = Literal[
     "access",  # StoreError: rights are missing
     "archived",  # StoreError: the object has to be restored from an archive before it can be read
-    "changed",  # StoreError: the object is not as it was read, so nothing was written or removed
+    "changed",  # StoreError: the object has changed since it was read; no object was written or removed
     "config",  # StoreError: no such bucket, region or endpoint
     "credentials",  # StoreError: credentials are missing, wrong or expired
     "full",  # StoreError, MemoryTierError: no space, or a quota is used up
@@ -114,7 +114,7 @@ class CheckpointNotFoundError(TieredCheckpointError, FileNotFoundError):
 
 
 class CorruptCheckpointError(TieredCheckpointError):
-    """Bytes differ from what their manifest says, a manifest can't be understood, or it has another format version."""
+    """Bytes differ from their manifest, a manifest can't be understood, or it has another format version."""
 
 
 class MemoryTierError(TieredCheckpointError, OSError):

@@ -437,7 +437,7 @@ class _ShardFiles:
 
 
 class _FullState:
-    """The tensors of a file that ``torch.save`` wrote, by the names that DCP gives them."""
+    """The tensors of a file of ``torch.save``, by DCP's names."""
 
     def __init__(self, file: str, source: Source) -> None:
         state = source.trust.read(file, "the file", {"key": source.where}, map_location="cpu", mmap=True)
@@ -490,7 +490,7 @@ def _let_go(mappings: Iterable[mmap.mmap]) -> None:
 # ------------------------------------------------------------------------------------------- files
 @contextlib.contextmanager
 def new_files(targets: Sequence[tuple[Path, int]], *, replace: bool = False) -> Iterator[list[mmap.mmap]]:
-    """Maps files that get their names, in this order, once all are complete; a kill before leaves nothing of them.
+    """Maps files that get their names, in this order, once all are complete; a kill before leaves no file.
 
     Args:
         targets: Paths and sizes; missing folders are made.
@@ -574,7 +574,7 @@ class _NewFile:
         with _writing(self.target):
             self.target.parent.mkdir(parents=True, exist_ok=True)
             if self._begun is None:
-                # A link replaces nothing.
+                # A link replaces no file.
                 made = _beside(self.target) if replace else self.target
                 # With a folder's descriptor, which an absolute path does not need, Python has the link followed.
                 source = f"/proc/self/fd/{self._descriptor}"
@@ -590,7 +590,7 @@ class _NewFile:
 
 
 def _begin(target: Path) -> tuple[int, Path | None]:
-    """Opens a file without a name; with one for the moment if the file system knows none such."""
+    """Opens a file without a name; with a temporary name if the file system needs one."""
     folder = _folder_above(target)
     flags = os.O_RDWR | os.O_CLOEXEC
     try:

@@ -237,7 +237,7 @@ def _add_file(made: CheckpointLogger, namespace: str, log_dir: str) -> None:
             if isinstance(handler, _JobFile):
                 handler.users.add(made)
             return
-    # A process that trains one job after the other keeps no descriptors of those that are over.
+    # A process that trains one job after the other keeps no descriptors of ended jobs.
     for handler in [each for each in logger.handlers if isinstance(each, _JobFile) and not each.users]:
         logger.removeHandler(handler)
         handler.close()

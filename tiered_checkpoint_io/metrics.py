@@ -295,7 +295,7 @@ class Recording:
         try:
             root = self._root = session.open().tier.root
         except TieredCheckpointError as error:
-            # The first save meets it as well, and does what it has to do then.
+            # The first save meets this error as well, and handles it.
             session.log.error("no metrics of this node: %s", error)
             return
         note(root, "start", clock=session.clock, step=step)

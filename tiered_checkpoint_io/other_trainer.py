@@ -1,4 +1,4 @@
-"""Trainers of pytorch_lightning: it has classes of the same names as lightning's, and ours are derived from those."""
+"""Trainers of pytorch_lightning: it has classes of the same names as lightning's, from which ours are derived."""
 
 from __future__ import annotations
 

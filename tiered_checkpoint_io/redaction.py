@@ -26,7 +26,7 @@ def holds_secrets(text: str) -> bool:
 def shown(value: object, *, name: str = "") -> str:
     """Returns the value for an error's text; hidden altogether if ``name`` says that it is a secret.
 
-    So are containers: what is in them is not known.
+    So are containers: their content is not known.
     """
     if isinstance(value, int | float | None):
         return repr(value)

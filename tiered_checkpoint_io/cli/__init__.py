@@ -86,7 +86,7 @@ def main() -> None:
     """Runs a command and ends the process; an error is one line on stderr. For the statuses see above."""
     _open_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # A SystemExit, for which typer says nothing of its own; a drain installs another handler.
+        # A SystemExit, for which typer prints no message; a drain installs another handler.
         signal.signal(signal.SIGINT, lambda *_: sys.exit(INTERRUPTED))
     status: object = 0
     try:

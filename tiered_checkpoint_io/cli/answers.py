@@ -61,7 +61,7 @@ def ask(
         dirpath: Another than the configured one.
         stop: Set if this returns before ``work`` has ended, which then has a moment to clear up; SIGTERM ends it as
             Ctrl-C does.
-        quiet: True if nothing is shown while the server is silent.
+        quiet: True to show no line while the server is silent.
 
     Raises:
         StoreError: The server was silent for ``durable_timeout_s``; shown every five seconds.
@@ -83,7 +83,7 @@ def ask(
     patience_s, shown = config.support.durable_timeout_s, None if quiet else count_down
     if stop is None:
         return answer_within(patience_s, asked, what=where, count_down=shown)
-    # By SIGTERM schedulers end a job, which then must leave nothing.
+    # Schedulers end a job by SIGTERM; it then must leave no remains.
     with raising(KeyboardInterrupt):
         try:
             return answer_within(patience_s, asked, what=where, count_down=shown)

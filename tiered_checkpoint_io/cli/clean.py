@@ -137,7 +137,7 @@ def _is_used(root: Path, held: contextlib.ExitStack) -> bool:
     for lock in filter(None, locks.values()):
         held.callback(release, lock)
     busy = {name for name, lock in locks.items() if lock is None}
-    # A drain that has nothing to do is no reason to keep anything.
+    # An idle drain is no reason to keep a memory.
     return bool(busy - {LOCK_FILE}) or (bool(busy) and undone(root) > 0)
 
 
@@ -231,7 +231,7 @@ def _used_by(spill: Path) -> str:
 
 
 def _left_by(root: Path) -> str:
-    """Returns how the names begin that :func:`_delete` gives, under which a killed command has left something."""
+    """Returns the prefix of the names by :func:`_delete`, under which a killed command leaves remains."""
     return f".{root.name}.cleaned-"
 
 

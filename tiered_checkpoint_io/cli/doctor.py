@@ -1,4 +1,4 @@
-"""The command that tries what saves will need, as a training does before its first batch, and says what to mend."""
+"""The command that tries the needs of saves, as a training does before its first batch, and advises."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Check:
         what: The thing tried: ``memory tier``, ``spill``, ``room``, ``durable tier``, or a request.
         status: ``warn`` if training begins all the same; ``fail`` if not.
         measured: The result.
-        do: A remedy; None or empty for nothing.
+        do: A remedy; None or empty without a problem.
     """
 
     what: str

@@ -160,7 +160,7 @@ class _Flush:
         """Chooses the saves.
 
         Raises:
-            CheckpointNotFoundError: There is no such save, and nothing is queued.
+            CheckpointNotFoundError: There is no such save, and the queue is empty.
         """
         self._root, self._tier, self._queue = root, tier_at(root), Queue(root)
         self._is_choice = name is None and not everything

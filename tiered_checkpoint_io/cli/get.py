@@ -183,7 +183,7 @@ class _Fetch:
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
-            CorruptCheckpointError: Its bytes are not those that were saved.
+            CorruptCheckpointError: Its bytes differ from the saved ones.
             MemoryFullError: Memory has no room for it.
             SaveError: A file exists already, or can't be written.
             StoreError: A run removed or overwrote it, each time that it was read.
@@ -243,7 +243,7 @@ class _Fetch:
     def _source(
         self, store: Store, name: str, content: Content, files: Sequence[FileEntry], size: int
     ) -> Iterator[Source]:
-        """Gives the checkpoint to read files of, and shows how far that is."""
+        """Yields the checkpoint whose files are read, and shows the progress."""
         from tiered_checkpoint_io.engine.trust import Trust
         from tiered_checkpoint_io.export import Source
 

@@ -122,7 +122,7 @@ def _details(wanted: str, config: TieredCheckpointConfig, look: Look, error: Sto
 
 # ------------------------------------------------------------------------------------------ text
 def columns_of(rows: Sequence[CheckpointInfo], *, with_dirpath: bool = False) -> Columns:
-    """Returns the columns of a table of checkpoints; on a terminal, without columns that say nothing."""
+    """Returns the columns of a table of checkpoints; on a terminal, without empty columns."""
     names = names_of(rows)
     columns: Columns = {
         "name": "name",

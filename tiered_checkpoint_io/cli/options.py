@@ -43,7 +43,7 @@ def command(kind: type[Any]) -> Callable[..., None]:
 
 
 def path_of(text: str | Path) -> Path:
-    """Returns the path that an option gives, ``~`` as well, which a shell leaves in ``--to=~/x``.
+    """Returns an option's path, also with ``~``, which a shell leaves in ``--to=~/x``.
 
     An empty one, as of a variable that is not set, would be the working directory.
     """

@@ -44,13 +44,13 @@ def write(text: str, *, err: bool = False) -> None:
     """Prints lines as they are.
 
     Raises:
-        SystemExit: The reader of the output has ended; nothing more is printed.
+        SystemExit: The reader of the output has ended; no more lines are printed.
     """
     stream = sys.stderr if err else sys.stdout
     try:
         print(text, file=stream, flush=True)
     except BrokenPipeError:
-        # Gives the buffered text somewhere to go.
+        # Sends the buffered text to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         raise SystemExit(READER_GONE) from None
 
@@ -146,7 +146,7 @@ def rich_table(title: str, cells: Sequence[Sequence[str]], columns: Iterable[str
     # Text, not markup: names may look like it.
     name = Text(printable(title)) if title else None
     table = Table(title=name, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    # On a narrow terminal all is folded, so that nothing is cut.
+    # On a narrow terminal all cells are folded, so that none is cut.
     is_wide = Console().width >= _WIDE
     for index, column in enumerate(columns):
         longest = max((len(row[index]) for row in cells), default=0)

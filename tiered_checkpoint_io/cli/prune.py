@@ -1,4 +1,4 @@
-"""The command that removes from the durable tier what no policy keeps."""
+"""The command that removes checkpoints that no policy keeps from the durable tier."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ class StorageRegion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorRegion:
-    """The place in the file of the elements of a tensor that lie scattered in their storage."""
+    """The place in the file of the elements of a tensor, which are scattered in their storage."""
 
     #: A multiple of the elements' size.
     offset: int
@@ -360,7 +360,7 @@ class Filling:
             self._view.release()
 
     def _copies_of(self, regions: Sequence[StorageRegion], piece: int) -> Copies:
-        """Notes at which addresses the bytes of each stretch of the file lie."""
+        """Notes the addresses of the bytes of each stretch of the file."""
         segments = Segments.of(self._segments)
         storages: Sequence[torch.UntypedStorage]
         if isinstance(regions, StorageRegions):

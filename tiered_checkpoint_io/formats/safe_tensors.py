@@ -88,7 +88,7 @@ def _typed(storage: Any) -> Any:
 
 
 def _check_view(storage: Any, size: Any, strides: Any, offset: Any, item: int) -> None:
-    """Checks that a view lies in its storage."""
+    """Checks that a view is within its storage."""
     expect(isinstance(size, tuple) and isinstance(strides, tuple) and type(offset) is int, "a tensor")
     count, last = 1, offset
     for length, stride in zip(size, strides, strict=True):

@@ -135,12 +135,12 @@ def _unescaped(match: re.Match[bytes]) -> bytes:
 
 
 def is_tmpfs(path: str) -> bool:
-    """Returns True if ``path`` lies on tmpfs or ramfs; raises as :func:`mounts` does."""
+    """Returns True if ``path`` is on tmpfs or ramfs; raises as :func:`mounts` does."""
     return _kind(path) in ("tmpfs", "ramfs")
 
 
 def is_local_disk(path: str) -> bool:
-    """Returns True if ``path`` lies on a disk known to belong to this node only; raises as :func:`mounts` does."""
+    """Returns True if ``path`` is on a disk known to belong only to this node; raises as :func:`mounts` does."""
     return _kind(path) in _LOCAL
 
 

@@ -129,7 +129,7 @@ class PartIndex:
 
 
 def check_file_name(path: str) -> None:
-    """Refuses, with a ConfigError, a file that would lie in its part's folder in the place of another."""
+    """Refuses, with a ConfigError, a file that would replace another one in its part's folder."""
     if path.rpartition("/")[2] in _RESERVED:
         raise ConfigError(
             f"checkpoint name {path!r} ends in a word that node memory has for its own files",

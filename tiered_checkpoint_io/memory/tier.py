@@ -179,12 +179,12 @@ class MemoryTier:
         return spill
 
     def _home(self, path: Path | str) -> MemoryTier:
-        """Returns the root that a path lies in: this one, or the spill."""
+        """Returns the root of a path: this one, or the spill."""
         spill = self._spill.tier
         return spill if spill is not None and Path(path).is_relative_to(spill.root) else self
 
     def is_spilled(self, path: Path | str) -> bool:
-        """Returns True if a part's folder, or a slot's file, lies in the spill."""
+        """Returns True if a part's folder, or a slot's file, is in the spill."""
         return self._home(path) is not self
 
     @property

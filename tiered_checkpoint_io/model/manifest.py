@@ -285,7 +285,7 @@ def reservation_in(data: bytes) -> str:
 # ------------------------------------------------------------------------------------------- part
 @dataclass(frozen=True, slots=True)
 class Part(AtPlace):
-    """One rank's contribution to one save, as it lies in the memory tier."""
+    """One rank's contribution to one save, as it is in the memory tier."""
 
     #: The checkpoint's.
     name: str

@@ -318,7 +318,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             with failing_together(trainer), _as_export_error(trainer, path):
                 folder = held.enter_context(tempfile.TemporaryDirectory(prefix="tiered-nemo-"))
                 file = os.path.join(folder, os.path.basename(path))
-            # All ranks have got here: a model whose parts lie on several gathers them now.
+            # All ranks have got here: a model with parts on several ranks gathers them now.
             with failing_together(trainer), _as_export_error(trainer, path):
                 save_to(save_path=file)
                 if trainer.is_global_zero:

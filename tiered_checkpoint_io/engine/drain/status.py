@@ -148,7 +148,7 @@ def standing_of(
     place: Place,
     last_save: SaveReport | None = None,
 ) -> Standing:
-    """Returns the standing, by node memory, the operation log, and the newest save of this process."""
+    """Returns a node's knowledge, by its memory, the operation log, and the newest save of this process."""
     own = [each for each in parts if each.part.place == place]
     held = max(own, key=lambda each: each.save_id, default=None)
     there: dict[str, tuple[str, Saved]] = {}

@@ -28,8 +28,8 @@ look for that key once their own parts are uploaded. The keys of the last few sa
 *Unchanged tensors.* A rank whose tensors are those of an earlier save counts itself, by a key of the save.
 
 *Loads.* The first rank that has an intact file sets a key to its save id. The others load their files of that save. For
-saves in memory alone, each rank first counts itself if its node has its file, so that none is chosen that some
-rank can't get. All these are keys of the attempt as well: the next attempt must not load this one's choice.
+memory-only saves, each rank first counts itself if its node has its file, so that no save is chosen that some rank
+can't get. All these are keys of the attempt as well: the next attempt must not load this one's choice.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def peers_of_ranks(nodes: Sequence[str], *, factor: int) -> list[tuple[int, ...]
         factor: Number of nodes for each part, the rank's own included.
 
     Raises:
-        ConfigError: There are fewer machines than copies, so that two of them would lie on the same one.
+        ConfigError: There are fewer machines than copies, so that two copies would be on the same one.
     """
     ranks: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):

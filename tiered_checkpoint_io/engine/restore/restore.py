@@ -52,8 +52,8 @@ class Restored(Found):
         path: The local file.
         seconds: Time to find, fetch and verify it.
         bytes_read: Bytes that this process read from the durable tier.
-        mapped: The file's bytes, if it lies in node memory: tensors may be made of them, and writes to
-            these never gets into the file. If this process has verified them there, each page is touched once.
+        mapped: The file's bytes, if it is in node memory: tensors may be made of them, and writes to these never gets
+            into the file. If this process has verified them there, each page is touched once.
     """
 
     tier: Tier

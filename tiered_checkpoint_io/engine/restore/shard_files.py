@@ -1,8 +1,8 @@
 """The bytes of a sharded checkpoint, as one rank reads them: only the needed bytes, all of them verified.
 
-A file lies in this node's memory as a rank's part, or is fetched from a peer or the durable tier, a hashed
-chunk at a time, into a file that all ranks of the node map. If memory has no room for them,
-the ranks of the node have such a file in the spill, or in the folder for temporary files: *aside*.
+A file is in this node's memory as a rank's part, or is fetched from a peer or the durable tier, a hashed chunk at a
+time, into a file that all ranks of the node map. If memory has no room for them, the ranks of the node have such a file
+in the spill, or in the folder for temporary files: *aside*.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ShardFiles:
 
     @property
     def held(self) -> dict[str, FileEntry]:
-        """The files that lie in this node's memory, by basename."""
+        """The files in this node's memory, by basename."""
         return {basename: file.entry for basename, file in self._held.items()}
 
     @functools.cached_property

@@ -41,7 +41,7 @@ class PartSave:
         started: When the save began, by the monotonic clock; now by default.
         slot: Slot of the file, until the part exists.
         hashes: Hashes of its chunks; empty if they are still to be made.
-        spilled: True if it lies in the spill.
+        spilled: True if it is in the spill.
         capture_s: Time of the copy, seconds.
         overlapped: The overlapped capture in progress, if any.
     """

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tiered_checkpoint_io.model.ids.order import rank_folder, rank_of
 
-#: Everything that is ours on the durable tier, besides the checkpoints themselves, lies below this.
+#: The prefix of all our objects on the durable tier, besides the checkpoints themselves.
 META_PREFIX = ".tiered/"
 MANIFEST_PREFIX = META_PREFIX + "manifests/"
 SAVES_PREFIX = META_PREFIX + "saves/"
