@@ -60,7 +60,7 @@ def _server():
 
 @pytest.fixture
 def warned(caplog):
-    """In a block of ``warned(match)`` our log warns of it; gives the texts, once the block has ended."""
+    """In a block of ``warned(match)`` our log warns of it; returns the texts, once the block has ended."""
 
     @contextlib.contextmanager
     def warned(match):

@@ -24,7 +24,7 @@ from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 @pytest.fixture
 def spilled(memory_dir, tmp_path):
-    """A node with one checkpoint in memory, and a newer one on its disk."""
+    """Returns a node with one checkpoint in memory, and a newer one on its disk."""
     node = Node(memory_dir, str(tmp_path / "run"), spill_dir=str(tmp_path / "disk"))
     node.save("a.ckpt", b"A", durable=False)
     node.tier.use_spill(str(tmp_path / "disk"))

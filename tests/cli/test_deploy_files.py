@@ -27,7 +27,7 @@ SCRIPTS = [ROOT / "slurm/train.sbatch", ROOT / "slurm/epilog.sh", ROOT / "docker
 
 
 def stand_in(tmp_path, name, script):
-    """A program of that name, in the place of the real one."""
+    """Makes a program of that name; returns a PATH on which it replaces the real one."""
     (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
     (tmp_path / name).chmod(0o755)
     return {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -38,7 +38,7 @@ def documents(path):
 
 
 def pods():
-    """Each pod's specification, by file."""
+    """Yields each pod's specification, with its file."""
     for path in MANIFESTS:
         for document in documents(path):
             yield path, document["spec"]["template"]["spec"]
@@ -100,7 +100,7 @@ def test_scripts_are_shell():
 
 
 def commands():
-    """Each use of ``tiered-ckpt``: its arguments."""
+    """Yields each use of ``tiered-ckpt``: its arguments."""
     texts = [path.read_text() for path in SCRIPTS]
     for _, spec in pods():
         for container in containers(spec):

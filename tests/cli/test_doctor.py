@@ -14,14 +14,14 @@ RIGHTS = {"s3:ListBucket", "s3:PutObject", "s3:GetObject", "s3:DeleteObject", "s
 
 @pytest.fixture(autouse=True)
 def patient():
-    """A server that is there is waited for on any machine."""
+    """Makes preflight wait for a slow machine's server."""
     with hurried(preflight_s=60.0):
         yield
 
 
 @pytest.fixture
 def doctor(memory_dir):
-    """Runs the command; gives its exit status, and the checks that are not well, by what was tried."""
+    """Runs the command; returns its exit status, and the failed checks, by their names."""
 
     def run(*arguments, memory_dir=memory_dir):
         done = command("doctor", *arguments, "--memory-dir", memory_dir, "--json")

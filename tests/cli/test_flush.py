@@ -32,7 +32,7 @@ def flushed(node, *arguments):
 
 
 def in_memory_alone(node, name, number, rank=0):
-    """One rank's part of a save of two ranks, as a memory step leaves it."""
+    """Makes one rank's part of a save of two ranks, as a memory step leaves it."""
     op_id = node.part(name, number, rank)
     (stored,) = [each for each in node.tier.parts() if each.op_id == op_id]
     (stored.folder / "part.json").write_bytes(replace(stored.part, durable=False).to_json())

@@ -19,7 +19,7 @@ from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 @pytest.fixture
 def run(memory_dir, tmp_path):
-    """A run's dirpath, with a full checkpoint by a trainer's IO; its node is lost."""
+    """Returns a run's dirpath, with a full checkpoint by a trainer's IO; its node is lost."""
     dirpath = str(tmp_path / "run")
     io = build(TieredCheckpointIO, dirpath=dirpath, memory_dir=memory_dir, namespace="gpt-1", drain="thread")
     io.save_checkpoint({"global_step": 5, "weights": torch.arange(1000.0)}, f"{dirpath}/step=5.ckpt")

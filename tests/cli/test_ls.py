@@ -137,7 +137,7 @@ def rows_of(done):
 
 
 def state_of(done):
-    """The fourth column of the only part that ``ls`` shows of a checkpoint."""
+    """Returns the fourth column of the only part that ``ls`` shows of a checkpoint."""
     part = done.stdout.partition("Parts on this node:")[2].partition("Files:")[0]
     (row,) = [line.split("\t") for line in part.strip().splitlines()[1:]]
     return row[3]
@@ -193,7 +193,7 @@ LONG = "a" * 200 + ".ckpt"
 
 @pytest.fixture
 def tier(memory_dir, tmp_path):
-    """A durable tier whose names sort in another way than its saves, and look like markup."""
+    """Returns a durable tier whose names sort in another way than its saves, and look like markup."""
     node = Node(memory_dir, str(tmp_path / "run[/b]"))
     node.save("z.ckpt", b"Z")
     node.save(LONG, b"A")

@@ -66,7 +66,7 @@ def test_status_tells_what_is_safe_with_peers_and_what_is_kept_for_them(node, me
 
 
 def rows(table, name):
-    """The rows of a table whose first column holds ``name``, by columns."""
+    """Returns the rows of a table whose first column holds ``name``, by columns."""
     return [cells for line in table.splitlines() if name in (cells := line.split("\t"))[0]]
 
 
@@ -183,7 +183,7 @@ def test_a_checkpoint_is_flushed_by_its_url_and_as_the_latest(drained):
 
 
 def told(name, *arguments, status=0):
-    """The one document that a command prints."""
+    """Returns the one document that a command prints."""
     done = command(name, *arguments, "--json")
     assert done.exit_code == status, (done.stderr, done.exception)
     return document_of(name, done)

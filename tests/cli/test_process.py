@@ -37,7 +37,7 @@ def dirpath(memory_dir, tmp_path):
 
 @pytest.fixture
 def silent():
-    """A server that accepts and never answers."""
+    """Yields a server that accepts and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(PATIENCE_S)
         yield server

@@ -84,7 +84,7 @@ class Scene:
         self.count = 0
 
     def begin(self, command):
-        """A new run, over which a command is to be used."""
+        """Makes a new run, for the use of a command."""
         self.count += 1
         self.proxy.plan = as_it_is
         self.command, self.use = command.split()[0], USES[command]
@@ -105,7 +105,7 @@ class Scene:
         return [self.command, *(each.format(**given) for each in (arguments or self.use.arguments).split())]
 
     def run(self, *line):
-        """A command in this process, as its entry point runs it: status, output and errors."""
+        """Runs a command in this process, as its entry point does; returns status, output and errors."""
         self.capfd.readouterr()
         before = signal.getsignal(signal.SIGINT)
         self.monkeypatch.setattr(sys, "argv", ["tiered-ckpt", *line])
@@ -125,7 +125,7 @@ class Scene:
         return {"durable": set(names(self.store)), "memory": parts, "files": files}
 
     def nothing_is_half_done(self, *, done):
-        """All that readers see is intact; what the command makes is there, or it is as if it had not been called.
+        """Checks that all readers see intact content, and either all or none of the command's effects.
 
         A prune, and an upload of several, is done for each checkpoint by itself.
         """
@@ -173,7 +173,7 @@ def test_each_right_that_is_missing(command, scene):
         scene.proxy.plan = Judge(policy(RIGHTS - {missing})).plan
         said = scene.run(*scene.line())
         if said[0] == 0:
-            # The command does without the right: it warns of all that it could not do.
+            # The command does without the right: it warns of all undone work.
             assert all(line.startswith("warning: ") for line in said[2].splitlines()), said
             scene.nothing_is_half_done(done=True)
             scene.begin(command)

@@ -1,4 +1,4 @@
-"""The sweep of saves that no manifest names: old ones go, and nothing that lives, is named, or is somebody else's."""
+"""The sweep of saves that no manifest names: old ones go, but no save that lives, is named, or is another writer's."""
 
 import os
 
@@ -25,7 +25,7 @@ def store(tmp_path):
 
 
 def left(store, name, number, seconds):
-    """A part of a save that never became complete, written so long before NOW."""
+    """Writes a part of a save that never became complete, so long before NOW."""
     part_only(store, name, number, 1)
     age(store, name, number, seconds)
 

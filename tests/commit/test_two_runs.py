@@ -40,7 +40,7 @@ class Meeting(FaultyStore):
 
 
 def save(store, name, number, run, **options):
-    """A save by the drain of a run; ``created`` far in the past is of one that waited for long."""
+    """Saves by the drain of a run; with ``created`` far in the past, the save waited for long."""
     return committing.save(store, name, number, save_id=ids.save_id(run, number), **{"created": 4e9, **options})
 
 

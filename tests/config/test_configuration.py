@@ -21,7 +21,7 @@ BEGIN, END = "| Key | Default | Meaning |", "\n\n## "
 
 
 def defaults():
-    """Every key with its default, as YAML has it, in the order of the dataclass."""
+    """Returns every key with its default, as YAML has it, in the order of the dataclass."""
     found = {}
     for field in fields(TieredCheckpointConfig):
         if field.name not in keys():
@@ -32,7 +32,7 @@ def defaults():
 
 
 def meanings(of=TieredCheckpointConfig):
-    """Every key with what the dataclass's docstring says of it."""
+    """Returns every key with its text in the dataclass's docstring."""
     text = of.__doc__.partition("Attributes:")[2].partition("Raises:")[0]
     entries = re.findall(r"^        (\w+): (.*(?:\n            .*)*)", text, re.MULTILINE)
     return {key: re.sub(r"\s+", " ", words).replace("``", "`") for key, words in entries}
@@ -53,7 +53,7 @@ def test_the_yaml_file_has_every_key_with_the_dataclass_default_in_its_order():
 
 
 def yaml_text():
-    """The file: each key with its default, and the first sentence of what it means."""
+    """Returns the file: each key with its default, and the first sentence of its meaning."""
     lines = [YAML.read_text().partition("\n")[0]]
     for key, default in defaults().items():
         entry = f"{key}: " + OmegaConf.to_yaml([default])[2:].strip().replace("'???'", "???")

@@ -74,7 +74,7 @@ def test_who_is_one_launch():
 
 
 def owner_in(environment):
-    """The owner of a new process with an environment, and the environment that it hands on."""
+    """Returns the owner of a new process with an environment, and the environment that it hands on."""
     read, write = os.pipe()
     child = os.fork()
     if not child:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(autouse=True)
 def patient():
-    """A server that is there is waited for on any machine."""
+    """Makes preflight wait for a slow machine's server."""
     with hurried(preflight_s=60.0):
         yield
 
@@ -71,7 +71,7 @@ def fit(runs, *, memory_steps=True, ballast=0, ckpt_path=None, callback=None, **
 
 
 def tried(runs, **options):
-    """Tries what a training needs, without one; gives the error and the warnings."""
+    """Tries what a training needs, without one; returns the error and the warnings."""
     said, error = Said(), None
     io = runs.io(logger=said.logger, chunk_size_MB=8, **options)
     try:

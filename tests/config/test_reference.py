@@ -16,7 +16,7 @@ UPSTREAM = re.compile(r"on_\w+|setup|teardown|state_dict|load_state_dict")
 
 
 def names_of(package):
-    """Its public names; by its text, because NeMo is not installed here."""
+    """Returns a package's public names; from its text, because NeMo is not installed here."""
     tree = ast.parse(Path(importlib.util.find_spec(package).origin).read_text())
     if package.endswith(".errors"):
         return [each.name for each in tree.body if isinstance(each, ast.ClassDef)]
@@ -33,7 +33,7 @@ def definitions(path):
 
 
 def definition(package, name):
-    """The syntax tree of a public class or function, wherever below the package it is; None for a module or alias."""
+    """Returns the syntax tree of a public class or function of the package; None for a module or alias."""
     folder = Path(importlib.util.find_spec("tiered_checkpoint_io").origin).parent
     if package == "tiered_checkpoint_io.nemo":
         found = [definitions(path).get(name) for path in sorted((folder / "nemo").glob("*.py"))]

@@ -66,7 +66,7 @@ class Job:
         raise NotImplementedError
 
     def load(self, which, size=SIZE):
-        """The number of the state that a sentinel or name leads to; 0 for a start from scratch."""
+        """Loads by a sentinel or name; returns the state's number, 0 for a start from scratch."""
         raise NotImplementedError
 
     @property
@@ -101,17 +101,17 @@ class Job:
         return root
 
     def files(self):
-        """The data files in node memory, in the order of their saves."""
+        """Returns the data files in node memory, in the order of their saves."""
         paths = sorted(self.root.glob("saves/*/rank-*/*"))
         return [path for path in paths if path.suffix in (".ckpt", ".distcp", ".pt")]
 
     def documents(self):
-        """The descriptions of the parts in node memory, in the order of their saves."""
+        """Returns the descriptions of the parts in node memory, in the order of their saves."""
         return sorted(self.root.glob("saves/*/rank-*/part.json"))
 
     @contextlib.contextmanager
     def without_drain(self):
-        """While the block runs, nothing that is queued on this node gets to the durable tier."""
+        """Keeps the drain of this node from its queue during the block."""
         user = self.memory_dir / f"tiered-{os.getuid()}"
         root = user / TieredCheckpointConfig(dirpath=self.options["dirpath"]).namespace
         for folder in (user, root):
@@ -205,7 +205,7 @@ class Local(Shards):
 
 
 def only(tensor):
-    """The one number that a tensor holds."""
+    """Returns the one number that a tensor holds."""
     (value,) = set(tensor.tolist())
     return int(value)
 

@@ -32,7 +32,7 @@ def test_a_run_that_goes_back_is_newer_than_the_one_before_it(start, memory_dir)
 
 @pytest.fixture
 def small(tmp_path):
-    """A node's memory of 4 MiB, of which the operation log takes 2."""
+    """Yields a node's memory of 4 MiB, of which the operation log takes 2."""
     with mounted_tmpfs(tmp_path / "small", 4 << 20) as folder:
         yield str(folder)
 
@@ -107,7 +107,7 @@ def test_a_step_of_memory_alone_that_does_not_fit_is_skipped_unless_a_folder_is_
 
 @pytest.fixture
 def proxy(s3_server):
-    """S3 that may be away, and clients that find that out soon."""
+    """Yields S3 that may be away, and clients that find that out soon."""
     quick = hurried(
         retry_deadline_s=0.5, retry_first_wait_s=0.05, retry_max_wait_s=0.2, redo_first_s=0.05, redo_max_s=0.2
     )

@@ -94,7 +94,7 @@ def library(job):
 
 
 def complete(job):
-    """The complete example; gives what it prints."""
+    """Runs the complete example; returns its output."""
     return run(job, "complete example", names(job) | {"__name__": "__main__"})
 
 
@@ -137,7 +137,7 @@ def held(model, optimizer):
 
 
 def smp(job):
-    """Saves and loads local and sharded checkpoints, each into another model; whether it is the same then."""
+    """Saves and loads local and sharded checkpoints, each into another model; returns whether they are equal."""
     dist.init_process_group("gloo")
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 

@@ -16,7 +16,7 @@ DEADLINE_S = 75.0
 
 
 def failures(memory_dir):
-    """The failures in the record of the node: names, and the first words of why."""
+    """Returns the failures in the record of the node: names, and the first words of why."""
     (root,) = {path.parent for path in Path(memory_dir).glob("tiered-*/*/events.jsonl")}
     failed = [each for each in read_events(root) if each["event"] == "failed"]
     return sorted((each["name"], each["action"], " ".join(each["error"].split()[:3])) for each in failed)
@@ -24,14 +24,14 @@ def failures(memory_dir):
 
 @pytest.fixture(autouse=True)
 def drain_in_a_thread():
-    """A process for each drain takes longer to start than all else; tests/drain and tests/crash have it."""
+    """Runs drains in threads, which start faster; tests/drain and tests/crash have processes."""
     with supported(drain="thread"):
         yield
 
 
 @pytest.fixture
 def ranks(tmp_path, memory_dir):
-    """Runs steps of ``worker.py`` on so many ranks; gives the answers, by rank and step."""
+    """Runs steps of ``worker.py`` on so many ranks; returns the answers, by rank and step."""
 
     def run(count, *steps, nodes="", of_rank=None, worker=WORKER, **options):
         options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "save_to_s3": False, **options}

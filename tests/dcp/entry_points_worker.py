@@ -171,7 +171,7 @@ def refusing(outcomes):
 
 
 def entry_points(job, kind, cases):
-    """Runs cases of saves or loads; gives each, with what ours and what torch's own did."""
+    """Runs cases of saves or loads; returns each, with our result and torch's."""
     found = []
     for number, case in enumerate(cases):
         group, outcomes = case[0], []

@@ -160,7 +160,7 @@ def load_local(job, number, checkpoint_id=None, shard=None, **more):
 
 
 def save_now(job, number, kind, late=None, **more):
-    """A synchronous save; whether it was committed on the durable tier when the call returned on this rank."""
+    """Saves synchronously; returns whether the save was durable when the call returned on this rank."""
     options, state = {**job["options"], **more}, {"t": torch.full((4,), float(number + dist.get_rank()))}
     end = time.monotonic() + 60
     while late == dist.get_rank() and time.monotonic() < end:
@@ -175,7 +175,7 @@ def save_now(job, number, kind, late=None, **more):
 
 
 def save_spoilt(job, number, kind):
-    """The coordinator's part can't be uploaded."""
+    """Saves while the coordinator's part can't be uploaded."""
     if dist.get_rank() == 0:
         # A folder in the place of the manifest: the other rank's part is uploaded.
         (Path(job["options"]["dirpath"]) / ids.manifest_key(f"step_{number}")).mkdir()
@@ -189,13 +189,13 @@ def come_late(job, ranks):
 
 
 def save_replicated(job, number, groups, **more):
-    """Each rank gives its own replication group, as global ranks."""
+    """Saves with each rank's replication group, as global ranks."""
     (index,) = [index for index, group in enumerate(groups) if dist.get_rank() in group]
     return save_local(job, number, shard=index, replication_group=groups[index], **more)
 
 
 def save_told(job, number, groups, sharding, writers, **more):
-    """With the sharding groups as process groups, and the rank of each replication group that saves."""
+    """Saves with the sharding groups as process groups, and the rank of each replication group that saves."""
     made = [dist.new_group(ranks) for ranks in sharding]
     (index,) = [index for index, group in enumerate(groups) if dist.get_rank() in group]
     (mine,) = [group for group, ranks in zip(made, sharding, strict=True) if dist.get_rank() in ranks]
@@ -235,7 +235,7 @@ def damage(job, rank, name):
 
 
 def save_by(job, number, ranks, coordinator, **more):
-    """A sharded save by a group, one of whose members coordinates; and its load."""
+    """Makes and loads a sharded save by a group, one of whose members coordinates."""
     group = dist.new_group(ranks)
     if dist.get_rank() not in ranks:
         return None
@@ -276,7 +276,7 @@ def save_whole(job, number, coordinator=None, refuses=None):
 
 
 def save_shards(job, ranks, coordinator, breaks=(), takes_part=None):
-    """A full checkpoint of ShardedTensors that some ranks hold; on those of ``breaks``, memory ends on the way."""
+    """Saves a full checkpoint of ShardedTensors that some ranks hold; on ranks of ``breaks``, memory ends meanwhile."""
     from torch.distributed._shard.sharded_tensor import Shard as OfRank
     from torch.distributed._shard.sharded_tensor import init_from_local_shards
 

@@ -15,7 +15,7 @@ long = pytest.mark.matrix
 
 @pytest.fixture
 def block(s3_url, s3_bucket, memory_dir, tmp_path, monkeypatch):
-    """Runs blocks of a document on two ranks; gives their answers."""
+    """Runs blocks of a document on two ranks; returns their answers."""
     monkeypatch.setenv("TRAINING_JOB_NAME", "blocks")
 
     def run(document, scenario, **options):

@@ -16,7 +16,7 @@ DEADLINE_S = 170.0
 
 
 def check(answers, count):
-    """Either both refuse, or what is loaded is the same."""
+    """Checks that both refuse, or load the same."""
     assert len(answers) == count
     differing = [answer for answer in answers if list(map(plain, answer[1])) != list(map(plain, answer[2]))]
     assert not differing, "\n".join(map(str, differing))

@@ -86,7 +86,7 @@ def assert_same(found, wanted):
 
 @pytest.fixture
 def saves(memory_dir, tmp_path, monkeypatch):
-    """Saves and loads states one after another; gives how many of them were not planned."""
+    """Returns a function that saves and loads states, and returns the number of saves without planning."""
     options = {"memory_dir": memory_dir, "dirpath": str(tmp_path / "s3"), "namespace": f"job-{tmp_path.name}"}
     writer = dcp.TieredStorageWriter(save_to_s3=False, **options)
     planned, plan, steps = [], DefaultSavePlanner.create_local_plan, iter(range(1, 999))

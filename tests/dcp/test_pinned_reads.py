@@ -95,7 +95,7 @@ def newest_in_memory(config):
 
 
 def content(step=1):
-    """Tensors that go to a device as they are, and such that do not."""
+    """Returns tensors that go to a device as they are, and tensors that do not."""
     generator = torch.Generator().manual_seed(step)
     many = {f"small.{number}": torch.randn(number % 7 + 1, generator=generator) for number in range(400)}
     return {

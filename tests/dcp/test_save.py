@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def gathered(memory_dir, name, folder):
-    """All files of a checkpoint in memory, in one folder, as they would lie on the durable tier."""
+    """Returns all files of a checkpoint in memory, in one folder, as they would lie on the durable tier."""
     folder.mkdir()
     (root,) = Path(memory_dir).glob("tiered-*/*")
     tier = MemoryTier(root)

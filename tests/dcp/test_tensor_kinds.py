@@ -94,7 +94,7 @@ NEVER = ("mkldnn",)
 
 
 def content(tensor):
-    """All that makes a tensor, as bytes and words."""
+    """Returns all that makes a tensor, as bytes and words."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         return content(tensor.to_local())

@@ -105,7 +105,7 @@ def load(job, seed, checkpoint_id=None, ours=False, **more):
 
 
 def reshard(job):
-    """Saves by 1 to 4 ranks and loads by 1 to 4 ranks, from the durable tier; which pairs gave what was saved."""
+    """Saves by 1 to 4 ranks and loads by 1 to 4 ranks, from the durable tier; returns the pairs with equal results."""
     from tiered_checkpoint_io import TieredStorageReader
 
     world = dist.get_world_size()
@@ -154,7 +154,7 @@ def told(reader, state, seed, rows=ROWS):
 
 
 def wait(job, timeout_s=60):
-    """Until the durable tier has all; what was said if it has not."""
+    """Waits until the durable tier has all; returns the error if it has not."""
     said = ""
     try:
         writer(job).wait(timeout_s)
@@ -194,7 +194,7 @@ def fsdp_load(job, seed):
 
 
 def save_and_die(job, seed, rank):
-    """One rank dies between its part and the commit."""
+    """Saves; one rank dies between its part and the commit."""
     mine = writer(job)
     if dist.get_rank() == rank:
         saver = mine._shared.saver
@@ -214,7 +214,7 @@ def save_different(job, seed, **more):
 
 
 def save_behind(job, seed, fails=None, **more):
-    """Our ``async_save``; a rank may fail while it seals behind that."""
+    """Saves by our ``async_save``; a rank may fail while it seals in the background."""
     from tiered_checkpoint_io import dcp as ours
 
     rows = more.pop("rows", ROWS)
@@ -266,7 +266,7 @@ def load_grown(job, seed, grown=0):
 
 
 def save_stateful(job, seed, refuses=None, background=False, loads=False, **more):
-    """Our ``save``, ``async_save`` or ``load`` of an object that refuses on a rank; whether it did so."""
+    """Calls our ``save``, ``async_save`` or ``load`` with an object that raises on a rank; returns True if done."""
     from tiered_checkpoint_io import dcp as ours
 
     state = {"weight": torch.full((4,), float(seed)), "loader": Refusing(refuses)}

@@ -57,7 +57,7 @@ def blank(seed=0, rows=ROWS, mesh=None):
 
 
 def fsdp_job(seed):
-    """An FSDP2 model and its optimizer after one step; the same whole state on any number of ranks."""
+    """Returns an FSDP2 model and its optimizer after one step; the same whole state on any number of ranks."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(seed)
@@ -120,7 +120,7 @@ def grown_state(seed, grown):
 
 
 def save_nested(job, number, nests):
-    """Our ``save`` of a tensor of each rank, which some ranks nest; how the metadata says that they lie."""
+    """Saves a tensor of each rank, which some ranks nest; returns their places by the metadata."""
     from tiered_checkpoint_io import dcp
 
     rank, tensor = dist.get_rank(), torch.full((3,), float(number))

@@ -21,7 +21,7 @@ def node(memory_dir, store):
 
 @pytest.fixture
 def nodes(memory_dir, store):
-    """Two nodes: the first holds the coordinator, rank 0."""
+    """Returns two nodes: the first holds the coordinator, rank 0."""
     for number in range(2):
         os.mkdir(f"{memory_dir}/node{number}")
     return [Node(f"{memory_dir}/node{number}", store.url, wait_timeout_s=1) for number in range(2)]

@@ -42,7 +42,7 @@ class Asked(FaultyStore):
 
 @pytest.fixture
 def world(store, memory_dir):
-    """A durable tier with checkpoints, and two nodes with a drain each; the first has the coordinator."""
+    """Returns a durable tier with checkpoints, and two nodes with a drain each; the first has the coordinator."""
     for number in range(1, BEFORE + 1):
         save(store, f"c{number}", number, kind="sharded")
     for path in Path(store.url, ids.MANIFEST_PREFIX).iterdir():

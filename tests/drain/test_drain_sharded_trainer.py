@@ -1,4 +1,4 @@
-"""Drains of sharded checkpoints, as trainers see them: what is queued and waited for, and when a drain leaves."""
+"""Drains of sharded checkpoints, as trainers see them: queued and awaited parts, and the leaving of a drain."""
 
 import time
 from collections import Counter
@@ -27,7 +27,7 @@ LATER = Timing(redo_first_s=3600, redo_max_s=3600, redo_permanent_s=3600, gather
 
 @pytest.fixture
 def bounded(memory_dir, store):
-    """A node for two saves at once; the trainer waits a second for a drain that does not come."""
+    """Returns a node for two saves at once; the trainer waits a second for a drain that does not come."""
     return Node(memory_dir, store.url, max_pending=2, pending_timeout_s=1, wait_timeout_s=60)
 
 

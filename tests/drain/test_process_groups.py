@@ -17,7 +17,7 @@ RUN = ids.run_id_of(op_id(1))
 
 
 def stage(node, which, number, rank=0, world_size=1):
-    """A rank's part of a stage's save."""
+    """Returns a rank's part of a stage's save."""
     name, series = f"stage{which}/step_{number}", f"stage{which}/step_#"
     return node.part(name, number, rank, series=series, world_size=world_size)
 

@@ -97,7 +97,7 @@ def saved(kind, dirpath, memory_dir, name, state):
 
 @pytest.fixture
 def run(tmp_path, memory_dir):
-    """A dirpath with one state, saved as ``full`` and as ``sharded``."""
+    """Returns a dirpath with one state, saved as ``full`` and as ``sharded``."""
     dirpath = str(tmp_path / "run")
     saved("full", dirpath, memory_dir, "full", state(2))
     saved("sharded", dirpath, memory_dir, "step_1", state(1))

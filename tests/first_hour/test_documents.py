@@ -57,13 +57,13 @@ ELSEWHERE = {
 
 
 def pages():
-    """All documents of users, by their place in the repository."""
+    """Returns all documents of users, by their place in the repository."""
     found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "deploy").rglob("*.md"))]
     return {str(path.relative_to(ROOT)): path.read_text() for path in found}
 
 
 def sections():
-    """The blocks below each heading: language, title and text of each."""
+    """Returns the blocks below each heading: language, title and text of each."""
     found = {}
     for page, text in pages().items():
         for heading, info, block in blocks_of(text):

@@ -72,7 +72,7 @@ def file(tmp_path_factory):
 
 
 def written(image, file, start, **options):
-    """The bytes of a file after a filling, and the hashes; what was there before is 0xFF."""
+    """Returns the bytes of a file after a filling, and the hashes; earlier bytes are 0xFF."""
     os.ftruncate(file, 0)
     os.ftruncate(file, image.size + 100)
     with mmap.mmap(file, image.size + 100) as mapping:

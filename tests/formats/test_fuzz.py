@@ -30,7 +30,7 @@ many = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCh
 
 
 def apart(path):
-    """The parts of a path."""
+    """Returns the parts of a path."""
     return path.replace("\\", "/").split("/")
 
 
@@ -113,7 +113,7 @@ def test_deep_and_long_documents_are_refused(text):
 # --------------------------------------------------------------------------------------- .metadata
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A ``.metadata`` as DCP writes it."""
+    """Returns a ``.metadata`` as DCP writes it."""
     folder = tmp_path_factory.mktemp("dcp")
     dcp.save({"a": torch.zeros(4, 3), "b": {"c": torch.ones(2), "d": 5}}, checkpoint_id=folder)
     return (folder / ".metadata").read_bytes()

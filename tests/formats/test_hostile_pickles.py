@@ -117,7 +117,7 @@ def test_the_state_of_a_class_is_never_set(name):
 
 @pytest.fixture
 def resolved():
-    """All that a resolver was called for."""
+    """Yields all that a resolver was called for."""
     calls = []
     OmegaConf.register_new_resolver("witness", lambda *given: calls.append(given) or 1, replace=True)
     yield calls
@@ -160,7 +160,7 @@ def test_no_interpolation_is_resolved_by_a_load(resolved, tmp_path, memory_dir):
 
 
 def view(size=(4,), strides=(1,), offset=0, hooks=None, *bits):
-    """A call that makes a view of four numbers."""
+    """Returns a call that makes a view of four numbers."""
     hooks = collections.OrderedDict() if hooks is None else hooks
     storage = torch.arange(4.0)._typed_storage()
     return Forged(torch._utils._rebuild_tensor_v2, (storage, offset, size, strides, False, hooks, *bits))

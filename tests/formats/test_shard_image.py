@@ -63,7 +63,7 @@ def file_of(items):
 
 
 def raw(tensor):
-    """Its elements, row by row, as bytes."""
+    """Returns a tensor's elements, row by row, as bytes."""
     plain = tensor.detach().cpu().resolve_conj().contiguous().reshape(-1)
     return plain.view(torch.uint8)
 

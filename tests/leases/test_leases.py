@@ -253,7 +253,7 @@ class _Requests:
 
 
 def _keeper(world, store, name, threads, *, waits=True):
-    """One that has had its first look, if it ``waits`` for that; its thread is one of those by which the clock moves."""
+    """Returns a keeper after its first look, if it ``waits`` for that; the clock moves by its thread, too."""
     made = LeaseKeeper(lambda: store, "ns", logging.getLogger("test.sim"), owner=name, clock=world.clock)
     made._lease = replace(made._lease, boot_id=name)
     made.start()

@@ -49,7 +49,7 @@ def test_as_many_stay_as_are_wanted_whichever_saves_find_the_queue_full(runs, mo
 
 @pytest.fixture
 def refusals(monkeypatch):
-    """So many uploads of the better checkpoint fail; others get through."""
+    """Has so many uploads of the better checkpoint fail; other uploads succeed."""
     left = [0]
 
     def failing(upload):

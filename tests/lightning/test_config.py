@@ -113,7 +113,7 @@ NEWER = {"save_on_exception"}
 
 
 def arguments(of):
-    """Each argument's default and type."""
+    """Returns each argument's default and type."""
     hints = typing.get_type_hints(of.__init__)
     found = inspect.signature(of).parameters.values()
     return {p.name: (p.default, hints[p.name]) for p in found if p.kind is not p.VAR_KEYWORD}

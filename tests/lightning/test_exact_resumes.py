@@ -53,7 +53,7 @@ class Validating(Model):
 
 
 def undisturbed(runs, model, *others, **options):
-    """The weights at the end of a training without checkpoints."""
+    """Returns the weights at the end of a training without checkpoints."""
     _, model = runs.fit(*others, model=model, ckpt_path=None, plugins=[], enable_checkpointing=False, **options)
     return model.layer.weight
 
@@ -83,7 +83,7 @@ def preempted(runs, **training):
 
 
 def ended(runs, **training):
-    """WeightAveraging puts the averages in their place as training ends."""
+    """Trains to the end, at which WeightAveraging replaces the weights by averages."""
     memory_alone = TieredModelCheckpoint(memory_every_n_train_steps=5, save_top_k=0)
     runs.fit(average(), memory_alone, model=Validating(), **training, max_steps=10)
 

@@ -73,7 +73,7 @@ def test_the_constructor_is_nemos_keyword_for_keyword():
 
 @pytest.fixture
 def held(monkeypatch):
-    """An event until which no upload of a name with ``held`` or ``step=10`` in it comes to an end."""
+    """Yields an event until which no upload of a name with ``held`` or ``step=10`` in it comes to an end."""
     free = threading.Event()
 
     def waiting(upload):

@@ -42,7 +42,7 @@ class Model(pytorch_lightning.LightningModule):
 
 @pytest.fixture(autouse=True)
 def installed(tmp_path, monkeypatch):
-    """The entry points that pyproject.toml declares, as an installation has them."""
+    """Installs the entry points that pyproject.toml declares."""
     declared = re.findall(r'\[project.entry-points."(.*)"\]\n(.*) = "(.*)"', (ROOT / "pyproject.toml").read_text())
     assert len(declared) == 2
     folder = tmp_path / "tiered_checkpoint_io-0.1.0.dist-info"

@@ -1,4 +1,4 @@
-"""Captures that overlap training: what is saved is the state at the moment of the save, whatever trains and how."""
+"""Captures that overlap training: the saved state is that at the moment of the save, for any training."""
 
 import copy
 import functools

@@ -25,7 +25,7 @@ POLICIES = st.lists(
 
 @st.composite
 def tiers(draw):
-    """A durable tier: saves in order, some at one step, with metrics; aliases and copies of them."""
+    """Returns a durable tier: saves in order, some at one step, with metrics; aliases and copies of them."""
     found = []
     for number in range(draw(st.integers(0, 12))):
         name = f"c{number}"

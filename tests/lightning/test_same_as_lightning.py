@@ -77,7 +77,7 @@ MODEL_HOOKS = ("training_step", "backward", "optimizer_step", "validation_step",
 
 
 def arguments_of(chance):
-    """Arguments of a callback."""
+    """Returns arguments of a callback."""
     monitor = chance.choice([None, None, "score", "val/score", "epoch", "step"])
     trigger = chance.choice(["every_n_epochs", "every_n_train_steps", "train_time_interval", None])
     found = {
@@ -101,7 +101,7 @@ def arguments_of(chance):
 
 
 def training_of(chance, arguments):
-    """Options of a fit, and its model's class and arguments."""
+    """Returns options of a fit, and its model's class and arguments."""
     rare = [{}, {}, {"num_sanity_val_steps": 2}]
     # These are differences: a fast_dev_run with a `last`, and a step that is due again before the next one is made.
     rare += [] if arguments["save_last"] else [{"fast_dev_run": 2}]
@@ -124,14 +124,14 @@ def training_of(chance, arguments):
 
 
 def state_in(side, name):
-    """The callback's state in a checkpoint."""
+    """Returns the callback's state in a checkpoint."""
     state = side.state(name)
     best = {side.rel(path): number(score) for path, score in state["best_k_models"].items()}
     return number(state["current_score"]), best, side.rel(state["best_model_path"]), number(state["kth_value"])
 
 
 def story_of(seed):
-    """A training, or two with the same callback, of random arguments; some fail on the way."""
+    """Returns a training, or two with the same callback, of random arguments; some fail on the way."""
 
     def tell(side):
         chance = random.Random(seed)

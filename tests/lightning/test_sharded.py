@@ -23,7 +23,7 @@ OVERLAPPED = {"staging": "overlapped"}
 
 
 def those_of(whole, answer):
-    """The losses of the same steps of another training."""
+    """Returns the losses of the same steps of another training."""
     return {step: whole["losses"][step] for step in answer["losses"]}
 
 

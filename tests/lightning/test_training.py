@@ -227,7 +227,7 @@ def test_a_second_ctrl_c_ends_the_wait_for_an_upload(runs, monkeypatch, caplog):
 # ---------------------------------- room for the first save, made while the first batches run, if there will be one
 @pytest.fixture
 def prepared(monkeypatch):
-    """The sizes that were prepared."""
+    """Returns the sizes that were prepared."""
     sizes, prepare = [], Checkpointer.prepare
     monkeypatch.setattr(Checkpointer, "prepare", lambda engine, size: sizes.append(size) or prepare(engine, size))
     return sizes

@@ -52,7 +52,7 @@ class Uncommon(Model):
 
 
 def shown(value):
-    """A state as plain data."""
+    """Returns a state as plain data."""
     if isinstance(value, dict):
         return {key: shown(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -23,7 +23,7 @@ MEMORY_ONLY = {"tiers": ["memory"]}
 
 @pytest.fixture
 def kept(tmp_path, memory_dir):
-    """A job whose first checkpoint has to load at the end, from either tier: memory may let go of it to make room."""
+    """Yields a job whose first checkpoint has to load at the end, from either tier: memory may remove it."""
     kept = Kept(tmp_path / "kept", memory_dir)
     yield kept
     io = kept.io()
@@ -36,7 +36,7 @@ def loads(io, step):
 
 
 def points(watch, limit=40, every=1):
-    """From which piece of space on memory is full, until a save needs fewer than that."""
+    """Yields numbers of a piece of space, from which on memory is full, until a save needs fewer pieces."""
     for number in range(1, limit, every):
         yield number
         if watch.count < number:
@@ -46,7 +46,7 @@ def points(watch, limit=40, every=1):
 
 @pytest.fixture(params=["space", "files"])
 def tight(request, tmp_path):
-    """A real tmpfs that a tenant can fill, by what it holds or by how many."""
+    """Yields a real tmpfs that a tenant can fill, by what it holds or by how many."""
     with mounted_tmpfs(tmp_path / "tight", 16 * MIB, inodes=400) as folder:
         tenant = Tenant(folder)
         fill = tenant.fills if request.param == "space" else tenant.takes_all_inodes

@@ -22,7 +22,7 @@ SKIPPED = r"steps of memory alone are skipped: .*(give it more space|give memory
 
 @pytest.fixture
 def small(tmp_path):
-    """A real tmpfs of 8 MiB."""
+    """Yields a real tmpfs of 8 MiB."""
     with mounted_tmpfs(tmp_path / "shm", 8 * MIB) as folder:
         yield folder
 

@@ -30,7 +30,7 @@ def descriptor(memory_dir):
 
 @pytest.fixture
 def asked_again(monkeypatch):
-    """An hour later: whatever the kernel gave before counts no more."""
+    """Forgets earlier answers of the kernel, as an hour later."""
     shift, now = 3600.0 * next(HOURS), time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: now() + shift)
 

@@ -229,7 +229,7 @@ def test_a_file_that_is_being_read_is_never_written_to_again(tier, by):
 
 
 def mapped_by_others(stored):
-    """A mapping without a lock, as torch.load makes it."""
+    """Returns a mapping without a lock, as torch.load makes it."""
     with open(stored.file("step=1.ckpt"), "rb") as file:
         return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
 
@@ -257,7 +257,7 @@ def test_a_part_that_is_removed_while_it_is_being_opened_is_not_found(tier, monk
 
 
 def resident(slot):
-    """Bytes of a slot's pages that its mapping has, as the kernel counts them."""
+    """Returns the bytes of a slot's pages in its mapping, as the kernel counts them."""
     with open("/proc/self/smaps") as maps:
         text = maps.read().split(os.path.basename(slot.path))[1]
     return 1024 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Rss:"))

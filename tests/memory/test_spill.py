@@ -29,7 +29,7 @@ LARGE = 1_500_000
 
 @pytest.fixture
 def options(tmp_path):
-    """A job on a node with 4 MiB of memory, for checkpoints of 6 MB."""
+    """Yields a job on a node with 4 MiB of memory, for checkpoints of 6 MB."""
     with mounted_tmpfs(tmp_path / "small", 4 * MIB) as small:
         yield {"dirpath": str(tmp_path / "durable"), "memory_dir": str(small), "drain": "thread", "wait_timeout_s": 30}
 

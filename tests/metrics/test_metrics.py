@@ -34,7 +34,7 @@ def runs(tmp_path, memory_dir):
 
 @pytest.fixture
 def dead(runs):
-    """A job that died at step 17, after a durable checkpoint of step 10 and one of step 15 in memory."""
+    """Returns a job that died at step 17, after a durable checkpoint of step 10 and one of step 15 in memory."""
     checkpoints = TieredModelCheckpoint(memory_every_n_train_steps=5, s3_every_n_train_steps=10)
     runs.fit(checkpoints, stop_at=17, max_steps=20)
     return runs

@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _fresh_nemo(monkeypatch, tmp_path):
-    """NeMo keeps some of its state in the environment, and writes to the working directory."""
+    """Resets NeMo's state, which is in the environment and in the working directory."""
     from nemo.utils.app_state import AppState
 
     monkeypatch.delenv("NEMO_EXPM_VERSION", raising=False)

@@ -14,14 +14,14 @@ DEADLINE_S = 90.0
 
 @pytest.fixture(autouse=True)
 def drain_in_a_thread():
-    """A process for each drain takes longer to start than all else; tests/drain and tests/crash have it."""
+    """Runs drains in threads, which start faster; tests/drain and tests/crash have processes."""
     with supported(drain="thread"):
         yield
 
 
 @pytest.fixture
 def ranks(tmp_path, memory_dir):
-    """Runs steps of ``worker.py`` on ranks placed on nodes (a letter a rank); the answers, by step and rank.
+    """Runs steps of ``worker.py`` on ranks placed on nodes (a letter a rank); returns answers, by step and rank.
 
     A node is a memory folder and a machine of its own, unless ``machines`` are given (a letter a rank, too).
     """

@@ -14,7 +14,7 @@ CABLE = "cable0"
 
 @pytest.fixture
 def places():
-    """Two network namespaces, one a node, and a pair of devices between them."""
+    """Yields two network namespaces, one a node, and a pair of devices between them."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root, and the command ip (iproute2)")
     names = {node: f"tiered-{os.getpid()}-{node}" for node in "ab"}

@@ -60,7 +60,7 @@ def held(job):
 
 
 def settle(job):
-    """Until nothing is on its way to peers, and this node knows so."""
+    """Waits until no part is on its way to peers, and this node knows so."""
     session = session_of(job)
     deadline = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline:
@@ -103,7 +103,7 @@ def save_local(job, seed, stages=()):
 
 
 def load_local(job, name=None, late=None, absent=None):
-    """Each rank by itself; one may begin later, after some seconds or once there is a mark, or not at all."""
+    """Loads on each rank by itself; one may begin later, after some seconds or at a mark, or not at all."""
     if dist.get_rank() == absent:
         return None
     if late is not None and dist.get_rank() == late[0]:
@@ -193,7 +193,7 @@ def save_local_now(job, seed, rank, seconds):
 
 
 def save_alone(job, seed, rank, size=50_000):
-    """One rank saves a full checkpoint, without a word to the others."""
+    """Saves a full checkpoint on one rank, without any exchange."""
     if dist.get_rank() != rank:
         return None
     state, began = full_state(seed, size), time.monotonic()
@@ -202,7 +202,7 @@ def save_alone(job, seed, rank, size=50_000):
 
 
 def cut_while_reading(job, rank, at):
-    """A rank's network goes down before the n-th piece of what it reads next of another node's memory."""
+    """Cuts a rank's network before the n-th piece that it reads next of another node's memory."""
     if dist.get_rank() != rank:
         return
     read_pieces, read = PeerStore.read_pieces, []
@@ -218,7 +218,7 @@ def cut_while_reading(job, rank, at):
 
 
 def link_set(job, state, rank=None):
-    """The cable of this rank's network is cut, or mended."""
+    """Cuts or mends the cable of this rank's network."""
     if rank in (None, dist.get_rank()):
         subprocess.run(["ip", "link", "set", job["netns"]["device"], state], check=True)
 
@@ -251,7 +251,7 @@ def wait_for_copies(job, rank, seconds):
 
 
 def save_until_copied(job, rank, seeds):
-    """Saves one step after the other until one gets to the peer; which one that was."""
+    """Saves one step after the other until one gets to the peer; returns this step."""
     if dist.get_rank() == rank:
         for seed in seeds:
             before = session_of(job).counts["replicated"]
@@ -267,19 +267,19 @@ def meet_all(job):
 
 
 def die_without_a_word(job, ranks):
-    """Some ranks are gone; the others' process group notices only when it is used."""
+    """Kills some ranks; the others' process group notices this only when it is used."""
     if dist.get_rank() in ranks:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.5)
 
 
 def hurry(job, **seconds):
-    """Shorter bounds, by the names of Timing's fields."""
+    """Sets shorter bounds, by the names of Timing's fields."""
     hurry_clock(**seconds)
 
 
 def load_failing(job, kind, seed, rank, where, dies=False):
-    """A load after rank 0's node has lost its memory, in which a call of one rank fails once, or kills it; how it went."""
+    """Loads after rank 0's node has lost its memory; a call of one rank fails once, or kills it. Returns the result."""
     tier = session_of(job).open().tier
     if dist.get_rank() == 0:
         for stored in tier.parts():

@@ -19,7 +19,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def rank_of_job(port, rank, pipe):
-    """A process that answers what it would load and save each time that it is asked."""
+    """Runs a process that answers each request with its choice to load and save."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
     run, run_id = Run(dist.TCPStore("127.0.0.1", port, is_master=False)), ids.new_run_id()
     pipe.send("started")

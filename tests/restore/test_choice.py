@@ -72,7 +72,7 @@ def test_a_save_of_which_only_copies_are_left_is_orphaned_unless_the_durable_tie
 
 @st.composite
 def tiers(draw):
-    """Saves of a few names: each on some nodes' memory, and in some manifests as content or previous."""
+    """Returns saves of a few names: each on some nodes' memory, and in some manifests as content or previous."""
     nodes = [f"n{i}" for i in range(draw(st.integers(1, 3)))]
     saves = [(draw(st.sampled_from(NAMES)), number) for number in range(draw(st.integers(0, 6)))]
     memory = {node: [held(*save) for save in saves if draw(st.booleans())] for node in nodes}
@@ -205,7 +205,7 @@ def test_local_checkpoints_lie_beside_the_others_but_a_full_one_never_hides_a_sh
     memory = {"a": [part(2, 0), part(2, 1), part(3, 0, kind="local"), part(3, 1, kind="local")]}
     durable = [manifest(1, kind="full")]
     assert names(memory, durable, accepts=accepts) == offered
-    # By its name it is offered whatever it is, to be refused by what it is.
+    # By its name it is offered with any payload, and refused by its payload.
     assert names(memory, durable, Selector("name", "step_2"), accepts) == ["step_2"]
 
 

@@ -16,7 +16,7 @@ DAY_S = 24 * 3600.0
 
 @pytest.fixture
 def run(tmp_path, memory_dir, monkeypatch, caplog):
-    """Another run that neither loads nor looks saves a step, on a node of its own; what it warned of."""
+    """Saves a step by another run that neither loads nor looks, on a node of its own; returns its warnings."""
     caplog.set_level(logging.WARNING)
 
     def options(node):

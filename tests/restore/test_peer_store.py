@@ -337,7 +337,7 @@ def test_only_the_address_that_is_asked_for_is_listened_on(node):
 
 # ----------------------------------------------------------------------------------------- owners
 def moved(memory, world_size, nodes):
-    """The moves of a save of so many ranks, whose parts lie so."""
+    """Returns the moves of a save of so many ranks, whose parts lie so."""
     content = replace(make_content("x", b"x", 1, kind="sharded"), world_size=world_size, parts=world_size)
     return moves_to_owners(Candidate("step_1", content, held=memory), nodes)
 

@@ -93,7 +93,7 @@ def test_more_than_one_batch_of_corrupt_ones_still_finds_the_intact_one(world):
     for number in range(2, 37):
         into_durable(world.store, f"step={number}.ckpt", NEW, number)
         os.unlink(Path(world.store.url, f"step={number}.ckpt"))
-        # Times in the order of saving, whatever the clock's grain.
+        # Times in the order of saving, for any grain of the clock.
         os.utime(Path(world.store.url, manifest_key(f"step={number}.ckpt")), (number, number))
     os.utime(Path(world.store.url, manifest_key("step=0.ckpt")), (1, 1))
     flip(into_memory(world.tier(), world.store.url, "m.ckpt", NEW, 50))

@@ -53,7 +53,7 @@ class Asked(FaultyStore):
 
 @pytest.fixture
 def world(world):
-    """A durable tier with three checkpoints of four ranks, and a node that has none of them in its memory."""
+    """Returns a durable tier with three checkpoints of four ranks, and a node that has none of them in its memory."""
     for number in range(1, STEPS + 1):
         save(world.store, f"step_{number}", number, kind="sharded", world_size=RANKS)
     return world
@@ -66,7 +66,7 @@ def test_what_is_asked_for_by_its_name_is_looked_for_elsewhere_only_where_it_has
     assert (asked.keys, above.keys) == ([ids.manifest_key("step_1")], [])
     known = discover(tiers, Selector("name", "a/b/step_7"), {}, "sharded")
     assert (known.elsewhere, known.foreign) == (None, None)
-    # Each folder but this dirpath is asked once, whatever its depth.
+    # Each folder except this dirpath is asked once, at any depth.
     assert len(above.keys) == len(set(above.keys)) == min(16, len(Path(world.store.url).parts))
 
 

@@ -89,7 +89,7 @@ def test_the_last_reader_removes_the_folder(tmp_path):
 
 
 def left_behind(root):
-    """A folder as a power loss leaves it: what says that chunks are verified is on the disk, and the chunks are not."""
+    """Makes a folder as after a power loss: the marks of verified chunks are on the disk, and the chunks are not."""
     child = os.fork()
     if not child:
         file = opened(SharedFolder(root, "save"), OneObject(DATA))

@@ -34,7 +34,7 @@ def from_store(data, wanted):
 
 @st.composite
 def spans(draw):
-    """Disjoint spans of the file, in any order; some touch each other."""
+    """Returns disjoint spans of the file, in any order; some touch each other."""
     cuts = sorted(draw(st.sets(st.integers(0, len(DATA)), min_size=2, max_size=12)))
     found = [(low, high) for low, high in itertools.pairwise(cuts) if draw(st.booleans())]
     return draw(st.permutations(found))

@@ -222,7 +222,7 @@ def test_a_run_without_the_lease_removes_nothing(tmp_path):
 
 @pytest.fixture
 def node(memory_dir, durable_dir):
-    """A node whose run has ended, with two saves and the retention behind each still queued."""
+    """Returns a node whose run has ended, with two saves and the retention behind each still queued."""
     node = Node(memory_dir, durable_dir, retention={"latest": 1})
     for number in (1, 2):
         save_id = node.save(f"c{number}", b"data", step=number)
@@ -283,7 +283,7 @@ def test_a_save_does_not_wait_for_all_that_new_policies_remove(memory_dir, durab
 
 @pytest.fixture
 def locks(s3_server, s3_url):
-    """The store of a bucket, and a proxy before it that refuses to delete what ``lock`` says."""
+    """Yields the store of a bucket, and a proxy before it that refuses to delete what ``lock`` says."""
     bucket, _ = ids.parse_s3_url(s3_url)
     store = open_store(TieredCheckpointConfig(dirpath=s3_url))
     with FaultProxy(s3_server.endpoint_url) as proxy:

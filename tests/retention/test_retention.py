@@ -60,7 +60,7 @@ def parts(ranks=2):
 
 
 def evidences(held, lacking):
-    """The three kinds of evidence."""
+    """Returns the three kinds of evidence."""
     done = sorted({each.save_id for each in held})[1::2]
     return [all_complete(held, scope()), complete_here(held, scope(), lacking), Evidence(tuple(done))]
 

@@ -1,4 +1,4 @@
-"""End of a process with work left for others: nothing is waited for in vain, and nothing is forgotten."""
+"""End of a process with work left for others: no wait is in vain, and no save is forgotten."""
 
 import contextlib
 import threading

@@ -9,7 +9,7 @@ from tiered_checkpoint_io.engine.save.spans import Spans, ends_of
 
 
 def drawn(draw, base):
-    """A view of some bytes of a buffer, as it may come: of any dtype, with gaps, turned, over itself, or empty."""
+    """Returns a view of some bytes of a buffer: of any dtype, with gaps, turned, over itself, or empty."""
     whole = base.view(draw.choice([torch.uint8, torch.int16, torch.float32]))
     shape = [draw.randrange(0 if draw.random() < 0.1 else 1, 4) for _ in range(draw.randrange(4))]
     stride = [draw.randrange(7) for _ in shape]

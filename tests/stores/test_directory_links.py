@@ -38,7 +38,7 @@ class Guessed:
 
 
 def tree(folder):
-    """All that is there, links included."""
+    """Returns all that is there, links included."""
     found = {}
     for path in sorted(folder.rglob("*")):
         kind = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
@@ -66,7 +66,7 @@ def has_link(root, key):
 
 
 def attempts(store):
-    """Each operation that a store has, by name; reads give bytes, or names."""
+    """Returns each operation that a store has, by name; reads give bytes, or names."""
 
     def read(key):
         size = store.size(key)

@@ -28,7 +28,7 @@ LARGE = (17 << 20) // 4
 
 
 def each_of(*plans):
-    """A plan of several; of those that would spoil a request, the first one does."""
+    """Returns a plan of several; of those that would spoil a request, the first one does."""
 
     def plan(*asked):
         return next(filter(None, (each(*asked) for each in plans)), None)
@@ -38,7 +38,7 @@ def each_of(*plans):
 
 
 def bad_hour():
-    """Each request of a save meets something that passes."""
+    """Returns a plan with a transient fault for each request of a save."""
     manifest = {"operation": "put", "key": ".tiered/manifests", "calls": {1}}
     return each_of(
         where(SLOW_DOWN, operation="part", calls={1, 2}),

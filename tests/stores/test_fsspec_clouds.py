@@ -42,7 +42,7 @@ def _http(status):
 
 
 def _raised(error, cause=None, context=None):
-    """An error as it is caught, with what led to it."""
+    """Returns an error as it is caught, with what led to it."""
     try:
         if context is not None:
             try:

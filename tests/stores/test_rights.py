@@ -49,7 +49,7 @@ def document(name, prefix="run"):
 
 @pytest.fixture
 def s3_server(moto, use_server):
-    """moto knows keys of KMS; its bucket has the name that the files are filled in with."""
+    """Uses moto, which knows keys of KMS, with a bucket of the name in the policy files."""
     moto.make_bucket(BUCKET)
     yield use_server(moto)
     moto.remove_bucket(BUCKET)

@@ -14,7 +14,7 @@ from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 
 
 def title_case(exchange):
-    """The names of headers as some servers, and proxies, write them."""
+    """Writes the names of headers as some servers and proxies do."""
     status, headers, body = exchange.forward()
     exchange.answer(status, body, [(name.title(), text) for name, text in headers])
 

@@ -17,7 +17,7 @@ from tiered_checkpoint_io.stores.s3 import MIB
 
 @pytest.fixture
 def uploads(s3_server, s3_url):
-    """The uploads in progress, as the server knows them."""
+    """Returns the uploads in progress, as the server knows them."""
     bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
     return lambda: s3_server.uploads(bucket, prefix)
 
@@ -117,7 +117,7 @@ def test_a_part_that_was_damaged_on_its_way_is_sent_again(status, code, open_sto
 
 @pytest.fixture
 def starting(monkeypatch):
-    """Numbers of the starts of threads that send parts which succeed, from 1; all others fail, as at a limit."""
+    """Returns a set of numbers, from 1: only these starts of threads that send parts succeed, as at a limit."""
     allowed, start, count = set(), threading.Thread.start, itertools.count(1)
 
     def try_to(thread):

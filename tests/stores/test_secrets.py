@@ -1,4 +1,4 @@
-"""A job's credentials are in nothing that it says, writes down, or keeps, whatever fails."""
+"""A job's credentials are in no output, file or memory of it, after any failure."""
 
 import contextlib
 import io as std_io

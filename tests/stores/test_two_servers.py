@@ -1,4 +1,4 @@
-"""Two S3 servers, one dirpath and one namespace: what was saved for one server never reaches the other."""
+"""Two S3 servers, one dirpath and one namespace: a save for one server never reaches the other."""
 
 import io
 import os
@@ -18,7 +18,7 @@ from tiered_checkpoint_io.stores import place_of
 
 @pytest.fixture
 def servers(s3_server, s3_bucket, tmp_path):
-    """The server of other tests, and a second one with the same keys and a bucket of the same name."""
+    """Yields the server of other tests, and a second one with the same keys and a bucket of the same name."""
     (tmp_path / "second").mkdir()
     second = RcloneServer(tmp_path / "second")
     second.access_key, second.secret_key = s3_server.access_key, s3_server.secret_key
@@ -28,7 +28,7 @@ def servers(s3_server, s3_bucket, tmp_path):
 
 
 def checkpoints_on(server, bucket):
-    """The files and the manifests below the dirpath."""
+    """Returns the files and the manifests below the dirpath."""
     keys = [entry["Key"] for entry in server.client.list_objects_v2(Bucket=bucket, Prefix="run/").get("Contents", ())]
     files = {key.removeprefix("run/") for key in keys if "/.tiered/" not in key}
     return files, {key.rpartition("/")[2] for key in keys if "/manifests/" in key}

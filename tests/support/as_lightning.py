@@ -67,7 +67,7 @@ class Tiny(LightningModule):
 
 
 def number(value: Any) -> str | None:
-    """A score as text, so that NaN equals itself."""
+    """Returns a score as text, so that NaN equals itself."""
     return None if value is None else repr(round(float(value), 4))
 
 
@@ -88,7 +88,7 @@ class Side:
         return self.kind is TieredModelCheckpoint
 
     def callback(self, *, attributes: dict[str, Any] | None = None, **arguments: Any) -> Any:
-        """A callback; ``attributes`` are those of a class derived for it."""
+        """Returns a callback; ``attributes`` are those of a class derived for it."""
         kind = type(self.kind.__name__, (self.kind,), attributes) if attributes else self.kind
         return kind(**{"dirpath": self.dirpath, **arguments})
 
@@ -154,7 +154,7 @@ class Side:
         }
 
     def state(self, name: str) -> dict[str, Any]:
-        """The state of the one ModelCheckpoint that a checkpoint holds."""
+        """Returns the state of the one ModelCheckpoint that a checkpoint holds."""
         [state] = [value for key, value in self.load(name)[0]["callbacks"].items() if "ModelCheckpoint" in key]
         return state
 
@@ -213,12 +213,12 @@ class Failing(Callback):
 
 
 def newest(side: Side, **more: Any) -> Any:
-    """A callback that saves each step and keeps the last two."""
+    """Returns a callback that saves each step and keeps the last two."""
     return side.callback(**{"monitor": "step", "mode": "max", "save_top_k": 2, "every_n_train_steps": 1, **more})
 
 
 def resume(side: Side, first: Any, second: Any, ckpt_path: Any, *, to: int = 5, **fit: Any) -> tuple[int, Any]:
-    """Three steps by one callback, and up to five by another that resumes."""
+    """Trains three steps by one callback, and up to five by another that resumes."""
     side.fit(first, max_steps=3, max_epochs=-1, limit_train_batches=4)
     fit = {"max_steps": to, "max_epochs": -1, "limit_train_batches": 4, **fit}
     trainer = side.fit(second, ckpt_path=ckpt_path(side, first), **fit)

@@ -27,7 +27,7 @@ class Kept:
         io.teardown()
 
     def mended(self, step):
-        """Once all is well again, what was refused is there, and becomes durable."""
+        """Checks that refused saves exist once all is well again, and become durable."""
         io = self.io()
         assert io.load_checkpoint("tiered:latest")["global_step"] == step
         assert io.checkpointer.restored.tier == "memory"
@@ -39,7 +39,7 @@ class Kept:
         other_node.teardown()
 
     def io(self, **options):
-        """An IO of this job, closed at the test's end if the test does not."""
+        """Returns an IO of this job, closed at the test's end if the test does not."""
         io = build(TieredCheckpointIO, **{**self.support, **self.options, "on_save_error": "raise", **options})
         self.made.append(io)
         return io
@@ -49,7 +49,7 @@ class Kept:
             io.teardown()
 
     def still_loads(self):
-        """From memory, and then from the durable tier."""
+        """Checks that it loads from memory, and then from the durable tier."""
         for tier in ("memory", "durable"):
             io = self.io()
             loaded = io.load_checkpoint(KEPT)

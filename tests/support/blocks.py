@@ -45,7 +45,7 @@ REPLACED = {
 
 
 def blocks(document):
-    """The blocks of a document by their names."""
+    """Returns the blocks of a document by their names."""
     text = (FOLDER / f"{document}.txt").read_text()
     return dict(re.findall(r"## ([^\n]+)\n```\w+\n(.*?)```", text, re.DOTALL))
 
@@ -106,7 +106,7 @@ def stand_in_for_the_sagemaker_library(**options):
 
 
 def stand_in_for_smp(rep_groups, **options):
-    """``torch.sagemaker``: the ranks that hold the same, and its functions by ours.
+    """Mocks ``torch.sagemaker``: the ranks that hold the same, and its functions by ours.
 
     A local checkpoint of ours has one name, and a part for each shard; in the blocks each shard has a folder of its own,
     whose name ends with the shard. The kind of a state is that of the context in which it was taken.

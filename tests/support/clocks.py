@@ -16,12 +16,12 @@ _LOOK_S = 0.001
 
 
 def quick(**seconds):
-    """Real time with these bounds and intervals."""
+    """Returns a clock of real time with these bounds and intervals."""
     return Clock(Timing(**{**LOOKS, **seconds}))
 
 
 def hurry(**seconds):
-    """Gives this process' own clock other bounds: for workers, whose sessions are made deep inside."""
+    """Sets other bounds of this process' own clock: for workers, whose sessions are made deep inside."""
     object.__setattr__(SYSTEM, "timing", replace(SYSTEM.timing, **seconds))
 
 

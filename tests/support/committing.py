@@ -22,7 +22,7 @@ KINDS = ["full", "full, indexed", "sharded", "sharded, one rank", "local"]
 
 
 def save(store, name, number, journals=None, *, kind="full", world_size=2, suffix=None, clock=SYSTEM, **facts):
-    """All ranks' drains, one after the other, that of the coordinator last; ``facts`` are of the content."""
+    """Runs all ranks' drains, one after the other, the coordinator's last; ``facts`` are of the content."""
     journals = journals or Journals()
     if kind.startswith("full"):
         part, files = full_part(name, number)

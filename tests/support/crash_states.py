@@ -42,7 +42,7 @@ class File:
     now: bytes = b""
 
     def data(self, fates):
-        """The content, given what became of each write that is not safe; of one that ``fates`` leaves out, all is there.
+        """Returns the content, given the fate of each unsafe write; without a fate, all of the write is there.
 
         A number says which sectors of a write are there, by its bits.
         """
@@ -240,7 +240,7 @@ def states(recorder, chooser, draws=EXHAUSTIVE):
 
 
 def _drawn(open_names, open_files, chooser, now):
-    """One combination: the system has written all of itself until some time, lately or long ago; since then, anything.
+    """Returns a combination: the system has written all by itself until some time; since then, anything.
 
     Or it has written all data, and not all names; or all names, and not all data.
     """
@@ -261,7 +261,7 @@ def _drawn(open_names, open_files, chooser, now):
 
 
 def present(top):
-    """The state that a running machine shows."""
+    """Returns the state that a running machine shows."""
     tree = {}
     _fill(tree, "", top, {}, {})
     return tree
@@ -294,7 +294,7 @@ def write(tree, root):
 
 
 def read(root):
-    """The state that a folder shows."""
+    """Returns the state that a folder shows."""
     found = {}
     for path in Path(root).rglob("*"):
         found[str(path.relative_to(root))] = path.read_bytes() if path.is_file() else None

@@ -13,18 +13,18 @@ def command(*arguments):
 
 
 def document_of(command, done):
-    """The one document that a command printed."""
+    """Returns the one document that a command printed."""
     (line,) = done.stdout.splitlines()
     return check(command, json.loads(line))
 
 
 def check(command, document):
-    """The document, which says of which command it is."""
+    """Checks a document, which names its command, and returns it."""
     assert {"version": 1, "command": command}.items() <= document.items()
     return document
 
 
 def verified(*rows):
-    """The output of ``verify`` in a pipe; a row has the state, the tier and the name, and further cells if any."""
+    """Returns the output of ``verify`` in a pipe; a row has state, tier, name, and further cells if any."""
     table = [("state", "tier", "name", "rank", "copy", "note"), *((*row, "", "", "")[:6] for row in rows)]
     return "".join("\t".join(row) + "\n" for row in table)

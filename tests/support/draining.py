@@ -52,7 +52,7 @@ def part_of(name, data, number, dirpath):
 
 
 def where_of(root):
-    """The options of a command that name a memory tier."""
+    """Returns the options of a command that name a memory tier."""
     return "--memory-dir", str(root.parents[1]), "--namespace", root.name
 
 
@@ -92,7 +92,7 @@ class Node:
         return self.commit(part, {name.rpartition("/")[2]: data})
 
     def part(self, name, number, rank, **options):
-        """One rank's part of the save ``number``, as :func:`support.sharded.make_part` makes it."""
+        """Returns one rank's part of the save ``number``, as :func:`support.sharded.make_part` makes it."""
         part, files = make_part(name, number, rank, dirpath=self.dirpath, **options)
         self.number = max(self.number, number)
         return self.commit(replace(part, server=self.server), files)

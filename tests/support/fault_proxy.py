@@ -28,12 +28,12 @@ SLOW_DOWN = refuse(503, "SlowDown")
 
 
 def when(is_so, fault):
-    """``fault`` for those requests of which that is so."""
+    """Returns ``fault`` for the requests that match."""
     return lambda exchange: fault(exchange) if is_so(exchange) else exchange.pass_on()
 
 
 def in_region(region):
-    """S3's documented answer to a signature for another region than the bucket's; not all servers name that region."""
+    """Returns S3's documented answer to a signature for a wrong region; not all servers name the right one."""
     wrong = refuse(400, "AuthorizationHeaderMalformed")
 
     def is_elsewhere(exchange):
@@ -54,7 +54,7 @@ def lose_answer(exchange):
 
 
 def answered_by_another(body):
-    """Something before the server takes the request, and answers with a success: a sign-in page, or nothing at all."""
+    """Returns a fault: another program than the server answers with a success, such as a sign-in page."""
     return lambda exchange: exchange.answer(200, body, [("Content-Type", "text/html")])
 
 
@@ -64,7 +64,7 @@ def lost_by_another(exchange):
 
 
 def odd_etag(exchange):
-    """The object's ETag is no digest of its content, as with SSE-KMS, in S3 Express, and on some servers."""
+    """Answers with an ETag that is no digest of the content, as with SSE-KMS, in S3 Express, and on some servers."""
     status, headers, body = exchange.forward()
     exchange.answer(status, body, [(name, '"oddly"' if name.lower() == "etag" else text) for name, text in headers])
 
@@ -90,7 +90,7 @@ def directory_bucket(exchange):
 
 
 def locked(client, bucket, *ends):
-    """A plan: the server refuses to delete objects whose keys end so, as by a policy; ``plan.asked`` counts how often."""
+    """Returns a plan: deletes of objects whose keys end so are refused, as by a policy; ``plan.asked`` counts."""
     asked = Counter()
 
     def held(key):
@@ -143,7 +143,7 @@ def short_pages(count, *, stuck=False, token=None):
 
 
 def truncate(count):
-    """The answer's head, and so many bytes of its body."""
+    """Returns a fault: only the answer's head, and so many bytes of its body."""
 
     def act(exchange):
         status, headers, body = exchange.forward()
@@ -170,7 +170,7 @@ def stall(exchange):
 
 
 def slow_body(bytes_per_second, piece=64 << 10):
-    """The answer at so many bytes a second."""
+    """Returns a fault: the answer at so many bytes a second."""
 
     def act(exchange):
         status, headers, body = exchange.forward()
@@ -192,7 +192,7 @@ def wrong_bytes(exchange):
 
 
 def where(fault, *, operation=None, key="", part=None, calls=None):
-    """A plan: ``fault`` for the requests that match.
+    """Returns a plan: ``fault`` for the requests that match.
 
     Args:
         fault: Fault for these requests.
@@ -218,7 +218,7 @@ def where(fault, *, operation=None, key="", part=None, calls=None):
 
 
 def whole_object(client, bucket):
-    """A ranged read answered with everything, as some servers do."""
+    """Answers a ranged read with the whole object, as some servers do."""
 
     def act(exchange):
         key = urlsplit(exchange.path).path.removeprefix(f"/{bucket}/")
@@ -267,7 +267,7 @@ class FaultProxy:
         self.server.server_close()
 
     def count(self, method, text):
-        """Requests of a method whose path holds ``text``."""
+        """Returns the number of requests of a method whose path holds ``text``."""
         return sum(1 for each, path in self.requests if each == method and text in path)
 
     def fault_for(self, operation, path):

@@ -49,7 +49,7 @@ _IDS = re.compile(r"\b\d{8,}[0-9a-zA-Z.]*(-[0-9a-zA-Z]+)+\b")
 
 
 def normalized(text, places):
-    """A command's output with times, sizes, paths and process ids replaced, and without Lightning's own lines.
+    """Returns a command's output with times, sizes, paths and process ids replaced, and without Lightning's own lines.
 
     Args:
         text: Output on stdout and stderr.
@@ -119,7 +119,7 @@ class Story:
         self._places |= {endpoint_url: "<endpoint>", endpoint_url.partition("//")[2]: "<endpoint>"}
 
     def python(self, script, *arguments, prelude="", ranks=0, **hurry):
-        """Runs a file of the folder, or a script of ``scripts/``, with other bounds; gives its output and status.
+        """Runs a file of the folder, or a script of ``scripts/``, with other bounds; returns its output and status.
 
         With ``ranks``, so many of them, as torchrun does; the output is of all, the status of the first that failed.
         """
@@ -143,7 +143,7 @@ class Story:
                 time.sleep(0.1)
 
     def loses_memory(self):
-        """The node is replaced: nothing is left in its memory."""
+        """Replaces the node: its memory is empty."""
         self.drained()
         for root in self.roots():
             for path in sorted(root.rglob("saves/*/**/*"), reverse=True):
@@ -183,7 +183,7 @@ def _has_drain(root):
 
 
 def blocks_of(document):
-    """The fenced blocks of a Markdown text: heading, language and text of each, word for word."""
+    """Returns the fenced blocks of a Markdown text: heading, language and text of each, word for word."""
     found, heading, language, inside = [], "", None, []
     for line in document.splitlines():
         if language is None and line.startswith("#"):

@@ -148,7 +148,7 @@ PROGRAMS = {
 
 # -------------------------------------------------------------------------------------- real pickles
 def values():
-    """Values of every kind, of which trees are made."""
+    """Returns values of every kind, of which trees are made."""
     w = torch.arange(6.0).reshape(2, 3)
     attributes = w.clone()
     attributes.mark = 1
@@ -189,7 +189,7 @@ def trees(folder):
 
 
 def tree_of(data):
-    """The tree of a pickle of protocol 2."""
+    """Returns the tree of a pickle of protocol 2."""
     stack, marks, memo = [], [], {}
 
     def above():
@@ -302,7 +302,7 @@ def _write(node, out, numbers, open_ones):
 
 # ------------------------------------------------------------------------------------------ changing
 def parts_of(tree):
-    """All nodes of a tree, each once."""
+    """Returns all nodes of a tree, each once."""
     found, todo = {}, [tree]
     while todo:
         node = todo.pop()
@@ -316,7 +316,7 @@ def parts_of(tree):
 
 
 def changed(tree, pool, dice, names):
-    """A tree with some lies in it."""
+    """Returns a tree with some lies in it."""
     tree = copy.deepcopy(tree)
     for _ in range(dice.choice((1, 1, 1, 2, 3))):
         nodes = parts_of(tree)
@@ -370,7 +370,7 @@ def _and_then(node, target, step):
         node[:] = target
         node[3].append(step)
         return
-    # A call that gives its argument back does not exist: the step is written by hand.
+    # A call that returns its argument does not exist: the step is written by hand.
     out = []
     _write(target, out, {}, set())
     if step[0] == "build":
@@ -387,7 +387,7 @@ def _and_then(node, target, step):
 
 # ------------------------------------------------------------------------------------------- looking
 def watched():
-    """Classes, functions and modules that a load may name."""
+    """Returns classes, functions and modules that a load may name."""
     found = {}
     for full in {*NAMES, *OF_METADATA}:
         module, _, name = full.rpartition(".")
@@ -399,7 +399,7 @@ def watched():
 
 
 def world(things):
-    """All of this process that a load could change."""
+    """Returns all of this process that a load could change."""
     found = {str(each): _shown(each) for each in things}
     files = sorted(
         os.readlink(each)
@@ -446,7 +446,7 @@ def touch(value, depth=0):
 
 
 def zip_with(pickled_data, records):
-    """A file of torch.save with another pickle."""
+    """Returns a file of torch.save with another pickle."""
     file = io.BytesIO()
     writer = torch._C.PyTorchFileWriter(file)
     for name, data in {"data.pkl": pickled_data, **records}.items():
@@ -458,7 +458,7 @@ def zip_with(pickled_data, records):
 
 
 def file_of(held):
-    """A file of torch.save."""
+    """Returns a file of torch.save."""
     file = io.BytesIO()
     torch.save(held, file)
     file.seek(0)

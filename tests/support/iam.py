@@ -15,7 +15,7 @@ _KMS = "x-amz-server-side-encryption"
 
 
 def policy(rights):
-    """A policy that allows these actions on every bucket and key, and no others."""
+    """Returns a policy that allows these actions on every bucket and key, and no others."""
     return {"Statement": [{"Effect": "Allow", "Action": sorted(rights), "Resource": "arn:aws:s3:::*"}]}
 
 
@@ -111,7 +111,7 @@ class Judge:
 
 
 def _speaks_of(document, asked):
-    """A policy of a key says nothing about buckets, and one of a bucket nothing about keys."""
+    """Returns True if a policy is about the requested service: a key's policy is not about buckets, for one."""
     services = {action.partition(":")[0] for each in document["Statement"] for action in _listed(each["Action"])}
     return asked.action.partition(":")[0] in services
 

@@ -115,7 +115,7 @@ class _Counted(io.BufferedWriter):
 
 
 def install(counter):
-    """From now on, effects of this process are counted."""
+    """Counts effects of this process from now on."""
 
     def behind(name, kind, path_of):
         call = getattr(os, name)

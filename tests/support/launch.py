@@ -50,7 +50,7 @@ class Forked:
         return self
 
     def wait(self, timeout_s):
-        """Its status when it has ended, negative for a signal; None if that takes longer."""
+        """Returns the status of an ended rank, negative for a signal; None if that takes longer."""
         self._until(lambda: self.returncode is not None, timeout_s)
         return self.returncode
 
@@ -118,7 +118,7 @@ def zygote(preload=()):
 
 
 def zygote_pids():
-    """Children of this process that outlive a test by design."""
+    """Returns the ids of children of this process that outlive a test by design."""
     return {each.pid for each in _zygotes.values()}
 
 
@@ -165,7 +165,7 @@ def launch(folder, jobs, *, worker, deadline_s=DEADLINE_S, preload=()):
 
 
 def late_of(processes, deadline_s):
-    """Waits until all have ended; gives the index of the first that had to be killed, else None."""
+    """Waits until all have ended; returns the index of the first that had to be killed, else None."""
     try:
         for each in processes:
             each.started()

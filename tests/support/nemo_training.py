@@ -127,7 +127,7 @@ CONFIG = {
 
 
 def merged(*parts):
-    """One configuration of several, the later ones first."""
+    """Returns one configuration of several, the later ones first."""
     result = copy.deepcopy(CONFIG)
     for part in parts:
         result = OmegaConf.to_container(OmegaConf.merge(result, part))
@@ -151,7 +151,7 @@ class NeMoRuns:
         return merged(base, *parts)
 
     def bare(self, **options):
-        """A trainer that exp_manager has not seen."""
+        """Returns a trainer that exp_manager has not seen."""
         common = {
             "max_steps": 20,
             "val_check_interval": EVERY,
@@ -165,7 +165,7 @@ class NeMoRuns:
         return Trainer(**{**common, **options})
 
     def trainer(self, config, *, way="drop-in", **options):
-        """A trainer that is ready to fit.
+        """Returns a trainer that is ready to fit.
 
         ``drop-in``: NeMo's exp_manager and our S3CheckpointIO, with nothing else changed; ``connector``: the
         same, with the connector that NeMo's documents set before; ``tiered``: tiered_exp_manager.

@@ -83,7 +83,7 @@ class Disk:
 
     @contextlib.contextmanager
     def trainer(self, on_save_error="warn"):
-        """A process of the job."""
+        """Yields a process of the job."""
         places = {"dirpath": self.durable, "memory_dir": self.memory, "spill_dir": self.spill}
         config = build(
             TieredCheckpointConfig.from_any,
@@ -173,7 +173,7 @@ def _operations():
 
 
 def try_node(kind, folder, *, seed=0, sample=1.0, draws=3):
-    """The number of states tried, and the verdicts that are no good."""
+    """Returns the number of states tried, and the verdicts that are no good."""
     chooser = random.Random(seed)
     place = kind(folder)
     place.make()

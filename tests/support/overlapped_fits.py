@@ -425,7 +425,7 @@ class Fits:
 
 # --------------------------------------------------------------------------------------------------- oracle
 def loaded(folder):
-    """A sharded checkpoint, as what was saved."""
+    """Returns a sharded checkpoint, as what was saved."""
     if not (folder / ".metadata").exists():
         raise FileNotFoundError(folder)
     found = _load_distributed_checkpoint(folder)

@@ -75,7 +75,7 @@ def reap(pid):
 
 # ------------------------------------------------------------------------------------------ copies
 def run_pair(order, counter):
-    """Node a saves, memory only, what ``order`` counts; node b keeps copies."""
+    """Has node a save the steps of ``order``, memory only; node b keeps copies."""
     from torch.distributed import TCPStore
 
     port = free_port()
@@ -160,7 +160,7 @@ def keep(order, counter, store):
 
 # -------------------------------------------------------------------------------- training together
 def run_pair_train(order, counter):
-    """Both nodes save sharded checkpoints together, memory only, and keep copies of each other's parts."""
+    """Has both nodes save sharded checkpoints, memory only, and keep copies of each other's parts."""
     both("trainer", train, order, counter)
 
 
@@ -177,7 +177,7 @@ def both(role, work, order, counter):
 
 
 def join(rank, port, joined):
-    """Both have joined before either may be killed: torch waits for a dead rank 0 far beyond its timeout."""
+    """Joins both before either may be killed: torch waits for a dead rank 0 far beyond its timeout."""
     import torch.distributed as dist
 
     where, bound = f"tcp://127.0.0.1:{port}", timedelta(seconds=PATIENCE_S / 2)

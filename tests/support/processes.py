@@ -18,7 +18,7 @@ def start(*arguments, run=("-m", "tiered_checkpoint_io"), env=(), **options):
 
 
 def at_a_terminal():
-    """Ctrl-C reaches the process; if a shell runs the tests in the background, it is ignored."""
+    """Lets Ctrl-C reach the process, although a shell may run the tests in the background."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -33,7 +33,7 @@ class S3Server:
         self.secret_key = secret_key
 
     def env(self) -> dict[str, str]:
-        """Environment variables by which boto3 and s3fs find the server and its keys, and nothing else."""
+        """Returns environment variables by which boto3 and s3fs find the server and its keys, and nothing else."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,

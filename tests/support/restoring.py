@@ -68,7 +68,7 @@ def served(tier):
 
 
 def of_a_newer_release(document, version=3):
-    """A stored manifest or part, as a later version of the package would write it, in another format."""
+    """Returns a stored manifest or part, as a later version of the package would write it, in another format."""
     raw = json.loads(document)
     del raw["digest"]
     return dump({**raw, "version": version})
@@ -131,7 +131,7 @@ class ThreadGroup(Group):
 
 
 def in_ranks(nodes, work, timeout_s=30.0):
-    """Runs ``work(group)`` on one rank per entry of ``nodes``; what each returned or raised, by rank."""
+    """Runs ``work(group)`` on one rank per entry of ``nodes``; returns each result or error, by rank."""
     shared = {
         "size": len(nodes),
         "slots": [b""] * len(nodes),
@@ -188,7 +188,7 @@ class World:
         return restored, read(restored)
 
     def restore_all(self, nodes, selector=LATEST, stores=None):
-        """On all ranks; what each got, or raised."""
+        """Restores on all ranks; returns each result or error."""
         for node in nodes:
             self.tier(node)
 

@@ -18,7 +18,7 @@ QUICK = {"lease_beat_s": 0.3, "lease_ttl_s": 1.5, "lease_poll_s": 0.1, "namespac
 
 @contextlib.contextmanager
 def runner():
-    """The process that runs are forked from; gives what :class:`Run` takes first."""
+    """Starts a process from which runs are forked; yields its address, the first argument of :class:`Run`."""
     with tempfile.TemporaryDirectory() as folder:
         path, log = f"{folder}/runs", Path(folder, "log.txt")
         owner = ("TIERED_CHECKPOINT_OWNER", "TIERED_CHECKPOINT_OWNER_JOB")
@@ -67,7 +67,7 @@ class Run:
         self._socket.close()
 
     def until(self, line, is_it, deadline_s):
-        """Does a line again and again; gives the first answer that is it."""
+        """Does a line again and again; returns the first such answer."""
         end = time.monotonic() + deadline_s
         while not is_it(answer := self.do(line)):
             assert time.monotonic() < end, answer

@@ -44,7 +44,7 @@ def make_part(
     size=1500,
     series="",
 ):
-    """A rank's part, and its files: two of data of about ``size`` bytes, and ``.metadata`` on the coordinator."""
+    """Returns a rank's part and files: two of data of about ``size`` bytes, and the coordinator's ``.metadata``."""
     basenames = [f"__{rank}_0{suffix}.distcp", f"__{rank}_1{suffix}.distcp"]
     if kind == "sharded" and rank == coordinator:
         basenames.append(METADATA)
@@ -94,7 +94,7 @@ def readable(store, name):
 
 
 def named(store):
-    """All keys that a durable tier should have, besides manifests: what those that count name."""
+    """Returns all keys that a durable tier should have, besides manifests: the keys that valid manifests name."""
     names = (ids.name_from_manifest_key(entry.key) for entry in store.list(ids.MANIFEST_PREFIX))
     read = {name: read_manifest(store, name) for name in names}
     manifests = {name: manifest for name, manifest in read.items() if manifest is not None}
@@ -109,7 +109,7 @@ def named(store):
 
 
 def objects(store):
-    """All keys of a durable tier, besides manifests."""
+    """Returns all keys of a durable tier, besides manifests."""
     return sorted(entry.key for entry in store.list("") if not entry.key.startswith(ids.MANIFEST_PREFIX))
 
 

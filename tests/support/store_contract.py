@@ -52,7 +52,7 @@ class MemoryJournal:
 
 
 def stop_here(_: int) -> None:
-    """A progress report that ends the upload."""
+    """Ends the upload, as a progress report."""
     raise StopHere
 
 
@@ -133,7 +133,7 @@ class OptionalContract:
     # --------------------------------------------------------------------------------- on a condition
     @pytest.fixture
     def conditional_store(self, store: Store) -> ConditionalStore:
-        """The store, if it is one; conditional writes are optional."""
+        """Returns the store, if it is conditional; conditional writes are optional."""
         if not self.keeps_conditions or not isinstance(store, ConditionalStore):
             pytest.skip("this store does not write on a condition")
         return store
@@ -242,7 +242,7 @@ class StoreContract(OptionalContract):
 
     @pytest.fixture
     def store(self) -> Iterator[Store]:
-        """The store under test."""
+        """Makes the store under test."""
         raise NotImplementedError
 
     def test_is_a_store_and_says_where(self, store: Store) -> None:

@@ -28,7 +28,7 @@ def op_id(number):
 
 
 def state(number):
-    """The training state that operation ``number`` saves."""
+    """Returns the training state that operation ``number`` saves."""
     import torch
 
     return {"w": torch.arange(20_000.0) + number, "global_step": number}
@@ -63,7 +63,7 @@ class Model:
         return name in self._own
 
     def view(self):
-        """Names, and the number of the save that each shows."""
+        """Returns names, and the number of the save that each shows."""
         return {**self._own, **{alias: self._own[of] for alias, of in self._aliases.items()}}
 
     def objects(self):
@@ -71,7 +71,7 @@ class Model:
 
 
 def moments():
-    """The model before the first operation, and behind each."""
+    """Returns the model before the first operation, and behind each."""
     model = Model()
     views = [(model.view(), model.objects())]
     for number, operation in enumerate(OPERATIONS, start=1):

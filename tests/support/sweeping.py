@@ -1,8 +1,8 @@
 """Stories of processes that are killed at each of their effects, and the restart after each.
 
-Each story gives a verdict for each point: ``old`` or ``new``, as the restart found the state before or
-behind the operation that was cut off, whole and bit for bit; ``loss``, if something is missing that was reported as
-done, or does not work any more; or ``mixture``, if something is there that was never saved.
+Each story has a verdict for each point: ``old`` or ``new``, as the restart found the state before or behind the
+operation that was cut off, whole and bit for bit; ``loss``, if something is missing that was reported as done, or does
+not work any more; or ``mixture``, if something is there that was never saved.
 """
 
 import collections
@@ -118,7 +118,7 @@ def restored(place, kind, allowed, **order):
 
 # ----------------------------------------------------------------------------------------- trainers
 def newest(kind, count):
-    """The step that a restart finds behind so many operations of a life; None for none."""
+    """Returns the step that a restart finds behind so many operations of a life; None for none."""
     there = {}
     for number, (action, name, _) in enumerate(LIVES[kind][:count], start=1):
         if action == "save":

@@ -62,7 +62,7 @@ class Told:
 
 
 def try_story(told, folder, *, seed=0, sample=1.0):
-    """The number of states tried, and the verdicts that are no good."""
+    """Returns the number of states tried, and the verdicts that are no good."""
     chooser, bad, seen = random.Random(seed), [], set()
     memory, durable = f"{folder}/memory", f"{folder}/durable"
     Path(memory).mkdir(mode=0o700)
@@ -111,7 +111,7 @@ def _try_state(told, node, tree, folder, *, anew):
 
 
 def _save_anew(told, before, store, folder):
-    """A run on a node with empty memory saves a further checkpoint; what was readable must be so still."""
+    """Saves a further checkpoint on a node with empty memory; readable checkpoints must stay readable."""
     Path(f"{folder}/memory").mkdir(mode=0o700)
     node = Node(f"{folder}/memory", store.url)
     node.number = 50

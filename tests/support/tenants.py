@@ -106,7 +106,7 @@ class Watch:
 
 @contextlib.contextmanager
 def descriptors_to_spare(spare):
-    """While the block runs, this process can open so many more files."""
+    """Lets this process open only so many more files in the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Not by a listing, which takes a descriptor itself; a worker that has run many tests has hundreds open.
     free = (number for number in range(hard) if not os.path.lexists(f"/proc/self/fd/{number}"))
@@ -120,7 +120,7 @@ def descriptors_to_spare(spare):
 
 @contextlib.contextmanager
 def no_more_threads():
-    """While the block runs, no thread can be started, as beyond a container's ``pids.max``; ``ulimit -u`` is not for root."""
+    """Lets no thread start in the block, as beyond a container's ``pids.max``; ``ulimit -u`` is not for root."""
 
     def refused(_):
         raise RuntimeError("can't start new thread")

@@ -153,7 +153,7 @@ class Runs:
 
 
 def durable(dirpath):
-    """The names of all checkpoints on the durable tier."""
+    """Returns the names of all checkpoints on the durable tier."""
     store = open_store(TieredCheckpointConfig(dirpath=dirpath))
     try:
         return sorted(name_from_manifest_key(entry.key) for entry in store.list(MANIFEST_PREFIX))

@@ -6,7 +6,7 @@ PATIENCE_S = 60.0
 
 
 def until(is_so, what="it is so", timeout_s=PATIENCE_S, poll_s=0.01):
-    """Waits until a condition holds; gives what it gave."""
+    """Waits until a condition holds; returns its result."""
     end = time.monotonic() + timeout_s
     while not (found := is_so()):
         assert time.monotonic() < end, f"waited in vain: {what}"

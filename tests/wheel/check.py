@@ -66,7 +66,7 @@ def build(scratch, out):
 
 
 def interpreters():
-    """The other Pythons that are installed, by version: on the path, or of pyenv."""
+    """Returns the other Pythons that are installed, by version: on the path, or of pyenv."""
     found = {}
     for version in VERSIONS:
         pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
