@@ -1,3 +1,3 @@
-"""The release, where every layer can read it."""
+"""The release, in a module that every layer can import."""
 
 __version__ = "0.1.0"

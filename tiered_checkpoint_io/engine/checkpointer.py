@@ -224,7 +224,7 @@ class Checkpointer:
             The state; a falsy :class:`NoCheckpoint` if a sentinel finds no checkpoint at all.
 
         Raises:
-            CheckpointNotFoundError: There is none of that name.
+            CheckpointNotFoundError: No tier has a checkpoint of that name.
             RestoreError: No copy is intact, or torch can't load the file.
             StoreError: The durable tier could not be read.
         """

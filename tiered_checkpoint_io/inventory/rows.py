@@ -44,9 +44,9 @@ class CheckpointInfo:
         save_id: Id of the save that made it; as text, ids sort in the order of the saves. "" if it is not known.
         state: ``durable``: committed on the durable tier. ``memory_only``: in node memory, and not to be uploaded.
             ``waiting``, ``uploading``: in node memory, on its way to the durable tier. ``incomplete``: only a part of
-                it is on the durable tier; other nodes are uploading it, or it never became complete; or it may be
-                complete, but the durable tier was not asked. ``corrupt``: it can't be read, or was found damaged, and
-                no intact copy is known. ``newer_release``: a newer release of this package wrote it.
+            it is on the durable tier; other nodes are uploading it, or it never became complete; or it may be
+            complete, but the durable tier was not asked. ``corrupt``: it can't be read, or was found damaged, and
+            no intact copy is known. ``newer_release``: a newer release of this package wrote it.
         where: The tiers that have it, or parts of it, without damaged copies. ``memory``: this node's; ``spill``: on
             its disk; ``replicas``: kept for other nodes.
         step: The training step; None if it is not known.

@@ -66,7 +66,7 @@ def read_chunk(entry: FileEntry, index: int, descriptor: int, targets: Sequence[
         entry: The file.
         index: Chunk's number.
         descriptor: The file, open.
-        targets: Pieces of this chunk that are needed, as :func:`by_chunk` gives them.
+        targets: Pieces of this chunk that are needed, by :func:`by_chunk`.
         where: The file's place, for errors; None if the chunk was verified before.
 
     Raises:

@@ -136,8 +136,8 @@ def removable(
 
     A part that waits for the durable tier stays, and so do all parts as new as the newest complete save, or
     newer: other ranks may be finishing it. The newest save that is safe with peers stays until a newer one is. A save
-        that memory will never hold completely goes once there is a newer one. A weights-only checkpoint does not
-        replace the newest resumable one.
+    that memory will never hold completely goes once there is a newer one. A weights-only checkpoint does not
+    replace the newest resumable one.
 
     Args:
         held: The parts in memory.
