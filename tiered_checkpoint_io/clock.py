@@ -218,7 +218,7 @@ class Clock:
         try:
             thread.start()
         except RuntimeError as error:
-            # By `ulimit -u`, or the limit of a container: as it is for want of anything else.
+            # By `ulimit -u`, or the limit of a container: an OSError, as if another resource is lacking.
             raise OSError(errno.EAGAIN, str(error)) from error
         return thread
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a job's ranks: ``tiered_checkpoint_io.dcp.save`` and its kin."""
+"""Checkpoints of a job's ranks: ``tiered_checkpoint_io.dcp.save`` and the other functions."""
 
 from tiered_checkpoint_io.adapters.async_saves import maybe_finalize_async_calls
 from tiered_checkpoint_io.adapters.dcp import async_save, load, save

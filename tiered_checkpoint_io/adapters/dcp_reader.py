@@ -50,8 +50,8 @@ class TieredStorageReader(OverTiers, StorageReader):
     """Loads a sharded checkpoint: of one step, of one path, or the newest complete one.
 
     For ``torch.distributed.checkpoint.load``, on the main thread of every rank that loads. Memory is
-    read first, then the durable tier; every byte is verified on the way into the tensors. A rank
-    fetches only the chunks that its plan needs, and a node each of them once.
+    read first, then the durable tier; every byte is verified before the load returns. A rank fetches only the chunks
+    that its plan needs, and a node each of them once.
 
     Damage that shows while tensors are read fails the load on all ranks. The same reader, used
     again, takes the next checkpoint; :func:`tiered_checkpoint_io.dcp.load` does so by itself.

@@ -88,7 +88,7 @@ class Settings:
         """Returns the same for another durable tier."""
         if dirpath == self.config.dirpath:
             return self
-        # Without a durable tier, it was made from the working folder, for want of a dirpath.
+        # Without a durable tier, it was made from the working folder instead of a dirpath.
         namespace = self.config.namespace if self.has_durable or self.is_named else ids.AUTO_NAMESPACE
         config = replace(self.config, dirpath=dirpath, namespace=namespace)
         return replace(self, config=config, has_durable=True)

@@ -270,7 +270,7 @@ def part_off(state: Any, model: Mapping[str, Any]) -> tuple[Any, dict[str, DTens
         if not isinstance(value, _SHARDED):
             return value
         note = _note(value, tensors)
-        # A run on another mesh lays it out as it does that one, with which it is reckoned.
+        # A run on another mesh lays it out like the parameter with which it is computed.
         alike = named.get(_layout(tensors[note[SHARDED]]), {})
         return {**note, "as": next((name for name in found[id(value)] if name in alike), next(iter(alike), None))}
 

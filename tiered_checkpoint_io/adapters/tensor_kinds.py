@@ -144,7 +144,7 @@ def _refusal(name: str, kind: str, why: str, hint: str) -> ConfigError:
 
 
 def _lost(tensor: torch.Tensor) -> str | None:
-    """Names a tensor that would be lost on the way through a sharded checkpoint; None for all others."""
+    """Names a tensor that a sharded checkpoint would lose; None for all others."""
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.layout != torch.strided:

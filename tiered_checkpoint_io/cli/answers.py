@@ -152,7 +152,7 @@ def _waits(
             keeper.close(float(config.support.durable_timeout_s))
             break
         if isinstance(failure, TieredCheckpointError) and not failure.retryable:
-            # No later try mends it.
+            # No later try can succeed.
             raise failure
         if not told and waited > SYSTEM.timing.lease_poll_s and not keeper.is_held:
             say(f"watching for up to {SYSTEM.timing.lease_ttl_s:.0f} s whether another run is alive", err=True)

@@ -68,7 +68,7 @@ class Problem(NamedTuple):
 
     Attributes:
         error: As it is raised.
-        permanent: True if no retry can mend it.
+        permanent: True if no retry can solve it.
         consequence: Effect on a training that continues.
         unless: Condition under which training does not continue.
         stops_restarts: True if a restart fails for it, even with a checkpoint in node memory.
@@ -166,7 +166,7 @@ def judge_store(failures: Sequence[TieredCheckpointError], config: TieredCheckpo
     )
     # The restore comes after this, and never takes silence for an empty tier.
     unless = ", unless ckpt_path needs an answer from there"
-    # The restore does the same: a refused read is not skipped, except for want of credentials.
+    # The restore does the same: a refused read is not skipped, unless credentials are missing.
     refused = (each for each in failures if not each.retryable and each.reason != "credentials")
     stops = any(
         isinstance(each, ConfigError) or each.reason == "config" or each.operation in ("list", "get")

@@ -562,7 +562,7 @@ class Image:
             threads: Number of threads; by default this process's share of the node's cores.
             pin: Called with the buffer before bytes are copied from a CUDA device, which is the current one then, so
                 that its owner can register it as pinned memory; it gives how many bytes, from the first on, are.
-            hashed: True to hash it on the way; see :meth:`hashes` for later.
+            hashed: True to hash it during the copy; see :meth:`hashes` for later.
             untouched: Pages of the buffer that are written by its file, and not through it. Only if :func:`is_plain`.
 
         Returns:
@@ -586,6 +586,6 @@ class Image:
     def hashes(self, view: memoryview, *, threads: int | None = None) -> tuple[str, ...]:
         """Returns the hashes of the file that was written to ``view``, as :meth:`fill` does.
 
-        Hashing on the way costs less in all. Hashing later costs the caller of :meth:`fill` less.
+        Hashing during the copy costs less in all. Hashing later costs the caller of :meth:`fill` less.
         """
         return hash_chunks(view[: self.size], threads or default_threads())

@@ -43,7 +43,7 @@ def needs_space(what: str, *, operation: str, key: str, hint: str = FULL_HINT) -
 
 
 def is_scarcity(error: BaseException) -> bool:
-    """Returns True if the error is for want of space or descriptors, which other processes may free."""
+    """Returns True if space or descriptors are lacking, which other processes may free."""
     return any(isinstance(each, OSError) and each.errno in _SCARCE for each in (error, error.__cause__))
 
 

@@ -34,9 +34,9 @@ _ONE_AT_A_TIME = {"ftp", "sftp", "ssh"}
 class RemoteStore(FileStore):
     """Objects as files of an fsspec file system.
 
-    In object stores a write appears whole, when it is closed. Elsewhere it goes to another name
-    and is moved; if a file system cannot move onto an existing file, the old file is removed right before. No commit
-    depends on create-only writes, which fsspec does not have.
+    In object stores a write appears whole, when it is closed. In other file systems it goes to another name and is
+    moved; if a file system cannot move onto an existing file, the old file is removed right before. No commit depends
+    on create-only writes, which fsspec does not have.
     """
 
     def __init__(self, url: str, *, clock: Clock = SYSTEM, **options: Any) -> None:
@@ -201,7 +201,7 @@ class RemoteStore(FileStore):
                 found = self._fs.find(folder, detail=True)
                 # For a blob with the folder's own name, adlfs lists just this blob, which is not in the folder.
                 return {path: found[path] for path in found if path != folder}
-            # Elsewhere fsspec's own would leave out folders that it cannot list.
+            # In other file systems fsspec's own would leave out folders that it cannot list.
             entries = self._fs.ls(folder, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}

@@ -1,4 +1,4 @@
-"""Reading the bodies of S3's answers, without the copies that the HTTP client makes on the way."""
+"""Reading the bodies of S3's answers, without the HTTP client's copies."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class S3Client:
     def delete_many(self, keys: Sequence[str]) -> list[str]:
         """Removes up to a thousand objects by one request; returns the keys to delete one by one.
 
-        If the whole request is refused, by the server or for want of rights, no such request is sent again.
+        If the whole request is refused, by the server or because rights are missing, no such request is sent again.
 
         Raises:
             StoreError: The server did not answer, or could not remove some objects.

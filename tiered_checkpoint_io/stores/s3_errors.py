@@ -106,7 +106,7 @@ _FULL, _QUOTA = "XMinioStorageFull", "QuotaExceeded"
 _NO_REASON = {"400", "Bad Request"}
 _ELSEWHERE = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 #: AWS says ConditionalRequestConflict if another write on a condition is under way: only later it is known which of
-#: them holds. BadDigest and its kin, and IncompleteBody, are for a body that was damaged, or cut short, on its way.
+#: them holds. BadDigest, similar codes and IncompleteBody are for a body that was damaged or cut short in transfer.
 _BUSY = {
     "BadDigest",
     "IncompleteBody",
@@ -125,7 +125,7 @@ _NO_CHECKSUM = {"InvalidRequest", "MissingContentMD5"}
 _CHANGED = {"PreconditionFailed"}
 #: Codes of servers that know no conditions of writes. AWS says some of these of many other things as well.
 _NO_CONDITIONS = {"InvalidArgument", "InvalidRequest", "NotImplemented", "UnsupportedHeader"}
-#: Failures of a server, or a gateway (52x is Cloudflare's), that a repetition will not mend: what it does not
+#: Failures of a server, or a gateway (52x is Cloudflare's), that a repetition will not solve: what it does not
 #: implement, a version of HTTP that it does not speak, and no space left.
 _LASTING = {501, 505, 507}
 _BUSY_STATUS = {408, 429, *range(500, 600)} - _LASTING

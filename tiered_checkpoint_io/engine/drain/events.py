@@ -28,7 +28,7 @@ _POLL_S = 0.001
 
 
 def note(root: Path, event: str, *, clock: Clock = SYSTEM, **facts: Any) -> None:
-    """Appends an event to the record of a memory tier; never raises for want of space, descriptors or a folder."""
+    """Appends an event to the record of a memory tier; never raises if space, descriptors or the folder are lacking."""
     short = {key: value[:_SHORT] if isinstance(value, str) else value for key, value in facts.items()}
     # A line that was cut off, on a full tmpfs, spoils no other: each begins with the end of the one before it.
     line = "\n" + json.dumps({"t": round(clock.wall(), 3), "event": event, **short}, separators=(",", ":"))

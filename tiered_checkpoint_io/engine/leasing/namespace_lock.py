@@ -29,7 +29,7 @@ class NamespaceLock:
     def __init__(self, root: Path, dirpath: str, owner: str, log: Logger, clock: Clock) -> None:
         """Locks the namespace, for the launch ``owner`` with its durable checkpoints at ``dirpath``.
 
-        If the lock can't be taken for want of space or descriptors, this warns, and holds no lock.
+        If space or descriptors for the lock are lacking, this warns, and holds no lock.
 
         Raises:
             ConfigError: A live job of another launch has it.

@@ -220,7 +220,7 @@ class TorchGroup(GivenGroup):
                 " loop of your own trains on a thread, as with Ray Train, call TieredCheckpointIO.train_here() first",
             )
         # Ranks that are all here may take their time to fetch; one that never calls this is noticed sooner. A group has
-        # one bound, hence two groups.
+        # one bound, so there are two groups.
         meeting, rendezvous_s, began = None, clock.timing.rendezvous_s, clock.monotonic()
         try:
             meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=rendezvous_s))

@@ -29,7 +29,7 @@ _GIVEN_UP = "given up"
 
 #: Number of given-up saves of which other ranks do not know yet; they have given up older ones as well.
 _MAX_DROPPED = 16
-#: Number of decided saves whose keys stay in the store: a late rank asks for them, or would wait in vain.
+#: Number of decided saves whose keys stay in the store: a late rank asks for them, or would wait for ever.
 _MAX_DECIDED = 16
 
 #: Key of saves of which the later replace the earlier with peers: a durable tier, and a form of names.

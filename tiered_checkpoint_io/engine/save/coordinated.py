@@ -129,7 +129,7 @@ class CoordinatedSaver:
     ) -> SaveFacts:
         """Makes the facts that the ranks of a save have to agree on; only the coordinator calls this.
 
-        Waits for room on the way to the durable tier, as the configuration says.
+        Waits for room in the queue, as the configuration says.
 
         Args:
             name: The checkpoint's name.

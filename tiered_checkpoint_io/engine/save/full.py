@@ -168,7 +168,7 @@ class FullSaver:
                 finally:
                     part.give_back()
             except Exception as shown:
-                # A caller that waited for it in vain has raised.
+                # A caller whose wait for it failed has raised.
                 self._errors += [] if overlapped.is_late else [shown]
         finally:
             # The copies may be as large as a third of the state, and the next save makes its own.

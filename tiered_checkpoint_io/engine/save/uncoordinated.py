@@ -80,12 +80,12 @@ def save_local(
         name: The checkpoint's name.
         step: The training step; -1 if it is not known.
         repeat: See :func:`count_save`, which is called first, also on ranks that do not save.
-        durable: True to save it to the durable tier, if there is room on the way.
+        durable: True to save it to the durable tier, if its queue has room.
         wait: True to return, on all ranks, only when the checkpoint is committed there; see :meth:`PartSave.wait`.
         threads: Number of threads that copy.
 
     Returns:
-        None if a memory-only save was skipped for want of room.
+        None if a memory-only save was skipped because there is no room.
 
     Raises:
         SaveError: Neither memory nor the spill has room for a durable save; or, on all ranks that wait, the save did

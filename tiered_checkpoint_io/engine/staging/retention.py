@@ -57,7 +57,7 @@ class Scope(AtPlace):
         return stored.part.rank == self.rank or (not self.own_rank_only and not self.of_this_run(stored))
 
     def may_make_room(self, stored: StoredPart) -> bool:
-        """Returns True if the part may be removed for want of room.
+        """Returns True if the part may be removed when room is needed.
 
         A part for another durable tier may go. So may one of another payload or series that another run has left.
         Process groups that save side by side may look like other runs: a part of another series must be on the durable
