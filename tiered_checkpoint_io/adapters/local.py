@@ -31,8 +31,8 @@ def save_local_state(
 ) -> LocalSave | None:
     """Saves this rank's part of a state, with the arguments of ``dcp.save``.
 
-    Returns None if another rank saves the same, if the save failed and ``on_save_error`` is ``warn``, or if it is of
-    memory only and there was no room.
+    Returns None if another rank saves the same, if the save failed and ``on_save_error`` is ``warn``, or if it is
+    memory-only and there was no room.
     """
     role = shard_role_of(*ranks[:3], alone=ranks.no_dist)
     writer.reset(checkpoint_id)

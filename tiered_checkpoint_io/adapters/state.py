@@ -400,7 +400,7 @@ class Rest:
     """
 
     def __init__(self, rest: dict[str, Any], model: Mapping[str, Any]) -> None:
-        """Pickles it.
+        """Pickles the state.
 
         Args:
             rest: Anything.

@@ -192,7 +192,7 @@ class StrategyGuard(Callback):
             io.checkpointer.prepare(size_here(trainer.lightning_module, trainer.optimizers))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Notes that callbacks which average put their averages in the place of the weights, from here on."""
+        """Notes that averaging callbacks replace the weights by their averages from here on."""
         if of_classes(trainer, "WeightAveraging") or any(
             each._average_model is not None and (each._max_epochs == -1 or trainer.current_epoch > each.swa_end)
             for each in of_classes(trainer, "StochasticWeightAveraging")
@@ -295,7 +295,7 @@ def _count_as_last(trainer: Trainer, io: TieredCheckpointIO) -> None:
 
 
 def _place(callback: ModelCheckpoint, trainer: Trainer, io: TieredCheckpointIO) -> None:
-    """Makes one of ours of Lightning's own ModelCheckpoint, in place: the user may hold it and ask for its best path.
+    """Turns Lightning's own ModelCheckpoint into ours, the same object: the user may ask it for its best path.
 
     Raises:
         ConfigError: Its dirpath is not below the IO's.

@@ -133,7 +133,7 @@ class TieredModelCheckpoint(DurableEnd):
 
     @classmethod
     def adopt(cls, stock: ModelCheckpoint, dirpath: str) -> None:
-        """Makes one of ours, without memory steps, of Lightning's own before its ``setup``."""
+        """Makes our callback, without memory steps, from Lightning's own before its ``setup``."""
         stock.__class__ = cls
         assert isinstance(stock, TieredModelCheckpoint)
         stock.memory_every_n_train_steps = stock.s3_every_n_train_steps = None
@@ -245,7 +245,7 @@ class TieredModelCheckpoint(DurableEnd):
         self._reporter.stop()
         say_summary_last(trainer, self, exception)
 
-    # ----------------------------------------------------------- what ModelCheckpoint does, our way
+    # ----------------------------------------------------------- ModelCheckpoint's hooks, our way
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         step = trainer.global_step
         name = ids.name_in(self._engine.dirpath, filepath)

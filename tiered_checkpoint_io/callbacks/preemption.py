@@ -91,7 +91,7 @@ class PreemptionCheckpoint(Callback):
         A training on another thread than the main one gets no signals, and needs this call.
 
         Args:
-            number: The signal that was received; the exit status is 128 and its number.
+            number: The signal that was received; the exit status is 128 plus its number.
 
         Returns:
             True if training runs, so that it stops at the next batch.

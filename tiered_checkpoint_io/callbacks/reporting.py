@@ -52,7 +52,7 @@ class Reporter:
             shown: dict[str, Any] = metrics(*args, **kwargs)
             return {**shown, "ckpt": self._line} if self._line else shown
 
-        # On the instance: the bar's class, whichever it is, stays as it was.
+        # On the instance: the bar's class stays as it was.
         bar.get_metrics = with_line
         self._bar = bar
 

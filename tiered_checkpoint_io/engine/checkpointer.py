@@ -138,8 +138,8 @@ class Checkpointer:
         Args:
             path: A path below dirpath, or a name relative to it.
             target: A checkpoint, by the same.
-            copy: True to make an object of its own there, which anything can load: the durable tier copies it by
-                itself. Of a sharded checkpoint it is an alias all the same.
+            copy: True to make an object of its own there, which any program can load: the durable tier copies it by
+                itself. A sharded checkpoint gets an alias in any case.
         """
         name, session = ids.validate_new_name(ids.name_in(self.dirpath, path)), self.session
         of = ids.name_in(self.dirpath, target)

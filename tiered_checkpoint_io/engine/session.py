@@ -381,7 +381,7 @@ class Session:
         """Raises failures of the background, each once; before that, it :meth:`looks <look>`.
 
         Raises:
-            SaveError: There is one that was not raised yet, and ``on_save_error`` is ``raise``.
+            SaveError: A failure was not raised yet, and ``on_save_error`` is ``raise``.
         """
         if looks:
             self.look()
@@ -389,7 +389,7 @@ class Session:
             raise failure
 
     def warn(self, what: str | None, text: str) -> None:
-        """Logs a warning, unless one of the same was; None for the text itself."""
+        """Logs a warning once; ``what`` is its key, by default the text."""
         if (what := what or text) not in self.warned:
             self.warned.add(what)
             self.log.warning("%s", text, stacklevel=2)

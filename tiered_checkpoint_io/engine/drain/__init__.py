@@ -1,1 +1,1 @@
-"""From node memory to the durable tier: the drain, its queue, and who starts and watches it."""
+"""From node memory to the durable tier: the drain, its queue, and its trainer's handle."""

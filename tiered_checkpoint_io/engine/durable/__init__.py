@@ -1,1 +1,1 @@
-"""Checkpoints of the durable tier: how they are written, deleted and read."""
+"""Checkpoints of the durable tier: writes, deletes and reads."""

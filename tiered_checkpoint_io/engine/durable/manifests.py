@@ -1,4 +1,4 @@
-"""Manifests on the durable tier: how they are read, taken together, and changed.
+"""Manifests on the durable tier: reads, their union, and changes.
 
 Two drains may work on one name: of two runs, or of one job on two nodes. So an operation changes a manifest only while
 it is as the operation has read it (:class:`Manifests`), and an object that several saves write in turn, the switch,

@@ -87,7 +87,7 @@ def remove(store: Store, checkpoint: Checkpoint, *, clock: Clock = SYSTEM) -> Re
 
 
 def remove_all(store: Store, going: Iterable[Checkpoint], stop: threading.Event) -> list[RemovalAttempt]:
-    """Removes checkpoints, the oldest first, until ``stop`` is set; if one is refused, so stay others of its step.
+    """Removes checkpoints, the oldest first, until ``stop`` is set; if one is refused, the others of its step stay.
 
     Raises:
         StoreError: The server does not answer, or refuses all deletes. Repeat the call to finish.

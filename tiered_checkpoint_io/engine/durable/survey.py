@@ -38,7 +38,7 @@ class RemovalAttempt(NamedTuple):
 
     Attributes:
         checkpoint: The checkpoint.
-        is_gone: True if it ceased to exist. Else it is as it was: saved again since, in use, or refused.
+        is_gone: True if it ceased to exist. Otherwise it is unchanged: saved again since, in use, or refused.
         refusal: Error of the server if it refused to remove something: of a checkpoint that is gone, some of the files.
     """
 

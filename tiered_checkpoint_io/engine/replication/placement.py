@@ -19,7 +19,7 @@ def peers_of_ranks(nodes: Sequence[str], *, factor: int) -> list[tuple[int, ...]
     The k-th rank of a node sends to the k-th rank of its peers, as far as they have so many.
 
     Args:
-        nodes: The machine of each rank, by rank: its memory is lost as a whole, however many containers share it out.
+        nodes: The machine of each rank, by rank: its memory is lost as a whole, with that of all its containers.
         factor: Number of nodes for each part, the rank's own included.
 
     Raises:

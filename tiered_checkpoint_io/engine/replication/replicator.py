@@ -62,7 +62,7 @@ class Member:
 
     @property
     def timeout_s(self) -> float:
-        """Bound of one part's way, seconds."""
+        """Bound of one part's transfer, seconds."""
         return float(self.config.support.wait_timeout_s)
 
 

@@ -109,7 +109,7 @@ class NodeFetcher:
     """Verifies and fetches for one node."""
 
     def __init__(self, tiers: Tiers, *, part_rank: int | None = None) -> None:
-        """Takes the tiers, and the rank of the part if each rank has one file; None if there is one in all."""
+        """Takes the tiers, and the rank of the part if each rank has one file; None for one file in all."""
         self.tiers = tiers
         self._rank = part_rank
         self._started = tiers.clock.monotonic()
@@ -344,7 +344,7 @@ def restore(
     error. ``rejected`` has the ids of saves that this rank can't take, and why.
 
     Returns:
-        The checkpoint, to be released once it is loaded; None if no tier holds any, and each has said so.
+        The checkpoint, to be released once it is loaded; None if no tier holds one, and all tiers have answered.
 
     Raises:
         CheckpointNotFoundError: There is none of the wanted name.

@@ -234,7 +234,7 @@ class Search:
 
         Args:
             mine: Result of this rank.
-            brief: Gives the part of its value for all others: that has to be small, as for :meth:`Group.all_gather`.
+            brief: Returns the part of its value for all others: that has to be small, as for :meth:`Group.all_gather`.
 
         Raises:
             TieredCheckpointError: On all ranks, the error that ended the attempts of the first rank that has one.

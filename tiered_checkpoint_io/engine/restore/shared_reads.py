@@ -1,7 +1,7 @@
 """Chunks of peers and of the durable tier that the ranks of one node have fetched, in files that all of them map.
 
-Whichever rank needs a chunk first fetches it, under a lock on one byte that dies with its process; the
-others find it there.
+The first rank that needs a chunk fetches it, under a lock on one byte that dies with its process; the others find it
+there.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class FetchedFile:
 
 
 def _lock(descriptor: int, kind: int, byte: int) -> bool:
-    """Locks or unlocks one byte for this open file, whichever thread asks; False if another has it."""
+    """Locks or unlocks one byte for this open file, for all threads; False if another has it."""
     request = struct.pack("hhqqi0q", kind, os.SEEK_SET, byte, 1, 0)
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)

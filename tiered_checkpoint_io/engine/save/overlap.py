@@ -203,7 +203,7 @@ class Overlapped:
 
 
 class Overlap:
-    """Overlapped captures of one process; if the save is to be eager, it says why, once for each reason."""
+    """Overlapped captures of one process; if a save is eager, logs the reason once."""
 
     def __init__(self, session: Session, tensors: Callable[[], Sequence[torch.Tensor]]) -> None:
         """Takes the tiers.

@@ -30,7 +30,7 @@ from tiered_checkpoint_io.model.manifest import FileEntry, Part
 
 @dataclass(slots=True)
 class PartSave:
-    """A part on its way.
+    """A part during its save.
 
     Attributes:
         session: Both tiers.

@@ -48,7 +48,7 @@ class LocalSave:
     """Result of a local save.
 
     Attributes:
-        report: Report on the part, which is in memory or on its way.
+        report: Report on the part, which is in memory or in a background task.
         op_id: The drain's operation that uploads it; None if none does.
     """
 

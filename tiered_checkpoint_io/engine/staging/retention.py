@@ -28,8 +28,8 @@ class Scope(AtPlace):
         payload: Its payload format.
         dirpath: Its durable tier.
         series: Key of the names to which the count applies, see :func:`ids.series_of`; empty for all names.
-        own_rank_only: True if parts of other ranks stay whichever run wrote them; by default those of earlier
-            runs, whose ranks may be gone, do not.
+        own_rank_only: True if parts of other ranks stay, of any run; by default parts of earlier runs, whose ranks may
+            be gone, do not.
         server: Server of the durable tier, see :class:`Place`.
     """
 

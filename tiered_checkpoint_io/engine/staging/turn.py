@@ -1,4 +1,4 @@
-"""One save, alias or removal of a process at a time, whichever thread asks for it."""
+"""One save, alias or removal of a process at a time, for all its threads."""
 
 from __future__ import annotations
 
