@@ -50,6 +50,7 @@ def test_jobs_are_two_whatever_they_share_though_they_upload_nothing(job, tmp_pa
     assert first.do("keep a.ckpt") == "ok"
     refused = second.do("keep b.ckpt")
     assert refused.startswith(f"{ANOTHER_JOB}: that of {tmp_path}, process {first.pid}")
+    assert "a namespace of its own" in refused
     assert first.do("keep c.ckpt") == "ok"
     # A restart of the same job takes over at once.
     first.kill()

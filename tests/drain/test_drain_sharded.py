@@ -1,14 +1,17 @@
-"""Drains of sharded checkpoints: two ranks of a node, two nodes with a drain each, and late parts."""
+"""Drains of sharded checkpoints: ranks and nodes with a drain each, process groups, late parts; requests counted."""
 
 import dataclasses
 import logging
 import os
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.clocks import VirtualClock
-from support.committing import swept
-from support.draining import Node, drain, names, working
-from support.faulty import refusing
+from support.committing import save, swept
+from support.draining import LOG, Node, drain, names, working
+from support.faulty import FaultyStore, Injected, refusing
 from support.restoring import of_a_newer_release
 from support.sharded import make_part, named, objects, readable, views_of
 from support.story import op_id
@@ -17,10 +20,14 @@ from support.waiting import until
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.engine.drain.unfinished import Unfinished
+from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable.commit import put_part
+from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.errors import CorruptCheckpointError, DrainError
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
@@ -271,3 +278,112 @@ def test_a_damaged_description_of_an_older_save_that_waits_holds_up_no_later_one
     assert sorted(begun.gather(store, made[2][0], PATIENCE_S, clock)) == [0, 1]
     with pytest.raises(CorruptCheckpointError):
         begun.gather(store, older, PATIENCE_S, clock)
+
+
+# ------------------------------------------------------- process groups that save side by side, such as stages
+RUN = ids.run_id_of(op_id(1))
+
+
+def stage(node, which, number, rank=0, world_size=1):
+    """Returns a rank's part of a stage's save."""
+    name, series = f"stage{which}/step_{number}", f"stage{which}/step_#"
+    return node.part(name, number, rank, series=series, world_size=world_size)
+
+
+@pytest.mark.parametrize("why", ["it has failed", "a part has not come"])
+def test_a_save_is_not_given_up_where_another_group_has_got_through(nodes, store, why):
+    """One process coordinates both groups here; groups on nodes of their own are simulated in tests/sim."""
+    here, other = nodes
+    missing = stage(here, 0, 1, 0, 2)
+    stage(here, 1, 2, 0, 2)
+    stage(other, 1, 2, 1, 2)
+    if why == "it has failed":
+        stage(other, 0, 1, 1, 2)
+    assert drain(other).run(once=True)
+    away = refusing(store, lambda what, key: key.startswith("stage0") and why == "it has failed", Injected("away"))
+    assert drain(here, away).run(once=True)
+    assert names(store) == ["stage1/step_2"]
+    assert pending(here) == [missing]
+    if why != "it has failed":
+        stage(other, 0, 1, 1, 2)
+        assert drain(other).run(once=True)
+    assert drain(here).run(once=True)
+    assert [readable(store, f"stage{which}/step_{which + 1}") for which in (0, 1)] == [1, 2]
+    assert (left(store), pending(here)) == ([], [])
+
+
+@pytest.mark.parametrize("series", ["", "stage0/step_#"])
+def test_a_part_says_which_saves_its_own_is_one_of(series):
+    """The ranks agreed on it: names do not show whether they are of one job."""
+    facts = SaveFacts("stage0/step_1", ids.save_id(RUN, 1), 1, 2, True, series=series, coordinator=0)
+    parts = [facts.describe(rank, Place("d"), (), created=1.0) for rank in (0, 1)]
+    read = [Part.from_json(each.to_json(), where="here") for each in parts]
+    assert {each.series_key for each in (*parts, *read)} == {(Place("d"), series, 0)}
+
+
+BEFORE = 6
+
+
+class Asked(FaultyStore):
+    """Counts lists, reads of manifests, and looks for uploads that were given up."""
+
+    def __init__(self, store):
+        super().__init__(store)
+        self.take()
+
+    def _count(self, operation, key):
+        if operation == "list":
+            self._now.lists[key] += 1
+        elif operation == "get" and key.startswith(ids.MANIFEST_PREFIX):
+            self._now.gets[ids.name_from_manifest_key(key)] += 1
+        return False
+
+    def abort_stale_uploads(self):
+        self._now.looks += 1
+
+    def take(self):
+        """Returns the counts since the last call."""
+        taken, self._now = getattr(self, "_now", None), SimpleNamespace(lists=Counter(), gets=Counter(), looks=0)
+        return taken
+
+
+@pytest.fixture
+def world(store, memory_dir):
+    """Returns a durable tier with checkpoints, and two nodes with a drain each; the first has the coordinator."""
+    for number in range(1, BEFORE + 1):
+        save(store, f"c{number}", number, kind="sharded")
+    for path in Path(store.url, ids.MANIFEST_PREFIX).iterdir():
+        # A new object is read again for a while.
+        os.utime(path, (1, 1))
+    nodes, asked, drains = [], [], []
+    for number in range(2):
+        os.mkdir(f"{memory_dir}/{number}")
+        nodes.append(Node(f"{memory_dir}/{number}", store.url, retention={"latest": BEFORE + 9}))
+        asked.append(Asked(store))
+        drains.append(Drain(nodes[-1].root, logger=LOG, open_store=lambda *_, of=asked[-1]: of))
+    return store, nodes, asked, drains
+
+
+def test_a_durable_step_costs_as_many_requests_however_many_checkpoints_there_are(world):
+    store, nodes, asked, drains = world
+    found = []
+    for number in range(BEFORE + 1, BEFORE + 4):
+        for rank in (1, 0):
+            nodes[rank].part(f"c{number}", number, rank)
+            if rank == 0:
+                nodes[0].number = 10 * number
+                nodes[0].request("retain", "retention/mine", op_id(number))
+            assert drains[rank].run(once=True)
+        found.append([each.take() for each in asked])
+        assert f"c{number}" in names(store)
+    (first, _), (second, other), (third, _) = found
+    # Once, the sweep reads all manifests, and retention none of them again.
+    old = {f"c{number}": 1 for number in range(1, BEFORE + 1)}
+    assert {name: count for name, count in first.gets.items() if name in old} == old
+    assert not old.keys() & {*second.gets, *third.gets}
+    # The descriptions and files of this one; leases and manifests, for retention.
+    assert second.lists.total() == third.lists.total() == 4, (second, third)
+    assert not other.lists, "only the coordinator's drain looks at what others have sent"
+    assert [sum(node.looks for node in each) for each in zip(*found, strict=True)] == [3, 0], (
+        "one drain, once it is open"
+    )

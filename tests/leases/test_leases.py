@@ -84,24 +84,6 @@ def test_a_second_run_is_refused_whatever_its_namespace_and_a_crashed_one_holds_
     assert names_and_leases(s3_url) == (["a.ckpt", "c.ckpt", "d.ckpt"], [])
 
 
-def test_another_job_in_the_same_memory_of_a_node_is_refused(runs, tmp_path):
-    """Each would remove the other's checkpoints, and configure the drain for its own store."""
-    one, two = str(tmp_path / "one"), str(tmp_path / "two")
-    first, second = runs(one, two, nodes=[0, 0], namespace="one")
-    apart, elsewhere = runs(two, two + "-b", nodes=[0, 1], namespace="apart")
-    assert first.do("save a.ckpt") == "ok"
-    refused = second.do("save b.ckpt")
-    assert refused.startswith("ConfigError: another live job keeps its checkpoints in this node's memory")
-    assert f"that of {one}, process {first.pid}" in refused
-    assert "a namespace of its own" in refused
-    assert not names_and_leases(two)[0]
-    assert (apart.do("save c.ckpt"), elsewhere.do("save c.ckpt")) == ("ok", "ok")
-    # Another namespace at that dirpath; this one is free once the job in it has ended, however it did.
-    assert apart.do("close") == "ok"
-    first.kill()
-    assert second.do("save b.ckpt") == "ok"
-
-
 def test_a_job_that_cannot_find_out_whose_the_memory_is_goes_on(tmp_path, caplog):
     first = NamespaceLock(tmp_path, "one", "first", logging.getLogger(), SYSTEM)
     with descriptors_to_spare(1):

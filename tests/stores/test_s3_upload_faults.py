@@ -44,7 +44,7 @@ def test_an_upload_that_others_aborted_after_its_last_part_is_made_again(open_st
 @pytest.mark.parametrize(
     ("fault", "reason"), [(SLOW_DOWN, "unavailable"), (refuse(400, "ExpiredToken"), "credentials")]
 )
-def test_an_outage_leaves_the_upload_to_the_next_process(fault, reason, open_store, proxy, uploads):
+def test_an_outage_and_an_interrupt_leave_the_upload_to_the_next_process(fault, reason, open_store, proxy, uploads):
     data = os.urandom(33 * MIB)
     journal = MemoryJournal()
     proxy.plan = lambda *_: fault if proxy.counts["part"] > 2 else None
@@ -52,10 +52,17 @@ def test_an_outage_leaves_the_upload_to_the_next_process(fault, reason, open_sto
         open_store(deadline_s=0.3, write_concurrency=1).upload("x", memoryview(data), journal=journal)
     assert len(uploads()) == 1
     proxy.plan = lambda name, number: None
-    # The next one is configured with another part size; what was begun is finished as it was.
+
+    def interrupt_at_a_part(count):
+        if count == 8 * MIB:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        open_store(write_concurrency=1).upload("x", memoryview(data), journal=journal, progress=interrupt_at_a_part)
+    # The last one is configured with another part size; what was begun is finished as it was.
     again = open_store(part_size=10 * MIB)
     again.upload("x", memoryview(data), journal=journal)
-    assert again.metrics.snapshot()["requests.part"] == 3
+    assert again.metrics.snapshot()["requests.part"] == 2
     assert again.get("x") == data
     assert uploads() == []
     assert journal.read() is None

@@ -7,7 +7,7 @@ import secrets
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from support.failing import failing
-from support.store_contract import ContentOnDemand, MemoryJournal, StoreContract
+from support.store_contract import ContentOnDemand, StoreContract
 from support.supporting import build
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError
@@ -94,24 +94,6 @@ class TestS3Store(StoreContract):
         content = ContentOnDemand(os.urandom(40 * MIB))
         store.upload("x", content)
         assert content.peak <= 4 * 8 * MIB
-
-    def test_a_second_process_sends_only_what_is_missing(self, store, s3_url, s3_server):
-        data = os.urandom(33 * MIB)
-        journal = MemoryJournal()
-        sent = []
-
-        def die(count):
-            sent.append(count)
-            if len(sent) == 3:
-                raise RuntimeError("killed")
-
-        one = S3Store(s3_url, part_size=8 * MIB, write_concurrency=1, endpoint_url=s3_server.endpoint_url)
-        with pytest.raises(RuntimeError):
-            one.upload("x", memoryview(data), journal=journal, progress=die)
-        one.close()
-        store.upload("x", memoryview(data), journal=journal)
-        assert store.get("x") == data
-        assert store.metrics.snapshot()["requests.part"] <= 2
 
 
 @pytest.mark.parametrize("size", [1, 64 * MIB, 700 << 30, 48 << 40, MAX_OBJECT])
