@@ -5,11 +5,13 @@
 
 import copy
 import logging
+import math
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -25,6 +27,8 @@ from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, Drain
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.engine.durable.survey import Survey
+from tiered_checkpoint_io.engine.durable.sweep import delete, sweep
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -60,8 +64,13 @@ class Checkpoints(RuleBasedStateMachine):
         self.memory = {}
         self.pending = set()
         self.damaged = set()
-        self.gone = set()
+        #: Path of each object that is lost, by the number of its save.
+        self.gone = {}
+        #: Numbers of the saves that were on the durable tier, and of those that a load has taken from memory.
+        self.committed = set()
+        self.loaded = set()
         self.cut_short = False
+        self.has_failed = False
         self.lock = None
         self.start()
 
@@ -130,8 +139,13 @@ class Checkpoints(RuleBasedStateMachine):
         there = [numbers for of, numbers in self.durable().items() if name in (None, of)]
         certain = {number for numbers in there if len(numbers) == 1 for number in numbers}
         possible = {number for numbers in there for number in numbers if number is not None}
+        # Memory's copy is passed by if its owner deleted the checkpoint, and nothing newer is on the durable tier.
+        shown = self.durable().keys() - {self.gone[n] for n in possible & self.gone.keys()}
+        newest = max(possible - self.gone.keys(), default=0)
+        deleted = {n for n in held & self.committed if n > newest and self.memory[n] not in shown}
+        held -= set() if self.has_failed else deleted
         certain, possible = ({n for n in each if ("durable", n) not in self.damaged} for each in (certain, possible))
-        least = max({*held, *certain}, default=None)
+        least = max({*(held - self.committed if self.has_failed else held), *certain}, default=None)
         return {n for n in {*held, *possible} if least is None or n >= least} | ({None} if least is None else set())
 
     # ------------------------------------------------------------------------------------- rules
@@ -174,12 +188,24 @@ class Checkpoints(RuleBasedStateMachine):
     def drain(self):
         self._drain(self.store)
         assert self.queue == []
-        assert set(objects(self.store)) | self.gone >= set(self.model.objects()) >= set(objects(self.store))
+        if self.has_failed:
+            self._clean()
+        gone = set(self.gone.values())
+        assert set(objects(self.store)) | gone >= set(self.model.objects()) >= set(objects(self.store))
         assert sorted(self.model.view()) == names(self.store)
 
     @rule(at=st.integers(1, 25), when=st.sampled_from(["before", "during", "after"]))
     def drain_that_fails(self, at, when):
         self._drain(FaultyStore(self.store, fail_at=at, when=when))
+        self.has_failed = True
+
+    def _clean(self):
+        """Removes what a delete that failed may leave: objects without a manifest, and aliases without a target."""
+        self.has_failed = False
+        sweep(self.store, Survey(), before=math.inf)
+        for name in set(names(self.store)) - self.model.view().keys():
+            if read_manifest(self.store, name).alias_of:
+                delete(self.store, name)
 
     def _drain(self, store):
         release(self.lock)
@@ -193,6 +219,7 @@ class Checkpoints(RuleBasedStateMachine):
             _, operation = self.queue.pop(0)
             self.model.apply(*operation)
             self.pending.discard(operation[0])
+            self.committed |= {operation[0]} if operation[1] == "save" else set()
         self.cut_short = bool(self.queue)
 
     @rule()
@@ -228,7 +255,7 @@ class Checkpoints(RuleBasedStateMachine):
         path = read_manifest(self.store, name).content.files[0].path
         if how == "lost":
             self.store.delete(path)
-            self.gone.add(path)
+            self.gone[number] = path
         else:
             flip(Path(self.store.url, path), at=200)
         self.damaged.add(("durable", number))
@@ -285,9 +312,11 @@ class Checkpoints(RuleBasedStateMachine):
         if allowed is not None:
             assert found in allowed, f"restored {found} in place of one of {allowed}"
         if made is self.made:
-            # Damaged copies are set aside, and what was fetched is kept.
+            # Damaged copies are set aside; of those that loads have taken, the newest are kept.
             here = {stored.part.content.step: stored.part.name for stored in made.session.open().tier.parts()}
-            assert {n for n in self.memory if ("memory", n) not in self.damaged} <= set(here)
+            self.loaded.add(found)
+            kept = {*self.memory} - self.loaded | {*sorted({*self.memory, *here})[-KEEP:]}
+            assert {n for n in self.memory if ("memory", n) not in self.damaged and n in kept} <= set(here)
             assert set(here) <= {*self.memory, found}
             self.damaged -= {("memory", number) for number in set(self.memory) - set(here)}
             self.damaged -= {("memory", found)}
@@ -304,36 +333,26 @@ TestCheckpoints = Checkpoints.TestCase
 TestCheckpoints.settings = settings.get_profile(os.environ.get("TIERED_PROFILE", "ci"))
 
 
-def test_a_removal_reaches_what_only_the_durable_tier_still_has_of_a_name():
-    """Found by the machine: what was saved last under the name was for memory alone."""
-    for newer in (1, KEEP):
-        life = Checkpoints()
-        life.begin()
-        try:
-            life.save("a.ckpt", "both")
-            life.drain()
-            for _ in range(newer):
-                life.save("a.ckpt", "memory")
-            life.remove("a.ckpt")
-            life.drain()
-            life.restore()
-        finally:
-            life.teardown()
-
-
-def test_a_removal_reaches_what_a_restore_found_damaged():
-    """Found by the machine: the names that a restore lists are known, however it ends."""
+def live(*steps):
+    """Lives one life, of these rules and their arguments."""
     life = Checkpoints()
     life.begin()
     try:
-        life.save("last.ckpt", "both")
-        life.alias("a.ckpt", "last.ckpt")
-        life.drain()
-        life.damage_the_newest_object("flipped")
-        life.lose_the_node()
-        life.save("a.ckpt", "memory")
-        life.remove("a.ckpt")
-        life.remove("last.ckpt")
-        life.drain()
+        for rule_name, *arguments in steps:
+            getattr(life, rule_name)(*arguments)
     finally:
         life.teardown()
+
+
+@pytest.mark.parametrize("newer", [1, KEEP])
+def test_a_removal_reaches_a_save_that_only_the_durable_tier_has(newer):
+    """Found by the machine: the last save of the name was for memory alone."""
+    saves = [("save", "a.ckpt", "both"), ("drain",), *[("save", "a.ckpt", "memory")] * newer]
+    live(*saves, ("remove", "a.ckpt"), ("drain",), ("restore",))
+
+
+def test_a_removal_reaches_a_save_that_a_restore_found_damaged():
+    """Found by the machine: the names that a restore lists are known, however it ends."""
+    saves = [("save", "last.ckpt", "both"), ("alias", "a.ckpt", "last.ckpt"), ("drain",)]
+    losses = [("damage_the_newest_object", "flipped"), ("lose_the_node",), ("save", "a.ckpt", "memory")]
+    live(*saves, *losses, ("remove", "a.ckpt"), ("remove", "last.ckpt"), ("drain",))
