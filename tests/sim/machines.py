@@ -31,7 +31,7 @@ from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.formats import parallel
 from tiered_checkpoint_io.memory import node, slots
 
-#: As in life, but for polls, which would be most of what happens.
+#: Bounds as in production, except for polls, which would be most of what happens.
 TIMING = Timing(
     wait_poll_s=0.5,
     drain_rest_s=3.0,

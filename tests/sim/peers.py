@@ -41,7 +41,7 @@ LOG.propagate = False
 LOG.addHandler(logging.NullHandler())
 LOG.setLevel(logging.CRITICAL)
 
-#: As in life, but for polls, which would be most of what happens.
+#: Bounds as in production, except for polls, which would be most of what happens.
 TIMING = Timing(offer_poll_s=2.0, accept_poll_s=0.5, local_poll_s=1.0, store_rest_s=4.0, others_send_s=60.0)
 KEEP = 2
 TIMEOUT_S = 60

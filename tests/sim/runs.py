@@ -194,7 +194,7 @@ class Trainer:
             judge.queued(deleted)
 
     def leave(self):
-        """As PreemptionCheckpoint does."""
+        """Does what PreemptionCheckpoint does."""
         run, session = self.run, self.run.checkpointer.session
         run.leaving_since = self.world.now
         session.leave_by(run.leave_by)

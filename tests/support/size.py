@@ -24,7 +24,7 @@ CORE = ("engine", "memory", "stores", "formats", "model")
 #: No module, function or list of parameters is longer, except those that the budgets name.
 CAPS = {"module": 700, "function": 60, "parameters": 5}
 #: No docstring, nor an attribute's comment, begins so: a function's begins with a verb, the others with a noun.
-_UNCLEAR = re.compile(r'^ *(?:r?"""|#: )(What|Whether|Where|Which|Who|Whose|How|Of|By|That)\b', re.MULTILINE)
+_UNCLEAR = re.compile(r'^ *(?:r?"""|#: )(What|Whether|Where|Which|Who|Whose|How|Of|By|That|As)\b', re.MULTILINE)
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
 
 
