@@ -3,6 +3,7 @@
 import sys
 import time
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -10,7 +11,11 @@ from tiered_checkpoint_io import from_config
 
 
 class SlowModel(BoringModel):
-    """Takes as long for a step as a small model would."""
+    """Takes as long for a step as a small model would, with a learning rate that stays."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Returns an optimizer without the scheduler of BoringModel, whose rate falls to a tenth in each epoch."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def on_train_batch_end(self, *_: object) -> None:
         """Waits a moment."""
