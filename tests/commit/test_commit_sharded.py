@@ -19,7 +19,6 @@ from tiered_checkpoint_io.model.manifest import METADATA, Content, Part
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 RUN = "20260101T000000.000000-00000000"
-LATER = "20260102T000000.000000-00000000"
 
 save = functools.partial(committing.save, kind="sharded", suffix="")
 

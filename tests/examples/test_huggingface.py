@@ -9,7 +9,6 @@ from support.launch import launch, said
 pytest.importorskip("transformers", reason="pip install -c constraints.txt '.[examples]'")
 
 WORKER = Path(__file__).with_name("huggingface_worker.py")
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.matrix)])

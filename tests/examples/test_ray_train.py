@@ -9,7 +9,6 @@ import torch
 from support.launch import launch, said
 
 WORKER = Path(__file__).with_name("ray_worker.py")
-EXAMPLES = Path(__file__).parents[2] / "examples" / "ray_train.py"
 
 
 def test_workers_that_start_again_resume_from_memory(tmp_path, memory_dir):

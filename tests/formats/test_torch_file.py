@@ -287,13 +287,6 @@ def test_another_release_of_torch_that_lays_out_files_otherwise_writes_them_itse
     assert filled(image) == saved(state)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_quantized_tensors():
-    state = {"q": torch.quantize_per_tensor(torch.randn(20), 0.1, 3, torch.qint8)}
-    loaded = torch.load(io.BytesIO(filled(plan(state))), weights_only=False)
-    assert torch.equal(loaded["q"].int_repr(), state["q"].int_repr())
-
-
 def test_what_torch_save_refuses_is_its_error():
     base, memory = torch.zeros(4), bytearray(64)
     two = [torch.frombuffer(memory, dtype=each) for each in (torch.float32, torch.int32)]

@@ -111,19 +111,11 @@ def test_an_io_is_pickled_without_its_engine_and_may_be_used_again_after_teardow
 
 
 def test_tiers_are_a_function_of_the_step():
-    both = {"memory", "durable"}
-    assert [tiers_for_step(step, 2, 3) for step in range(7)] == [
-        set(),
-        set(),
-        {"memory"},
-        both,
-        {"memory"},
-        set(),
-        both,
-    ]
+    memory, both = {"memory"}, {"memory", "durable"}
+    assert [tiers_for_step(step, 2, 3) for step in range(7)] == [set(), set(), memory, both, memory, set(), both]
     assert not any(tiers_for_step(step, None, None) for step in range(7))
     assert not tiers_for_step(9, 10, 20, since=3)
-    assert tiers_for_step(21, 10, None, since=19) == {"memory"}
+    assert tiers_for_step(21, 10, None, since=19) == memory
     assert tiers_for_step(23, 10, 20, since=17) == both
 
 

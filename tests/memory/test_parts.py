@@ -18,11 +18,9 @@ from tiered_checkpoint_io.memory.pages import Mapped
 from tiered_checkpoint_io.memory.parts import opened, reading
 from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
-from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
 
 MIB = 1 << 20
-RUN = ids.new_run_id()
 
 
 def inode(stored):

@@ -179,24 +179,22 @@ def dripping(connection):
             time.sleep(0.01)
 
 
-def ending(connection):
-    connection.recv(1000)
-    connection.sendall(b"HTTP/1.1 206 OK\r\nContent-Length: %d\r\n\r\nhalf" % CHUNK)
-
-
 def lying(connection):
     while connection.recv(1000):
         connection.sendall(b"HTTP/1.1 206 OK\r\nContent-Length: %d\r\n\r\n" % CHUNK + bytes(CHUNK))
 
 
-def boasting(connection):
-    connection.recv(1000)
-    connection.sendall(b"HTTP/1.1 206 OK\r\nContent-Length: 999999999999\r\n\r\n")
+def saying(said):
+    def answer(connection):
+        connection.recv(1000)
+        connection.sendall(said)
+
+    return answer
 
 
-def babbling(connection):
-    connection.recv(1000)
-    connection.sendall(random.Random(1).randbytes(500))
+ENDING = saying(b"HTTP/1.1 206 OK\r\nContent-Length: %d\r\n\r\nhalf" % CHUNK)
+BOASTING = saying(b"HTTP/1.1 206 OK\r\nContent-Length: 999999999999\r\n\r\n")
+BABBLING = saying(random.Random(1).randbytes(500))
 
 
 @contextlib.contextmanager
@@ -221,7 +219,7 @@ def peer_that_is(behaviour):
         listener.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("behaviour", [silent, dripping, ending, lying, boasting, babbling])
+@pytest.mark.parametrize("behaviour", [silent, dripping, lying, ENDING, BOASTING, BABBLING])
 def test_a_bad_peer_costs_a_bounded_time_and_leads_to_the_next(node, behaviour):
     began, skipped = time.monotonic(), []
     with peer_that_is(behaviour) as bad, contextlib.closing(node.store()) as good:
@@ -234,11 +232,8 @@ def test_a_bad_peer_costs_a_bounded_time_and_leads_to_the_next(node, behaviour):
 
 
 def test_a_description_of_an_impossible_size_takes_no_memory():
-    def behaviour(connection):
-        connection.recv(1000)
-        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999\r\n\r\n")
-
-    with peer_that_is(behaviour) as bad, failing("unavailable", match="a description of 999999999999 bytes"):
+    described = saying(b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999\r\n\r\n")
+    with peer_that_is(described) as bad, failing("unavailable", match="a description of 999999999999 bytes"):
         bad.get(KEY)
 
 

@@ -1,6 +1,7 @@
 """Restore on one node and on several, with ranks as threads; also of checkpoints that another run overwrites."""
 
 import contextlib
+import logging
 import mmap
 import os
 import tempfile
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from support.clocks import hurried
 from support.failing import failing
 from support.faulty import FaultyStore
@@ -25,7 +27,10 @@ from support.restoring import (
     read,
     save_id,
 )
+from support.supporting import build
 
+from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
+from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.chunks import drop_temporary, temporary_file
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
@@ -355,3 +360,55 @@ def test_an_unreadable_memory_on_one_rank_reaches_all(world, monkeypatch):
     monkeypatch.setattr(world.tier("m"), "parts", fail_once)
     got = world.restore_all(["n", "m", "n"])
     assert {str(error) for error in got} == {"OSError: [Errno 5] I/O error [operation=load, rank=1]"}
+
+
+DAY_S = 24 * 3600.0
+
+
+@pytest.fixture
+def run(tmp_path, memory_dir, monkeypatch, caplog):
+    """Saves a step by another run that neither loads nor looks, on a node of its own; returns its warnings."""
+    caplog.set_level(logging.WARNING)
+
+    def options(node):
+        os.makedirs(f"{memory_dir}/{node}", exist_ok=True)
+        return {"dirpath": str(tmp_path / "durable"), "memory_dir": f"{memory_dir}/{node}", "drain": "thread"}
+
+    def run(kind, name, step, *, behind_s=0.0, memory_first=False):
+        monkeypatch.setattr(Clock, "wall", lambda _: time.time() - behind_s)
+        caplog.clear()
+        state = {"model": {"w": torch.full((100,), float(step))}, "global_step": step}
+        if kind == "dcp":
+            writer = build(TieredStorageWriter, step=step, **options(f"{name}-{step}"))
+            dcp.save(state, checkpoint_id=name, storage_writer=writer)
+            writer.close()
+        else:
+            io = build(TieredCheckpointIO, **options(f"{name}-{step}"))
+            if memory_first:
+                io.save_checkpoint(state, "in-memory.ckpt", {"tiers": ["memory"]})
+            io.save_checkpoint(state, name)
+            io.teardown()
+        return caplog.text
+
+    run.options = options
+    return run
+
+
+@pytest.mark.parametrize(("kind", "memory_first"), [("synchronous", True), ("dcp", False)])
+def test_what_a_new_run_saves_is_newer(run, kind, memory_first):
+    run(kind, "before", 9)
+    logged = run(kind, "after", 3, behind_s=DAY_S, memory_first=memory_first)
+    assert ("this node's clock is behind" in logged) == memory_first
+    # Under a name that is taken, the older of two saves would not be taken at all.
+    run(kind, "before", 5, behind_s=2 * DAY_S)
+    options = run.options("a-third-node")
+    if kind == "dcp":
+        state = {"model": {"w": torch.zeros(100)}}
+        reader = build(dcp.load, state, checkpoint_id="before/tiered:latest", **options)
+        assert (state["model"]["w"][0].item(), reader.opened.step) == (5, 5)
+        reader.close()
+        return
+    io = build(TieredCheckpointIO, **options)
+    assert io.load_checkpoint("tiered:latest")["global_step"] == 5
+    assert io.checkpointer.restored.name == "before"
+    io.teardown()

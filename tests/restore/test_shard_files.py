@@ -1,19 +1,22 @@
-"""Chunks that a node fetches: each once, for any first reader, and none unverified."""
+"""Chunks that a node fetches: each once, none unverified, and read straight to their targets."""
 
 import fcntl
+import itertools
 import os
 import shutil
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.restoring import OneObject, in_ranks, make_content
 
 from tiered_checkpoint_io.engine.chunks import Copies, Copy, chunks_of, merged
+from tiered_checkpoint_io.engine.restore import targets
 from tiered_checkpoint_io.engine.restore.shard_reading import share_reads
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, clear_reads
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError
@@ -203,3 +206,76 @@ def test_merged_spans_touch_the_same_chunks_and_are_at_most_one_a_chunk(spans, f
     assert chunks_of(large, fewer) == chunks_of(large, spans)
     assert all(offset - sum(before) >= MIN_CHUNK_SIZE for before, (offset, _) in pairwise(fewer))
     assert max(map(sum, fewer), default=0) == max((sum(each) for each in spans if each[1]), default=0)
+
+
+LARGE_CHUNK = 3 * targets.PIECE_SIZE + 77
+LARGE = os.urandom(3 * LARGE_CHUNK + 1234)
+(LARGE_ENTRY,) = make_content("step_1/file", LARGE, 1, chunk=LARGE_CHUNK).files
+
+
+def from_memory(data, wanted):
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        for index, parts in targets.by_chunk(LARGE_ENTRY, wanted).items():
+            targets.read_chunk(LARGE_ENTRY, index, file.fileno(), parts, where="here")
+
+
+def from_store(data, wanted):
+    for index, parts in targets.by_chunk(LARGE_ENTRY, wanted).items():
+        targets.fetch_targets(OneObject(data), LARGE_ENTRY, index, parts)
+
+
+@st.composite
+def spans(draw):
+    """Returns disjoint spans of the file, in any order; some touch each other."""
+    cuts = sorted(draw(st.sets(st.integers(0, len(LARGE)), min_size=2, max_size=12)))
+    found = [(low, high) for low, high in itertools.pairwise(cuts) if draw(st.booleans())]
+    return draw(st.permutations(found))
+
+
+@pytest.mark.parametrize("fill", [from_memory, from_store])
+@settings(max_examples=20, deadline=None)
+@given(wanted=spans(), flipped=st.integers(0, len(LARGE) - 1))
+def test_each_target_holds_its_bytes_and_each_chunk_that_it_lies_in_is_verified(fill, wanted, flipped):
+    buffers = [bytearray(high - low + 2) for low, high in wanted]
+    given_targets = [(low, memoryview(buffer)[1:-1]) for (low, _), buffer in zip(wanted, buffers, strict=True)]
+    fill(LARGE, given_targets)
+    for (low, high), buffer in zip(wanted, buffers, strict=True):
+        assert buffer == b"\0" + LARGE[low:high] + b"\0"
+    damaged = bytearray(LARGE)
+    damaged[flipped] ^= 1
+    touched = {at // LARGE_CHUNK for low, high in wanted for at in (*range(low, high, LARGE_CHUNK), high - 1)}
+    if flipped // LARGE_CHUNK in touched:
+        with pytest.raises(CorruptCheckpointError, match="differ from their hash"):
+            fill(bytes(damaged), given_targets)
+    else:
+        fill(bytes(damaged), given_targets)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_node_reads_each_byte_once_and_a_lone_rank_keeps_no_copy(tmp_path, alone):
+    folder, store = SharedFolder(tmp_path, "save"), OneObject(LARGE)
+    files = [
+        FetchedFile(
+            Copies(LARGE_ENTRY, [Copy(lambda: store, LARGE_ENTRY.path)]), folder.path, concurrency=3, timeout_s=10.0
+        )
+        for _ in range(1 if alone else 2)
+    ]
+    # A chunk that something else is read from is there already.
+    files[0].ensure([(LARGE_CHUNK, 1)])
+    for file in files:
+        whole = memoryview(bytearray(len(LARGE)))
+        file.fill([(0, whole)], alone=lambda _: alone)
+        assert whole == LARGE
+    assert store.down == len(LARGE)
+    kept = os.stat(folder.path / "file").st_blocks * 512
+    assert (kept < 2 * LARGE_CHUNK) == alone
+    for file in files:
+        file.close()
+    folder.close()
+
+
+def test_a_target_beyond_the_file_is_damage():
+    with pytest.raises(CorruptCheckpointError, match="names bytes up to"):
+        targets.by_chunk(LARGE_ENTRY, [(len(LARGE) - 3, memoryview(bytearray(4)))])

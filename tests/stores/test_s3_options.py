@@ -130,19 +130,3 @@ def test_a_lost_answer_to_the_last_request_costs_no_second_upload(head, moto, bu
         assert [proxy.counts[name] for name in ("create", "part", "complete", "list_parts")] == [1, 3, 1, 1]
         assert journal.read() is None
         store.close()
-
-
-def test_what_was_there_before_is_not_taken_for_an_upload_that_others_aborted(moto, bucket):
-    store = S3Store(f"s3://{bucket}/run", part_size=8 * MIB)
-    store.upload("x", memoryview(os.urandom(20 * MIB)))
-    data, seen = os.urandom(20 * MIB), []
-
-    def abort_at_the_last_part(count):
-        seen.append(count)
-        if sum(seen) == len(data):
-            for upload in moto.uploads(bucket):
-                moto.client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
-
-    store.upload("x", memoryview(data), journal=MemoryJournal(), progress=abort_at_the_last_part)
-    assert store.get("x") == data
-    store.close()
