@@ -16,6 +16,7 @@ PAGES = {
     "ARCHITECTURE.md": "architecture.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
     **{
         str(path.relative_to(ROOT)): f"{path.parent.relative_to(ROOT)}/index.md"
         for path in sorted(ROOT.glob("deploy/**/README.md"))
