@@ -17,10 +17,8 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
-    **{
-        str(path.relative_to(ROOT)): f"{path.parent.relative_to(ROOT)}/index.md"
-        for path in sorted(ROOT.glob("deploy/**/README.md"))
-    },
+    # Not deploy/index.md: such a page has no line of its own in the menu.
+    "deploy/README.md": "deployment.md",
 }
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".sbatch": "bash", ".json": "json"}
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
