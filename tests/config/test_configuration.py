@@ -84,11 +84,8 @@ def test_the_settings_for_support_cases_stand_in_the_document():
         assert f"| `{field.name}` | `{field.default}` | {said[field.name]} |" in DOCUMENT.read_text()
 
 
-def test_every_key_has_a_meaning():
+def test_the_document_has_every_key_and_each_has_a_meaning():
     assert list(meanings()) == list(defaults())
-
-
-def test_the_document_has_every_key():
     text = DOCUMENT.read_text()
     start = text.index(BEGIN)
     there = text[start : text.index(END, start)]
