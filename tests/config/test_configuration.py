@@ -166,14 +166,6 @@ def found(job):
     return None if isinstance(loaded, NoCheckpoint) else loaded["global_step"]
 
 
-def test_jobs_that_named_none_share_none(job, memory_dir, tmp_path):
-    for name in ("one", "two"):
-        job(tmp_path / name).save({"global_step": 1}, "a.ckpt", tiers={"memory"})
-    one, two = sorted(each.name for each in Path(memory_dir).glob("tiered-*/*"))
-    assert one.startswith(f"{tmp_path.name}-one-"), "people know it by its name"
-    assert "-two-" in two
-
-
 @settings(max_examples=50)
 @given(st.text(min_size=1, max_size=80), st.text(min_size=1, max_size=80))
 def test_any_dirpath_gives_a_valid_namespace_and_another_one_another(one, other):

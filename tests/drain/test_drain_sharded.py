@@ -1,8 +1,9 @@
-"""Drains of sharded checkpoints: ranks and nodes with a drain each, process groups, late parts; requests counted."""
+"""Drains of sharded checkpoints: several ranks, nodes and groups, late parts, requests; and as trainers see them."""
 
 import dataclasses
 import logging
 import os
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,15 +20,15 @@ from support.waiting import until
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain.events import read_events
+from tiered_checkpoint_io.engine.drain.locks import release, try_lock
+from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
+from tiered_checkpoint_io.engine.drain.status import Announcer
 from tiered_checkpoint_io.engine.drain.unfinished import Unfinished
-from tiered_checkpoint_io.engine.drain.worker import Drain
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, Drain
 from tiered_checkpoint_io.engine.durable.commit import put_part
-from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.errors import CorruptCheckpointError, DrainError
-from tiered_checkpoint_io.logs import size_text
+from tiered_checkpoint_io.logs import get_logger, size_text
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Part
-from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
@@ -51,25 +52,6 @@ def pending(node):
 
 
 # --------------------------------------------------------------------------------- one node
-def test_two_ranks_of_a_node_are_one_checkpoint(nodes, store):
-    node, _ = nodes
-    # The coordinator's part is committed to memory last, but who uploads first is the drain's matter.
-    for number in (1, 2):
-        node.part(f"{number}.ckpt", number, 1)
-        node.part(f"{number}.ckpt", number, 0)
-    last, old = node.alias("last.ckpt", "2.ckpt"), node.delete("1.ckpt")
-    worker = drain(node)
-    assert worker.run(once=True)
-    assert node.states() == dict.fromkeys([op_id(1), part_op(1, 1), op_id(2), part_op(2, 1), last, old], "committed")
-    assert names(store) == ["2.ckpt", "last.ckpt"]
-    assert readable(store, "2.ckpt") == readable(store, "last.ckpt") == 2
-    assert left(store) == []
-    assert pending(node) == []
-    counters = node.queue.progress().counters
-    assert (counters["committed"], counters["uploaded"]) == (4, 2)
-    # For each save one look, and one check of what is there; after the first the sweep, with a look at the time and at
-    # the manifests. The delete looks for holds before the manifest goes and behind that. At first, both saves are alive.
-    assert counters["requests.list"] == 2 * 2 + 3 + 2 + 2
 
 
 def test_a_manifest_of_a_newer_release_beside_it_does_not_fail_a_commit(nodes, store):
@@ -121,6 +103,7 @@ def test_parts_of_two_nodes_meet_on_s3(memory_dir, s3_url):
         assert names(store) == ["own.ckpt"]
         assert drain(nodes[1]).run(once=True)
         assert set(nodes[1].states().values()) == {"committed"}
+        assert nodes[1].queue.progress().counters["uploaded"] == 6
         until(lambda: not pending(nodes[0]), "all is committed")
         nodes[0].delete("a.ckpt")
         until(lambda: names(store) == ["b.ckpt", "own.ckpt"], "the older one goes")
@@ -312,15 +295,6 @@ def test_a_save_is_not_given_up_where_another_group_has_got_through(nodes, store
     assert (left(store), pending(here)) == ([], [])
 
 
-@pytest.mark.parametrize("series", ["", "stage0/step_#"])
-def test_a_part_says_which_saves_its_own_is_one_of(series):
-    """The ranks agreed on it: names do not show whether they are of one job."""
-    facts = SaveFacts("stage0/step_1", ids.save_id(RUN, 1), 1, 2, True, series=series, coordinator=0)
-    parts = [facts.describe(rank, Place("d"), (), created=1.0) for rank in (0, 1)]
-    read = [Part.from_json(each.to_json(), where="here") for each in parts]
-    assert {each.series_key for each in (*parts, *read)} == {(Place("d"), series, 0)}
-
-
 BEFORE = 6
 
 
@@ -387,3 +361,152 @@ def test_a_durable_step_costs_as_many_requests_however_many_checkpoints_there_ar
     assert [sum(node.looks for node in each) for each in zip(*found, strict=True)] == [3, 0], (
         "one drain, once it is open"
     )
+
+
+# ---------------------------------------------------------------------------------- as trainers see them
+#: Without retries.
+LATER = Timing(redo_first_s=3600, redo_max_s=3600, redo_permanent_s=3600, gather_first_s=0.2, gather_max_s=0.2)
+
+
+@pytest.fixture
+def bounded(memory_dir, store):
+    """Returns a node for two saves at once; the trainer waits a second for a drain that does not come."""
+    return Node(memory_dir, store.url, max_pending=2, pending_timeout_s=1, wait_timeout_s=60)
+
+
+def test_max_pending_counts_saves_and_a_cancel_takes_all_their_parts(bounded, handle_of):
+    handle, lock = handle_of(bounded), try_lock(bounded.root / LOCK_FILE)
+    for rank in (3, 2, 1, 0):
+        bounded.part("1.ckpt", 1, rank, world_size=5)
+    assert handle.has_room(op_id(90))
+    assert handle.pending_saves() == [op_id(1)]
+    for rank in (3, 2, 1, 0):
+        bounded.part("2.ckpt", 2, rank, world_size=5)
+    assert not handle.has_room(op_id(91))
+    bounded.queue.finish(Outcome(part_op(1, 2), "part", "1.ckpt", 1, "failed", "no"), final=False)
+    assert handle.has_room(op_id(92))
+    assert [request.target for request in bounded.queue.requests()] == [op_id(1)]
+    release(lock)
+    drain(bounded).run(once=True)
+    cancelled = [op_id(1), *(part_op(1, rank) for rank in (1, 2, 3))]
+    assert {bounded.states()[op] for op in cancelled} == {"skipped"}
+    assert pending(bounded) == [op_id(2)]
+
+
+def test_what_waits_for_the_parts_of_a_lost_node_does_not_hold_up_the_next_start(bounded, handle_of):
+    """The wait for parts is 30 minutes by default; the queue is full, as if uploads were slow."""
+    for number in (1, 2):
+        bounded.part(f"{number}.ckpt", number, 0, world_size=2)
+    drain(bounded).run(once=True)
+    assert pending(bounded) == [op_id(1), op_id(2)]
+    lock, began = try_lock(bounded.root / LOCK_FILE), time.monotonic()
+    handle = handle_of(bounded)
+    with pytest.raises(DrainError, match="1.ckpt: an earlier start left it, and parts of other nodes do not come"):
+        handle.flush(60)
+    assert handle.has_room(op_id(90))
+    assert 1 <= time.monotonic() - began < 30
+    assert [request.target for request in bounded.queue.requests()] == [op_id(1)] == [handle.given_up]
+    # Its own are waited for: the other node may be slow.
+    own = bounded.part("3.ckpt", 3, 0, world_size=2, run=ids.new_run_id())
+    release(lock)
+    drain(bounded).run(once=True)
+    assert pending(bounded) == [op_id(2), own]
+    lock = try_lock(bounded.root / LOCK_FILE)
+    assert not handle.has_room(op_id(91))
+    assert handle.given_up == ""
+    release(lock)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_has_become_complete_is_committed_in_place_of_being_given_up(nodes, store, handle_of, restarts, caplog):
+    """A node that is slower than wait_timeout_s: the rank whose part has come is who asks for room, at that moment."""
+    caplog.set_level("INFO")
+    first, second = nodes
+    handle = handle_of(first)
+    for number in (1, 2):
+        first.part(f"{number}.ckpt", number, 0)
+    worker = drain(first, clock=Clock(LATER))
+    until(lambda: worker.run(once=True) and len(first.states()) == 2, "both are late")
+    # Their failures are noted once, so a drain that still lives does not say them again to the next start.
+    handle = handle_of(first) if restarts else handle
+    second.part("1.ckpt", 1, 1)
+    assert drain(second).run(once=True)
+    assert handle.has_room(op_id(90))
+    assert handle.given_up == op_id(1)
+    assert (drain(first) if restarts else worker).run(once=True)
+    assert first.states()[op_id(1)] == "committed"
+    assert readable(store, "1.ckpt") == 1
+    assert pending(first) == [op_id(2)]
+    assert "1.ckpt is not given up: its last parts have come" in caplog.text
+    # A save that still lacks a part is given up, or the queue would grow.
+    first.part("3.ckpt", 3, 0)
+    assert handle.has_room(op_id(91))
+    assert (drain(first) if restarts else worker).run(once=True)
+    assert first.states()[op_id(2)] == "skipped"
+
+
+@pytest.mark.parametrize("what", ["upload", "list"])
+def test_what_is_complete_and_can_not_be_committed_is_spared_once(nodes, store, what, caplog):
+    """Or else the queue would grow. Nor does a look that fails keep it, or the drain busy."""
+    caplog.set_level("INFO")
+    first, second = nodes
+    first.part("1.ckpt", 1, 0)
+    assert drain(first).run(once=True)
+    second.part("1.ckpt", 1, 1)
+    assert drain(second).run(once=True)
+    worker = drain(first, refusing(store, lambda asked, _: asked == what, Injected("away")), clock=Clock(LATER))
+    for state in ("failed", "skipped") if what == "upload" else ("skipped",):
+        cancel = first.cancel(op_id(1))
+        assert worker.run(once=True)
+        assert (first.states()[op_id(1)], first.states()[cancel]) == (state, "committed")
+    assert caplog.text.count("is not given up") == (what == "upload")
+
+
+def test_what_an_earlier_start_left_incomplete_is_no_failure_of_this_one(memory_dir, store, handle_of, caplog):
+    node, counts, now = Node(memory_dir, store.url), Counter(), ids.new_run_id()
+    node.part("1.ckpt", 1, 0, world_size=2)
+    node.queue.submit(Request(op_id(2), "alias", "last.ckpt", node.dirpath, "1.ckpt"))
+    handle, announcer = handle_of(node), Announcer(node.config, get_logger("default"), counts)
+    node.part("3.ckpt", 3, 0, world_size=2, run=now)
+    told = []
+    for number, action, name in ((1, "save", "1.ckpt"), (2, "alias", "last.ckpt"), (3, "save", "3.ckpt")):
+        op = ids.save_id(now, number) if number > 2 else op_id(number)
+        late = Outcome(op, action, name, number, "failed", "parts have not come", "DrainError")
+        node.queue.finish(late, final=False)
+        announcer.look(handle, leads=True)
+        told.append(announcer.first_failure())
+        assert (told[-1] is not None, counts["failed"]) == (number == 3, int(number == 3))
+    assert "3.ckpt did not reach the durable tier: parts have not come" in str(told[2])
+    assert [(each.levelname, each.message.partition(" did not")[0]) for each in caplog.records] == [
+        ("WARNING", "Step 1: of an earlier start: 1.ckpt"),
+        ("WARNING", "Step 2: of an earlier start: alias of last.ckpt"),
+        ("ERROR", "Step 3: 3.ckpt"),
+    ]
+
+
+# ----------------------------------------------------------------------------------- its leaving
+def test_a_drain_leaves_a_save_that_waits_to_the_next_in_the_end(nodes, store, caplog):
+    first, second = nodes
+    first.part("1.ckpt", 1, 0)
+    assert drain(first, clock=Clock(Timing(drain_give_up_s=0.3))).run()
+    assert "leaving 1 operations" in caplog.text
+    second.part("1.ckpt", 1, 1)
+    assert drain(second).run()
+    assert drain(first).run()
+    assert readable(store, "1.ckpt") == 1
+
+
+def test_a_drain_without_a_trainer_waits_for_parts_longer_than_it_retries_what_fails(memory_dir, store, nodes):
+    first, second = (Node(f"{memory_dir}/node{number}", store.url, wait_timeout_s=60) for number in range(2))
+    own = first.save("own.ckpt", b"what nobody takes")
+    first.part("2.ckpt", 2, 0)
+    locked, soon = refusing(store, lambda what, key: key == "own.ckpt"), Clock(Timing(drain_give_up_s=0.1))
+    with working(first, locked, stay=False, clock=soon) as thread:
+        until(lambda: own in first.states(), "the other is told to have failed")
+        thread.join(0.5)
+        assert thread.is_alive()
+        second.part("2.ckpt", 2, 1)
+        drain(second).run(once=True)
+        thread.join(30)
+        assert not thread.is_alive()
+    assert readable(store, "2.ckpt") == 2

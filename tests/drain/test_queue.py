@@ -276,24 +276,6 @@ def test_it_goes_on_for_ever_where_nothing_is_left(what, tmp_path):
         assert numbers(OperationLog(folder / "log"), "now/") == list(range(980, 1000))
 
 
-def test_where_there_is_no_space_for_the_file_it_is_an_error_and_reads_as_empty(tmp_path):
-    with mounted_tmpfs(tmp_path / "tight", 1 << 20) as folder:
-        log = OperationLog(folder / "log")
-        assert (log.poll(), log.get("a"), log.heartbeat()) == (b"", None, b"")
-        with pytest.raises(MemoryFullError, match="no space for the operation log"):
-            log.write({"a": 1})
-        assert log.get("a") is None
-
-
-def test_too_much_is_an_error_and_changes_nothing(path):
-    log = OperationLog(path)
-    with pytest.raises(MemoryFullError, match="too much is queued"):
-        for number in range(1000):
-            log.write({f"now/{number}": 30 * BODY})
-    assert number > 100
-    assert numbers(OperationLog(path), "now/") == list(range(number))
-
-
 # ----------------------------------------------------------------------------------------- damage
 @pytest.mark.parametrize("at", [0, 20, 40, HALVES, HALVES + HALF, HALVES + 3000, HALVES + HALF + 3000])
 def test_damage_costs_records_with_a_warning_and_all_processes_agree_again(at, path, caplog):
@@ -312,13 +294,3 @@ def test_damage_costs_records_with_a_warning_and_all_processes_agree_again(at, p
     assert found == list(range(len(found))), "up to the damage"
     assert {"fresh", "live"} <= set(late.entries(""))
     assert len(found) == 20 or "is damaged" in caplog.text
-
-
-def test_a_file_that_is_lost_is_made_anew(path, caplog):
-    log = OperationLog(path)
-    log.write({"a": 1})
-    os.unlink(path)
-    assert log.get("a") is None
-    assert "was removed" in caplog.text
-    log.write({"b": 2})
-    assert OperationLog(path).entries("") == {"b": 2}

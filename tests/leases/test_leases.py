@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -210,30 +209,21 @@ class World:
 @dataclass
 class _Requests:
     world: World
-    is_silent: Callable[[], bool] = lambda: False
     url: str = "sim://place"
 
-    def _turn(self):
-        if self.is_silent():
-            raise StoreError("no answer", operation="test", reason="unavailable")
-
     def put(self, key, data):
-        self._turn()
         self.world.puts += 1
         self.world.objects[key] = (data, self.world.clock.now)
 
     def get(self, key):
-        self._turn()
         if key not in self.world.objects:
             raise StoreNotFoundError("gone", operation="get", key=key)
         return self.world.objects[key][0]
 
     def list(self, prefix):
-        self._turn()
         return [ObjectInfo(key, len(data), at) for key, (data, at) in self.world.objects.items() if prefix in key]
 
     def delete(self, key):
-        self._turn()
         self.world.objects.pop(key, None)
 
 
@@ -245,42 +235,6 @@ def _keeper(world, store, name, threads, *, waits=True):
     threads.append(made._thread)
     made.check(world.clock.timing.lease_first_look_s if waits else 0.0)
     return made
-
-
-def test_the_whole_story_of_a_lease_takes_no_time():
-    """Claimed, kept for a day, a newcomer refused, expired, taken over, given back: by a clock that only this moves."""
-    world, silent, threads = World(), set(), []
-
-    def keeper_of(name):
-        return _keeper(world, _Requests(world, lambda: name in silent), name, threads)
-
-    def held():
-        return [lease.owner for data, _ in world.objects.values() if (lease := Lease.from_json(data)).held]
-
-    first = keeper_of("first")
-    assert held() == ["first"]
-    world.clock.advance(24 * 3600, *threads)
-    ((_, beat),) = world.objects.values()
-    assert world.clock.now - beat <= world.clock.timing.lease_rest_s
-    assert world.puts <= 27, "each is a version in a bucket that keeps versions"
-    newcomer = keeper_of("newcomer")
-    world.clock.advance(20, *threads)
-    with pytest.raises(ConfigError, match="another run writes to the same dirpath: .* is running"):
-        newcomer.check()
-    assert len(world.objects) == 1, "a refused run leaves nothing behind"
-    silent.add("first")
-    heir = keeper_of("heir")
-    world.clock.advance(world.clock.timing.lease_ttl_s - 1, *threads)
-    assert held() == ["first"]
-    world.clock.advance(10, *threads)
-    assert held() == ["heir"]
-    heir.check()
-    silent.clear()
-    world.clock.advance(20, *threads)
-    with pytest.raises(ConfigError, match="took over"):
-        first.check()
-    heir.close(5.0)
-    assert not world.objects
 
 
 def test_processes_of_one_launch_do_not_take_each_other_for_another_run():

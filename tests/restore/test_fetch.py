@@ -1,17 +1,42 @@
-"""Fetching: whole, verified as it arrives, bounded, and stopped by the first failure."""
+"""Chunks are fetched whole and verified as they arrive, within bounds; on a node each once, for any first reader."""
 
+import fcntl
+import itertools
 import mmap
 import os
+import shutil
+import tempfile
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.failing import failing
 from support.faulty import FaultyStore
-from support.restoring import CHUNK, flip, make_content
+from support.restoring import CHUNK, OneObject, flip, in_ranks, make_content
 
 from tiered_checkpoint_io.engine import chunks
-from tiered_checkpoint_io.engine.chunks import drop_temporary, fetch, temporary_file, unverified, verify, writer_to
+from tiered_checkpoint_io.engine.chunks import (
+    Copies,
+    Copy,
+    chunks_of,
+    drop_temporary,
+    fetch,
+    merged,
+    temporary_file,
+    unverified,
+    verify,
+    writer_to,
+)
+from tiered_checkpoint_io.engine.restore import targets
+from tiered_checkpoint_io.engine.restore.shard_reading import share_reads
+from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, clear_reads
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreError
+from tiered_checkpoint_io.model.hashing import MIN_CHUNK_SIZE
+from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 DATA = os.urandom(20 * CHUNK + 7)
@@ -80,17 +105,6 @@ def test_fresh_pages_are_written_with_the_same_bytes_and_verified(store, tmp_pat
             fetch(store, ENTRY, view, concurrency=3, write=writer_to(file.fileno()))
 
 
-@pytest.mark.parametrize("at", [0, 5 * CHUNK, len(DATA) - 1])
-def test_a_flipped_bit_is_found_in_either_tier(store, tmp_path, at):
-    flip(tmp_path / "d" / "a.ckpt", at)
-    buffer = bytearray(len(DATA))
-    with pytest.raises(CorruptCheckpointError, match=r"differ from their hash .*tier=durable.*d/a.ckpt"):
-        fetch(store, ENTRY, memoryview(buffer), concurrency=4)
-    with pytest.raises(CorruptCheckpointError, match=r"differ from their hash .*tier=memory"):
-        verify(ENTRY, memoryview((tmp_path / "d" / "a.ckpt").read_bytes()), where="here")
-    verify(ENTRY, memoryview(DATA), where="here")
-
-
 def test_a_short_object_is_corrupt(store, tmp_path):
     os.truncate(tmp_path / "d" / "a.ckpt", len(DATA) - 1)
     with pytest.raises(CorruptCheckpointError, match="ends at"):
@@ -131,3 +145,251 @@ def test_a_temporary_file_goes_where_its_filling_fails(tmp_path):
     assert path.read_bytes() == b"0123456789"
     drop_temporary(path)
     assert not list(tmp_path.iterdir())
+
+
+# --------------------------------------------------------------------- chunks that ranks of a node read
+def opened(folder, store, *, timeout_s=10.0, concurrency=4):
+    copies = Copies(ENTRY, [Copy(lambda: store, ENTRY.path)])
+    return FetchedFile(copies, folder.path, concurrency=concurrency, timeout_s=timeout_s)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = SharedFolder(tmp_path, "save")
+    yield folder
+    folder.close()
+
+
+def test_readers_of_a_node_fetch_each_chunk_once(folder):
+    store = OneObject(DATA, wait_s=0.01)
+    files = [opened(folder, store) for _ in range(4)]
+    threads = [threading.Thread(target=file.ensure, args=([(0, len(DATA))],)) for file in files]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(store.asked) == [offset for offset, _ in ENTRY.chunks]
+    assert all(bytes(file.view[: len(DATA)]) == DATA for file in files)
+    for file in files:
+        file.close()
+
+
+def test_a_chunk_that_differs_from_its_hash_is_refused_each_time(folder):
+    bad = bytearray(DATA)
+    bad[5 * CHUNK // 2] ^= 1
+    file = opened(folder, OneObject(bytes(bad)))
+    file.ensure([(0, 2 * CHUNK)])
+    for _ in range(2):
+        with pytest.raises(CorruptCheckpointError, match="differ from their hash"):
+            file.ensure([(2 * CHUNK + 400, 10)])
+    file.close()
+
+
+def test_the_wait_for_another_reader_is_bounded(folder):
+    slow, quick = OneObject(DATA, wait_s=1.0), OneObject(DATA)
+    first, second = opened(folder, slow), opened(folder, quick, timeout_s=0.1)
+    thread = threading.Thread(target=first.ensure, args=([(0, 10)],))
+    thread.start()
+    while not slow.asked:
+        time.sleep(0.001)
+    with pytest.raises(RestoreError, match="has not fetched 1 chunks in time"):
+        second.ensure([(0, 10)])
+    thread.join(30)
+    second.ensure([(0, 10)])
+    assert quick.asked == []
+    first.close()
+    second.close()
+
+
+def test_the_last_reader_removes_the_folder(tmp_path):
+    first, second = SharedFolder(tmp_path, "save"), SharedFolder(tmp_path, "save")
+    first.close()
+    assert second.path.exists()
+    clear_reads(tmp_path)
+    assert second.path.exists(), "somebody reads from it"
+    second.close()
+    assert not second.path.exists()
+
+
+def left_behind(root):
+    """Makes a folder as after a power loss: the marks of verified chunks are on the disk, and the chunks are not."""
+    child = os.fork()
+    if not child:
+        file = opened(SharedFolder(root, "save"), OneObject(DATA))
+        file.ensure([(0, len(DATA))])
+        file.view[: len(DATA)] = bytes(len(DATA))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    (path,) = (root / "reads").iterdir()
+    return path
+
+
+def joined_and_read(root):
+    folder = SharedFolder(root, "save")
+    file = opened(folder, OneObject(DATA))
+    file.ensure([(0, len(DATA))])
+    data = bytes(file.view[: len(DATA)])
+    file.close()
+    folder.close()
+    return data
+
+
+def test_what_dead_readers_left_is_not_read_whichever_rank_comes_first(tmp_path):
+    left_behind(tmp_path)
+    with ThreadPoolExecutor(8) as threads:
+        for read in [threads.submit(joined_and_read, tmp_path) for _ in range(8)]:
+            assert read.result(30) == DATA
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_folder_that_another_rank_is_removing_is_not_joined(tmp_path, dies):
+    path = left_behind(tmp_path)
+    clearing = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(clearing, fcntl.LOCK_EX)
+    with ThreadPoolExecutor(1) as threads:
+        read = threads.submit(joined_and_read, tmp_path)
+        time.sleep(0.2)
+        assert not read.done()
+        if not dies:
+            shutil.rmtree(path)
+        os.close(clearing)
+        assert read.result(30) == DATA
+
+
+def test_nobody_waits_until_the_bytes_of_the_dead_are_gone(tmp_path, monkeypatch):
+    left_behind(tmp_path)
+    removing, may_end, remove = threading.Event(), threading.Event(), shutil.rmtree
+
+    def slow(*args, **options):
+        removing.set()
+        assert may_end.wait(30)
+        remove(*args, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(SharedFolder, tmp_path, "save")
+        assert removing.wait(30)
+        folder = SharedFolder(tmp_path, "save")
+        may_end.set()
+        other.result(30).close()
+    folder.close()
+    assert not list((tmp_path / "reads").iterdir())
+
+
+# --------------------------------------------------------------------------- which chunks several read
+#: An eighth of the smallest chunk.
+UNIT = MIN_CHUNK_SIZE // 8
+
+
+class Files:
+    """A checkpoint as a rank sees it: what its node holds, and what others there read."""
+
+    def __init__(self, *entries):
+        self.held = {entry.basename: entry for entry in entries}
+
+    def chunks_of(self, spans):
+        return {name: chunks_of(self.held[name], each) for name, each in spans.items()}
+
+    def share(self, others):
+        self.others = others
+
+
+def test_ranks_of_a_node_learn_which_chunks_the_others_there_read_however_many():
+    large = FileEntry("step_1/x", 5000 * MIN_CHUNK_SIZE, MIN_CHUNK_SIZE, ())
+    mine = [(MIN_CHUNK_SIZE * at, 9) for at in range(3000)], [(MIN_CHUNK_SIZE * 4000 - 1, 2)], [(0, 1)]
+
+    def work(group):
+        files = Files(large)
+        share_reads(group, files, {"x": mine[group.rank]})
+        return files.others
+
+    assert in_ranks("aab", work) == [{"x": {3999, 4000}}, {"x": set(range(3000))}, {}]
+
+
+def test_a_rank_asks_for_the_chunks_of_no_file_that_others_of_its_node_read_alone():
+    """Each such file would cost a request to the durable tier."""
+
+    def work(group):
+        own = "xy"[group.rank]
+        files = Files(*(FileEntry(f"step_1/{name}", 20, 10, ("",) * 2) for name in (own, "z")))
+        share_reads(group, files, {own: [(0, 20)], "z": [(10 * group.rank, 10)]})
+        return files.others
+
+    assert in_ranks("aa", work) == [{"z": {1}}, {"z": {0}}]
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 40)), max_size=12), st.sampled_from([1, 2, 8]))
+def test_merged_spans_touch_the_same_chunks_and_are_at_most_one_a_chunk(spans, factor):
+    spans = [(offset * UNIT, length * UNIT) for offset, length in spans]
+    large = FileEntry("x", 440 * UNIT, MIN_CHUNK_SIZE * factor, ())
+    fewer = merged(spans)
+    assert chunks_of(large, fewer) == chunks_of(large, spans)
+    assert all(offset - sum(before) >= MIN_CHUNK_SIZE for before, (offset, _) in pairwise(fewer))
+    assert max(map(sum, fewer), default=0) == max((sum(each) for each in spans if each[1]), default=0)
+
+
+LARGE_CHUNK = 3 * targets.PIECE_SIZE + 77
+LARGE = os.urandom(3 * LARGE_CHUNK + 1234)
+(LARGE_ENTRY,) = make_content("step_1/file", LARGE, 1, chunk=LARGE_CHUNK).files
+
+
+def from_memory(data, wanted):
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        for index, parts in targets.by_chunk(LARGE_ENTRY, wanted).items():
+            targets.read_chunk(LARGE_ENTRY, index, file.fileno(), parts, where="here")
+
+
+def from_store(data, wanted):
+    for index, parts in targets.by_chunk(LARGE_ENTRY, wanted).items():
+        targets.fetch_targets(OneObject(data), LARGE_ENTRY, index, parts)
+
+
+@st.composite
+def spans(draw):
+    """Returns disjoint spans of the file, in any order; some touch each other."""
+    cuts = sorted(draw(st.sets(st.integers(0, len(LARGE)), min_size=2, max_size=12)))
+    found = [(low, high) for low, high in itertools.pairwise(cuts) if draw(st.booleans())]
+    return draw(st.permutations(found))
+
+
+@pytest.mark.parametrize("fill", [from_memory, from_store])
+@settings(max_examples=20, deadline=None)
+@given(wanted=spans(), flipped=st.integers(0, len(LARGE) - 1))
+def test_each_target_holds_its_bytes_and_each_chunk_that_it_lies_in_is_verified(fill, wanted, flipped):
+    buffers = [bytearray(high - low + 2) for low, high in wanted]
+    given_targets = [(low, memoryview(buffer)[1:-1]) for (low, _), buffer in zip(wanted, buffers, strict=True)]
+    fill(LARGE, given_targets)
+    for (low, high), buffer in zip(wanted, buffers, strict=True):
+        assert buffer == b"\0" + LARGE[low:high] + b"\0"
+    damaged = bytearray(LARGE)
+    damaged[flipped] ^= 1
+    touched = {at // LARGE_CHUNK for low, high in wanted for at in (*range(low, high, LARGE_CHUNK), high - 1)}
+    if flipped // LARGE_CHUNK in touched:
+        with pytest.raises(CorruptCheckpointError, match="differ from their hash"):
+            fill(bytes(damaged), given_targets)
+    else:
+        fill(bytes(damaged), given_targets)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_node_reads_each_byte_once_and_a_lone_rank_keeps_no_copy(folder, alone):
+    store = OneObject(DATA)
+    files = [opened(folder, store) for _ in range(1 if alone else 2)]
+    # A chunk that something else is read from is there already.
+    files[0].ensure([(CHUNK, 1)])
+    for file in files:
+        whole = memoryview(bytearray(len(DATA)))
+        file.fill([(0, whole)], alone=lambda _: alone)
+        assert whole == DATA
+    assert store.down == len(DATA)
+    kept = os.stat(folder.path / ENTRY.basename).st_blocks * 512
+    assert (kept < 2 * CHUNK) == alone
+    for file in files:
+        file.close()
+
+
+def test_a_target_beyond_the_file_is_damage():
+    with pytest.raises(CorruptCheckpointError, match="names bytes up to"):
+        targets.by_chunk(LARGE_ENTRY, [(len(LARGE) - 3, memoryview(bytearray(4)))])

@@ -1,17 +1,22 @@
-"""A state becomes a part in memory: at once, whole, within its room; and a user's stories with only the IO."""
+"""A state becomes a part in memory: at once, whole, within its room; a user's stories with only the IO; ends, threads, forks."""
 
+import contextlib
 import gc
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections import OrderedDict
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.bad_input import state
+from support.bad_input import KEPT, state
 from support.supporting import build
+from support.waiting import until
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.adapters.state import Rest
@@ -19,10 +24,11 @@ from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.events import read_events
 from tiered_checkpoint_io.engine.drain.process import DrainRunner
-from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.errors import ConfigError, SaveError, StoreError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.memory.parts import reading
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 MIB = 1 << 20
 
@@ -232,3 +238,196 @@ def test_a_step_or_epoch_that_no_manifest_holds_leaves_a_checkpoint_all_the_same
     io.save_checkpoint({**state(1), **changes}, name)
     for other in (io, make(str(tmp_path / "durable"), namespace="another-node")):
         assert torch.equal(other.load_checkpoint("tiered:latest")["w"], state(1)["w"])
+
+
+# ------------------------------------------------------------------------- the end of a process with work left
+MEMORY_ONLY = {"tiers": ["memory"]}
+
+
+@pytest.fixture
+def broken(kept):
+    """Makes the durable tier fail, and work again."""
+    durable, away = Path(kept.options["dirpath"]), Path(kept.options["dirpath"]).with_name("away")
+
+    class Broken:
+        def fails(self):
+            durable.rename(away)
+            durable.write_text("no folder")
+
+        def works(self):
+            durable.unlink()
+            away.rename(durable)
+
+    return Broken()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("first", "drain", "rule"), [("save", "process", "warn"), ("delete", "thread", "raise")])
+def test_what_waits_behind_a_failed_save_keeps_nobody(drain, first, rule, kept, broken):
+    io = kept.io(drain=drain, on_save_error=rule, wait_timeout_s=600, memory_keep_last=5)
+    io.save_checkpoint(state(2), "2.ckpt")
+    if first == "delete":
+        # One that could be carried out, and fails by itself.
+        io.checkpointer.alias("last.ckpt", "2.ckpt")
+        io.checkpointer.session.wait()
+    broken.fails()
+    io.checkpointer.save(state(3), "3.ckpt", wait=False)
+    io.remove_checkpoint("2.ckpt")
+    io.checkpointer.alias("last.ckpt", "3.ckpt")
+    io.remove_checkpoint("last.ckpt")
+    started, failed = time.monotonic(), pytest.raises(SaveError, match="did not reach the durable tier")
+    with failed if rule == "raise" else contextlib.nullcontext():
+        io.teardown()
+    assert time.monotonic() - started < 20
+    broken.works()
+    assert (Path(kept.options["dirpath"]) / "2.ckpt").exists(), "what was good stays until what replaces it is good"
+    io = kept.io(drain=drain, on_save_error="raise", wait_timeout_s=50)
+    assert io.load_checkpoint("tiered:latest")["global_step"] == 3
+    io.checkpointer.session.wait()
+    there = {path.name for path in Path(kept.options["dirpath"]).glob("*.ckpt")}
+    assert there == {KEPT, "3.ckpt"}
+    io.teardown()
+
+
+def test_a_job_of_memory_alone_starts_no_drain_to_remove_something(tmp_path, memory_dir):
+    io = TieredCheckpointIO(tmp_path / "never", memory_dir=memory_dir)
+    io.save_checkpoint(state(1), "1.ckpt", storage_options=MEMORY_ONLY)
+    io.remove_checkpoint("1.ckpt")
+    assert not io.checkpointer.session.open().drain.pending()
+    io.teardown()
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_of_saves_that_each_delete_the_one_before_the_newest_good_one_stays(how, kept, monkeypatch):
+    """Lightning's own ModelCheckpoint calls its IO so, with ``save_top_k=1`` and ``on_save_error: warn``."""
+    io = kept.io(drain="thread", max_pending=2, pending_timeout_s=1, memory_keep_last=9, on_save_error="warn")
+    is_there, upload = threading.Event(), DirectoryStore.upload_if
+    is_there.set()
+
+    def upload_if(*arguments, **options):
+        if how == "fails" and not is_there.is_set():
+            raise StoreError("away", reason="unavailable")
+        is_there.wait()
+        return upload(*arguments, **options)
+
+    def save(number):
+        io.checkpointer.save(state(number), f"{number}.ckpt", wait=False)
+        io.remove_checkpoint(f"{number - 1}.ckpt")
+
+    def there():
+        return {path.name for path in Path(kept.options["dirpath"]).glob("*.ckpt")} - {KEPT}
+
+    monkeypatch.setattr(DirectoryStore, "upload_if", upload_if)
+    save(2)
+    io.checkpointer.session.wait()
+    is_there.clear()
+    for number in range(3, 8):
+        save(number)
+    assert there() == {"2.ckpt"}
+    is_there.set()
+    until(lambda: not io.checkpointer.session.open().drain.pending(), "all is done", timeout_s=40)
+    # If the save that a delete follows is given up, or not queued, the old checkpoint stays.
+    assert there() == ({"2.ckpt", "7.ckpt"} if how == "fails" else {"4.ckpt"})
+    save(8)
+    io.teardown()
+    assert there() == ({"2.ckpt", "8.ckpt"} if how == "fails" else {"4.ckpt", "8.ckpt"})
+
+
+# ------------------------------------------------------------------------------- threads and forked processes
+THREADS, SAVES, BOUND_S = 4, 5, 60.0
+
+
+@pytest.fixture
+def io(request, tmp_path, make):
+    kept = {"memory_keep_last": THREADS * SAVES, "max_pending": THREADS * SAVES}
+    return make(str(tmp_path / "durable"), drain=getattr(request, "param", "thread"), **kept)
+
+
+def filled(step):
+    return {"w": torch.full((50_000,), float(step)), "global_step": step}
+
+
+def test_threads_may_save_at_once(io):
+    failed, begun = [], threading.Barrier(THREADS)
+
+    def save(thread):
+        begun.wait(BOUND_S)
+        for number in range(SAVES):
+            step = thread * SAVES + number
+            try:
+                io.save_checkpoint(filled(step), f"step={step}.ckpt", {"wait": step % 2 == 0})
+            except Exception as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=save, args=(thread,)) for thread in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(BOUND_S)
+        assert not thread.is_alive()
+    assert failed == []
+    assert io.checkpointer.session.progress().counters == {"saved": THREADS * SAVES}
+    for step in range(THREADS * SAVES):
+        loaded = io.load_checkpoint(f"step={step}.ckpt")
+        assert loaded["global_step"] == step
+        assert bool((loaded["w"] == step).all())
+
+
+def test_a_save_within_a_save_is_one_clear_error(io):
+    """A signal handler may save within a save; the interrupted save ends well."""
+
+    class Interrupting:
+        def __reduce__(self):
+            if not refused:
+                refused.append(None)
+                with pytest.raises(ConfigError, match="in the middle of another save of the same thread"):
+                    io.save_checkpoint(filled(2), "step=2.ckpt")
+            return (int, (7,))
+
+    refused = []
+    io.save_checkpoint({**filled(1), "n": Interrupting()}, "step=1.ckpt")
+    assert refused
+    assert io.load_checkpoint("tiered:latest")["n"] == 7
+
+
+@pytest.mark.parametrize("io", ["process"], indirect=True)
+def test_a_forked_process_begins_anew_and_leaves_alone_what_is_its_parents(io, memory_dir):
+    """For a worker of a DataLoader, or a rank of ``ddp_fork`` whose parent has used the IO."""
+    for step in (1, 2, 3):
+        io.save_checkpoint(filled(step), f"step={step}.ckpt")
+    deadline = time.monotonic() + BOUND_S
+    # The next save's slot is made in the background; a fork then would inherit the lock of the slots' folder.
+    while any(each.name == "tiered-prepare" for each in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    free = sorted(Path(memory_dir).rglob("slots/slot-*"))
+    assert free
+
+    def child(answers):
+        # A DataLoader does the same: OpenMP does not survive a fork.
+        torch.set_num_threads(1)
+        here = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()]
+        mapped = Path("/proc/self/maps").read_text().splitlines()
+        answers.send([line for line in (*here, *mapped) if memory_dir in line])
+        io.save_checkpoint(filled(4), "step=4.ckpt")
+        answers.send(io.load_checkpoint("tiered:latest")["global_step"])
+        io.teardown()
+        # An interpreter that ends in full collects what it has inherited.
+        gc.collect()
+        answers.send("ended")
+
+    here, there = multiprocessing.Pipe()
+    worker = multiprocessing.get_context("fork").Process(target=child, args=(there,), daemon=True)
+    worker.start()
+    told = [here.recv() for _ in range(3) if here.poll(BOUND_S)]
+    worker.join(BOUND_S)
+    assert told == [[], 4, "ended"]
+    assert worker.exitcode == 0
+    assert set(free) <= set(Path(memory_dir).rglob("slots/slot-*"))
+    io.save_checkpoint(filled(5), "step=5.ckpt")
+    for step in (1, 2, 3, 4, 5):
+        assert bool((io.load_checkpoint(f"step={step}.ckpt")["w"] == step).all())
+    save_ids = [stored.save_id for stored in io.checkpointer.session.open().tier.parts()]
+    assert len(set(save_ids)) == 5
