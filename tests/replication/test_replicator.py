@@ -1,8 +1,10 @@
-"""Requests of ranks to the store of torch.distributed, to keep copies and to find them: few, and bounded."""
+"""Replication: placement, one decision for all ranks, and few requests to the store of torch.distributed."""
 
+import contextlib
 import itertools
 import json
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -10,11 +12,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from support.clocks import VirtualClock, quick
+from support.sharded import make_part
 
+from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks.store_client import PeerError, StoreClient
+from tiered_checkpoint_io.engine.replication.fates import _MAX_DECIDED, Fates, form_key
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
+from tiered_checkpoint_io.engine.replication.placement import node_peers, peers_of_ranks, sender_of
 from tiered_checkpoint_io.engine.replication.replicator import Keeper, Offers
+from tiered_checkpoint_io.engine.staging.capture import Capturer
+from tiered_checkpoint_io.engine.staging.retention import Scope
+from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.memory.space import MemoryFullError
+from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.peer import Endpoint
 
 KEY = "offer/0"
@@ -235,3 +249,230 @@ def test_a_rank_that_waits_long_asks_more_and_more_rarely(store):
     assert 60.0 < asked[-1] < 62.5
     assert len(asked) < 80
     assert all(later >= earlier for earlier, later in itertools.pairwise(asked))
+
+
+# --------------------------------------------------------------------------- decisions, and where copies are
+RUN = ids.new_run_id(now=1_700_000_000)
+
+
+class Rank:
+    def __init__(self, rank, folder, origin, replicated=()):
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        self.rank, self.tier = rank, MemoryTier.open(folder, "test")
+        self.store = StoreClient(origin, "test", timeout_s=10.0)
+        self.fates = Fates(self.store, self.tier, dict(replicated))
+
+    def save(self, number, name="step_{}"):
+        part, files = make_part(
+            name.format(number), number, self.rank, world_size=2, kind="local", run=RUN, size=1_500_000
+        )
+        slots = {name: self.tier.acquire(len(data)) for name, data in files.items()}
+        for name, data in files.items():
+            slots[name].view[: len(data)] = data
+        return self.tier.commit(part, slots)
+
+    def marked(self):
+        return [stored.part.content.step for stored in self.tier.parts() if stored.replicated]
+
+
+@pytest.fixture
+def origin():
+    return dist.HashStore()
+
+
+@pytest.fixture
+def ranks(memory_dir, origin):
+    both = [Rank(rank, f"{memory_dir}/{rank}", origin) for rank in (0, 1)]
+    yield both
+    for each in both:
+        each.store.close()
+        each.tier.close()
+    for thread in [each for each in threading.enumerate() if each.name == "tiered-store"]:
+        thread.join(10)
+
+
+def test_a_metric_in_its_name_keeps_no_save_for_ever(ranks):
+    """Each would be the only one of its name: a job's memory would fill up."""
+    for number in (1, 2, 3):
+        parts = [each.save(number, "best-step={0}-val_loss=0.3{0}").part for each in ranks]
+        for each, part in zip(ranks, parts, strict=True):
+            each.fates.begin(part)
+            each.fates.count(part)
+        for each in ranks:
+            each.fates.look()
+            assert each.fates.awaited() == {parts[0].save_id}
+
+
+def test_what_one_rank_gives_up_is_replicated_for_none(ranks):
+    one, other = ranks
+    parts = [each.save(1).part for each in ranks]
+    one.fates.begin(parts[0])
+    one.fates.count(parts[0])
+    assert not one.fates.is_decided(parts[0])
+    # A newer save outdates it, and only then the other one comes round to it.
+    one.fates.begin(one.save(2).part)
+    assert not other.fates.begin(parts[1])
+    other.fates.count(parts[1])
+    for each in ranks:
+        each.fates.look()
+        assert each.marked() == []
+        assert parts[0].save_id not in each.fates.awaited()
+
+
+def test_what_is_complete_can_not_be_given_up_any_more(ranks):
+    parts = [each.save(1).part for each in ranks]
+    for each, part in zip(ranks, parts, strict=True):
+        each.fates.begin(part)
+        each.fates.count(part)
+    ranks[0].fates.begin(ranks[0].save(2).part)
+    ranks[1].fates.look()
+    assert ranks[0].marked() == ranks[1].marked() == [1]
+
+
+def test_what_a_node_has_not_learnt_it_learns_when_all_meet_again(ranks, memory_dir):
+    stored = ranks[0].save(1)
+    again = Rank(0, f"{memory_dir}/0", dist.HashStore(), {form_key(stored.part): stored.save_id})
+    assert again.marked() == [1]
+    assert again.fates.awaited() == {stored.save_id}
+    again.store.close()
+    again.tier.close()
+
+
+def test_an_older_part_that_is_sent_again_gives_up_no_newer_save(ranks):
+    older, parts = ranks[0].save(1).part, [each.save(2).part for each in ranks]
+    for each in ranks:
+        # Its own, and the other's, of which it keeps a replica.
+        assert all(each.fates.begin(part) for part in parts)
+        # By another rank, if its own no longer has it.
+        assert not each.fates.begin(older)
+    for each, part in zip(ranks, parts, strict=True):
+        each.fates.count(part)
+    for each in ranks:
+        each.fates.look()
+        assert each.marked() == [2]
+
+
+def decided(rank, number, *, gives_up=False):
+    """Has a rank replicate its part of a save that takes no memory here."""
+    part, _ = make_part(f"step_{number}", number, rank.rank, world_size=2, kind="local", run=RUN)
+    rank.fates.begin(part)
+    if not gives_up:
+        rank.fates.count(part)
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_the_store_does_not_grow_with_every_save(ranks, origin, gives_up):
+    sizes = []
+    for number in range(1, 61):
+        for each in ranks:
+            decided(each, number, gives_up=gives_up)
+        for each in ranks:
+            each.fates.look()
+        sizes.append(origin.num_keys())
+    assert sizes[-1] == sizes[29] <= 2 * (_MAX_DECIDED + 2)
+
+
+def test_a_rank_that_is_late_learns_what_the_others_go_by(ranks):
+    for each in ranks:
+        part = each.save(1).part
+        each.fates.begin(part)
+        each.fates.count(part)
+    for number in range(2, 60):
+        decided(ranks[0], number)
+    assert ranks[1].marked() == []
+    ranks[1].fates.look()
+    assert ranks[0].marked() == ranks[1].marked() == [1]
+
+
+def test_a_store_that_removes_no_keys_ends_nothing(ranks, monkeypatch):
+    def refuse(*_):
+        raise NotImplementedError("deleteKey not implemented")
+
+    monkeypatch.setattr(dist.PrefixStore, "delete_key", refuse)
+    for number in range(1, 30):
+        for each in ranks:
+            decided(each, number)
+        for each in ranks:
+            each.fates.look()
+    assert ids.save_id(RUN, 29) in ranks[0].fates.awaited() & ranks[1].fates.awaited()
+
+
+def test_a_save_without_room_takes_that_of_what_waits_but_not_of_what_is_on_its_way(ranks):
+    rank = ranks[0]
+    member = SimpleNamespace(store=rank.store, rank=0, clock=SYSTEM, log=logging.getLogger("tiered"))
+    begun, stuck, counts = threading.Event(), threading.Event(), Counter()
+    rank.fates.begin = lambda _: begun.set() or not stuck.wait(10)
+    offers = Offers(member, (), counts, rank.fates)
+    rank.tier.awaited = offers.awaited
+    stored = [rank.save(number) for number in (1, 2, 3)]
+    for each in stored:
+        rank.tier.mark_drained(each)
+        offers.add(each)
+        begun.wait(10)
+    capturer = Capturer(rank.tier)
+    scope = Scope(ids.save_id(RUN, 4), 0, "local", stored[0].part.dirpath)
+    rank.tier._left = lambda: 0
+    try:
+        # Other processes have taken the freed space.
+        with contextlib.suppress(MemoryFullError):
+            capturer._acquire(500_000, scope, (), spills=False)
+    finally:
+        stuck.set()
+        offers.close(5.0)
+    assert [each.part.content.step for each in rank.tier.parts()] == [1, 3]
+    assert counts["unreplicated"] >= 1
+
+
+@st.composite
+def clusters(draw):
+    """Nodes of ranks in any order, and a factor that they allow."""
+    count = draw(st.integers(1, 9))
+    sizes = draw(st.lists(st.integers(1, 4), min_size=count, max_size=count))
+    nodes = draw(st.permutations([f"node{i}" for i, size in enumerate(sizes) for _ in range(size)]))
+    return nodes, draw(st.integers(1, count))
+
+
+@given(clusters())
+def test_every_copy_is_on_another_node_so_it_takes_as_many_lost_nodes_to_lose_a_part(cluster):
+    nodes, factor = cluster
+    peers = peers_of_ranks(nodes, factor=factor)
+    assert len(peers) == len(nodes)
+    for rank, mine in enumerate(peers):
+        assert len(mine) == factor - 1
+        assert len({nodes[rank], *(nodes[peer] for peer in mine)}) == factor
+
+
+@given(st.integers(1, 40), st.integers(1, 6))
+def test_every_node_keeps_as_much_as_it_has_kept_for_it(count, factor):
+    factor = min(factor, count)
+    load = Counter(peer for peers in node_peers(count, factor=factor) for peer in peers)
+    assert set(load.values()) <= {factor - 1}
+    assert len(load) == (count if factor > 1 else 0)
+
+
+@given(st.integers(1, 5), st.integers(1, 4))
+def test_nodes_form_cliques_where_their_number_allows(blocks, factor):
+    peers = node_peers(blocks * factor, factor=factor)
+    for node, mine in enumerate(peers):
+        clique = {node, *mine}
+        assert all({other, *peers[other]} == clique for other in clique)
+        ordered = sorted(clique)
+        assert all(b - a == 1 for a, b in itertools.pairwise(ordered))
+
+
+def test_three_nodes_with_two_copies_go_around():
+    assert peers_of_ranks(list("aabbcc"), factor=2) == [(2,), (3,), (4,), (5,), (0,), (1,)]
+
+
+@pytest.mark.parametrize(("nodes", "factor"), [("a", 2), ("aaaa", 2), ("aabb", 3)])
+def test_copies_on_one_machine_are_refused(nodes, factor):
+    with pytest.raises(ConfigError, match="same machine"):
+        peers_of_ranks(list(nodes), factor=factor)
+
+
+@given(nodes=st.lists(st.sampled_from("abc"), min_size=1, max_size=8), part=st.integers(0, 9))
+def test_a_part_is_sent_by_one_rank_of_each_node_that_holds_it_its_own_if_it_is_there(nodes, part):
+    for node in set(nodes):
+        sender = sender_of(part, node, nodes)
+        assert nodes[sender] == node
+        assert sender == part or nodes[part:][:1] != [node]
