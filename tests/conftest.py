@@ -178,6 +178,26 @@ def kept(tmp_path, memory_dir):
     kept.still_loads()
 
 
+@pytest.fixture
+def start(tmp_path, memory_dir):
+    """Makes IOs, by default of one job on one node; closed at the end, if the test does not."""
+    from support.supporting import build
+
+    from tiered_checkpoint_io import TieredCheckpointIO
+
+    made = []
+
+    def start(**options):
+        where = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir}
+        ways = {"drain": "thread", "on_save_error": "raise", "wait_timeout_s": 60}
+        made.append(build(TieredCheckpointIO, **{**where, **ways, **options}))
+        return made[-1]
+
+    yield start
+    for io in made:
+        io.teardown()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def temporary_folder(tmp_path_factory):
     """Sets the system's temporary folder, to which parts are spilled, to one of this session."""

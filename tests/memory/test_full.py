@@ -15,7 +15,7 @@ from support.bad_input import KEPT, Kept, state
 from support.supporting import build
 from support.tenants import Tenant, Watch, descriptors_to_spare, mounted_tmpfs, no_more_threads
 
-from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
+from tiered_checkpoint_io import TieredStorageWriter, dcp
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain.locks import try_lock
 from tiered_checkpoint_io.engine.restore.restore import NodeFetcher
@@ -80,12 +80,11 @@ def test_a_spill_that_is_full_as_well_is_told_apart_from_memory(kept_in_small, t
         io.teardown()
 
 
-def test_a_tmpfs_that_is_full_from_the_start(small, tmp_path, warned):
+def test_a_tmpfs_that_is_full_from_the_start(small, start, warned):
     """Not even the queue of the drain has room there, so a spill is of no use."""
     tenant = Tenant(small)
     tenant.fills()
-    where = {"dirpath": str(tmp_path / "durable"), "memory_dir": str(small), "drain": "thread"}
-    io = build(TieredCheckpointIO, **where, on_save_error="raise")
+    io = start(memory_dir=str(small))
     with pytest.raises(
         SaveError, match=r"^no room for the queue for the durable tier: .*memory_dir is full: .*name a spill_dir"
     ):
@@ -169,20 +168,6 @@ def test_training_goes_on_where_memory_is_removed_beside_it(drain, how, memory_d
 
 
 LARGE = MIB  # of 4 MiB each
-
-
-@pytest.fixture
-def start(tmp_path, memory_dir):
-    made = []
-
-    def start(**options):
-        options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "drain": "thread", **options}
-        made.append(build(TieredCheckpointIO, **{"on_save_error": "raise", "wait_timeout_s": 30, **options}))
-        return made[-1]
-
-    yield start
-    for io in made:
-        io.teardown()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The spill: its place, its limit, its users, and its owner."""
 
 import contextlib
+import functools
 import os
 import shutil
 import stat
@@ -11,11 +12,10 @@ from pathlib import Path
 
 import pytest
 from support.bad_input import state
-from support.supporting import build
 from support.tenants import mounted_tmpfs
 from typer.testing import CliRunner
 
-from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
+from tiered_checkpoint_io import AsyncCheckpointIO
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.errors import MemoryTierError, SaveError
@@ -35,16 +35,8 @@ def options(tmp_path):
 
 
 @pytest.fixture
-def started(options):
-    running = []
-
-    def start(**more):
-        running.append(build(TieredCheckpointIO, **{**options, "on_save_error": "raise", **more}))
-        return running[-1]
-
-    yield start
-    for io in running:
-        io.teardown()
+def started(start, options):
+    return functools.partial(start, **options)
 
 
 def session_of(io):

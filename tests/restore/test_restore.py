@@ -267,20 +267,6 @@ def test_an_overwrite_that_ends_between_two_reads_gives_the_new_content(world):
     assert world.restore(store=Ending(world.store.url))[1] == NEW
 
 
-def test_two_nodes_fetch_once_each_and_all_ranks_have_it(world):
-    into_durable(world.store, "a.ckpt", NEW, 1)
-    before = world.store.metrics.snapshot()
-    got = world.restore_all(["n", "n", "m", "m"])
-    after = world.store.metrics.snapshot()
-    assert got == [(save_id(1), "durable", NEW)] * 4
-    small = len(world.store.get(manifest_key("a.ckpt")))
-    assert after["requests.list"] - before.get("requests.list", 0) == 1
-    assert after["bytes.down"] - before.get("bytes.down", 0) == 2 * len(NEW) + small
-    # The checkpoint is in memory for the next start, and is not sent again.
-    assert world.restore_all(["n", "n", "m", "m"]) == [(save_id(1), "memory", NEW)] * 4
-    assert all(stored.drained for node in "nm" for stored in world.tier(node).parts())
-
-
 @pytest.mark.parametrize("chunk", [CHUNK, 1 << 10], ids=["few hashes", "more than go to all ranks"])
 def test_a_corrupt_copy_on_one_node_sends_that_node_to_its_peer(world, chunk):
     into_durable(world.store, "a.ckpt", NEW, 2, chunk=chunk)

@@ -155,25 +155,10 @@ def test_the_file_is_that_of_torch_save_at_the_moment_of_the_save(of_callback):
     assert rest.file() == rest.file() == expected.getvalue()
 
 
-@pytest.fixture
-def make(memory_dir):
-    made = []
-
-    def make(dirpath, **options):
-        options = {"on_save_error": "raise", "wait_timeout_s": 60, "drain": "thread", **options}
-        io = build(TieredCheckpointIO, dirpath=dirpath, memory_dir=memory_dir, **options)
-        made.append(io)
-        return io
-
-    yield make
-    for io in made:
-        io.teardown()
-
-
 @pytest.mark.parametrize("told_by", ["saves of memory alone", "looks for outcomes"])
-def test_a_drain_that_dies_amid_its_work_does_not_wait_for_the_next_durable_save(tmp_path, make, told_by):
+def test_a_drain_that_dies_amid_its_work_does_not_wait_for_the_next_durable_save(tmp_path, start, told_by):
     """The next may come an hour later, and the node may be gone by then."""
-    engine = make(str(tmp_path), drain="process", memory_keep_last=1).checkpointer
+    engine = start(dirpath=str(tmp_path), drain="process", memory_keep_last=1).checkpointer
     engine.save(state(1), "a.ckpt")
     pid = engine.session.progress().drain.pid
     # It dies during the upload, as for want of memory.
@@ -192,12 +177,12 @@ def test_a_drain_that_dies_amid_its_work_does_not_wait_for_the_next_durable_save
     assert engine.session.progress().drain.pid != pid
 
 
-def test_loading_from_elsewhere_again_and_again_opens_one_connection(make, s3_url):
+def test_loading_from_elsewhere_again_and_again_opens_one_connection(start, s3_url):
     """Weights of another run, evaluated in a loop; the collector of garbage may come when it likes."""
-    elsewhere = make(f"{s3_url}/other", namespace="other")
+    elsewhere = start(dirpath=f"{s3_url}/other", namespace="other")
     elsewhere.save_checkpoint(state(1), "x.ckpt")
     elsewhere.teardown()
-    io = make(f"{s3_url}/mine")
+    io = start(dirpath=f"{s3_url}/mine")
     gc.disable()
     try:
         used = []
@@ -209,19 +194,19 @@ def test_loading_from_elsewhere_again_and_again_opens_one_connection(make, s3_ur
     assert used[-1] == used[0]
 
 
-def test_a_home_directory_may_be_written_as_a_shell_has_it(make, tmp_path, monkeypatch):
+def test_a_home_directory_may_be_written_as_a_shell_has_it(start, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    io = make("~/runs/a")
+    io = start(dirpath="~/runs/a")
     io.save_checkpoint(state(1), "~/runs/a/step=1.ckpt")
     assert (tmp_path / "runs" / "a" / "step=1.ckpt").is_file()
     assert io.load_checkpoint("~/runs/a/step=1.ckpt")["global_step"] == 1
-    assert make("~/runs/b").load_checkpoint("~/runs/a/step=1.ckpt")["global_step"] == 1
-    assert make("~").checkpointer.dirpath == str(tmp_path)
+    assert start(dirpath="~/runs/b").load_checkpoint("~/runs/a/step=1.ckpt")["global_step"] == 1
+    assert start(dirpath="~").checkpointer.dirpath == str(tmp_path)
     # In a container whose user has no entry in the passwd file, it would be a folder "~" of the working directory.
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     with pytest.raises(ConfigError, match="dirpath is '~/runs/a': .*HOME is not set") as caught:
-        make("~/runs/a")
+        start(dirpath="~/runs/a")
     assert caught.value.hint == "set HOME, or write the whole path"
 
 
@@ -233,10 +218,10 @@ def test_a_home_directory_may_be_written_as_a_shell_has_it(make, tmp_path, monke
         ({"global_step": -1}, f"step={1 << 70}.ckpt"),
     ],
 )
-def test_a_step_or_epoch_that_no_manifest_holds_leaves_a_checkpoint_all_the_same(changes, name, make, tmp_path):
-    io = make(str(tmp_path / "durable"))
+def test_a_step_or_epoch_that_no_manifest_holds_leaves_a_checkpoint_all_the_same(changes, name, start, tmp_path):
+    io = start()
     io.save_checkpoint({**state(1), **changes}, name)
-    for other in (io, make(str(tmp_path / "durable"), namespace="another-node")):
+    for other in (io, start(namespace="another-node")):
         assert torch.equal(other.load_checkpoint("tiered:latest")["w"], state(1)["w"])
 
 
@@ -340,9 +325,9 @@ THREADS, SAVES, BOUND_S = 4, 5, 60.0
 
 
 @pytest.fixture
-def io(request, tmp_path, make):
+def io(request, tmp_path, start):
     kept = {"memory_keep_last": THREADS * SAVES, "max_pending": THREADS * SAVES}
-    return make(str(tmp_path / "durable"), drain=getattr(request, "param", "thread"), **kept)
+    return start(drain=getattr(request, "param", "thread"), **kept)
 
 
 def filled(step):
