@@ -1,7 +1,6 @@
 """Restore on one node and on several, with ranks as threads; also of checkpoints that another run overwrites."""
 
 import contextlib
-import logging
 import mmap
 import os
 import tempfile
@@ -29,7 +28,7 @@ from support.restoring import (
 )
 from support.supporting import build
 
-from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
+from tiered_checkpoint_io import TieredStorageWriter, dcp, find_latest
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.chunks import drop_temporary, temporary_file
 from tiered_checkpoint_io.engine.drain.operations import Request
@@ -351,50 +350,31 @@ def test_an_unreadable_memory_on_one_rank_reaches_all(world, monkeypatch):
 DAY_S = 24 * 3600.0
 
 
-@pytest.fixture
-def run(tmp_path, memory_dir, monkeypatch, caplog):
-    """Saves a step by another run that neither loads nor looks, on a node of its own; returns its warnings."""
-    caplog.set_level(logging.WARNING)
+@pytest.mark.parametrize(("kind", "memory_first"), [("synchronous", True), ("dcp", False)])
+def test_what_a_new_run_saves_is_newer(start, tmp_path, memory_dir, monkeypatch, caplog, kind, memory_first):
+    dirpath = str(tmp_path / "durable")
 
-    def options(node):
-        os.makedirs(f"{memory_dir}/{node}", exist_ok=True)
-        return {"dirpath": str(tmp_path / "durable"), "memory_dir": f"{memory_dir}/{node}", "drain": "thread"}
-
-    def run(kind, name, step, *, behind_s=0.0, memory_first=False):
+    def run(name, step, *, behind_s=0.0, memory_first=False):
+        """Saves a step by another run that neither loads nor looks, on a node of its own."""
         monkeypatch.setattr(Clock, "wall", lambda _: time.time() - behind_s)
-        caplog.clear()
+        os.mkdir(node := f"{memory_dir}/{step}")
         state = {"model": {"w": torch.full((100,), float(step))}, "global_step": step}
         if kind == "dcp":
-            writer = build(TieredStorageWriter, step=step, **options(f"{name}-{step}"))
+            options = {"dirpath": dirpath, "memory_dir": node, "drain": "thread"}
+            writer = build(TieredStorageWriter, step=step, **options)
             dcp.save(state, checkpoint_id=name, storage_writer=writer)
             writer.close()
-        else:
-            io = build(TieredCheckpointIO, **options(f"{name}-{step}"))
-            if memory_first:
-                io.save_checkpoint(state, "in-memory.ckpt", {"tiers": ["memory"]})
-            io.save_checkpoint(state, name)
-            io.teardown()
-        return caplog.text
+            return
+        io = start(memory_dir=node)
+        if memory_first:
+            io.save_checkpoint(state, "in-memory.ckpt", {"tiers": ["memory"]})
+        io.save_checkpoint(state, name)
+        io.teardown()
 
-    run.options = options
-    return run
-
-
-@pytest.mark.parametrize(("kind", "memory_first"), [("synchronous", True), ("dcp", False)])
-def test_what_a_new_run_saves_is_newer(run, kind, memory_first):
-    run(kind, "before", 9)
-    logged = run(kind, "after", 3, behind_s=DAY_S, memory_first=memory_first)
-    assert ("this node's clock is behind" in logged) == memory_first
+    run("before", 9)
+    run("after", 3, behind_s=DAY_S, memory_first=memory_first)
+    assert ("this node's clock is behind" in caplog.text) == memory_first
     # Under a name that is taken, the older of two saves would not be taken at all.
-    run(kind, "before", 5, behind_s=2 * DAY_S)
-    options = run.options("a-third-node")
-    if kind == "dcp":
-        state = {"model": {"w": torch.zeros(100)}}
-        reader = build(dcp.load, state, checkpoint_id="before/tiered:latest", **options)
-        assert (state["model"]["w"][0].item(), reader.opened.step) == (5, 5)
-        reader.close()
-        return
-    io = build(TieredCheckpointIO, **options)
-    assert io.load_checkpoint("tiered:latest")["global_step"] == 5
-    assert io.checkpointer.restored.name == "before"
-    io.teardown()
+    run("before", 5, behind_s=2 * DAY_S)
+    newest = find_latest(dirpath)
+    assert (newest.name.partition("/")[0], newest.step) == ("before", 5)
