@@ -1,6 +1,5 @@
 """One set of defaults: dataclass, YAML file and document agree; settings for support cases; namespaces by dirpath."""
 
-import contextlib
 import logging
 import os
 import re
@@ -17,7 +16,6 @@ from typer.testing import CliRunner
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig, keys
@@ -147,25 +145,6 @@ def test_what_only_one_process_sees_is_uploaded_by_it():
         assert TieredCheckpointConfig(**S3).support.drain == "process"
 
 
-@pytest.fixture
-def job(memory_dir):
-    """Makes jobs on one node, of one process."""
-    with contextlib.ExitStack() as stack:
-
-        def make(dirpath, **options):
-            config = {"dirpath": str(dirpath), "memory_dir": memory_dir, "drain": "thread", **options}
-            made = Checkpointer(build(TieredCheckpointConfig.from_any, config))
-            stack.callback(made.close)
-            return made
-
-        yield make
-
-
-def found(job):
-    loaded = job.load("tiered:latest")
-    return None if isinstance(loaded, NoCheckpoint) else loaded["global_step"]
-
-
 @settings(max_examples=50)
 @given(st.text(min_size=1, max_size=80), st.text(min_size=1, max_size=80))
 def test_any_dirpath_gives_a_valid_namespace_and_another_one_another(one, other):
@@ -186,23 +165,24 @@ def test_it_follows_dirpath_and_a_name_stays():
     assert TieredCheckpointConfig.from_any(named, dirpath="s3://bucket/b").namespace == "default"
 
 
-def test_the_log_says_it_once(job, tmp_path, caplog):
+def test_the_log_says_it_once(start, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="tiered_checkpoint_io"):
-        made = job(tmp_path / "run")
+        made = start(dirpath=tmp_path / "run")
         for step in (1, 2):
-            made.save({"global_step": step}, f"{step}.ckpt", tiers={"memory"})
-        job(tmp_path / "named", namespace="named").save({"global_step": 1}, "a.ckpt", tiers={"memory"})
+            made.save_checkpoint({"global_step": step}, f"{step}.ckpt", {"tiers": ["memory"]})
+        named = start(dirpath=tmp_path / "named", namespace="named")
+        named.save_checkpoint({"global_step": 1}, "a.ckpt", {"tiers": ["memory"]})
     said = [record.getMessage() for record in caplog.records if "namespace" in record.getMessage()]
     assert said == [f"no namespace was given: checkpoints are in node memory under {made.config.namespace}"]
 
 
-def test_a_resume_from_a_checkpoint_of_another_namespace_says_so(job, tmp_path, caplog):
-    theirs = job(tmp_path / "theirs", namespace="theirs")
-    theirs.save({"global_step": 1}, "a.ckpt")
-    theirs.close()
+def test_a_resume_from_a_checkpoint_of_another_namespace_says_so(start, caplog):
+    theirs = start(namespace="theirs")
+    theirs.save_checkpoint({"global_step": 1}, "a.ckpt")
+    theirs.teardown()
     with caplog.at_level(logging.INFO, logger="tiered_checkpoint_io"):
-        assert found(job(tmp_path / "theirs", namespace="theirs")) == 1
-        assert found(job(tmp_path / "theirs", namespace="mine")) == 1
+        for namespace in ("theirs", "mine"):
+            assert start(namespace=namespace).load_checkpoint("tiered:latest")["global_step"] == 1
     said = [record.getMessage() for record in caplog.records if "this checkpoint was saved" in record.getMessage()]
     assert said == ["this checkpoint was saved under namespace theirs; this job's is mine"]
 

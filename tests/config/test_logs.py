@@ -26,17 +26,9 @@ LINE = re.compile(
 
 
 @pytest.fixture
-def job(tmp_path, memory_dir):
-    made = []
-
-    def job(**options):
-        given = {"dirpath": tmp_path / "d", "memory_dir": memory_dir, "namespace": "gpt-1", "drain": "thread"}
-        made.append(build(TieredCheckpointIO, **{**given, "log_dir": tmp_path / "logs", **options}))
-        return made[-1]
-
-    yield job
-    for io in made:
-        io.teardown()
+def job(start, tmp_path):
+    given = {"dirpath": tmp_path / "d", "namespace": "gpt-1", "log_dir": tmp_path / "logs"}
+    return lambda **options: start(**{**given, **options})
 
 
 def lines(path):
