@@ -33,12 +33,6 @@ def store(tmp_path):
     return DirectoryStore(str(tmp_path))
 
 
-def left(store, name, number, seconds):
-    """Writes a part of a save that never became complete, so long before NOW."""
-    part_only(store, name, number, 1)
-    age(store, name, number, seconds)
-
-
 def age(store, name, number, seconds):
     for entry in [*store.list(f"{name}/"), *store.list(ids.save_prefix(ids.save_id(RUN, number)))]:
         os.utime(f"{store.url}/{entry.key}", (NOW - seconds, NOW - seconds))
@@ -51,7 +45,8 @@ def gone(store, **options):
 def test_a_save_goes_once_it_is_old_and_older_than_all_live_ones(store):
     save(store, "kept", 1, kind="sharded")
     for number, name in enumerate(("a", "b", "c", "d"), start=2):
-        left(store, name, number, 100.0 if name == "c" else 2 * HOUR)
+        part_only(store, name, number, 1)
+        age(store, name, number, 100.0 if name == "c" else 2 * HOUR)
     assert gone(store, live=[ids.save_id(RUN, 2)]) == []
     assert gone(store) == ["a", "b"], "d is later than c, which was written to just now"
     assert refresh(store, ids.save_id(RUN, 5)) and not refresh(store, ids.save_id(RUN, 9))
@@ -158,10 +153,6 @@ def save_by(store, name, number, run, **options):
     return committing.save(store, name, number, save_id=ids.save_id(run, number), **{"created": 4e9, **options})
 
 
-def delete_by(store, name, run):
-    remove(store, name, before=ids.save_id(run, 9))
-
-
 def alias_by(store, name, target, run):
     copies.put_alias(store, name, target, before=ids.save_id(run, 9))
 
@@ -174,7 +165,7 @@ def test_an_alias_whose_target_is_deleted_meanwhile_does_not_dangle(before, memo
             save_by(store, name, number, OLD)
         if before == "an alias":
             alias_by(store, "last", "b", OLD)
-        met = Meeting(store, at, lambda: delete_by(store, "a", NEW))
+        met = Meeting(store, at, lambda: remove(store, "a", before=ids.save_id(NEW, 9)))
         with contextlib.suppress(CheckpointNotFoundError):
             alias_by(met, "last", "a", OLD)
         if met.operations < at:

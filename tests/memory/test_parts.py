@@ -32,6 +32,13 @@ MIB = 1 << 20
 RUN = ids.new_run_id()
 
 
+@pytest.fixture
+def tier(memory_dir):
+    tier = MemoryTier.open(memory_dir, "test")
+    yield tier
+    tier.close()
+
+
 def part_of(data, number, *, durable=False):
     entry = FileEntry(f"step={number}.ckpt", len(data), 16 << 20, (hash_bytes(data),))
     content = Content(ids.save_id(RUN, number), number, 0, "full", 1.0, 1, {}, (entry,), switch=entry.basename)

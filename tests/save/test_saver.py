@@ -59,13 +59,10 @@ def opened(memory_dir, tmp_path, monkeypatch):
         engine.session.release()
 
 
-def state_of(step, mib=4):
-    return {"w": torch.full((mib * MIB // 4,), float(step)), "global_step": step}
-
-
 def save(engine, step, *, mib=4, durable=False):
     tiers = {"memory", "durable"} if durable else {"memory"}
-    engine.save(state_of(step, mib), f"step={step}.ckpt", tiers=tiers, wait=False)
+    state = {"w": torch.full((mib * MIB // 4,), float(step)), "global_step": step}
+    engine.save(state, f"step={step}.ckpt", tiers=tiers, wait=False)
     return engine.session.open().tier.parts()[-1]
 
 
