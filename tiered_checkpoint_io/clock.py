@@ -163,8 +163,6 @@ class Timing:
     respawn_s: float = 1.0
     #: The longest such time.
     respawn_max_s: float = 30.0
-    #: Bound of a closing trainer's wait for an idle drain to leave.
-    reap_s: float = 2.0
     #: A save that waited in node memory for longer counts as older than another run's save under its name.
     left_over_s: float = 60.0
 

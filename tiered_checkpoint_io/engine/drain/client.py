@@ -102,11 +102,7 @@ class DrainHandle:
                 self.flush(timeout_s)
             if self.leave_by is not None:
                 timeout_s = min(timeout_s, max(0.0, self.leave_by - self._clock.monotonic()))
-        self.runner.leave(timeout_s, self._is_idle)
-
-    def _is_idle(self) -> bool:
-        left = self.queue.look(self._tier)
-        return not left or self._stuck_by(left) is not None
+        self.runner.leave(timeout_s)
 
     # ----------------------------------------------------------------------------------- work
     def submit(self, request: Request) -> None:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -269,8 +269,8 @@ class DrainRunner:
             # The next call that needs it starts it again.
             self._log.error("the drain has ended: %s", error)
 
-    def leave(self, timeout_s: float, is_idle: Callable[[], bool]) -> None:
-        """Leaves the drain to itself; a thread is stopped within ``timeout_s``, and an idle process is waited for."""
+    def leave(self, timeout_s: float) -> None:
+        """Leaves the drain to itself; a thread is stopped within ``timeout_s``."""
         if self._thread is not None:
             self._stop.set()
             self._clock.join(self._thread, timeout_s)
@@ -279,13 +279,8 @@ class DrainRunner:
             release(self._trainer_lock)
             self._trainer_lock = None
             self._queue.ring()
-        if self._child is not None:
-            # Reaps a drain that has left; one that still works is adopted by init when we end. The next trainer must
-            # not meet one while it ends.
-            if self._child.poll() is None and is_idle():
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._child.wait(self._clock.timing.reap_s)
-            self._child = None
+        # The next start reaps the process, or init, which adopts it when this process ends.
+        self._child = None
         self._spawned_at = 0.0
 
     # ----------------------------------------------------------------------------------- state
