@@ -66,7 +66,7 @@ class Structure:
         self._top = _Container(state)
         leaves: list[Any] = []
         self._top.collect(state, leaves)
-        same = len(leaves) == len(flat) and all(map(_is, leaves, flat.values())) and list(flat) == list(mappings)
+        same = [*map(id, leaves)] == [*map(id, flat.values())] and list(flat) == list(mappings)
         self._facts = _facts_of(leaves)
         if not same or self._facts is None or not all(map(_is_known, leaves)):
             raise UnknownStructureError
@@ -101,10 +101,6 @@ def _facts_of(leaves: Sequence[Any]) -> list[tuple[Any, ...]] | None:
         return [facts(local_of(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)] or None
     except (RuntimeError, NotImplementedError):
         return None
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _is_container(value: object) -> bool:

@@ -93,12 +93,11 @@ class OverlappedCapture(Callback):
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         # Lightning's own runs forward and backward, and then on_before_optimizer_step.
         wrapped = closure.func if isinstance(closure, functools.partial) else None
-        if getattr(wrapped, "__name__", "") != "_wrap_closure" or self._writes_first(optimizer):
-            self._wait()
-
-    def _writes_first(self, optimizer: torch.optim.Optimizer) -> bool:
         # Torch's own change no parameter before they call a closure; SAM, stepped by hand, and schedulefree's do.
-        return not self._trainer.lightning_module.automatic_optimization or type(optimizer).__name__.endswith("Closure")
+        is_by_hand = not self._trainer.lightning_module.automatic_optimization
+        is_other = getattr(wrapped, "__name__", "") != "_wrap_closure"
+        if is_other or is_by_hand or type(optimizer).__name__.endswith("Closure"):
+            self._wait()
 
     # At the end of an epoch weights are exchanged, also by callbacks that come after one that saves.
     on_before_optimizer_step = on_train_epoch_start = on_train_epoch_end = _wait

@@ -43,11 +43,8 @@ class _Grouped(TyperGroup):
     def format_commands(self, _: Any, formatter: Any) -> None:
         for title, commands in _GROUPS.items():
             with formatter.section(title):
-                formatter.write_dl([(name, _summary(kind)) for name, kind in commands.items()])
-
-
-def _summary(kind: type[Any]) -> str:
-    return " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
+                texts = {name: (inspect.getdoc(kind) or "").partition("\n\n")[0] for name, kind in commands.items()}
+                formatter.write_dl([(name, " ".join(text.split())) for name, text in texts.items()])
 
 
 def _print_version(wanted: bool) -> None:

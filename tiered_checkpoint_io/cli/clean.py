@@ -19,7 +19,7 @@ from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
-from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, latest, read_all
+from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, read_all, resumable
 from tiered_checkpoint_io.inventory.node import TRAINERS, HeldSave, by_payload, owned, saves_of, undone, with_units
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.parts import StoredPart
@@ -101,7 +101,10 @@ class Clean(Output, Node):
         if self.yes:
             with contextlib.suppress(OSError):
                 root.parent.rmdir()
-        rows = [_going(save) for save in reversed(saves_of(parts))]
+        rows = []
+        for save in reversed(saves_of(parts)):
+            step, save_id = ids.known(save.content.step), save.content.save_id
+            rows.append(Going(save.name, save.place.dirpath, save_id, step, len(save.parts), save.size))
         if self.as_json:
             found = {"warnings": warnings, "checkpoints": rows, "unreadable": unread}
             write_json("clean", {"root": root, "dry_run": not self.yes, **found})
@@ -112,11 +115,6 @@ class Clean(Output, Node):
             for folder in _others(root, config, self.spill_dir):
                 say(f"another spill of this namespace is left at {folder}: {_used_by(folder)}")
         raise typer.Exit(1 if warnings else 0)
-
-
-def _going(save: HeldSave) -> Going:
-    part = save.parts[0].part
-    return Going(part.name, part.dirpath, part.save_id, ids.known(part.content.step), len(save.parts), save.size)
 
 
 def _held(tiers: Iterable[MemoryTier]) -> tuple[list[StoredPart], list[Unreadable]]:
@@ -281,7 +279,7 @@ def _nowhere_else(config: TieredCheckpointConfig | None, place: Place, parts: It
 def _is_older(save: HeldSave, found: Sequence[DurableCheckpoint]) -> bool:
     """Returns True if a restart would take a later durable save of the same payload and another step."""
     alike = [each for each in found if each.manifest is None or each.manifest.settled.kind == save.content.kind]
-    meant = latest(alike)
+    meant = next(iter(resumable(alike)), None)
     if meant is None or meant.save_id <= save.content.save_id:
         return False
     return unit_of(meant.name, meant.content.step) != unit_of(save.name, save.content.step)

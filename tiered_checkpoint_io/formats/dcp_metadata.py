@@ -110,10 +110,6 @@ def _dtype(name: str) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _is_index(each: Any) -> bool:
-    return type(each) is metadata.MetadataIndex
-
-
 def parse_metadata(
     data: bytes | memoryview, *, tier: str, where: str, shard_name: Callable[[int], str] | None = None
 ) -> metadata.Metadata:
@@ -130,7 +126,8 @@ def parse_metadata(
     """
     try:
         others = {} if shard_name is None else {_OF_SAGEMAKER: _record(_SageMakerInfo)}
-        found = safe_pickle.load(bytes(data), Allowed({**_RULES, **others}, _dtype, _is_index))
+        rules = Allowed({**_RULES, **others}, _dtype, lambda each: type(each) is metadata.MetadataIndex)
+        found = safe_pickle.load(bytes(data), rules)
         if not isinstance(found, metadata.Metadata):
             raise TypeError(f"it holds a {type(found).__name__}")
         if shard_name is not None:

@@ -224,7 +224,8 @@ def _pickled(state: object, *, is_careful: bool = False) -> tuple[bytes, _Storag
     def reduced(tensor: torch.Tensor) -> Any:
         nonlocal storage, reference
         known = class_of(tensor.dtype)
-        if known is None or tensor.__dict__ or tensor._backward_hooks is not None or (is_careful and _is_odd(tensor)):
+        is_odd = is_careful and any(is_odd(tensor) for is_odd in _ODD)
+        if known is None or tensor.__dict__ or tensor._backward_hooks is not None or is_odd:
             return reduced_by_torch(tensor, 2)
         try:
             storage, shape = storage_of(tensor), tuple(tensor.shape)
@@ -263,10 +264,6 @@ def _pickled(state: object, *, is_careful: bool = False) -> tuple[bytes, _Storag
         return _pickled(state, is_careful=True)
     storages.check_dtypes()
     return file.getvalue(), storages
-
-
-def _is_odd(tensor: torch.Tensor) -> bool:
-    return any(is_odd(tensor) for is_odd in _ODD)
 
 
 # ---------------------------------------------------------------------------------------- the zip file

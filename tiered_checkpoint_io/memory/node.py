@@ -127,11 +127,7 @@ def mounts() -> list[tuple[str, str]]:
         return []
     # A mount's path may hold any bytes, also bytes that are not UTF-8.
     rows = (line.split(b" ") for line in table.split(b"\n") if line)
-    return [(os.fsdecode(_ESCAPED.sub(_unescaped, row[1])), os.fsdecode(row[2])) for row in rows]
-
-
-def _unescaped(match: re.Match[bytes]) -> bytes:
-    return bytes([int(match[1], 8)])
+    return [(os.fsdecode(_ESCAPED.sub(lambda m: bytes([int(m[1], 8)]), row[1])), os.fsdecode(row[2])) for row in rows]
 
 
 def is_tmpfs(path: str) -> bool:

@@ -67,11 +67,6 @@ class Slot:
         """True if the file has lost its last name, so that only this mapping keeps its pages."""
         return os.fstat(self.descriptor).st_nlink == 0
 
-    @property
-    def in_place(self) -> bool:
-        """True if its path still leads to the file: other processes may have moved its folder, or mounted over it."""
-        return inode_at(self.path) == self.inode
-
     def reserve(self, size: int, *, patient: bool = False) -> None:
         """Takes the space of the first ``size`` bytes, a part of which may be taken; see :func:`pages.take_space`."""
         if self.reserved < size:
@@ -392,7 +387,8 @@ class SlotPool:
             if slot.unlinked:
                 del self._lent[inode]
                 slot.close(self.unmap)
-        for slot in [free for free in self._free if not free.in_place]:
+        # Other processes may have moved its folder, or mounted over it.
+        for slot in [free for free in self._free if inode_at(free.path) != free.inode]:
             self._free.remove(slot)
             slot.close(self.unmap)
 

@@ -242,7 +242,8 @@ class DrainHandle:
             self._check_drain()
             first = self._stuck_by(left)
             if first is not None:
-                raise self._fails(f"{first.name} did not reach the durable tier: {first.error}", first.name)
+                text, url = f"{first.name} did not reach the durable tier: {first.error}", first.url
+                raise self._error(text, url, "it stays in node memory and is tried again")
             # A caller that names operations wants to wait for them.
             saves = {ids.save_id_of_op(each.op_id) for each in left if each.action in SAVES and only is None}
             orphans = self._orphans(saves)
@@ -306,9 +307,6 @@ class DrainHandle:
         outcome = self.queue.outcome(op_id)
         is_late = outcome is not None and outcome.state == "failed" and outcome.error_type == "DrainError"
         return outcome if is_late else None
-
-    def _fails(self, text: str, name: str) -> DrainError:
-        return self._error(text, ids.join_url(self._config.dirpath, name), "it stays in node memory and is tried again")
 
     def _too_slow(self, what: str, timeout_s: float) -> DrainError:
         progress = self.progress()

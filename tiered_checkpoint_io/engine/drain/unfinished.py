@@ -120,7 +120,8 @@ class Alive:
     def _sent_and_live(self, store_at: Callable[[Place], Store], clock: Clock) -> dict[str, Place]:
         """Returns the saves of which a part was sent, and forgets committed saves and those given up."""
         for save_id, (part, since) in sorted(self._sent.items()):
-            last = max((each for each, _ in self._sent.values() if each.series_key == part.series_key), key=_save_id)
+            series = [each for each, _ in self._sent.values() if each.series_key == part.series_key]
+            last = max(series, key=lambda each: each.save_id)
             is_old = clock.monotonic() - since > clock.timing.abandoned_s
             # The saves of a series are committed in their order.
             if is_old or any(self._is_over(store_at(part.place), each, clock) for each in (part, last)):
@@ -131,10 +132,6 @@ class Alive:
     def _is_over(store: Store, part: Part, clock: Clock) -> bool:
         manifest = current(store, part.name)
         return is_committed(manifest, part) or gone_past(manifest, part, clock)
-
-
-def _save_id(part: Part) -> str:
-    return part.save_id
 
 
 class Unfinished(dict[str, Begun]):

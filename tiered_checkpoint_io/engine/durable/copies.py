@@ -64,13 +64,13 @@ def put_copy(
         CorruptCheckpointError: One of the names has another format version.
         StoreError: Repeat the call to finish.
     """
-    manifest = target_of(Manifests(store, save_id), target, name)
-    old = current(store, name)
+    manifest, old = target_of(Manifests(store, save_id), target, name), current(store, name)
     part = _part_of(store, manifest, name, save_id, dirpath)
     begun = old.content if old is not None and old.previous and old.content.save_id == save_id else None
     # An earlier try may have put the target's former content there: its manifest must stay until the alias'.
     has_changed = begun is not None and part is not None and begun.copy_of != part.content.copy_of
-    if part is None or has_changed or name == target or _is_later(old, save_id):
+    is_later = old is not None and old.alias_of is not None and old.content.save_id > save_id
+    if part is None or has_changed or name == target or is_later:
         put_alias(store, name, target, before=save_id)
         return None
 
@@ -96,11 +96,6 @@ def put_copy(
         put_alias(store, name, target, before=save_id)
         return refused
     return None
-
-
-def _is_later(old: Manifest | None, save_id: str) -> bool:
-    """Returns True if an alias was made of a later save than the request's; the commit checks other saves."""
-    return old is not None and old.alias_of is not None and old.content.save_id > save_id
 
 
 def _part_of(store: Store, target: Manifest, name: str, save_id: str, dirpath: str) -> Part | None:

@@ -131,11 +131,6 @@ class Manifests:
         if data != self._data[name]:
             raise changed("look", key)
 
-    def points_to(self, alias: str, target: str) -> bool:
-        """Returns True if ``alias`` is an alias of ``target`` now."""
-        manifest = self.current(alias)
-        return manifest is not None and manifest.alias_of == target
-
     def _put(self, name: str, data: bytes) -> None:
         self._tags[name] = self.conditional.put_if(ids.manifest_key(name), data, self._tags[name])
         self._data[name] = data

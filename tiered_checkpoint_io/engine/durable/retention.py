@@ -5,6 +5,7 @@ The decision is :func:`model.retention.kept`.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -51,7 +52,7 @@ def removed(
     reasons = kept(there, policies)
     going = [each for each in there if not reasons[each.name] and each.name not in needed]
     for each in in_order(going):
-        if survey.leaves_alone(each, clock):
+        if survey.left_alone.get(each.unit, -math.inf) > clock.monotonic():
             continue
         attempt = remove(store, each, clock=clock)
         if attempt.refusal is not None and not attempt.is_gone:

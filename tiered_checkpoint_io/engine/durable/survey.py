@@ -58,6 +58,7 @@ class Survey:
         unread: After :meth:`look`, the names whose manifests can't be understood: they stay.
         saves: After :meth:`look`, the saves that manifests name.
         refused: Checkpoints that the server refused to remove, and that were not reported yet.
+        left_alone: Time until which the checkpoints of a step stay, as the server lately refused to remove one.
     """
 
     locked: set[str] = field(default_factory=set)
@@ -67,7 +68,7 @@ class Survey:
     saves: set[str] = field(default_factory=set)
     refused: list[RemovalAttempt] = field(default_factory=list)
     _known: set[str] = field(default_factory=set)
-    _left_alone: dict[int | str, float] = field(default_factory=dict)
+    left_alone: dict[int | str, float] = field(default_factory=dict)
     _manifests: DocumentCache[Manifest | None] = field(default_factory=manifest_cache)
     _leases: DocumentCache[LeaseFacts] = field(default_factory=lambda: DocumentCache(ids.LEASE_PREFIX, _lease))
 
@@ -97,14 +98,10 @@ class Survey:
     def leave_alone(self, attempt: RemovalAttempt, clock: Clock) -> None:
         """Remembers a checkpoint that the server refused to remove, so that the server is not asked each time."""
         # The other checkpoints of its step stay with it.
-        self._left_alone[attempt.checkpoint.unit] = clock.monotonic() + clock.timing.refused_again_s
+        self.left_alone[attempt.checkpoint.unit] = clock.monotonic() + clock.timing.refused_again_s
         if attempt.checkpoint.save_id not in self._known:
             self._known.add(attempt.checkpoint.save_id)
             self.refused.append(attempt)
-
-    def leaves_alone(self, checkpoint: Checkpoint, clock: Clock) -> bool:
-        """Returns True if the server lately refused to remove a checkpoint, or another of its step."""
-        return self._left_alone.get(checkpoint.unit, -math.inf) > clock.monotonic()
 
     def other_run(self, store: Store, owner: str, *, clock: Clock = SYSTEM) -> str | None:
         """Returns another launch than ``owner`` that holds a lease on this tier; None if there is none."""

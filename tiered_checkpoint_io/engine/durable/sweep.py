@@ -170,7 +170,8 @@ def remove_aliases(manifests: Manifests, target: Manifest) -> StoreError | None:
     """Removes the manifests of the aliases of a checkpoint that is gone (D3); returns the error that left some."""
     try:
         for alias in target.aliases:
-            if target.alias_of is None and manifests.points_to(alias, target.name):
+            there = manifests.current(alias) if target.alias_of is None else None
+            if there is not None and there.alias_of == target.name:
                 with _passing("changed"):
                     manifests.delete(alias)
     except StoreError as error:

@@ -202,7 +202,9 @@ class LeaseKeeper:
             if taken is not None:
                 self._refuse(taken, "took over while this run did not renew its lease")
             return beat_s
-        first = next((other for other in living if alive[other] and other.goes_before(self._lease)), None)
+        # We yield to it: of two that look, the owner that sorts last does.
+        ours = [each for each in living if each.lease and not each.lease.held and each.lease.owner >= self._lease.owner]
+        first = next((other for other in living if alive[other] and other not in ours), None)
         if first is not None:
             self._refuse(first, "is running")
         elif not living:

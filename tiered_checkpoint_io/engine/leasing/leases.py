@@ -113,10 +113,6 @@ class Other:
             return False
         return True if self.beats else None
 
-    def goes_before(self, mine: Lease) -> bool:
-        """Returns True if we yield to this lease while it lives: of two that look, the owner that sorts last does."""
-        return self.lease is None or self.lease.held or self.lease.owner < mine.owner
-
 
 def _born(pid: int) -> int | None:
     """Returns the clock ticks since boot at which a process began; None for none, or a dead one."""

@@ -249,7 +249,8 @@ class Offers:
                 state, text = self._answer(target)
                 if state == _READING and said.get(target) != text:
                     said[target], moved_at[target] = text, now
-                patience_s = timing.message_s if state == _READING else self._patience_s(target)
+                accept_s = timing.accept_again_s if target in self._lost else timing.accept_s
+                patience_s = timing.message_s if state == _READING else min(self._member.timeout_s, accept_s)
                 problem = "" if state in ("", _READING) else text
                 if state == _KEPT:
                     problem = ""
@@ -270,10 +271,6 @@ class Offers:
         said = self._store.get(f"answer/{self._member.rank}/{target}")
         number, state, text = json.loads(said) if said is not None else (0, "", "")
         return (state, text) if number == self._number else ("", "")
-
-    def _patience_s(self, target: int) -> float:
-        timing = self._clock.timing
-        return min(self._member.timeout_s, timing.accept_again_s if target in self._lost else timing.accept_s)
 
     def _await_others(self, part: Part) -> bool:
         """Waits until a save is decided, so that ranks offer parts of the same one; returns True if the store was lost.

@@ -236,7 +236,15 @@ def choose(
         rest = in_order(each for save_id, each in made.items() if save_id not in complete)
         usable += [each for each in rest if own >= each.content.parts or own in set().union(*each.held.values())]
     if selector.companion and selector.kind != "name":
-        usable = [each for each in _paired(usable, selector.companion) if selector.takes(each.content)]
+        # A companion by itself is none.
+        there = {(each.name, each.content.step) for each in usable}
+        usable = [
+            each
+            for each in usable
+            if selector.takes(each.content)
+            and not ids.is_companion(each.name, selector.companion)
+            and (ids.companion_of(each.name, selector.companion), each.content.step) in there
+        ]
     passed = _PASSED_OVER.get(accepts or "", ())
     kept = [each for each in usable if each.content.kind not in passed]
     # If it is asked for by name, it is refused for its payload, and not reported as missing.
@@ -298,17 +306,6 @@ def refuse_other_kind(candidate: Candidate, accepts: Kind, dirpath: str, rejecte
             hint=f"{_HOW_TO_LOAD[kind]}; or name the one that is meant",
             reason="other_kind",
         )
-
-
-def _paired(made: Sequence[Candidate], companion: str) -> list[Candidate]:
-    """Returns the candidates whose companion is there too; a companion by itself is none."""
-    there = {(each.name, each.content.step) for each in made}
-    return [
-        each
-        for each in made
-        if not ids.is_companion(each.name, companion)
-        and (ids.companion_of(each.name, companion), each.content.step) in there
-    ]
 
 
 def _durable_contents(

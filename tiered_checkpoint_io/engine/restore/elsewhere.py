@@ -61,12 +61,10 @@ def committed_elsewhere(store_at: Callable[[str], Store], others: Iterable[ids.S
     # One store asks for all places, so that one connection does.
     outermost = places[-1]
 
-    def has_manifest(split: ids.Split) -> bool:
-        return not reservation_in(store.get(outermost.name.removesuffix(split.name) + ids.manifest_key(split.name)))
-
     def is_there(split: ids.Split) -> bool:
+        above = outermost.name.removesuffix(split.name)
         try:
-            return has_manifest(split)
+            return not reservation_in(store.get(above + ids.manifest_key(split.name)))
         except TieredCheckpointError as error:
             # Rights often end at a folder: if its manifests can't be read, its checkpoints can't be verified.
             if error.retryable:

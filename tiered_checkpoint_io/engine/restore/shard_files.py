@@ -174,12 +174,9 @@ class ShardFiles:
         """
         if basename in self._held:
             return self._held[basename].entry, default_threads()
-        spans = list(spans)
-
-        def fetch_shared(file: FetchedFile) -> None:
-            file.ensure_shared(chunks_of(file.entry, spans), alone=lambda index: self._reads_alone(basename, index))
-
-        return self._with_room(basename, fetch_shared).entry, self._concurrency
+        spans, alone = list(spans), functools.partial(self._reads_alone, basename)
+        file = self._with_room(basename, lambda file: file.ensure_shared(chunks_of(file.entry, spans), alone=alone))
+        return file.entry, self._concurrency
 
     def chunks_of(self, spans: Mapping[str, Iterable[Span]]) -> dict[str, list[int]]:
         """Returns the chunks, by file of the durable tier, in which spans lie."""

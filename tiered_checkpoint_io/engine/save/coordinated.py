@@ -275,7 +275,7 @@ class CoordinatedSaver:
         self.give_up()
         self.op_id = None
         if image is not None and not image.size:
-            image = _one_byte()
+            image = Image(1, (Segment(0, memoryview(b"\0")),), (), planned=True)  # An empty file can't be mapped.
         if overlapped is not None and facts.left_out:
             # The save's caller takes the save for queued, and so may delete others for it, or save no other.
             self._session.background.lost.add(facts.name)
@@ -381,8 +381,3 @@ class CoordinatedSaver:
         # In the background, they are made later.
         small = 0 if captured.background or captured.small is None else sum(map(len, captured.small().values()))
         part.report(small=small, waited=waited)
-
-
-def _one_byte() -> Image:
-    """Returns a file for items without bytes: an empty one could not be mapped."""
-    return Image(1, (Segment(0, memoryview(b"\0")),), (), planned=True)

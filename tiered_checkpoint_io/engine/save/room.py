@@ -66,7 +66,7 @@ def vote(session: Session, *, durable: bool) -> Vote | None:
         durable: True if the save is to go to the durable tier, and this rank is not the coordinator.
     """
     _arrivals.votes = ()
-    if not durable or _is_last(session):
+    if not durable or session.is_last or session.is_preempted:
         return None
     free = _is_free(session)
     given_up = session.open().drain.given_up
@@ -92,7 +92,10 @@ def admit(
     # Noted even if this save fails: a delete that follows may delete the checkpoint that this save should replace.
     session.followed = facts.save_id
     _give_up(session, {each.given_up for each in votes})
-    if _is_last(session) or (all(each.free for each in votes) and _has_room(session, facts, held)):
+    is_last = session.is_last or session.is_preempted
+    decided = [each.part.durable for each in held if each.save_id == facts.save_id]
+    has_room = is_last or all(each.free for each in votes)
+    if has_room and (is_last or (decided[0] if decided else _is_free(session, besides=facts.save_id))):
         session.known.note(facts.name, exists=True)
         return facts
     session.counts["skipped"] += 1
@@ -176,15 +179,6 @@ def last_saves(session: Session) -> Iterator[None]:
         yield
     finally:
         session.is_last = False
-
-
-def _is_last(session: Session) -> bool:
-    return session.is_last or session.is_preempted
-
-
-def _has_room(session: Session, facts: SaveFacts, held: Collection[StoredPart]) -> bool:
-    decided = [stored.part.durable for stored in held if stored.save_id == facts.save_id]
-    return decided[0] if decided else _is_free(session, besides=facts.save_id)
 
 
 def _is_free(session: Session, *, besides: str = "") -> bool:

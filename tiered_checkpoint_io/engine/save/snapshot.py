@@ -57,7 +57,9 @@ class Snapshot:
         try:
             begins = np.array(list(map(torch.Tensor.data_ptr, here)), np.int64)
         except RuntimeError:
-            begins = np.array(list(map(_begin_of, here)), np.int64)
+            # Some have no memory of their own.
+            own = [each.data_ptr() if each.layout == torch.strided else 0 for each in here]
+            begins = np.array(own, np.int64)
         ends, sizes, _ = ends_of(here, begins)
         self._others = find_others(here, begins, ends)
         self.size, self.copied_size = int(sizes.sum()), int(sizes[self._others].sum())
@@ -121,8 +123,3 @@ def own_objects(tensors: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]) -
         if each.requires_grad:
             own[number].requires_grad_()
     return own
-
-
-def _begin_of(tensor: torch.Tensor) -> int:
-    """Returns the address of a tensor's memory; 0 for one that has none of its own."""
-    return tensor.data_ptr() if tensor.layout == torch.strided else 0
