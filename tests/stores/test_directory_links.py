@@ -20,7 +20,7 @@ from tiered_checkpoint_io.stores.directory import DirectoryStore
 KEYS = ("x", "a/x", "a/b/x", ".tiered/manifests/x.json", ".tiered/saves/1/index")
 LOCK, TOKEN = ".tiered/tmp/conditional-write", "guessed"
 PLACES = sorted({"/".join(key.split("/")[: depth + 1]) for key in (*KEYS, LOCK) for depth in range(key.count("/") + 1)})
-PLACES += [f".tiered/tmp/{TOKEN}", f".tiered/tmp/{TOKEN}.link"]
+PLACES += [f".tiered/tmp/{TOKEN}"]
 OUTSIDE = b"of another user"
 
 

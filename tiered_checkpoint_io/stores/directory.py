@@ -30,11 +30,7 @@ _LOCK = "conditional-write"
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 #: A folder in which others are opened; needs no right to read it.
 _FOLDER = os.O_PATH | os.O_DIRECTORY
-#: The request of linux/fs.h that has two files share their blocks, until one is written to.
-_FICLONE = 0x40049409
 _SENT_AT_ONCE = 1 << 30
-#: End of a hard link's name until it replaces the file that it is a copy of.
-_LINK = ".link"
 
 
 class _LinkFoundError(OSError):
@@ -312,16 +308,11 @@ class DirectoryStore(FileStore):
             # From here on the source exists: a missing file is another one.
             with self._temporary(key) as (descriptor, temporary):
                 with self._guarded("put", key):
-                    # A hard link is the same file: shared with a cleaner's lock, it is not taken for abandoned.
-                    _lock(origin, fcntl.LOCK_SH)
-                    self._in(temporary, lambda folder, name: _duplicate(origin, descriptor, folder, name))
-                    found = self._size(temporary)
+                    found = _duplicate(origin, descriptor)
                 self._check_size(key, found, size)
                 check()
                 with self._guarded("put", key):
                     self._rename(temporary, path)
-                    # Two names of one file are not renamed onto each other: the first one stays.
-                    self._unlink(temporary)
             with self._guarded("put", key):
                 self._sync(path)
 
@@ -448,35 +439,20 @@ def _fill(file: io.FileIO, key: str, offset: int, buffer: memoryview) -> None:
         done += count
 
 
-def _duplicate(origin: int, descriptor: int, folder: int, name: str) -> None:
-    """Copies the bytes of ``origin`` to an empty file, open for writing, in the cheapest way.
+def _duplicate(origin: int, descriptor: int) -> int:
+    """Copies a file to an empty one, by a reflink or a file server if possible; returns its size.
 
-    A reflink has an inode of its own; a hard link has not, but files are replaced here and never written to.
+    With a hard link, an edit of one file would change the other.
     """
-    try:
-        fcntl.ioctl(descriptor, _FICLONE, origin)
-    except OSError:
-        try:
-            _link_over(origin, folder, name)
-        except OSError:
-            # By the kernel, or by the server of a network file system if it can.
-            done = 0
-            while sent := os.sendfile(descriptor, origin, done, _SENT_AT_ONCE):
-                done += sent
-        else:
-            return
+    done = 0
+    with contextlib.suppress(OSError):
+        while sent := os.copy_file_range(origin, descriptor, _SENT_AT_ONCE):
+            done += sent
+    # If not all file systems can do that, the rest.
+    while sent := os.sendfile(descriptor, origin, done, _SENT_AT_ONCE):
+        done += sent
     os.fsync(descriptor)
-
-
-def _link_over(origin: int, folder: int, name: str) -> None:
-    """Replaces a file by another name of the open file ``origin``."""
-    link = name + _LINK
-    os.link(f"/proc/self/fd/{origin}", link, dst_dir_fd=folder, follow_symlinks=True)
-    try:
-        os.rename(link, name, src_dir_fd=folder, dst_dir_fd=folder)
-    except OSError:
-        os.unlink(link, dir_fd=folder)
-        raise
+    return done
 
 
 def _make_folder(folder: str) -> None:
