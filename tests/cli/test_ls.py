@@ -180,12 +180,12 @@ def test_what_other_nodes_upload_or_commit_is_not_called_durable(node, memory_di
         "full.ckpt": "not known here",
         "kept": "not known here",
         "sent": "part sent",
-        "ours": "durable",
+        "ours": "uploaded",
         "brought.ckpt": "not known here",
     }
     table = command("status", *where).stdout.partition("Copies kept")[0]
     states = {line.split("\t")[0]: line.split("\t")[4] for line in table.splitlines() if line.count("\t") > 4}
-    assert (states["sent"], states["ours"], states["brought.ckpt"]) == ("part sent", "durable", "not known here")
+    assert (states["sent"], states["ours"], states["brought.ckpt"]) == ("part sent", "uploaded", "not known here")
 
 
 LONG = "a" * 200 + ".ckpt"

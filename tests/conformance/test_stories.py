@@ -23,7 +23,9 @@ from pathlib import Path
 import pytest
 from support.failing import failing
 from support.restoring import flip, of_a_newer_release
+from typer.testing import CliRunner
 
+from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError
 
 from .kinds import KINDS, METRICS, SENTINELS, lose_memory
@@ -176,6 +178,33 @@ def test_a_deleted_name_is_gone_from_each_tier(start, memory_dir):
         with pytest.raises(CheckpointNotFoundError):
             job.load("step_2.ckpt")
         assert job.load(LATEST) == 1
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_all_nodes_pass_by_what_its_owner_deleted_until_it_is_uploaded_again(start, memory_dir, tmp_path, manifest):
+    job = start()
+    for number in (1, 2):
+        job.save(number)
+    store, dirpath = job.engine.session.durable(), job.options["dirpath"]
+    for each in [*store.list("step_2.ckpt"), *(store.list(".tiered/manifests/step_2.ckpt") if manifest else ())]:
+        store.delete(each.key)
+
+    def says(*words):
+        return CliRunner().invoke(app, [*words, "--memory-dir", memory_dir])
+
+    assert (job.load(LATEST), job.load("step_2.ckpt")) == (1, 2)
+    other, listed = str(tmp_path), says("ls", dirpath).stdout
+    assert [line.split()[0] for line in listed.splitlines() if "latest" in line] == ["step_1.ckpt"]
+    assert start(memory_dir=other).load(LATEST) == 1
+    if not manifest:
+        with pytest.raises(RestoreError, match="its files are gone: deleted .*`tiered-ckpt flush step_2.ckpt"):
+            start(memory_dir=other).load("step_2.ckpt")
+        assert "its files are gone" in listed
+        assert "GONE\tdurable\tstep_2.ckpt" in (out := says("verify", dirpath).stdout) and "DAMAGED" not in out
+        assert "there is no such object" in str(says("get", dirpath, "step_2.ckpt", other).exception)
+    assert says("flush", "step_2.ckpt", "--namespace", job.root.name).exit_code == 0
+    assert says("verify", dirpath).exit_code == 0
+    assert start(memory_dir=other).load(LATEST) == 2
 
 
 @as_copy_or_alias

@@ -177,15 +177,18 @@ def test_an_upload_that_fails_is_logged_once_with_what_to_do(runs, caplog):
     caplog.set_level("INFO", "tiered_checkpoint_io")
     (runs.root / "durable" / "step=20.ckpt" / "in the way").mkdir(parents=True)
     runs.drain = "process"
-    runs.fit(every(s3_every_n_train_steps=10, filename="{step}"), io=runs.io(namespace="gpt-1"), ckpt_path=None)
+    owner = Callback()
+    owner.teardown = lambda *_, **__: os.remove(f"{runs.dirpath}/step=10.ckpt")
+    runs.fit(owner, every(s3_every_n_train_steps=10, filename="{step}"), io=runs.io(namespace="gpt-1"), ckpt_path=None)
     command = f"tiered-ckpt flush --namespace gpt-1 --memory-dir {runs.memory_dir}"
     failure, left = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert failure.startswith("Step 20: step=20.ckpt did not reach the durable tier: put failed: Is a directory")
     assert failure.endswith(f"it stays in node memory and is tried again; by hand: {command}")
     again = f"it stays in node memory; retry with: {command}"
     assert left == f"1 queued checkpoint was not uploaded (step=20.ckpt) — {again}", "why is said once"
-    newest, pending, resume = caplog.messages[-3:]
-    assert newest == f"newest checkpoints: step=20.ckpt in node memory; step=10.ckpt on {runs.dirpath}"
+    newest, deleted, pending, resume = caplog.messages[-4:]
+    assert newest == f"newest checkpoints: step=20.ckpt in node memory; none on {runs.dirpath}"
+    assert (deleted[:21], deleted.partition("by: ")[2]) == ("step=10.ckpt was dele", f"{command} step=10.ckpt")
     assert pending.startswith(
         f"1 checkpoint is not on {runs.dirpath} yet (step=20.ckpt): uploaded by a drain that runs, "
     )

@@ -79,7 +79,7 @@ def test_it_is_said_once_and_the_folder_is_private(options, started, tmp_path, w
     assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in (root, root.parent, root / "saves"))
     assert session_of(io).last_save.spilled
     shown = CliRunner().invoke(app, ["status", "--memory-dir", options["memory_dir"]]).output
-    assert "durable (on disk)" in " ".join(shown.split())
+    assert "uploaded (on disk)" in " ".join(shown.split())
     assert io.load_checkpoint("tiered:latest")["global_step"] == 2
     log = next((tmp_path / "logs").glob("*_checkpointing.log")).read_text()
     assert log.count("can't hold this checkpoint") == 1

@@ -203,7 +203,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         except TieredCheckpointError as error:
             self.error = error
             if isinstance(error, DAMAGE):
-                log.error("%s is damaged: %s", opened.name, error)
+                log.error("%s is not intact: %s", opened.name, error)
             raise
         finally:
             self._leave()

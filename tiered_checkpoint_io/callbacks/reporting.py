@@ -17,12 +17,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.engine.drain.operations import Outcome
-from tiered_checkpoint_io.engine.drain.status import Progress, SaveReport, Standing, drain_command, tier_label
+from tiered_checkpoint_io.engine.drain.status import Progress, SaveReport, drain_command, tier_label
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.logs import GIB, names_text
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 #: Loggers of which a failure was warned.
 _warned: WeakSet[Logger] = WeakSet()
@@ -160,14 +159,22 @@ def line_of(progress: Progress, durable_step: int = -1) -> str:
     return " | ".join(words)
 
 
-def summary(standing: Standing, config: TieredCheckpointConfig) -> list[str]:
-    """Returns the lines that a training ends with; none without a save."""
-    where = tier_label(config.dirpath)
-    if standing.memory is None and standing.durable is None and not standing.pending:
+def summary(session: Session) -> list[str]:
+    """Returns the lines that a training ends with, after a last look at the durable tier; none without a save."""
+    config, standing = session.config, session.standing()
+    where, uploaded = tier_label(config.dirpath), standing.uploaded
+    if standing.memory is None and not uploaded and not standing.pending:
         return []
     memory = f"{standing.memory} in node memory" if standing.memory else "none in node memory"
-    durable = f"{standing.durable} on {where}" if standing.durable else f"none uploaded to {where} from this node"
+    try:
+        there = session.newest_of(uploaded)
+        durable = f"{there or 'none'} on {where}" if uploaded else f"none uploaded to {where} from this node"
+    except TieredCheckpointError as error:
+        there, durable = uploaded[0], f"{uploaded[0]} was uploaded to {where}, which can't be asked now: {error}"
     lines = [f"newest checkpoints: {memory}; {durable}"]
+    if uploaded and there != uploaded[0]:
+        again = f"{drain_command(config)} {uploaded[0].name}"
+        lines.append(f"{uploaded[0]} was deleted from {where}; if it is in node memory, upload it again by: {again}")
     if standing.pending:
         count, names = len(standing.pending), names_text([each.name for each in standing.pending])
         what = "checkpoints are" if count > 1 else "checkpoint is"
@@ -191,7 +198,7 @@ def say_summary(trainer: Trainer) -> None:
     """Logs the lines on rank 0, when a training with our checkpoint IO ends."""
     if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and (io := _io_that_trained(trainer)):
         session = io.checkpointer.session
-        for line in summary(session.standing(), io.config):
+        for line in summary(session):
             session.log.info("%s", line)
 
 

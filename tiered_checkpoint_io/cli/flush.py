@@ -21,7 +21,7 @@ from tiered_checkpoint_io.engine.drain.process import ended_by_signal, run
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.drain.worker import Drain
-from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.engine.durable.files import read_if_there
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -193,7 +193,9 @@ class _Flush:
                 self.error = _upload(self._tier, self._config, left_s, silent=silent)
                 self.rows += [_row(self._config, self._tier, self._queue, save) for save in saves]
                 tried += saves
-                found = {save.content.save_id for save in saves if _is_damaged(self._queue, save)}
+                # The drain has found that its bytes in memory differ from the saved ones.
+                ended = {each.op_id for each in self._queue.outcomes() if each.error_type == DAMAGED_IN_MEMORY}
+                found = {save.content.save_id for save in saves if any(each.op_id in ended for each in save.parts)}
                 damaged |= found
                 lost |= {save.unit for save in saves if save.content.save_id in found}
                 if self.error is not None or not found or not self._is_choice:
@@ -269,7 +271,7 @@ def _mark(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, saves:
 
 
 def _is_lost(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: HeldSave) -> bool:
-    """Returns True if this node committed a save whose name is gone, for example because the bucket was emptied."""
+    """Returns True if this node committed a save that was deleted, for example because the bucket was emptied."""
     known = queue.outcomes()
     last = [held_part(tier, each, known).outcome for each in save.parts]
     if not save.commits or any(each is None or each.action == "delete" or each.state != "committed" for each in last):
@@ -323,12 +325,6 @@ def _followed(
     finally:
         ended.set()
         thread.join()
-
-
-def _is_damaged(queue: Queue, save: HeldSave) -> bool:
-    """Returns True if the drain has found that its bytes in memory differ from the saved ones."""
-    outcomes = [queue.outcome(each.op_id) for each in save.parts]
-    return any(each is not None and each.error_type == DAMAGED_IN_MEMORY for each in outcomes)
 
 
 def _row(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: HeldSave) -> FlushedSave:
@@ -393,7 +389,7 @@ def _has_parts(config: TieredCheckpointConfig, save: HeldSave) -> bool:
 
 
 def _manifest(config: TieredCheckpointConfig, save: HeldSave) -> Manifest | None:
-    return ask(config_at(config, save.place), lambda store: read_manifest(store, save.name), save.place.dirpath)
+    return ask(config_at(config, save.place), lambda store: read_if_there(store, save.name), save.place.dirpath)
 
 
 def _note(row: FlushedSave) -> str:

@@ -25,7 +25,7 @@ _STATES: dict[CheckpointState, str] = {"memory_only": "memory only", "newer_rele
 #: The state of a part in node memory, for people.
 PART_STATES: dict[PartState, str] = {
     "waiting": "waits for the durable tier",
-    "durable": "durable",
+    "durable": "uploaded",
     "sent": "part sent",
     "unknown": "not known here",
     "memory_only": "memory only",

@@ -14,8 +14,14 @@ from tiered_checkpoint_io.cli.options import AnyDirpath, Name, Nodes, Output, Se
 from tiered_checkpoint_io.cli.output import Columns, is_terminal, progress, row_writer, write_json
 from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.durable.damage import Damage, content_or_damage
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError, is_other_format
-from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, checkpoints, latest, read
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StoreError,
+    StoreNotFoundError,
+    is_other_format,
+)
+from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, checkpoints, read, resumable
 from tiered_checkpoint_io.inventory.node import tier_at
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -23,8 +29,8 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content
 from tiered_checkpoint_io.stores import Store, place_of
 
-#: ``newer``: it needs a newer release; ``changed``: removed or overwritten while it was read.
-CopyState = Literal["intact", "damaged", "newer", "changed"]
+#: ``newer``: it needs a newer release; ``changed``: removed or overwritten while it was read; ``gone``: files deleted.
+CopyState = Literal["intact", "damaged", "newer", "changed", "gone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +160,7 @@ def _latest(held: _Parts, found: Sequence[DurableCheckpoint]) -> tuple[_Parts, l
     Raises:
         CorruptCheckpointError: A newer release wrote a checkpoint that may be the latest; a restart is refused as well.
     """
-    meant = latest(found, (stored for _, stored in held))
+    meant = next(iter(resumable(found, (stored for _, stored in held))), None)
     if meant is None:
         return [], []
     return (
@@ -209,12 +215,14 @@ def _checked(
 ) -> Checked:
     """Reads one checkpoint, of an alias its target; a save that has several names is read once."""
     name = each.name
+    if isinstance(each.error, StoreNotFoundError):
+        each = read(store, name)
     target = read(store, each.manifest.alias_of) if each.manifest is not None and each.manifest.alias_of else each
     manifest, error = (target.manifest, target.error) if target.is_there else (each.manifest, None)
     if manifest is None:
         # A checkpoint that can't be read is not known to be damaged, nor to be intact.
-        state: CopyState = "newer" if is_other_format(error) else "damaged"
-        return Checked(name, "durable", state, error=str(error))
+        state: CopyState = "newer" if is_other_format(error) else "damaged" if error is not None else "changed"
+        return Checked(name, "durable", state, error=str(error or ""))
     save_id = manifest.content.save_id
     if save_id not in known:
         try:
@@ -231,7 +239,8 @@ def _checked(
         return row
     if read(store, manifest.name).manifest != manifest:
         return replace(row, state="changed")
-    return replace(row, state="damaged", rank=damage.rank, file=damage.file or None, error=damage.error)
+    damaged: CopyState = "gone" if damage.is_gone else "damaged"
+    return replace(row, state=damaged, rank=damage.rank, file=damage.file or None, error=damage.error)
 
 
 def _note(row: Checked) -> str:
@@ -239,7 +248,7 @@ def _note(row: Checked) -> str:
     return ": ".join(filter(None, (_WHY.get(row.state, ""), error)))
 
 
-_WORDS = {"newer": "NEWER", "damaged": "DAMAGED"}
+_WORDS = {"newer": "NEWER", "damaged": "DAMAGED", "gone": "GONE"}
 _WHY = {"changed": "removed or overwritten while it was read", "newer": "it needs a newer release"}
 _COLUMNS: Columns = {
     "state": lambda row: _WORDS.get(row.state, row.state),

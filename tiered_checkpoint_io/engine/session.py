@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +19,7 @@ from tiered_checkpoint_io.engine.drain.queue import DrainProgress
 from tiered_checkpoint_io.engine.drain.status import (
     Announcer,
     Progress,
+    Saved,
     SaveReport,
     Standing,
     looking,
@@ -25,6 +27,7 @@ from tiered_checkpoint_io.engine.drain.status import (
     not_uploaded,
     standing_of,
 )
+from tiered_checkpoint_io.engine.durable.files import read_if_there
 from tiered_checkpoint_io.engine.durable.manifests import names_of
 from tiered_checkpoint_io.engine.leasing.claims import Claims
 from tiered_checkpoint_io.engine.leasing.lease_keeper import launch_rank
@@ -51,6 +54,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import Store, open_store, place_of
 from tiered_checkpoint_io.stores.peer import Endpoint
+from tiered_checkpoint_io.stores.silence import answer_within
 
 
 class Opened(NamedTuple):
@@ -276,6 +280,12 @@ class Session:
                 self._standing,
             )
         return self._standing
+
+    def newest_of(self, uploaded: Sequence[Saved]) -> Saved | None:
+        """Returns the first of some checkpoints that the durable tier still has; raises as :func:`answer_within`."""
+        there, bound = read_if_there, self._in_time(self.config.support.durable_timeout_s)
+        found = (each for each in uploaded if there(self.durable(), each.name) is not None)
+        return answer_within(bound, lambda: next(found, None), clock=self.clock) if uploaded else None
 
     @property
     def asked(self) -> dict[str, int]:

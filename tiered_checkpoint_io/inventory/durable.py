@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
+from tiered_checkpoint_io.engine.durable.files import gone_of
 from tiered_checkpoint_io.engine.durable.manifests import manifest_cache, read_manifest
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Held, Selector, choose
 from tiered_checkpoint_io.errors import (
@@ -73,6 +74,9 @@ def read_all(
         else DurableCheckpoint(name, value)
         for name, value in sorted(named.items())
     ]
+    gone = gone_of(store, [each.manifest for each in found if each.manifest is not None])
+    error = StoreNotFoundError("its files are gone: deleted, by hand or by a lifecycle rule")
+    found = [DurableCheckpoint(each.name, error=error) if each.name in gone else each for each in found]
     targets = {each.name: each.manifest.alias_of for each in found if each.manifest is not None}
     own = {each.name for each in found if each.is_there and not targets.get(each.name)}
     # An alias whose target is gone is no checkpoint.
@@ -108,20 +112,6 @@ def checkpoints(
 def newer(found: Sequence[DurableCheckpoint]) -> CorruptCheckpointError | None:
     """Returns the error of a checkpoint that a newer release wrote: it may be the latest."""
     return next((each.error for each in found if is_other_format(each.error)), None)
-
-
-def latest(
-    found: Sequence[DurableCheckpoint],
-    held: Iterable[StoredPart] = (),
-    *,
-    aliases: Mapping[str, str] | None = None,
-    accepts: Kind | None = None,
-) -> Candidate | None:
-    """Returns the candidate that ``tiered:latest`` means, by the engine's own choice; None if it means none.
-
-    Arguments and errors are those of :func:`resumable`.
-    """
-    return next(iter(resumable(found, held, aliases=aliases, accepts=accepts)), None)
 
 
 def resumable(
@@ -175,7 +165,7 @@ def find(store: Store, name: str, *, operation: str, accepts: Kind | None = None
 def latest_manifest(store: Store, operation: str, accepts: Kind | None = None) -> Manifest:
     """Returns the manifest that a restart would take; raises as :func:`find`, and logs skipped checkpoints."""
     listed = read_all(store)
-    meant = latest(listed, accepts=accepts)
+    meant = next(iter(resumable(listed, accepts=accepts)), None)
     for each in listed:
         if each.error is not None:
             _log.warning("skipping this checkpoint: %s", each.error)

@@ -12,14 +12,20 @@ from tiered_checkpoint_io.engine.drain.operations import NAMING
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import manifest_cache
 from tiered_checkpoint_io.engine.restore.choice import Candidate
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError, is_other_format
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StoreError,
+    StoreNotFoundError,
+    is_other_format,
+)
 from tiered_checkpoint_io.inventory.durable import (
     DurableCheckpoint,
     IncompleteSave,
     checkpoints,
     incomplete_saves,
-    latest,
     newer,
+    resumable,
 )
 from tiered_checkpoint_io.inventory.node import BrokenPart, HeldPart, NodeMemory, Tier, look_at_node, time_of
 from tiered_checkpoint_io.memory.parts import StoredPart
@@ -44,9 +50,9 @@ class CheckpointInfo:
         save_id: Id of the save that made it; as text, ids sort in the order of the saves. "" if it is not known.
         state: ``durable``: committed on the durable tier. ``memory_only``: in node memory, and not to be uploaded.
             ``waiting``, ``uploading``: in node memory, on its way to the durable tier. ``incomplete``: only a part of
-            it is on the durable tier; other nodes are uploading it, or it never became complete; or it may be
-            complete, but the durable tier was not asked. ``corrupt``: it can't be read, or was found damaged, and
-            no intact copy is known. ``newer_release``: a newer release of this package wrote it.
+            it is on the durable tier; other nodes are uploading it, it never became complete, its files were deleted,
+            or the durable tier was not asked. ``corrupt``: it can't be read, or was found damaged, and no intact copy
+            is known. ``newer_release``: a newer release of this package wrote it.
         where: The tiers that have it, or parts of it, without damaged copies. ``memory``: this node's; ``spill``: on
             its disk; ``replicas``: kept for other nodes.
         step: The training step; None if it is not known.
@@ -173,12 +179,16 @@ class Look:
             # A checkpoint of a newer release may be the latest.
             return None
         aliases = {each.name: each.target for each in self._here.waiting if each.action in NAMING}
-        return latest(self.found or (), (each.stored for each in self._here.held), aliases=aliases)
+        # The owner deleted those that were committed, and that are not there.
+        names = self.manifests.keys() | {each.name for each in self._here.held if self.found is None}
+        held = (each.stored for each in self._here.held if each.state != "durable" or each.name in names)
+        return next(iter(resumable(self.found or (), held, aliases=aliases)), None)
 
     def _durable(self, each: DurableCheckpoint) -> CheckpointInfo:
         manifest, dirpath = each.manifest, self.place.dirpath
         if manifest is None:
             state: CheckpointState = "newer_release" if is_other_format(each.error) else "corrupt"
+            state = "incomplete" if isinstance(each.error, StoreNotFoundError) else state
             url = url_of(dirpath, each.name)
             return CheckpointInfo(name=each.name, url=url, dirpath=dirpath, state=state, problem=str(each.error))
         # An alias follows its target, which may have been overwritten.
@@ -433,6 +443,6 @@ def marked(held: Sequence[HeldPart]) -> list[HeldPart]:
     together: dict[tuple[str, Place], list[StoredPart]] = {}
     for each in held:
         together.setdefault((each.namespace, each.place), []).append(each.stored)
-    meant = {key: latest((), parts) for key, parts in together.items()}
+    meant = {key: next(iter(resumable((), parts)), None) for key, parts in together.items()}
     saves = {key: found.save_id for key, found in meant.items() if found is not None}
     return [replace(each, is_latest=each.save_id == saves.get((each.namespace, each.place))) for each in held]

@@ -50,6 +50,9 @@ def too_short(key: str, size: int, end: int) -> CorruptCheckpointError:
 def store_error(reason: Reason | None, text: str, *, operation: str, key: str, hint: str | None) -> StoreError:
     """Returns the error for a reason."""
     kind = StoreNotFoundError if reason == "missing" else StoreError
+    if reason == "missing":
+        text = f"{text}: there is no such object"
+        hint = hint or "was it deleted by hand, or by a lifecycle rule? `tiered-ckpt ls` lists other checkpoints"
     return kind(text, operation=operation, key=key, hint=hint, reason=reason)
 
 

@@ -130,13 +130,14 @@ class Standing:
 
     Attributes:
         memory: The newest checkpoint in the node's memory, if any.
-        durable: The newest uploaded checkpoint that was not deleted since, as far as the operation log reaches back.
+        uploaded: Checkpoints that were uploaded and not deleted since, the newest first, by the operation log. Their
+            owner may have deleted them on the durable tier.
         pending: Checkpoints whose upload is queued, or has failed and is tried again; in order.
         resumable: True if training can resume from some of them, as far as this is known.
     """
 
     memory: Saved | None = None
-    durable: Saved | None = None
+    uploaded: tuple[Saved, ...] = ()
     pending: tuple[Saved, ...] = ()
     resumable: bool = True
 
@@ -162,12 +163,12 @@ def standing_of(
     weights = {each.part.name for each in own if not each.part.content.resumable}
     if last_save is not None and not last_save.resumable:
         weights.add(last_save.name)
-    durable = max(there.values())[1] if there else None
+    uploaded = tuple(saved for _, saved in sorted(there.values(), reverse=True))
     return Standing(
         Saved(held.part.name, held.part.content.step) if held is not None else None,
-        durable,
+        uploaded,
         tuple(Saved(name, stored.part.content.step if stored else -1) for name, stored in pending.items()),
-        any(each.part.content.resumable for each in own) or (durable is not None and durable.name not in weights),
+        any(each.part.content.resumable for each in own) or any(each.name not in weights for each in uploaded),
     )
 
 

@@ -36,7 +36,7 @@ from dataclasses import replace
 from typing import Literal
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.durable.files import check_paths, paths_in
+from tiered_checkpoint_io.engine.durable.files import check_paths, is_gone, paths_in
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, repeated
 from tiered_checkpoint_io.engine.durable.sweep import Remains
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, StoreError
@@ -107,6 +107,11 @@ def is_committed(manifest: Manifest | None, part: Part) -> bool:
     return manifest.content.save_id == part.save_id
 
 
+def _is_there(store: Store, manifest: Manifest | None, part: Part) -> bool:
+    """Returns True if the save of a part is committed, and its files were not deleted since."""
+    return manifest is not None and is_committed(manifest, part) and not is_gone(store, manifest)
+
+
 # ------------------------------------------------------------------------------------------ parts
 def put_part(
     store: Store,
@@ -131,7 +136,7 @@ def put_part(
         StoreError: Repeat the call to finish.
     """
     old = current(store, part.name)
-    if is_committed(old, part):
+    if _is_there(store, old, part):
         return "committed"
     if gone_past(old, part, clock):
         return "replaced"
@@ -201,7 +206,7 @@ def commit(
     """
     switch, manifests = _switch(part), Manifests(store, part.save_id)
     old = manifests.current(part.name)
-    if is_committed(old, part):
+    if _is_there(store, old, part):
         if journal is not None:
             journal.clear()
         return "committed"

@@ -21,11 +21,12 @@ _Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """The first damage of a content; ``rank`` and ``file`` if it is in a file."""
+    """The first damage of a content; ``rank`` and ``file`` if it is in a file, which may not be there."""
 
     error: str
     rank: int | None = None
     file: str = ""
+    is_gone: bool = False
 
     def __str__(self) -> str:
         return f"{self.file}: {self.error}" if self.file else self.error
@@ -78,7 +79,7 @@ def content_or_damage(store: Store, manifest: Manifest, progress: _Progress = la
             owners = {entry.path: rank for rank in ranks for entry in files.of_rank(rank)}
             found = _first_damage(store, files.all(), owners, progress)
         except (CorruptCheckpointError, StoreNotFoundError) as error:
-            found = Damage(error.message, file=error.key or "")
+            found = _damage(error, error.key or "")
         if found is None:
             return content
         # With several contents, the damage of the last one, which is known to have been complete.
@@ -92,25 +93,27 @@ def _first_damage(
 ) -> Damage | None:
     heard, damaged = moving(), set[str]()
 
-    def one(job: tuple[FileEntry, int]) -> str:
+    def one(job: tuple[FileEntry, int]) -> Damage | None:
         entry, index = job
         if entry.path in damaged:
-            return ""
+            return None
+        where = f"{store.url}/{entry.path}", owners.get(entry.path)
         try:
             if index == 0 and (size := store.size(entry.path)) != entry.size:
-                return f"{size} bytes in place of {entry.size}"
+                raise CorruptCheckpointError(f"{size} bytes in place of {entry.size}")
             _check_chunk(store, entry, index, heard)
             progress(entry.chunks[index][1])
         except (CorruptCheckpointError, StoreNotFoundError) as error:
             damaged.add(entry.path)
-            return error.message
-        return ""
+            return _damage(error, *where)
+        return None
 
     jobs = [(entry, index) for entry in entries for index in range(len(entry.hashes))]
-    for (entry, _), error in zip(jobs, in_parallel(one, jobs, _READS), strict=True):
-        if error:
-            return Damage(error, owners.get(entry.path), f"{store.url}/{entry.path}")
-    return None
+    return next(filter(None, in_parallel(one, jobs, _READS)), None)
+
+
+def _damage(error: CorruptCheckpointError | StoreNotFoundError, file: str, rank: int | None = None) -> Damage:
+    return Damage(error.message, rank, file, isinstance(error, StoreNotFoundError))
 
 
 def _check_chunk(store: Store, entry: FileEntry, index: int, heard: Callable[[], None]) -> None:

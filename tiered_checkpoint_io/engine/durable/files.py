@@ -10,12 +10,14 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
-from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreNotFoundError, is_other_format
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError, is_other_format
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import Index, check_digest
-from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest, Part
 from tiered_checkpoint_io.stores.base import Store
+from tiered_checkpoint_io.stores.fallbacks import children_of
 
 
 class Files:
@@ -100,6 +102,41 @@ def _as_committed(where: str) -> Iterator[None]:
         if is_other_format(error):
             raise
         raise CorruptCheckpointError(error.message, operation="read", tier="durable", key=where) from error
+
+
+def is_gone(store: Store, manifest: Manifest) -> bool:
+    """Returns True if files of a committed checkpoint are not there: its owner, or a rule, deleted them. One list.
+
+    Raises:
+        StoreError: The tier could not be read. If only lists are refused, nothing is known to be gone.
+    """
+    name, is_full = manifest.alias_of or manifest.name, manifest.content.kind == "full"
+    try:
+        there = list(store.list(name if is_full else f"{name}/"))
+    except StoreError as error:
+        if error.reason != "access":
+            raise
+        return False
+    if manifest.previous or is_full:
+        return not manifest.previous and all(each.key != name for each in there)
+    # The sizes of many files suffice, so that no index is read.
+    return sum(each.size for each in there) < manifest.content.size
+
+
+def read_if_there(store: Store, name: str) -> Manifest | None:
+    """Does :func:`read_manifest`; returns None, too, for a checkpoint whose files are gone."""
+    manifest = read_manifest(store, name)
+    return None if manifest is None or is_gone(store, manifest) else manifest
+
+
+def gone_of(store: Store, manifests: Iterable[Manifest]) -> set[str]:
+    """Returns names whose object or folder is not there: one list of each folder above them."""
+    wanted: dict[str, tuple[str, str]] = {}
+    for each in manifests:
+        folder, slash, last = (each.alias_of or each.name).rpartition("/")
+        wanted[each.name] = folder + slash, last if each.content.kind == "full" else f"{last}/"
+    there = {prefix: children_of(store, prefix) for prefix in {prefix for prefix, _ in wanted.values()}}
+    return {name for name, (prefix, last) in wanted.items() if last not in there[prefix]}
 
 
 def read_index(store: Store, save_id: str, digest: str = "") -> Index:

@@ -13,6 +13,7 @@ from tiered_checkpoint_io.engine.chunks import unverified
 from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import NAMING
 from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.durable.files import is_gone
 from tiered_checkpoint_io.engine.durable.manifests import contents_of, read_manifest
 from tiered_checkpoint_io.engine.restore.choice import ONE_FOLDER, Held, Selector
 from tiered_checkpoint_io.engine.restore.elsewhere import committed_elsewhere, other_names
@@ -170,6 +171,7 @@ def discover(
         store = tiers.store()
         if selector.kind == "name":
             _read(store, list(dict.fromkeys((selector.name, queued.get(selector.name, selector.name)))), found)
+            _leave_out_gone(store, selector, found)
             if accepts is not None and not found.manifests and not found.rejected:
                 if tiers.store_at is not None:
                     others = other_names(tiers.place, selector.name).values()
@@ -208,20 +210,15 @@ def discover(
 
 
 def _leave_out_gone(store: Store, selector: Selector, found: DurableCatalog) -> None:
-    """Leaves out the newest manifests whose objects are not there any more; memory may still have these."""
-    if selector.kind not in ("latest", "last"):
-        return
+    """Leaves out the newest manifests whose files are not there any more; memory may still have these."""
     by_id = {each.content.save_id: each for each in found.manifests if not each.alias_of}
-    for content in selector.in_order(each.content for each in by_id.values()):
+    for content in selector.in_order(each.content for each in by_id.values()) if selector.kind != "best" else ():
         manifest = by_id[content.save_id]
-        try:
-            if selector.wants(manifest.name) and content.files:
-                store.size(content.files[0].path)
+        if not is_gone(store, manifest):
             return
-        except StoreNotFoundError:
-            found.manifests.remove(manifest)
-            found.gone.add(manifest.name)
-            found.rejected.append(f"durable {manifest.name}: its object {content.files[0].path} is gone")
+        found.manifests.remove(manifest)
+        found.gone.add(manifest.name)
+        found.rejected.append(f"durable {manifest.name}: its files are gone: deleted by hand, or by a lifecycle rule")
 
 
 def reading_order(listed: Sequence[ObjectInfo]) -> list[str]:

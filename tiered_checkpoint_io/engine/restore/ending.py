@@ -69,14 +69,15 @@ def why_nothing(
     what += selector.terms
     damage = list(dict.fromkeys([*rejected, *suspects]))
     if rejected or (damage and not by_name):
+        again = f"a node that has it in memory uploads it again by `tiered-ckpt flush {selector.name}`; "
         return RestoreError(
             f"no {what} is intact: " + "; ".join(damage),
             operation="restore",
             key=key,
             rank=rank,
             step=selector.step,
-            hint=f"corrupt parts of memory lie in {tiers.memory.root}/quarantine; to start from scratch,"
-            " remove what is damaged",
+            hint=f"{again if by_name else ''}corrupt parts of memory lie in {tiers.memory.root}/quarantine; to start"
+            " from scratch, remove what is damaged",
         )
     hint = "see `tiered-ckpt ls` for those that exist"
     if by_name and (selector.name in ("latest", "last") or selector.name.startswith(f"{ids.SENTINELS}:")):

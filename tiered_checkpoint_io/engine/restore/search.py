@@ -51,7 +51,7 @@ from tiered_checkpoint_io.stores.silence import Question
 
 _S = TypeVar("_S")
 _T = TypeVar("_T")
-_DELETED = "%s is in node memory alone, and was deleted from %s: it is passed by; to have it again, %s"
+_DELETED = "%s is only in node memory, as it was deleted from %s: it is skipped; upload it again by: %s %s"
 
 #: Errors that show that a copy is bad, rather than that reading is.
 DAMAGE = (CorruptCheckpointError, CheckpointNotFoundError, StoreNotFoundError)
@@ -346,9 +346,7 @@ class Search:
         if not candidate.committed or ends_with_process or (name in listed and name not in gone):
             return False
         self._tried_in_memory.add(candidate.save_id)
-        # A save with a manifest is not uploaded again.
-        advice = "load it by its name" if name in gone else f"upload it by: {drain_command(self._tiers.config)} {name}"
-        self._tiers.log.warning(_DELETED, name, self._tiers.dirpath, advice)
+        self._tiers.log.warning(_DELETED, name, self._tiers.dirpath, drain_command(self._tiers.config), name)
         return True
 
     def _catalog(self, manifests: Sequence[Manifest] = ()) -> Catalog:
