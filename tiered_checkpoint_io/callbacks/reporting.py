@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.engine.drain.operations import Outcome
@@ -206,20 +207,21 @@ def say_summary_last(trainer: Trainer, callback: Callback, exception: BaseExcept
     """Says the summary from the last of the callbacks that call this: earlier callbacks may still save."""
     if callback is [each for each in trainer.callbacks if getattr(each, "says_summary", False)][-1]:  # type: ignore[attr-defined]
         say_summary(trainer)
-        if isinstance(exception, KeyboardInterrupt) and (io := _io_that_trained(trainer)):
-            _offer_to_leave(io.checkpointer.session)
+        number = {KeyboardInterrupt: signal.SIGINT, SIGTERMException: signal.SIGTERM}.get(type(exception))
+        if number is not None and (io := _io_that_trained(trainer)):
+            _offer_to_leave(io.checkpointer.session, number)
 
 
-def _offer_to_leave(session: Session) -> None:
-    """Has a further Ctrl-C end the wait for uploads that follows: Lightning ignores them all after the first."""
+def _offer_to_leave(session: Session, number: signal.Signals) -> None:
+    """Has a further such signal end the wait for uploads that follows: Lightning ignores them all after the first."""
     pending = session.standing().pending
-    is_main = threading.current_thread() is threading.main_thread()
-    if not pending or not is_main or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    if not pending or threading.current_thread() is not threading.main_thread():
         return
-    signal.signal(signal.SIGINT, lambda *_: session.leave_by(session.clock.monotonic()))
+    signal.signal(number, lambda *_: session.leave_by(session.clock.monotonic()))
     session.log.info(
-        "waiting for the upload of %s, %d s at most; Ctrl-C ends the wait, and leaves %s in node memory",
+        "waiting for the upload of %s, %d s at most; %s ends the wait, and leaves %s in node memory",
         "the checkpoint" if len(pending) == 1 else f"the {len(pending)} checkpoints",
         session.config.support.wait_timeout_s,
+        "Ctrl-C" if number == signal.SIGINT else "a further SIGTERM",
         "it" if len(pending) == 1 else "them",
     )
