@@ -16,6 +16,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from support.clocks import quick
 from support.training import LogBook, Model, Stop, Told
+from support.waiting import until
 
 from tiered_checkpoint_io.adapters.optimizers import size_here
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
@@ -176,10 +177,11 @@ def test_what_fails_behind_training_is_told_while_it_goes_on(on_save_error, runs
 def test_an_upload_that_fails_is_logged_once_with_what_to_do(runs, caplog):
     caplog.set_level("INFO", "tiered_checkpoint_io")
     (runs.root / "durable" / "step=20.ckpt" / "in the way").mkdir(parents=True)
-    runs.drain = "process"
-    owner = Callback()
+    runs.drain, io, owner = "process", runs.io(namespace="gpt-1"), Callback()
+    # The drain is ready before the first batch, and before the first save.
+    owner.on_train_start = lambda *_: until(lambda: io.checkpointer.session.progress().drain.pid)
     owner.teardown = lambda *_, **__: os.remove(f"{runs.dirpath}/step=10.ckpt")
-    runs.fit(owner, every(s3_every_n_train_steps=10, filename="{step}"), io=runs.io(namespace="gpt-1"), ckpt_path=None)
+    runs.fit(owner, every(s3_every_n_train_steps=10, filename="{step}"), io=io, ckpt_path=None)
     command = f"tiered-ckpt flush --namespace gpt-1 --memory-dir {runs.memory_dir}"
     failure, left = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert failure.startswith("Step 20: step=20.ckpt did not reach the durable tier: put failed: Is a directory")

@@ -89,11 +89,11 @@ class StrategyGuard(Callback):
         self._without_dirpath: list[ModelCheckpoint] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses saves that would bypass our checkpoint IO; prepares the ranks for replication.
+        """Refuses saves that would bypass our checkpoint IO; claims the dirpath; starts the drain, and replication.
 
         Raises:
             ConfigError: A strategy or ModelCheckpoint bypasses it; or there are fewer machines than
-                ``replication_factor``; or OnExceptionCheckpoint can't save to its path.
+                ``replication_factor``; or OnExceptionCheckpoint can't save to its path; or another run writes there.
             StoreError, ConfigError, MemoryTierError: Errors of :func:`preflight`, on all ranks.
         """
         io = tiered_io_of(trainer.strategy.checkpoint_io)
@@ -112,13 +112,17 @@ class StrategyGuard(Callback):
         for callback in stock:
             _place(callback, trainer, io)
             self._adopted = True
-        on_rank_0(trainer, lambda: preflight(io.checkpointer.session, _need(trainer, pl_module)))
+        session, need = io.checkpointer.session, _need(trainer, pl_module)
+        on_rank_0(trainer, lambda: preflight(session, need))
+        if need.memory_steps or need.durable_steps:
+            on_rank_0(trainer, lambda: session.claims.claim(saves=False))
+            session.take_up(saves=need.durable_steps)
         take_over_requeue(trainer, pl_module, io)
         if io.config.staging != "eager":
             self._overlapping = OverlappedCapture.join(trainer, io)
         if io.config.replication_factor > 1:
             # All ranks are here, on the threads that train; of a full checkpoint, only rank 0 saves later.
-            io.checkpointer.session.meet_peers()
+            session.meet_peers()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
         """Notes that a module to be trained has got the checkpoint's weights; all else of it follows."""
@@ -127,8 +131,7 @@ class StrategyGuard(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Counts the epoch as it was left; notes in the IO whether training can resume from the next save."""
-        io = tiered_io_of(trainer.strategy.checkpoint_io)
-        if io is not None:
+        if (io := tiered_io_of(trainer.strategy.checkpoint_io)) is not None:
             count_epoch_as_it_ended(trainer, checkpoint)
             log = io.checkpointer.session.log if trainer.is_global_zero else None
             io.mixes_steps = self._held.are_others(pl_module, log)
@@ -257,8 +260,7 @@ class StrategyGuard(Callback):
         if self._overlapping is not None:
             self._overlapping.leave(trainer)
             self._overlapping = None
-        io = tiered_io_of(trainer.strategy.checkpoint_io)
-        if io is not None:
+        if (io := tiered_io_of(trainer.strategy.checkpoint_io)) is not None:
             self._recording.end(trainer.global_step, io.checkpointer.session, exception)
 
 

@@ -188,8 +188,6 @@ class TieredModelCheckpoint(DurableEnd):
         if stage == "fit":
             check_places(self._siblings(trainer), root)
             check_retention([self], io.config.retention)
-            # Before anything is trained: whether another run writes there.
-            on_rank_0(trainer, lambda: io.checkpointer.session.claims.claim(saves=False))
             # The same step may be another state now.
             self._last_memory_step, self._last_checkpoint_saved, self._durable_save, self._landed = -1, "", None, False
             EndOfTraining.join(trainer)

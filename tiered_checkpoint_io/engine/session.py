@@ -376,10 +376,10 @@ class Session:
         """Does :meth:`failed` for an operation on a name that was refused in node memory."""
         self.failed(name, -1, not_done(action, name, self.dirpath, reason), action)
 
-    def take_up(self) -> None:
-        """Starts the drain for parts that an earlier process left; on one rank of each node, if that is known."""
+    def take_up(self, *, saves: bool = False) -> None:
+        """Starts the drain for parts that an earlier process left, or that this one ``saves``; on one rank of a node."""
         tier, _, drain = self.open()
-        if may_lead_node() and any(stored.pending for stored in tier.parts()):
+        if may_lead_node() and (saves or any(stored.pending for stored in tier.parts())):
             try:
                 drain.start()
             except MemoryFullError as full:

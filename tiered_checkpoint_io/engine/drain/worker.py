@@ -20,13 +20,13 @@ from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.serving import Server
 from tiered_checkpoint_io.engine.drain.status import Reporter, Standstill, shorten_log
 from tiered_checkpoint_io.engine.drain.stores import Stores
-from tiered_checkpoint_io.errors import ConfigError, DrainError
+from tiered_checkpoint_io.errors import ConfigError, DrainError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.private import make_folders
 from tiered_checkpoint_io.memory.space import MemoryFullError, is_scarcity
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.stores import Store, open_store
+from tiered_checkpoint_io.stores import Store, open_store, place_of
 
 LOCK_FILE = "drain.lock"
 TRAINERS_FILE = "trainers.lock"
@@ -164,6 +164,9 @@ class Drain:
             # Work without a log frees memory.
             self._log.error("outcomes are not noted: %s", full)
         self._executor.begun.alive.found(self._tier.parts(), self._clock)
+        with contextlib.suppress(TieredCheckpointError, OSError):
+            # Its imports take seconds on a busy node. The first operation reports an error again.
+            self._stores.get(place_of(self._stores.config))
 
     def _serve(self) -> None:
         """Serves this node's memory to other nodes, if a trainer asks for that; never raises."""
