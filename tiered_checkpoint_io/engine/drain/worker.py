@@ -190,12 +190,13 @@ class Drain:
         waiting = self._executor.begun.waiting({operation.op_id for operation in operations}, self._clock.monotonic())
         operation = next_operation(operations, waiting.keys() | self._executor.begun.later)
         operation = operation or next_operation(operations, waiting)
+        is_idle = operation is None
+        if is_idle if once else not self._stay and self._may_leave(is_idle=is_idle):
+            return True
         if operation is not None:
             self._executor.execute(operation, operations)
             self._report.write()
             shorten_log(self._root)
-        elif once or (not self._stay and self._may_leave()):
-            return True
         else:
             self._rest(version, min([*waiting.values(), self._clock.monotonic() + self._clock.timing.full_look_s]))
         return False
@@ -206,7 +207,7 @@ class Drain:
         while not self._stop.is_set() and clock.monotonic() < until and self._queue.version() == version:
             clock.wait(self._stop, clock.timing.drain_rest_s)
 
-    def _may_leave(self) -> bool:
+    def _may_leave(self, *, is_idle: bool) -> bool:
         """Returns True if this drain is to leave; then no trainer can come until it has left."""
         self._trainers = try_lock(self._root / TRAINERS_FILE)
         if self._trainers is None:
@@ -215,23 +216,26 @@ class Drain:
         is_over = False
         try:
             # Under the lock: no trainer can add to the queue now.
-            is_over = self._is_over()
+            is_over = self._is_over(is_idle=is_idle)
         finally:
             if not is_over:
                 release(self._trainers)
                 self._trainers = None
         return is_over
 
-    def _is_over(self) -> bool:
-        left = {operation.op_id for operation in self._queue.look(self._tier)}
+    def _is_over(self, *, is_idle: bool) -> bool:
         now = self._clock.monotonic()
+        # Failing operations may be due in turn for ever.
         overdue = now - self._report.last_success > self._clock.timing.drain_give_up_s
+        if not (is_idle or overdue):
+            return False
+        left = {operation.op_id for operation in self._queue.look(self._tier)}
         # Permanent failures are no reason to stay: the next start may have other credentials than ours.
         begun = [begun for op_id, begun in self._executor.begun.items() if op_id in left]
         # Each part that comes is a success.
         patience_s = self._stores.config.support.wait_timeout_s
         waits = any(each.arrivals is not None and now - each.moved < patience_s for each in begun)
-        if left and (waits or not overdue) and not (begun and all(each.permanent for each in begun)):
+        if left and (waits or not overdue) and not (is_idle and begun and all(each.permanent for each in begun)):
             return False
         if left:
             text = "leaving %d operations for the next start to take up. Last error: %s"
