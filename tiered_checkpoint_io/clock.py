@@ -133,8 +133,6 @@ class Timing:
     drain_rest_s: float = 0.1
     #: A process that asks whether a drain runs holds its lock for a moment; so long a new drain tries.
     drain_lock_s: float = 0.1
-    #: A drain that was asked to leave and moves nothing for so long hangs: each of its requests fails well before that.
-    drain_handover_s: float = 600.0
     #: Time for which a drain without trainers continues without any success.
     drain_give_up_s: float = 900.0
     #: A longer cause that keeps the drain from its queue is published to processes that wait.

@@ -27,7 +27,6 @@ from tiered_checkpoint_io.engine.drain import log
 from tiered_checkpoint_io.engine.drain import process as drain_process
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.leasing import claims, leases
-from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.formats import parallel
 from tiered_checkpoint_io.memory import node, slots
 
@@ -273,10 +272,8 @@ def start_drain(machine, root, logger, *, immortal=False):
             open_store=lambda *_: Store(machine.world),
             clock=machine.clock,
         )
-        # One that waits in vain for the drain before it ends; its trainer starts another one.
-        with contextlib.suppress(DrainError):
-            while not drain.run() and drain.follows():
-                machine.clock.sleep(1.0)
+        while not drain.run() and drain.follows():
+            machine.clock.sleep(1.0)
 
     return machine.start(f"drain of {machine.name}", work, immortal=immortal)
 

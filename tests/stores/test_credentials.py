@@ -14,8 +14,7 @@ from support.waiting import until
 
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.process import elsewhere
-from tiered_checkpoint_io.engine.drain.worker import Drain
-from tiered_checkpoint_io.errors import DrainError, StoreError
+from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 
 LOG = logging.getLogger("test")
@@ -192,15 +191,3 @@ def test_threads_whose_requests_are_refused_at_once_change_over_together(keys_of
         with failing("access"):
             other.get("x")
         keys.write()
-
-
-def test_a_drain_that_was_asked_to_leave_and_hangs_is_not_waited_for_for_ever(node):
-    node.queue.announce("a drain that hangs")
-    worker = Drain(node.root, for_trainer=True, clock=quick(drain_handover_s=0.5))
-    assert not worker.follows(), "nobody has asked it to leave"
-    node.queue.ask_to_leave("a drain that hangs")
-    assert worker.follows(), "at first, it is waited for"
-    with pytest.raises(
-        DrainError, match=r"was asked to leave, and has moved nothing .*checkpoints stay in node memory"
-    ):
-        until(lambda: not worker.follows())

@@ -377,7 +377,7 @@ class Session:
         self.failed(name, -1, not_done(action, name, self.dirpath, reason), action)
 
     def take_up(self, *, saves: bool = False) -> None:
-        """Starts the drain for parts that an earlier process left, or that this one ``saves``; on one rank of a node."""
+        """Starts the drain for parts that an earlier process left, or that this one saves; on one rank of a node."""
         tier, _, drain = self.open()
         if may_lead_node() and (saves or any(stored.pending for stored in tier.parts())):
             try:

@@ -367,9 +367,13 @@ def main() -> None:
 
 
 class Stop(threading.Event):
-    """Is set by the signal that ends the work; ``is_interrupt`` after Ctrl-C."""
+    """Is set by the signal that ends the work, or as by SIGTERM; ``is_interrupt`` after Ctrl-C."""
 
-    is_interrupt = False
+    is_interrupt, writer = False, -1
+
+    def set(self) -> None:
+        super().set()
+        os.write(self.writer, bytes([signal.SIGTERM]))
 
 
 @contextlib.contextmanager
@@ -381,6 +385,7 @@ def ended_by_signal(log: Logger, *, late: int) -> Iterator[Stop]:
     """
     stop, done = Stop(), threading.Event()
     reader, writer = os.pipe()
+    stop.writer = writer
     os.set_blocking(writer, False)
 
     def watch() -> None:

@@ -18,9 +18,9 @@ from tiered_checkpoint_io.engine.drain.locks import is_lost, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import next_operation
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.serving import Server
-from tiered_checkpoint_io.engine.drain.status import Reporter, Standstill, shorten_log
+from tiered_checkpoint_io.engine.drain.status import Reporter, shorten_log
 from tiered_checkpoint_io.engine.drain.stores import Stores
-from tiered_checkpoint_io.errors import ConfigError, DrainError, TieredCheckpointError
+from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.private import make_folders
 from tiered_checkpoint_io.memory.space import MemoryFullError, is_scarcity
@@ -72,7 +72,6 @@ class Drain:
         self._server = Server(root, self._tier, self._log, clock) if stay or for_trainer else None
         self._lock: int | None = None
         self._trainers: int | None = None
-        self._waits: Standstill | None = None
 
     def run(self, *, once: bool = False) -> bool:
         """Works until the queue is empty, and no trainer lives that could add to it.
@@ -103,25 +102,8 @@ class Drain:
         return True
 
     def follows(self) -> bool:
-        """Returns whether to wait for the drain that holds the lock: a trainer has asked it to leave.
-
-        Raises:
-            DrainError: That drain was asked, and has made no progress for ``drain_handover_s``.
-        """
-        is_leaving = self._for_trainer and self._queue.is_asked_to_leave(self._queue.announced())
-        if is_leaving:
-            seconds = self._clock.timing.drain_handover_s
-            self._waits = self._waits or Standstill(self._queue.progress, self._clock)
-            if self._waits.lasts(seconds):
-                raise DrainError(
-                    f"the drain of an earlier trainer, process {self._queue.progress().pid}, was asked to leave,"
-                    f" and has moved nothing for {seconds:.0f} s",
-                    operation="drain",
-                    tier="memory",
-                    key=str(self._root),
-                    hint="checkpoints stay in node memory, queued; end that process, and the next drain uploads them",
-                )
-        return is_leaving
+        """Returns whether to wait for the drain that holds the lock: a trainer has asked it to leave."""
+        return self._for_trainer and self._queue.is_asked_to_leave(self._queue.announced())
 
     @property
     def trouble(self) -> str:
@@ -169,21 +151,26 @@ class Drain:
             self._stores.get(place_of(self._stores.config))
 
     def _serve(self) -> None:
-        """Serves this node's memory to other nodes, if a trainer asks for that; never raises."""
+        """Serves this node's memory to other nodes, and stops, if a trainer asks for that; never raises."""
         if self._server is not None:
             self._server.look()
+        with contextlib.suppress(OSError):
+            if not self._stop.is_set() and self._queue.is_asked_to_leave(self._token):
+                self._log.info("leaving to the drain of a later trainer")
+                # Also amid a request: its server may be silent.
+                self._stop.set()
 
     def _turn(self, *, once: bool) -> bool:
         """Does the next work; returns True if there is no reason to stay."""
         version = self._queue.version()
         self._serve()
-        if self._queue.is_asked_to_leave(self._token):
-            self._log.info("leaving to the drain of a later trainer")
+        if self._stop.is_set():
             return True
         with contextlib.suppress(OSError, ConfigError):
             self._tier.use_spill(self._stores.config.spill_dir)
             self._tier.place = self._stores.place
-        operations = self._queue.look(self._tier)
+        # Operations of the trainer that lives, or was the last, go before those for another durable tier.
+        operations = sorted(self._queue.look(self._tier), key=lambda each: each.place != self._tier.place)
         self._report.now.pending = len(operations)
         self._executor.begun.alive.queued(operations)
         self._executor.keep_alive()
