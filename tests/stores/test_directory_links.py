@@ -138,8 +138,7 @@ def test_no_operation_of_a_store_leaves_its_folder(memory_dir, steps):
     shutil.rmtree(base)
 
 
-def test_dirpath_itself_may_be_a_link_and_a_link_of_lightnings_own_is_replaced_by_a_save_and_not_read(memory_dir):
-    """``save_last="link"`` leaves one without this package."""
+def test_dirpath_itself_may_be_a_link_and_a_link_of_lightnings_own_is_replaced_by_a_save(memory_dir, caplog):
     base = Path(memory_dir)
     (base / "disk" / "run").mkdir(parents=True)
     (base / "scratch").symlink_to(base / "disk")
@@ -155,3 +154,9 @@ def test_dirpath_itself_may_be_a_link_and_a_link_of_lightnings_own_is_replaced_b
     assert torch.load(base / "disk" / "run" / "last.ckpt")["global_step"] == 1
     assert not (root / "last.ckpt").is_symlink()
     assert (root / "stock.ckpt").read_bytes() == before
+    io.save_checkpoint({"global_step": 2}, "2.ckpt", storage_options={"tiers": ["memory"]})
+    same = build(TieredCheckpointIO, f"{base}/disk/run", memory_dir=memory_dir)
+    assert [same.load_checkpoint(which)["global_step"] for which in ("tiered:latest", root / "2.ckpt")] == [2, 2]
+    options = {"memory_dir": memory_dir, "namespace": io.config.namespace}
+    assert not build(TieredCheckpointIO, f"{base}/other", **options).load_checkpoint("tiered:latest")
+    assert f"to take it, resume from {base}/disk/run/2.ckpt" in caplog.text

@@ -11,6 +11,7 @@ from support.rclone_server import RcloneServer
 from support.supporting import build
 
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
+from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.place import Place, Server, endpoint_text
 from tiered_checkpoint_io.stores import place_of
@@ -38,9 +39,9 @@ def test_a_queued_save_goes_to_the_server_of_its_job_alone(servers, s3_bucket, m
     first, second = servers
     dirpath, saved = f"s3://{s3_bucket}/run", io.BytesIO()
 
-    def job(server):
-        options = {"dirpath": dirpath, "namespace": "two-servers", "endpoint_url": server.endpoint_url}
-        options |= {"memory_dir": memory_dir, "drain": "thread", "wait_timeout_s": 60}
+    def job(endpoint_url):
+        options = {"dirpath": dirpath, "namespace": "two-servers", "endpoint_url": endpoint_url}
+        options |= {"memory_dir": memory_dir, "drain": "thread", "wait_timeout_s": 60, "durable_timeout_s": 1}
         return Checkpointer(build(TieredCheckpointConfig.from_any, **options))
 
     # A job that died before its drain had begun.
@@ -49,16 +50,17 @@ def test_a_queued_save_goes_to_the_server_of_its_job_alone(servers, s3_bucket, m
     node.save("x.ckpt", saved.getvalue())
     node.alias("last.ckpt", "x.ckpt")
     # The newer job neither takes the other's checkpoint nor has anything of it on its server.
-    newer = job(second)
+    newer = job(second.endpoint_url)
     assert isinstance(newer.load("tiered:latest"), NoCheckpoint)
     newer.save({"global_step": 1, "w": torch.zeros(100)}, "y.ckpt", wait=True)
     assert newer.load("tiered:latest")["global_step"] == 1
     newer.close()
-    assert f"memory holds checkpoints of {dirpath} at {first.endpoint_url}: they are another job's" in caplog.text
+    assert f"to take it, set endpoint_url to {first.endpoint_url}" in caplog.text
+    with pytest.raises(StoreError, match="has not answered for 1 s.*endpoint_url"):
+        job("http://127.0.0.1:9").load("tiered:latest")
     assert checkpoints_on(first, s3_bucket) == ({"x.ckpt"}, {"x.ckpt.json", "last.ckpt.json"})
     assert checkpoints_on(second, s3_bucket) == ({"y.ckpt"}, {"y.ckpt.json"})
-    # The first job's own restart takes its own.
-    restarted = job(first)
+    restarted = job(first.endpoint_url)
     assert restarted.load("tiered:latest")["global_step"] == 7
     restarted.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from itertools import combinations
@@ -27,10 +26,6 @@ def folder_of(dirpath: Any, root: str) -> str | None:
     if not dirpath:
         return root
     text = str(dirpath)
-    real = os.path.realpath(root) if ids.url_scheme(root) is None else root
-    if text != root and f"{text}/".startswith(f"{real}/"):
-        # Lightning's own callback resolves symbolic links.
-        text = root + text[len(real) :]
     return ids.normalize_dirpath(text) if is_below(f"{text.rstrip('/')}/x", root) else None
 
 

@@ -333,8 +333,7 @@ class Checkpointer:
         try:
             return self.dirpath, Selector("name", ids.name_in(self.dirpath, text))
         except ConfigError:
-            full = ids.normalize_dirpath(text)
-            dirpath, _, name = full.rpartition("/")
+            dirpath, _, name = ids.text_of(text).rstrip("/").rpartition("/")
             if not dirpath or ".." in text.split("/") or dirpath.endswith(":/"):
                 raise
             return ids.normalize_dirpath(dirpath), Selector("name", ids.validate_name(name))

@@ -112,15 +112,13 @@ def is_gone(store: Store, manifest: Manifest) -> bool:
     """
     name, is_full = manifest.alias_of or manifest.name, manifest.content.kind == "full"
     try:
-        there = list(store.list(name if is_full else f"{name}/"))
+        there = {each.key: each.size for each in store.list(name if is_full else f"{name}/")}
     except StoreError as error:
         if error.reason != "access":
             raise
         return False
-    if manifest.previous or is_full:
-        return not manifest.previous and all(each.key != name for each in there)
     # The sizes of many files suffice, so that no index is read.
-    return sum(each.size for each in there) < manifest.content.size
+    return not manifest.previous and (name not in there if is_full else sum(there.values()) < manifest.content.size)
 
 
 def read_if_there(store: Store, name: str) -> Manifest | None:

@@ -265,7 +265,7 @@ class Versions:
 
     def note(self, manifests: Iterable[Manifest]) -> None:
         """Takes the manifests that were read."""
-        self._save_ids.update({each.name: _save_ids([each]) for each in manifests})
+        self._save_ids.update({each.name: {one.save_id for one in contents_of([each])} for each in manifests})
         self._weights |= {each.name for each in manifests if not each.content.resumable}
 
     def say_weights(self, tiers: Tiers, selector: Selector, nodes: Iterable[NodeCatalog]) -> None:
@@ -293,17 +293,13 @@ class Versions:
             if error.reason != "unavailable":
                 raise
             return None
-        now = _save_ids(there.manifests)
+        now = {one.save_id for one in contents_of(there.manifests)}
         if there.error is not None or there.rejected or now == self._save_ids.get(name, now):
             return None
         del self._save_ids[name]
         self._left -= 1
         tiers.log.warning("%s was removed or overwritten while it was read: asking the durable tier again", name)
         return now
-
-
-def _save_ids(manifests: Iterable[Manifest]) -> set[str]:
-    return {content.save_id for content in contents_of(manifests)}
 
 
 def _foreign(store: Store, name: str, accepts: Kind | None) -> Content | None:
@@ -334,6 +330,8 @@ class NodeCatalog:
     error: TieredCheckpointError | None = None
     #: Aliases that are queued for the durable tier: the operation's id, and the target.
     aliases: dict[str, tuple[str, str]] = field(default_factory=dict)
+    #: True if its newest checkpoint of another place is of this dirpath: the endpoint may have changed.
+    is_of_other_server: bool = False
     #: Place of the wanted file, by a part or an alias of another dirpath.
     elsewhere: ids.Split | None = None
 
@@ -354,13 +352,13 @@ def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
     """
     here, tier, place = NodeCatalog(), tiers.memory, tiers.place
     elsewhere = other_names(place, name) if name and tiers.store_at is not None else {}
-    others: set[Place] = set()
+    other: Part | None = None
     queue = Queue(tier.root)
     given_up = {each.op_id for each in queue.outcomes() if each.state != "committed"}
     for stored in tier.held():
         part = stored.part
-        if part.dirpath == place.dirpath and part.place != place:
-            others.add(part.place)
+        if part.place != place and (other is None or part.save_id > other.save_id):
+            other = part
         here.elsewhere = here.elsewhere or elsewhere.get((part.place, part.name))
         if part.place == place:
             content, owns = part.content.without_hashes(), not stored.is_replica
@@ -381,8 +379,13 @@ def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
                     tier.quarantine(folder, str(error))
     for note in here.damaged:
         tiers.skipped(note)
-    for other in sorted(map(str, others)):
-        tiers.log.warning("memory holds checkpoints of %s: they are another job's, and are not restored", other)
+    here.is_of_other_server = other is not None and other.dirpath == place.dirpath
+    is_newest = other is not None and all(each.content.save_id < other.save_id for each in here.held)
+    if other is not None and is_newest and (here.is_of_other_server or not name):
+        how = f"resume from {ids.join_url(other.dirpath, other.name)}"
+        how = f"set endpoint_url to {other.place.endpoint or 'null'}" if here.is_of_other_server else how
+        text = "node memory holds %s (step %d) of %s, and skips it, as it was saved for another place; to take it, %s"
+        tiers.log.warning(text, other.name, other.content.step, other.place, how)
     for request in queue.requests():
         if request.action not in NAMING:
             continue

@@ -236,7 +236,6 @@ def choose(
         rest = in_order(each for save_id, each in made.items() if save_id not in complete)
         usable += [each for each in rest if own >= each.content.parts or own in set().union(*each.held.values())]
     if selector.companion and selector.kind != "name":
-        # A companion by itself is none.
         there = {(each.name, each.content.step) for each in usable}
         usable = [
             each

@@ -376,7 +376,8 @@ class Search:
                 if here and not question.within(bound, self._said("resuming from node memory")):
                     yield DurableCatalog(error=question.silence(where, bound))
                 # A store's own error says more; a missing folder of a file server never gives one.
-                longer = timing.retry_deadline_s + 2 * timing.s3_read_s
+                has_moved = any(each.is_of_other_server for each in self._memory.values())
+                longer = bound if has_moved else timing.retry_deadline_s + 2 * timing.s3_read_s
                 ends = question.within(longer, self._said("node memory has no checkpoint that serves; giving up"))
                 known = question.result() if ends else DurableCatalog(error=question.silence(where, longer))
             yield known

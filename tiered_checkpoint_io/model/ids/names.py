@@ -122,7 +122,9 @@ def name_in(dirpath: str, path: StrPath) -> str:
         )
     if scheme is None and not os.path.isabs(text):
         return validate_name(text.removeprefix("./"))
-    full = text if scheme not in (None, "file", "local") else normalize_dirpath(text)
+    full, (above, _, last) = text, text.rpartition("/")
+    if scheme in (None, "file", "local") and not text.startswith(root + "/"):
+        full = f"{normalize_dirpath(above or '/').rstrip('/')}/{last}"
     # ".." must be refused, not resolved: a name is the path below dirpath.
     if ".." in text.split("/") or not full.startswith(root + "/"):
         raise ConfigError(

@@ -114,7 +114,7 @@ def url_scheme(path: StrPath) -> str | None:
 
 
 def normalize_dirpath(dirpath: StrPath) -> str:
-    """Returns one spelling for a durable tier's root: URL or absolute local path, no trailing slash.
+    """Returns one spelling for a durable tier's root: URL or local path without links, no trailing slash.
 
     Raises:
         ConfigError: No text, empty, an S3 URL without a bucket, or a URL with a password or key in it: the
@@ -136,10 +136,10 @@ def normalize_dirpath(dirpath: StrPath) -> str:
         bucket, key = parse_s3_url(text)
         return build_s3_url(bucket, key.strip("/"))
     if scheme in _LOCAL:
-        text = text.split("://", 1)[1]
+        text = text.split("://", 1)[1] or "/"
     elif scheme is not None:
         return text if text.endswith("://") else text.rstrip("/")
-    return os.path.abspath(at_home(text))
+    return os.path.realpath(at_home(text))
 
 
 def refuse_misspelt(dirpath: str) -> None:
