@@ -5,10 +5,9 @@ import os
 import signal
 import threading
 import time
-from dataclasses import replace
 
 import pytest
-from support.committing import RUN, alias, rate, save, swept
+from support.committing import RUN, alias, lease_of, rate, save, swept
 from support.documented import command
 from support.draining import names
 from support.draining import objects as files
@@ -21,9 +20,10 @@ from support.tenants import Tenant, mounted_tmpfs
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.engine.durable import retention
 from tiered_checkpoint_io.engine.durable.holds import hold, release
-from tiered_checkpoint_io.engine.leasing.leases import Lease
+from tiered_checkpoint_io.engine.durable.lease import holder_of
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.formats.parallel import in_parallel
+from tiered_checkpoint_io.memory.node import Identity
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
@@ -67,7 +67,7 @@ def test_a_bucket_is_cleared_up_after_a_look_at_what_would_go(s3):
     assert (document["removed"], document["dry_run"]) == (["c4", "c5"], False)
     assert names(s3) == ["c1", "c2", "c3", "c6", "release"]
     assert files(s3) == ["c1", "c2", "c3", "c6", "notes.txt"]
-    assert not list(s3.list(ids.LEASE_PREFIX)), "its lease is given back"
+    assert holder_of(s3) is None, "its lease is given back"
     release(s3, held)
     assert json.loads(command("prune", s3.url, *keep, "--yes", "--json").stdout)["removed"] == ["c1"]
 
@@ -140,7 +140,7 @@ def test_what_the_server_refuses_stays_and_keeps_nothing_else(s3, s3_server, mon
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_server.endpoint_url)
     assert json.loads(command(*prune, "--yes", "--json").stdout)["removed"] == ["c1"]
     assert swept(s3) == ["c2"]
-    assert all_objects(s3) == named(s3) and files(s3) == ["c6"]
+    assert {*all_objects(s3)} - {*named(s3)} == {ids.LEASE_KEY} and files(s3) == ["c6"]
 
 
 @pytest.mark.parametrize("other", ["none", "dead", "another machine's", "not understood"])
@@ -149,11 +149,11 @@ def test_a_full_disk_is_cleared_up_unless_another_run_may_write_there(other, tmp
         store = DirectoryStore(str(disk / "run"))
         for number in range(1, 4):
             save(store, f"c{number}", number)
-        lease = replace(Lease.of_this_process("other", "token"), held=True)
-        # No process began when this one says.
-        lease = replace(lease, born=1) if other == "dead" else replace(lease, boot_id="elsewhere")
+        # No process began when the dead one says.
+        machine = Identity.of_this_process().machine if other == "dead" else "elsewhere"
         if other != "none":
-            store.put(ids.lease_key("ns", "token"), b"?" if other == "not understood" else lease.to_json())
+            lease = lease_of("other", machine=machine)
+            store.put(ids.LEASE_KEY, b"?" if other == "not understood" else lease.to_json())
         Tenant(disk).fills()
         done = command("prune", store.url, "--keep-latest", "1", "--yes", "--json")
         if other in ("none", "dead"):
@@ -168,9 +168,8 @@ def test_a_full_disk_is_cleared_up_unless_another_run_may_write_there(other, tmp
 
 @pytest.mark.parametrize("other", [False, True])
 def test_a_used_up_quota_is_cleared_up_unless_another_run_may_write_there(other, s3, s3_server, monkeypatch):
-    lease = replace(Lease.of_this_process("other", "token"), held=True, boot_id="elsewhere")
     if other:
-        s3.put(ids.lease_key("ns", "token"), lease.to_json())
+        s3.put(ids.LEASE_KEY, lease_of("other").to_json())
     with FaultProxy(s3_server.endpoint_url) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint_url)
         # Ceph takes no byte more until something was deleted.

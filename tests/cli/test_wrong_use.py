@@ -17,7 +17,7 @@ from support.processes import PATIENCE_S, end, start
 from tiered_checkpoint_io import cli
 from tiered_checkpoint_io.cli import output
 from tiered_checkpoint_io.memory.tier import MemoryTier
-from tiered_checkpoint_io.model.ids import LEASE_PREFIX
+from tiered_checkpoint_io.model.ids import LEASE_KEY
 from tiered_checkpoint_io.stores import open_store
 
 RIGHTS = {
@@ -131,8 +131,7 @@ class Scene:
         """
         self.proxy.plan = as_it_is
         # A lease of an ended process does not count; this process continues.
-        for lease in list(self.store.list(LEASE_PREFIX)):
-            self.store.delete(lease.key)
+        self.store.delete(LEASE_KEY)
         status, out, err = self.run("verify", self.url, "--tier", "durable")
         assert (status, "DAMAGED" in out) == (0, False), out + err
         there, use = self.held(), self.use

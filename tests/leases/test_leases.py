@@ -9,28 +9,32 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from support.clocks import VirtualClock
+from support.committing import lease_of
 from support.fault_proxy import FaultProxy, refuse, where
 from support.running import Run, runner
 from support.tenants import descriptors_to_spare
 
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.leasing import lease_keeper, leases
-from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper, owner_of_process
-from tiered_checkpoint_io.engine.leasing.leases import Lease
+from tiered_checkpoint_io.engine.durable.lease import holder_of
+from tiered_checkpoint_io.engine.leasing.claims import owner_of_process
+from tiered_checkpoint_io.engine.leasing.keeper import LeaseKeeper
 from tiered_checkpoint_io.engine.leasing.namespace_lock import NamespaceLock
 from tiered_checkpoint_io.engine.ranks import world
-from tiered_checkpoint_io.errors import ConfigError, StoreError, StoreNotFoundError
+from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.memory import node
+from tiered_checkpoint_io.memory.node import Identity
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.ids import LEASE_PREFIX, lease_key
+from tiered_checkpoint_io.model.ids import LEASE_KEY
 from tiered_checkpoint_io.model.launches import JOB_VARIABLES, are_one
 from tiered_checkpoint_io.stores import open_store
-from tiered_checkpoint_io.stores.base import ObjectInfo
+from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +60,11 @@ def runs(memory_dir, path):
         yield start
 
 
-def names_and_leases(dirpath):
+def names_and_holder(dirpath):
     store = open_store(TieredCheckpointConfig(dirpath=dirpath))
-    keys = [entry.key for entry in store.list("")]
+    keys, holder = [entry.key for entry in store.list("")], holder_of(store)
     store.close()
-    return sorted(key for key in keys if not key.startswith(".")), [key for key in keys if LEASE_PREFIX in key]
+    return sorted(key for key in keys if not key.startswith(".")), holder and holder.process.pid
 
 
 def test_a_second_run_is_refused_whatever_its_namespace_and_a_crashed_one_holds_up_nobody(runs, s3_url):
@@ -76,14 +80,13 @@ def test_a_second_run_is_refused_whatever_its_namespace_and_a_crashed_one_holds_
     assert second.do("close") == "ok"
     assert elsewhere.do("save b.ckpt") == "ok"
     assert first.do("save c.ckpt") == "ok"
-    objects, kept = names_and_leases(s3_url)
-    assert (objects, len(kept)) == (["a.ckpt", "c.ckpt"], 1)
+    assert names_and_holder(s3_url) == (["a.ckpt", "c.ckpt"], first.pid)
     first.kill()
     began = time.monotonic()
     assert other.do("save d.ckpt") == "ok"
     assert time.monotonic() - began < 10
     assert other.do("close") == "ok"
-    assert names_and_leases(s3_url) == (["a.ckpt", "c.ckpt", "d.ckpt"], [])
+    assert names_and_holder(s3_url) == (["a.ckpt", "c.ckpt", "d.ckpt"], None)
 
 
 def test_a_job_that_cannot_find_out_whose_the_memory_is_goes_on(tmp_path, caplog):
@@ -104,52 +107,88 @@ def test_a_process_may_have_several_and_its_children_belong_to_it(runs, tmp_path
         each.session.claims.claim()
         each.save({"global_step": number}, f"{number}.ckpt")
     assert "another run writes" in run.do("save a.ckpt")
-    monkeypatch.setattr(lease_keeper.os, "environ", {**os.environ})
+    monkeypatch.setattr(os, "environ", {**os.environ})
     child = "import os, sys; sys.exit(os.environ.get('TIERED_CHECKPOINT_OWNER') != sys.argv[1])"
-    owner = lease_keeper.owner_of_process(SYSTEM)
+    owner = owner_of_process(SYSTEM)
     assert subprocess.run([sys.executable, "-c", child, owner], check=False).returncode == 0
     for each in made:
         each.close()
-    assert names_and_leases(str(tmp_path))[1] == []
+    assert names_and_holder(str(tmp_path))[1] is None
+
+
+class World:
+    """A directory's lease, and a clock for several keepers, each of which is a process of a machine of its own."""
+
+    def __init__(self, folder):
+        self.clock, self.threads, self.writes = VirtualClock(), [], 0
+        self.store = DirectoryStore(str(folder))
+        self.put_if, self.store.put_if = self.store.put_if, self._count
+
+    def _count(self, *arguments):
+        self.writes += 1
+        return self.put_if(*arguments)
+
+    def keeper(self, name, *, here=None, starts=True):
+        """Returns the keeper of a launch, after its first look if it starts; the clock moves by its thread, too."""
+        with patch.object(Identity, "of_this_process", return_value=here or Identity(name, os.getpid(), 1)):
+            log = logging.getLogger("test.leases")
+            made = LeaseKeeper(lambda: self.store, "ns", log, owner=name, clock=self.clock)
+        if starts:
+            made.start()
+            self.threads.append(made._thread)
+            made.check(self.clock.timing.lease_first_look_s)
+        return made
+
+    def advance(self, seconds):
+        self.clock.advance(seconds, *self.threads)
+
+    def until_held(self, keeper):
+        """Has a keeper look until it holds the lease, which must not take longer than for one of the dead."""
+        while not keeper.is_held:
+            assert self.clock.now <= self.clock.timing.lease_ttl_s + self.clock.timing.lease_beat_s
+            self.clock.advance(keeper.step())
+
+
+@pytest.fixture
+def place(tmp_path):
+    made = World(tmp_path)
+    yield made
+    made.store.close()
+
+
+KNOWN = lease_of("o").to_json()
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        b"",
         b"{}",
         b"[]",
         b"\xff",
         b"null",
         b'{"format_version": 1, "owner": 3}',
-        replace(Lease.of_this_process("o", "t"), held=True).to_json().replace(b": 1,", b": 2,", 1),
+        KNOWN.replace(b'"generation": 1', b'"generation": "1"'),
+        KNOWN.replace(b": 1,", b": 2,", 1),
         b'{"format_version":1}' * 2,
         b"[" * 60_000,
     ],
 )
-def test_a_lease_that_nobody_understands_is_no_lease_of_the_dead_while_it_beats(data, tmp_path):
-    clock = VirtualClock()
-    assert Lease.from_json(data) is None
-    store = open_store(TieredCheckpointConfig(dirpath=str(tmp_path)))
-    key = lease_key("default", "strange")
-    store.put(key, data)
-    keeper = LeaseKeeper(lambda: store, "default", logging.getLogger("test"), owner="me", clock=clock)
+def test_a_lease_that_nobody_understands_is_no_lease_of_the_dead_while_it_changes(data, place):
+    place.store.put(LEASE_KEY, data)
+    keeper = place.keeper("me", starts=False)
     keeper.step()
-    time.sleep(0.05)
-    store.put(key, data)
+    assert "can't be read" in keeper.other_that_may_live()
+    place.store.put(LEASE_KEY, data + b" ")
     keeper.step()
     with pytest.raises(ConfigError, match="whose lease can't be read"):
         keeper.check()
-    silent = LeaseKeeper(lambda: store, "default", logging.getLogger("test"), owner="me", clock=clock)
-    while not silent._lease.held:
-        assert clock.now <= clock.timing.lease_ttl_s + clock.timing.lease_beat_s
-        clock.advance(silent.step())
-    assert key not in {entry.key for entry in store.list(LEASE_PREFIX)}
-    store.close()
+    silent = place.keeper("me", starts=False)
+    place.until_held(silent)
+    assert holder_of(place.store).owner == "me"
 
 
 @pytest.mark.parametrize("user", ["of this user", pytest.param("of another", marks=pytest.mark.matrix)])
-def test_a_run_whose_process_is_hidden_is_judged_by_its_beats_and_a_dead_one_at_once(user, tmp_path, monkeypatch):
+def test_a_run_whose_process_is_hidden_is_judged_by_its_answers_and_a_dead_one_at_once(user, place, monkeypatch):
     """/proc may be mounted with hidepid: then other users' processes look like dead ones."""
 
     def hidden(path, *_):
@@ -158,164 +197,114 @@ def test_a_run_whose_process_is_hidden_is_judged_by_its_beats_and_a_dead_one_at_
     def forbidden(*_):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    clock, log = VirtualClock(), logging.getLogger("test")
-    store = open_store(TieredCheckpointConfig(dirpath=str(tmp_path)))
-    alive = replace(Lease.of_this_process("other", "alive"), held=True)
-    monkeypatch.setattr(leases, "open", hidden, raising=False)
-    dead = subprocess.Popen(["true"])
+    dead, here = subprocess.Popen(["true"]), Identity.of_this_process()
     dead.wait(timeout=20)
-    store.put(lease_key("default", "dead"), replace(alive, pid=dead.pid).to_json())
-    keeper = LeaseKeeper(lambda: store, "default", log, owner="me", clock=clock)
+    monkeypatch.setattr(node, "open", hidden, raising=False)
+    gone = lease_of("other", machine=here.machine)
+    place.store.put(LEASE_KEY, replace(gone, process=gone.process._replace(pid=dead.pid)).to_json())
+    keeper = place.keeper("me", here=here, starts=False)
     keeper.step()
     assert keeper.is_held
     if user == "of another":
-        monkeypatch.setattr(leases.os, "kill", forbidden)
-    store.put(lease_key("default", "alive"), alive.to_json())
-    keeper = LeaseKeeper(lambda: store, "default", log, owner="late", clock=clock)
+        monkeypatch.setattr(node.os, "kill", forbidden)
+    alive = replace(lease_of("other"), process=here)
+    place.store.put(LEASE_KEY, alive.to_json())
+    keeper = place.keeper("late", here=here, starts=False)
     keeper.step()
-    assert not keeper.is_held
-    time.sleep(0.05)
-    store.put(lease_key("default", "alive"), alive.to_json())
+    assert (keeper.is_held, bool(holder_of(place.store).asker)) == (False, True)
+    place.store.put(LEASE_KEY, alive.to_json())
     keeper.step()
     with pytest.raises(ConfigError, match="another run writes to the same dirpath"):
         keeper.check()
-    store.close()
 
 
-def test_a_lease_that_was_archived_holds_up_nobody_for_longer_than_one_of_the_dead(s3_server, s3_url):
-    clock, key = VirtualClock(), lease_key("default", "old")
-    gone = replace(Lease.of_this_process("other", "old"), held=True, boot_id="elsewhere")
+def test_a_lease_that_was_archived_holds_up_nobody_for_longer_than_one_of_the_dead(s3_server, s3_url, place):
     with FaultProxy(s3_server.endpoint_url) as proxy:
-        store = open_store(TieredCheckpointConfig(dirpath=s3_url, endpoint_url=proxy.endpoint_url))
-        store.put(key, gone.to_json())
-        proxy.plan = where(refuse(403, "InvalidObjectState"), operation="get", key=key)
-        keeper = LeaseKeeper(lambda: store, "default", logging.getLogger("test"), owner="me", clock=clock)
-        while not keeper.is_held:
-            assert clock.now <= clock.timing.lease_ttl_s + clock.timing.lease_beat_s
-            clock.advance(keeper.step())
-        assert key not in {entry.key for entry in store.list(LEASE_PREFIX)}
-        store.close()
+        place.store = open_store(TieredCheckpointConfig(dirpath=s3_url, endpoint_url=proxy.endpoint_url))
+        place.store.put(LEASE_KEY, lease_of("other").to_json())
+        proxy.plan = where(refuse(403, "InvalidObjectState"), operation="get", key=LEASE_KEY)
+        place.until_held(place.keeper("me", starts=False))
 
 
-class World:
-    """A store and a clock for several keepers."""
-
-    def __init__(self):
-        self.clock = VirtualClock()
-        self.objects = {}
-        self.puts = 0
-
-
-@dataclass
-class _Requests:
-    world: World
-    url: str = "sim://place"
-
-    def put(self, key, data):
-        self.world.puts += 1
-        self.world.objects[key] = (data, self.world.clock.now)
-
-    def get(self, key):
-        if key not in self.world.objects:
-            raise StoreNotFoundError("gone", operation="get", key=key)
-        return self.world.objects[key][0]
-
-    def list(self, prefix):
-        return [ObjectInfo(key, len(data), at) for key, (data, at) in self.world.objects.items() if prefix in key]
-
-    def delete(self, key):
-        self.world.objects.pop(key, None)
-
-
-def _keeper(world, store, name, threads, *, waits=True):
-    """Returns a keeper after its first look, if it ``waits`` for that; the clock moves by its thread, too."""
-    made = LeaseKeeper(lambda: store, "ns", logging.getLogger("test.sim"), owner=name, clock=world.clock)
-    made._lease = replace(made._lease, boot_id=name)
-    made.start()
-    threads.append(made._thread)
-    made.check(world.clock.timing.lease_first_look_s if waits else 0.0)
-    return made
-
-
-def test_processes_of_one_launch_do_not_take_each_other_for_another_run():
+def test_processes_of_one_launch_do_not_take_each_other_for_another_run(place):
     """Two sessions of one launch, or two processes of which one began the other, for a day; then another run comes."""
-    world, threads = World(), []
-    first, second = (_keeper(world, _Requests(world), name, threads) for name in ("launch", "launch/child"))
-    world.clock.advance(60, *threads)
+    first, second = place.keeper("launch"), place.keeper("launch/child")
+    place.advance(60)
     met = first.met, second.met
-    world.clock.advance(24 * 3600, *threads)
+    assert met == (1, 0), "each has to follow what the other has saved"
+    place.advance(24 * 3600)
     assert first.is_held and second.is_held
     assert (first.met, second.met) == met, "each would give the next save a new run id"
-    assert world.puts <= 2 * 27, "each is a version in a bucket that keeps versions"
+    assert place.writes == 2, "each is a version in a bucket that keeps versions"
     second.close(5.0)
-    threads.pop()
-    world.clock.advance(60, *threads)
+    place.threads.pop()
+    place.advance(60)
     assert first.met == met[0] + 1, "what it has saved meanwhile is older than what we save now"
-    newcomer = _keeper(world, _Requests(world), "other", threads)
-    world.clock.advance(40, *threads)
+    newcomer = place.keeper("other")
+    place.advance(40)
     with pytest.raises(ConfigError, match="launch.* is running"):
         newcomer.check()
-    assert first.met > met[0] + 1
+    assert first.met == met[0] + 2
     first.close(5.0)
+    assert holder_of(place.store) is None
+    place.keeper("next").close(5.0)
+    assert json.loads(place.store.get(LEASE_KEY))["generation"] == 3
 
 
-def test_where_deletes_are_refused_a_run_is_as_safe_and_as_quiet_as_elsewhere(caplog):
-    """The leases of ended runs stay in a bucket whose policy allows no deletes."""
-    world, threads = World(), []
+def test_a_run_that_does_not_answer_loses_its_lease_and_learns_that(place):
+    """Machines that die or are silent, and requests in any order, are simulated in tests/sim."""
+    silent = place.keeper("silent", starts=False)
+    silent.step()
+    asking = place.keeper("next", starts=False)
+    place.until_held(asking)
+    assert asking.met == 0
+    silent.step()
+    with pytest.raises(ConfigError, match="next.* took over while this run did not answer"):
+        silent.check()
+    asking.step()
+    asking.check()
 
-    class Denied(_Requests):
-        def delete(self, key):
-            raise StoreError("denied", operation="delete", key=key, reason="access")
 
-    def keeper_of(name):
-        return _keeper(world, Denied(world), name, threads)
+def test_a_store_without_conditions_is_used_with_one_warning(place, caplog):
+    store = place.store
 
-    def held():
-        leases = [Lease.from_json(data) for data, _ in world.objects.values()]
-        return [lease.owner for lease in leases if lease.held]
+    class Plain:
+        url = store.url
+        get, put, size = store.get, store.put, store.size
 
-    keeper_of("earlier").close(5.0)
-    threads.clear()
-    assert held() == ["earlier"]
-    # Of two that only look, the one whose owner sorts last yields: this one holds its lease.
-    running = keeper_of("z-running")
-    world.clock.advance(2 * world.clock.timing.lease_ttl_s, *threads)
-    assert running.is_held
-    assert held() == ["z-running"], "retention would leave all to the earlier one"
-    before = world.puts
-    world.clock.advance(3000, *threads)
-    assert world.puts == before, "each is a version in a bucket that keeps versions"
-    newcomer = keeper_of("a-newcomer")
-    world.clock.advance(40, *threads)
-    with pytest.raises(ConfigError, match="z-running.* is running"):
-        newcomer.check()
-    running.check()
-    assert not [each.message for each in caplog.records if each.levelno == logging.WARNING]
-    running.close(5.0)
+    place.store = Plain()
+    place.keeper("one").close(5.0)
+    assert caplog.text.count("has no conditional writes") == 1
+    assert holder_of(store) is None
+    store.close()
+    place.store.close = lambda: None
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("b", "a"), ("a", "b", "c"), ("c", "b", "a")])
-def test_of_runs_that_begin_at_once_one_goes_on(names):
-    """Requests of two machines in any order, and machines that die or are silent, are simulated in tests/sim."""
-    world, threads, all_asked = World(), [], threading.Barrier(len(names))
+def test_of_runs_that_begin_at_once_one_goes_on(names, place):
+    all_asked, get = threading.Barrier(len(names)), place.store.get_tagged
 
-    class Together(_Requests):
-        """Each has written its lease before any of them looks."""
-
-        def list(self, prefix):
+    def get_together(key):
+        """Each has looked before any of them writes."""
+        try:
+            return get(key)
+        finally:
             with contextlib.suppress(threading.BrokenBarrierError):
                 all_asked.wait(10)
                 all_asked.abort()
-            return super().list(prefix)
 
-    keepers = [_keeper(world, Together(world), name, threads, waits=False) for name in names]
-    world.clock.advance(4 * world.clock.timing.lease_ttl_s, *threads)
+    place.store.get_tagged = get_together
+    keepers = [place.keeper(name, starts=False) for name in names]
+    for keeper in keepers:
+        keeper.start()
+        place.threads.append(keeper._thread)
+    place.advance(4 * place.clock.timing.lease_ttl_s)
     assert sum(each.is_held for each in keepers) == 1
     for keeper in keepers:
         with contextlib.nullcontext() if keeper.is_held else pytest.raises(ConfigError, match="is running"):
             keeper.check()
         keeper.close(5.0)
-    assert not world.objects
+    assert holder_of(place.store) is None
 
 
 @pytest.fixture

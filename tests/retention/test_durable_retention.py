@@ -3,12 +3,11 @@
 import contextlib
 import io
 import itertools
-import json
 from collections import Counter
 
 import pytest
 import torch
-from support.committing import RUN, alias, delete, save, swept
+from support.committing import RUN, alias, delete, lease_of, save, swept
 from support.draining import Node, names
 from support.draining import objects as files
 from support.failing import failing
@@ -203,23 +202,6 @@ def test_a_delete_that_meets_a_hold_or_an_overwrite_leaves_what_is_wanted(memory
     assert at > 5
 
 
-def test_a_run_without_the_lease_removes_nothing(tmp_path):
-    store, survey = FlatStore(tmp_path), Survey()
-    assert survey.other_run(store, "mine") is None
-
-    def lease(token, owner, *, held):
-        store.put(ids.lease_key("job", token), json.dumps({"format_version": 1, "owner": owner, "held": held}).encode())
-
-    lease("a", "mine", held=True)
-    lease("b", "mine/child", held=True)
-    lease("c", "newcomer", held=False)
-    assert survey.other_run(store, "mine") is None
-    lease("c", "newcomer", held=True)
-    assert survey.other_run(store, "mine") == "launch newcomer"
-    store.put(ids.lease_key("job", "c"), b"of a newer release")
-    assert survey.other_run(store, "mine") == "a run whose lease can't be read"
-
-
 @pytest.fixture
 def node(memory_dir, durable_dir):
     """Returns a node whose run has ended, with two saves and the retention behind each still queued."""
@@ -234,14 +216,15 @@ def test_what_a_run_left_queued_removes_nothing_of_the_run_that_took_over(node):
     """The other run holds the lease by now, and has saved; each run's drain does what its own policies say."""
     store = DirectoryStore(node.dirpath)
     save(store, "other", 9, kind="full")
-    lease = {"format_version": 1, "owner": "other", "held": True}
-    store.put(ids.lease_key("job", "token"), json.dumps(lease).encode())
+    store.put(ids.LEASE_KEY, lease_of("other").to_json())
     Drain(node.root).run(once=True)
     assert names(store) == ["c1", "c2", "other"]
     skipped = [outcome for outcome in node.queue.outcomes() if outcome.action == "retain"]
-    assert {(each.state, each.error.partition(" holds")[0]) for each in skipped} == {("skipped", "launch other")}
+    assert {(each.state, each.error.partition(" holds")[0]) for each in skipped} == {
+        ("skipped", "process 1 on host (launch other)")
+    }
     # That run has ended: the first one's next retention is carried out, and leaves newer checkpoints.
-    store.delete(ids.lease_key("job", "token"))
+    store.put(ids.LEASE_KEY, lease_of("").to_json())
     node.request("retain", "retention/mine", node.save("c3", b"data", step=3))
     Drain(node.root).run(once=True)
     assert names(store) == ["other"]

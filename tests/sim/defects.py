@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 #: For one defect, on one of two busy cores, seconds.
 PATIENCE_S = 900
 COMMIT, SWEEP = (f"engine/durable/{name}.py" for name in ("commit", "sweep"))
-LEASES = "engine/leasing/lease_keeper.py"
+LEASES = "engine/leasing/keeper.py"
 REPLICATOR, FATES, MEETING = (f"engine/replication/{name}.py" for name in ("replicator", "fates", "meeting"))
 RETENTION = "engine/staging/retention.py"
 OPERATIONS, EXECUTE = "engine/drain/operations.py", "engine/drain/execute.py"
@@ -84,13 +84,13 @@ DEFECTS = [
     (
         "a run does not notice that another has taken its lease for a dead one's",
         LEASES,
-        "is_lost = listed.pop(self._key, None) is None or now - self._answered > self._timing.lease_ttl_s",
-        "listed.pop(self._key, None)",
+        'self._refuse(f"{lease.who} took over while this run did not answer")',
+        "pass",
     ),
     (
         "a dead process of the same machine passes for a live one",
-        "engine/leasing/leases.py",
-        "return _born(lease.pid) == lease.born",
+        "memory/node.py",
+        "return _born(self.pid) == self.born",
         "return True",
     ),
     (

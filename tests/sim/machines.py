@@ -26,7 +26,7 @@ from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.drain import log
 from tiered_checkpoint_io.engine.drain import process as drain_process
 from tiered_checkpoint_io.engine.drain.worker import Drain
-from tiered_checkpoint_io.engine.leasing import claims, leases
+from tiered_checkpoint_io.engine.leasing import claims
 from tiered_checkpoint_io.formats import parallel
 from tiered_checkpoint_io.memory import node, slots
 
@@ -350,9 +350,8 @@ def operating_system(world, logger):
         (fcntl, "flock", locks.flock),
         (os, "close", locks.close),
         (os, "getpid", lambda: here().pid),
-        (leases, "_born", born),
-        (leases, "_pid_ns", lambda: "pid:[1]"),
-        (leases, "boot_id", lambda: here().machine.boot_id),
+        (node, "_born", born),
+        (node, "_pid_ns", lambda: "pid:[1]"),
         (node, "boot_id", lambda: here().machine.boot_id),
         (claims, "owner_of_process", lambda _: here().owner),
         (session, "open_store", lambda *_, **__: Store(world)),

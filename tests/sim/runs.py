@@ -82,7 +82,7 @@ class Run:
     def holds(self):
         """True if the run takes the dirpath for its own."""
         keeper = self.checkpointer.session.claims._lease if self.checkpointer is not None else None
-        return self.is_alive and keeper is not None and keeper._lease.held and keeper._refusal is None
+        return self.is_alive and keeper is not None and keeper.is_held
 
     def name(self, text):
         return text if self.alone else f"run{self.number}-{text}"

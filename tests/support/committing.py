@@ -11,8 +11,10 @@ from support.sharded import FlatStore, Journals, full_part, make_part, named, ob
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.durable import commit, copies, sweep
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
+from tiered_checkpoint_io.engine.durable.lease import Lease
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.durable.survey import Survey
+from tiered_checkpoint_io.memory.node import Identity
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Metric
 
@@ -118,3 +120,8 @@ def begin_overwrite(store, name, number, *, kind="full"):
             save(FaultyStore(store, fail_at=n), name, number, kind=kind)
         if read_manifest(store, name).previous:
             return
+
+
+def lease_of(owner, *, machine="elsewhere", born=1):
+    """Returns the lease of a launch's process, number 1 of a machine; a free one without a launch."""
+    return Lease(owner, "token" if owner else "", 1, "", "ns", "host", Identity(machine, 1, born))

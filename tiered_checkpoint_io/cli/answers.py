@@ -12,7 +12,7 @@ from typing import TypeVar
 from tiered_checkpoint_io.cli.output import printable, say
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.process import GRACE_S
-from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper
+from tiered_checkpoint_io.engine.leasing.keeper import LeaseKeeper
 from tiered_checkpoint_io.errors import ConfigError, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -170,14 +170,14 @@ def _waits(
 
 
 def _refuse_others(keeper: LeaseKeeper, store_url: str) -> None:
-    other = keeper.may_be_alive()
-    if other is not None:
+    other = keeper.other_that_may_live()
+    if other:
         raise ConfigError(
-            f"{other.who} may use this dirpath, and there is no room to ask it",
+            f"{other} may use this dirpath, and there is no room to ask it",
             operation="claim",
             tier="durable",
-            key=f"{store_url}/{other.key}",
-            hint="end that run, which removes its lease; where it has died, remove the lease, and try again",
+            key=f"{store_url}/{ids.LEASE_KEY}",
+            hint="end that run, which frees its lease; if it has died, remove the lease, and try again",
         )
 
 

@@ -22,6 +22,7 @@ from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable.files import read_if_there
+from tiered_checkpoint_io.engine.durable.lease import holder_of
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -243,17 +244,17 @@ def _config(root: Path, place: Place) -> TieredCheckpointConfig:
 
 
 def _is_another_jobs(config: TieredCheckpointConfig, place: Place, namespace: str) -> bool:
-    """Returns True if only jobs other than this memory's have a lease on a durable tier.
+    """Returns True if a job other than this memory's has the lease of a durable tier.
 
     A run of the same job is no obstacle: this is one more drain of its checkpoints.
     """
     there = config_at(config, place)
     try:
-        leases = ask(there, lambda store: [each.key for each in store.list(ids.LEASE_PREFIX)], place.dirpath)
+        holder = ask(there, holder_of, place.dirpath)
     except TieredCheckpointError:
         # The upload meets the same, and says so for each checkpoint.
         return False
-    return bool(leases) and not any(key.startswith(ids.lease_prefix(namespace)) for key in leases)
+    return holder is not None and holder.namespace != namespace
 
 
 def _mark(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, saves: Sequence[HeldSave]) -> None:

@@ -29,8 +29,7 @@ from tiered_checkpoint_io.engine.drain.status import (
 )
 from tiered_checkpoint_io.engine.durable.files import read_if_there
 from tiered_checkpoint_io.engine.durable.manifests import names_of
-from tiered_checkpoint_io.engine.leasing.claims import Claims
-from tiered_checkpoint_io.engine.leasing.lease_keeper import launch_rank
+from tiered_checkpoint_io.engine.leasing.claims import Claims, launch_rank
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_size, leads_node, may_lead_node
 from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers

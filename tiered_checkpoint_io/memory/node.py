@@ -168,3 +168,68 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+class Identity(NamedTuple):
+    """A process, so that another process of its machine can tell if it lives.
+
+    Attributes:
+        machine: Start of its machine, and namespace of its pid; empty if one is unknown.
+        pid: Its number.
+        born: Its start, in the machine's clock ticks; -1 if unknown.
+    """
+
+    machine: str
+    pid: int
+    born: int
+
+    @classmethod
+    def of_this_process(cls) -> Identity:
+        """Returns that of this process."""
+        boot, pid_ns, born = boot_id(), _pid_ns(), None
+        try:
+            born = _born(os.getpid())
+        except OSError:
+            # Out of descriptors: others judge by its answers.
+            boot = ""
+        return cls(f"{boot} {pid_ns}" if boot and pid_ns else "", os.getpid(), -1 if born is None else born)
+
+    def is_alive(self, here: str) -> bool | None:
+        """Returns True if the process lives on the machine ``here``; None if that can't be seen from there."""
+        if not here or self.machine != here:
+            return None
+        try:
+            return _born(self.pid) == self.born
+        except OSError:
+            # A process that can't be read is hidden, or we are out of descriptors.
+            return None
+
+
+def _born(pid: int) -> int | None:
+    """Returns the clock ticks since boot at which a process began; None for none, or a dead one."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            # The name, in brackets, may hold anything.
+            fields = stat.read().rpartition(b")")[2].split()
+    except OSError:
+        if _exists(pid):
+            raise
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
+
+
+def _pid_ns() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""

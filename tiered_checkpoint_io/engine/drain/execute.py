@@ -30,6 +30,7 @@ from tiered_checkpoint_io.engine.drain.status import Reporter
 from tiered_checkpoint_io.engine.drain.stores import Stores
 from tiered_checkpoint_io.engine.drain.unfinished import REFRESHES, Begun, Unfinished
 from tiered_checkpoint_io.engine.durable import commit, copies, retention, sweep
+from tiered_checkpoint_io.engine.durable.lease import holder_of
 from tiered_checkpoint_io.engine.durable.manifests import current
 from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.errors import (
@@ -43,6 +44,7 @@ from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.launches import are_one
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.model.retention import policies_from
@@ -234,9 +236,9 @@ class Executor:
             return "skipped", f"{operation.dirpath} is another dirpath than that of the run which is here now"
         policies = policies_from(self.stores.config.retention)
         survey = self._survey(operation.place)
-        other = survey.other_run(store, operation.name.removeprefix(RETENTION), clock=self.clock)
-        if other is not None:
-            text = f"{other} holds the lease of {operation.dirpath}, and removes what its own policies do not keep"
+        other = holder_of(store)
+        if other is not None and not are_one(other.owner, operation.name.removeprefix(RETENTION)):
+            text = f"{other.who} holds the lease of {operation.dirpath}, and removes what its own policies do not keep"
             return "skipped", text
         queued = [each for each in operations if each.place == operation.place and each.action in NAMING]
         needed = {name for each in queued for name in (each.name, each.target)}

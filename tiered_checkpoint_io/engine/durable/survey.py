@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,25 +11,9 @@ from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
 from tiered_checkpoint_io.engine.durable.manifests import contents_of, manifest_cache
 from tiered_checkpoint_io.errors import CorruptCheckpointError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.launches import are_one
 from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.model.retention import Checkpoint
 from tiered_checkpoint_io.stores.base import Store
-
-
-class LeaseFacts(NamedTuple):
-    """Facts of a lease for retention: its owner, and whether it is held."""
-
-    owner: str
-    held: bool
-
-
-def _lease(data: bytes, where: str) -> LeaseFacts:
-    try:
-        raw = json.loads(data)
-        return LeaseFacts(str(raw["owner"]), raw["held"] is True)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CorruptCheckpointError("not a lease", operation="parse", key=where) from error
 
 
 class RemovalAttempt(NamedTuple):
@@ -70,7 +53,6 @@ class Survey:
     _known: set[str] = field(default_factory=set)
     left_alone: dict[int | str, float] = field(default_factory=dict)
     _manifests: DocumentCache[Manifest | None] = field(default_factory=manifest_cache)
-    _leases: DocumentCache[LeaseFacts] = field(default_factory=lambda: DocumentCache(ids.LEASE_PREFIX, _lease))
 
     def manifests(self, store: Store, clock: Clock = SYSTEM) -> dict[str, Manifest | CorruptCheckpointError]:
         """Returns all manifests, by name: one list, and a read of the new ones.
@@ -102,13 +84,3 @@ class Survey:
         if attempt.checkpoint.save_id not in self._known:
             self._known.add(attempt.checkpoint.save_id)
             self.refused.append(attempt)
-
-    def other_run(self, store: Store, owner: str, *, clock: Clock = SYSTEM) -> str | None:
-        """Returns another launch than ``owner`` that holds a lease on this tier; None if there is none."""
-        for lease in self._leases.read(store, clock).values():
-            # A lease that can't be read may be held.
-            if isinstance(lease, CorruptCheckpointError):
-                return "a run whose lease can't be read"
-            if lease.held and not are_one(owner, lease.owner):
-                return f"launch {lease.owner}"
-        return None

@@ -3,21 +3,64 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.durable.manifests import newest_save_id
-from tiered_checkpoint_io.engine.leasing.lease_keeper import LeaseKeeper, launch_rank, owner_of_process
+from tiered_checkpoint_io.engine.leasing.keeper import LeaseKeeper
 from tiered_checkpoint_io.engine.leasing.namespace_lock import NamespaceLock
+from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_size
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.launches import is_another_job, job_of
 from tiered_checkpoint_io.stores import Store
 
+#: Number of processes, each started by the one before, that are known to belong together.
+_ANCESTORS = 32
+#: Variable with a process's owner, so that child processes know that they belong to it.
+_OWNER_VARIABLE = "TIERED_CHECKPOINT_OWNER"
+#: Variable with that owner's job of the scheduler: a submitted job inherits its environment, but is another run.
+_JOB_VARIABLE = "TIERED_CHECKPOINT_OWNER_JOB"
+#: The owner of a process, by its id: a forked child has its parent's memory, but is another process.
+_owners: dict[int, str] = {}
 _NOT_LOOKED_UP = "could not look up the newest checkpoint; by a late clock, new ones may count as older: %s"
+
+
+def owner_of_process(clock: Clock) -> str:
+    """Returns this process's launch: a name of its own, after those of the processes that started it.
+
+    Names of another job of the scheduler, which submitted this one, are left out. All ranks of one start have the same,
+    by the store of torch.distributed. See :func:`model.launches.are_one`.
+
+    Raises:
+        ConfigError: The store does not answer.
+    """
+    pid = os.getpid()
+    job, recorded = job_of(os.environ), os.environ.get(_JOB_VARIABLE)
+    is_submitted = recorded is not None and is_another_job(job, recorded)
+    if pid not in _owners:
+        inherited = "" if is_submitted else os.environ.get(_OWNER_VARIABLE, "")
+        line = [*filter(None, inherited.split("/")), clock.token(8)]
+        _owners[pid] = "/".join(line[-_ANCESTORS:])
+    _owners[pid] = os.environ[_OWNER_VARIABLE] = current_run().first("owner", _owners[pid])
+    if recorded is None or is_submitted:
+        os.environ[_JOB_VARIABLE] = job
+    return _owners[pid]
+
+
+def launch_rank() -> int:
+    """Returns this process' rank as its launcher says, if torch.distributed does not know it yet.
+
+    Slurm counts all its tasks. They form one job if MASTER_ADDR is set.
+    """
+    names = ["RANK", "LOCAL_RANK", *(["SLURM_PROCID"] if os.environ.get("MASTER_ADDR") else [])]
+    ranks = [os.environ.get(name, "") for name in names]
+    return max((int(rank) for rank in ranks if rank.isdecimal()), default=0)
 
 
 class Claims:

@@ -10,7 +10,8 @@ from tiered_checkpoint_io.model.ids.order import rank_folder, rank_of
 META_PREFIX = ".tiered/"
 MANIFEST_PREFIX = META_PREFIX + "manifests/"
 SAVES_PREFIX = META_PREFIX + "saves/"
-LEASE_PREFIX = META_PREFIX + "leases/"
+#: The run that writes to the dirpath: see :mod:`lease`.
+LEASE_KEY = META_PREFIX + "lease.json"
 HOLDS_PREFIX = META_PREFIX + "holds/"
 #: Small objects that are written, read and deleted to see whether that is possible.
 PREFLIGHT_PREFIX = META_PREFIX + "preflight/"
@@ -58,16 +59,6 @@ def rank_of_description(key: str) -> int | None:
 def description_prefixes(save_id: str, ranks: Iterable[int]) -> list[str]:
     """Prefixes below which the descriptions of these ranks lie, at most 1,000 below each."""
     return sorted({save_prefix(save_id) + rank_folder(rank)[:-_PAGE_DIGITS] for rank in ranks})
-
-
-def lease_prefix(namespace: str) -> str:
-    """Returns ``.tiered/leases/<namespace>/``: below it lies one object for each process that saves."""
-    return f"{LEASE_PREFIX}{namespace}/"
-
-
-def lease_key(namespace: str, token: str) -> str:
-    """Returns ``.tiered/leases/<namespace>/<token>.json``."""
-    return f"{lease_prefix(namespace)}{token}.json"
 
 
 def hold_prefix(name: str) -> str:
