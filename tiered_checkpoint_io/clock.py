@@ -71,6 +71,8 @@ class Timing:
     store_answer_s: float = 10.0
     #: Ranks reach a load within this time of each other, or one of them never will.
     rendezvous_s: float = 600.0
+    #: Interval of log lines while training waits for uploads.
+    say_wait_s: float = 30.0
     #: Bound of one message between ranks, mostly a chunk of 16 MiB.
     message_s: float = 30.0
     #: A peer that is alive accepts an offer within a second, one that is busy after another rank's part.

@@ -51,7 +51,7 @@ def test_a_life_in_lines(job, tmp_path):
     for file, step, text in (
         ("checkpointer.py", None, "no checkpoint to resume from at .*/d"),
         ("part.py", "7", f"saved a.ckpt to memory and .*/d: {amount}"),
-        ("restore.py", "7", r"resuming from a.ckpt \(memory, 20.00 MiB\) after \d+\.\d+ s"),
+        ("restore.py", "7", r"loading a.ckpt \(memory, 20.00 MiB\) after \d+\.\d+ s"),
     ):
         assert [t for t in texts if t[:2] == (file, step) and re.fullmatch(text, t[2])], (file, step, text, texts)
 

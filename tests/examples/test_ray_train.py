@@ -26,7 +26,7 @@ def test_workers_that_start_again_resume_from_memory(tmp_path, memory_dir):
     assert None not in answers, said(tmp_path, answers.index(None))
     for reports in answers:
         assert [(each["step"], each["resumed_from"]) for each in reports] == [(40, 35), (50, 35)]
-    assert "resuming from step=35.ckpt (memory" in said(tmp_path, 0)
+    assert "loading step=35.ckpt (memory" in said(tmp_path, 0)
     expected, found = torch.load(whole), torch.load(resumed)
     assert all(bool((found[name] == value).all()) for name, value in expected.items())
     names = sorted(path.name for path in (tmp_path / "killed").glob("*.ckpt"))

@@ -36,7 +36,7 @@ def test_the_last_step_in_memory_is_saved_from_a_node_that_goes(story):
     story.loses_memory()
     output, status = story.python("lives.py", *run)
     assert status == 0
-    assert "Step 25: resuming from memory/epoch=0-step=25.ckpt (durable" in output
+    assert "Step 25: loading memory/epoch=0-step=25.ckpt (durable" in output
     assert weights(output) == uninterrupted
     for command, lines in story.sections:
         if command.startswith(("tiered-ckpt status", "tiered-ckpt verify")):

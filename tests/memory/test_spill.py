@@ -83,7 +83,7 @@ def test_it_is_said_once_and_the_folder_is_private(options, started, tmp_path, w
     assert io.load_checkpoint("tiered:latest")["global_step"] == 2
     log = next((tmp_path / "logs").glob("*_checkpointing.log")).read_text()
     assert log.count("can't hold this checkpoint") == 1
-    assert "resuming from 2.ckpt (spill, 5.72 MiB)" in log
+    assert "loading 2.ckpt (spill, 5.72 MiB)" in log
 
 
 @pytest.mark.parametrize("wrong", ["another user's", "open to others", "a link"])

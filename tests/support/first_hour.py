@@ -23,7 +23,7 @@ DEADLINE_S = 120.0
 #: Lines of Lightning's and torch's own, and those that only a slow machine shows.
 _FOREIGN = re.compile(
     r"^(GPU available|TPU available|HPU available|💡 Tip|`Trainer[.(]|`weights_only` was not|Loaded model weights|Restor(ing|ed) |LOCAL_RANK|You are using|Testing: "
-    r"|Adding \d+ callbacks|Detected KeyboardInterrupt|.*/site-packages/.*:\d+: |.*waiting until one of \d+ uploads |s3://\S+ has not answered for <time>; giving up|.*retrying: |[a-z ]+: <size> of <size>, <rate>)"
+    r"|Adding \d+ callbacks|Detected KeyboardInterrupt|.*/site-packages/.*:\d+: |.*training waited <time> |.*waiting for \d+ checkpoint|s3://\S+ has not answered for <time>; giving up|.*retrying: |[a-z ]+: <size> of <size>, <rate>)"
 )
 #: Texts that differ from run to run, and their placeholders.
 _PLACEHOLDERS = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -21,7 +22,7 @@ from tiered_checkpoint_io.engine.drain.serving import ask_to_serve, served_at
 from tiered_checkpoint_io.engine.drain.status import NewOutcomes, Standstill, StandstillError, tier_label
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.errors import DrainError
-from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.logs import Logger, names_text
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -29,6 +30,8 @@ from tiered_checkpoint_io.stores.peer import Endpoint
 
 #: Ids of operations that were made before this process began sort before it.
 _BEGAN = ids.new_run_id()
+#: A shorter wait for room in the queue is not logged, seconds.
+_NOTED_WAIT_S = 1.0
 _ORPHANED = "an earlier start left it, and parts of other nodes do not come: they may be lost"
 
 
@@ -130,14 +133,17 @@ class DrainHandle:
         :attr:`given_up` for the new one by a request ``cancel_id``, one that is :func:`needed` last: the queue stays
         bounded. ``besides`` is the save to be queued, of which other ranks may have queued parts.
         """
-        max_pending, warned, self.given_up = self._config.support.max_pending, False, ""
+        max_pending, self.given_up = self._config.support.max_pending, ""
         self._standstill.begin()
         began, patience_s = self._clock.monotonic(), self._config.support.pending_timeout_s
         for _ in self._looks(self._config.support.wait_timeout_s):
             requests = self.queue.requests()
             cancelled = {ids.save_id_of_op(request.target) for request in requests if request.action == "cancel"}
             waiting = [each for each in self.pending_saves() if each != besides and each not in cancelled]
+            waited_s = self._clock.monotonic() - began
             if len(waiting) < max_pending and len(cancelled) <= max_pending:
+                if waited_s >= _NOTED_WAIT_S:
+                    self._log.warning("training waited %.1f s until one of %d uploads had ended", waited_s, max_pending)
                 return True
             lost = {
                 ids.save_id_of_op(op_id): failure.error
@@ -158,11 +164,8 @@ class DrainHandle:
             if self.leave_by is not None:
                 # The time that is left to a job that has to end is for its last checkpoint.
                 return False
-            if self._standstill.lasts(patience_s) or self._clock.monotonic() - began >= patience_s:
+            if self._standstill.lasts(patience_s) or waited_s >= patience_s:
                 return False
-            if not warned:
-                self._log.warning("waiting until one of %d uploads has ended", len(waiting))
-                warned = True
         return False
 
     def _cancel(self, op_id: str, save_id: str) -> Request:
@@ -231,10 +234,13 @@ class DrainHandle:
     def flush(self, timeout_s: float, *, only: Collection[str] | None = None) -> None:
         """Waits until no queued operation can be done now; with ``only``, none of these operations.
 
+        Logs the wait every ``say_wait_s``.
+
         Raises:
             DrainError: Something is queued after ``timeout_s`` seconds, or fails.
         """
         left: list[Request] = []
+        began = said = self._clock.monotonic()
         for _ in self._looks(timeout_s):
             left = [each for each in self.queue.look(self._tier) if only is None or each.op_id in only]
             if not left:
@@ -251,6 +257,10 @@ class DrainHandle:
                 # No outcome reports this.
                 url = ids.join_url(self._config.dirpath, left[0].name)
                 raise self._error(f"{left[0].name}: {_ORPHANED}", url, "the drain keeps looking for them")
+            now = self._clock.monotonic()
+            if now - said >= self._clock.timing.say_wait_s:
+                said, ends = now, min(began + timeout_s, math.inf if self.leave_by is None else self.leave_by)
+                self._say_wait([each.name for each in left if each.action in SAVES], now - began, ends - now)
         raise self._too_slow(f"{len(left)} operations", timeout_s)
 
     def news(self, *, keeps_up: bool = False) -> tuple[list[Outcome], str]:
@@ -278,6 +288,16 @@ class DrainHandle:
                 if is_late:
                     break
                 clock.sleep(timing.wait_poll_s)
+
+    def _say_wait(self, saves: list[str], waited_s: float, left_s: float) -> None:
+        progress, where = self.progress(), tier_label(self._config.dirpath)
+        what = f"the upload of {names_text(saves)} to {where}" if saves else f"deletes and aliases on {where}"
+        level = logging.WARNING if progress.last_error else logging.INFO
+        text, detail = (
+            "waiting for %s: %.0f s so far, %.0f s more at most; %s",
+            progress.last_error or progress.upload(),
+        )
+        self._log.log(level, text, what, waited_s, left_s, detail)
 
     def _check_drain(self) -> None:
         if self.runner.cannot_import:
@@ -310,13 +330,10 @@ class DrainHandle:
 
     def _too_slow(self, what: str, timeout_s: float) -> DrainError:
         progress = self.progress()
-        done = "no upload in progress"
-        if progress.name:
-            done = f"{progress.bytes_done} of {progress.bytes_total} bytes of {progress.name}"
         hint = f"last error: {progress.last_error or 'none'}; {self.runner.last_words()}"
         is_leaving = self.leave_by is not None and self._clock.monotonic() > self.leave_by
         when = "when this process has to end" if is_leaving else f"after {timeout_s:.0f} s"
-        return self._error(f"{what} not durable {when} ({done})", self._config.dirpath, hint)
+        return self._error(f"{what} not durable {when} ({progress.upload()})", self._config.dirpath, hint)
 
     def _error(self, text: str, key: str, hint: str, *, tier: str = "durable") -> DrainError:
         return DrainError(text, operation="drain", tier=tier, key=key, hint=hint)

@@ -63,6 +63,12 @@ class DrainProgress:
     last_error: str = ""
     trouble: str = ""
 
+    def upload(self) -> str:
+        """Returns the progress of the upload in work, as text."""
+        if not self.name:
+            return "no upload in progress"
+        return f"{self.bytes_done} of {self.bytes_total} bytes of {self.name}"
+
 
 class Queue:
     """Requests, outcomes, notes and progress, in the operation log below the memory tier's root."""

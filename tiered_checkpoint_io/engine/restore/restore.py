@@ -257,7 +257,7 @@ class NodeFetcher:
         if restored.content is not None:
             is_spilled = restored.tier == "memory" and self.tiers.memory.is_spilled(restored.path)
             self.tiers.log.info(
-                "%sresuming from %s%s (%s, %s) after %.2f s",
+                "%sloading %s%s (%s, %s) after %.2f s",
                 of_step(restored.step),
                 "" if self._rank is None else f"shard {self._rank} of ",
                 restored.name,

@@ -91,7 +91,7 @@ def _open(tiers: Tiers, selector: Selector, group: Group, rejected: Mapping[str,
     if opened is None:
         raise search.nothing
     if group.rank == 0:
-        tiers.log.info("%sresuming from %s", of_step(opened.step), opened.name)
+        tiers.log.info("%sloading %s", of_step(opened.step), opened.name)
         if opened.content is not None:
             tiers.say_whose(opened.content)
     return opened
