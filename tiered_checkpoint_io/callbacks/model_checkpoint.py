@@ -243,6 +243,10 @@ class TieredModelCheckpoint(DurableEnd):
         self._reporter.stop()
         say_summary_last(trainer, self, exception)
 
+    def _save_end(self, trainer: Trainer, module: LightningModule) -> None:
+        super()._save_end(trainer, module)
+        self._reporter.close(trainer, self._engine.session.progress())
+
     # ----------------------------------------------------------- ModelCheckpoint's hooks, our way
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         step = trainer.global_step

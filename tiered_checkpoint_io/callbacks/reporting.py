@@ -6,11 +6,12 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet, proxy
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -18,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.engine.drain.operations import Outcome
+from tiered_checkpoint_io.engine.drain.queue import DrainProgress
 from tiered_checkpoint_io.engine.drain.status import Progress, SaveReport, drain_command, tier_label
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
@@ -55,6 +57,15 @@ class Reporter:
         # On the instance: the bar's class stays as it was.
         bar.get_metrics = with_line
         self._bar = bar
+
+    def close(self, trainer: Trainer, progress: Progress) -> None:
+        """Shows only lasting facts, because uploads end after the progress bar."""
+        bar, module = self._bar, trainer.lightning_module
+        self._line = line_of(replace(progress, pending=0, drain=DrainProgress()), self._durable_step)
+        if isinstance(bar, TQDMProgressBar):
+            bar.train_progress_bar.set_postfix(bar.get_metrics(trainer, module))
+        elif isinstance(bar, RichProgressBar):
+            bar._update_metrics(trainer, module)
 
     def stop(self) -> None:
         """Leaves the progress bar as it was."""
