@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import Never
 
-from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO, require_tiered_io
+from tiered_checkpoint_io.adapters.lightning import FreshStart, TieredCheckpointIO, require_tiered_io
 from tiered_checkpoint_io.adapters.steps import check_positive, passes, tiers_for_step
 from tiered_checkpoint_io.callbacks.ending import DurableEnd, EndOfTraining, progress_of
 from tiered_checkpoint_io.callbacks.places import SentinelFileSystem, check_dirpath, check_places, check_retention
@@ -25,7 +27,7 @@ from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.errors import ConfigError, DrainError, StoreError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig, refuse_keys_of_others
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping, refuse_keys_of_others
 from tiered_checkpoint_io.model.config import keys as config_keys
 
 #: Keys of the configuration that it reads.
@@ -381,10 +383,10 @@ class TieredModelCheckpoint(DurableEnd):
         self._polled = session.clock.monotonic()
 
 
-def from_config(
-    block: Any, *, logger: Logger | None = None, **overrides: Any
-) -> tuple[TieredCheckpointIO | AsyncCheckpointIO, TieredModelCheckpoint]:
+def from_config(block: Any, *, logger: Logger | None = None, **overrides: Any) -> tuple[CheckpointIO, ModelCheckpoint]:
     """Makes the IO and the callback that a configuration block describes, for a Trainer's plugins and callbacks.
+
+    With ``enabled: false`` in the block, both are Lightning's own, and save to Lightning's folder.
 
     Args:
         block: ``s3_checkpointing``: a mapping, an OmegaConf block or a TieredCheckpointConfig.
@@ -394,8 +396,30 @@ def from_config(
     Raises:
         ConfigError: A key or value is not allowed.
     """
+    enabled = True
+    if isinstance(block, Mapping) and "enabled" in block:
+        block = as_mapping(block)
+        enabled = block.pop("enabled")
     given = {key: value for key, value in overrides.items() if key in config_keys()}
     config = TieredCheckpointConfig.from_any(block, **given)
     # An override for the callback is passed as an argument, so that other triggers do not replace it.
     arguments = {key: value for key, value in overrides.items() if key not in given or key in _KEYS}
-    return TieredCheckpointIO.from_config(config, logger=logger), TieredModelCheckpoint.from_config(config, **arguments)
+    callback = TieredModelCheckpoint.from_config(config, **arguments)
+    if enabled is True:
+        return TieredCheckpointIO.from_config(config, logger=logger), callback
+    if enabled is not False:
+        raise ConfigError(f"s3_checkpointing.enabled is {enabled!r}", hint="allowed: true or false")
+    text = "s3_checkpointing is off (enabled: false): Lightning saves to its own folder, and %s starts from scratch"
+    rank_zero_warn(text % ids.LATEST)
+    own = {key: value for key, value in arguments.items() if key not in _KEYS}
+    return _LightningIO(), ModelCheckpoint(**{"every_n_train_steps": callback.s3_every_n_train_steps, **own})
+
+
+class _LightningIO(TorchCheckpointIO):
+    """Lightning's IO, for a script that resumes by ``tiered:latest``."""
+
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        """Returns the state of a file; an empty one for a choice such as ``tiered:latest``."""
+        if ids.url_scheme(str(path)) == ids.SENTINELS or str(path).startswith(f"{ids.SENTINELS}:"):
+            return FreshStart("Lightning's folder")
+        return super().load_checkpoint(path, *args, **options)
