@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.tuner import Tuner
 from support.clocks import quick
 from support.training import LogBook, Model, Stop, Told
 from support.waiting import until
@@ -23,7 +24,7 @@ from tiered_checkpoint_io.adapters.optimizers import size_here
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.preemption import Preempted
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, SaveError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError, SaveError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
@@ -80,6 +81,25 @@ def test_a_data_loader_s_state_that_a_resume_leaves_out_is_said_once(runs, caplo
     assert again.is_restored or when == "at its end"
     assert len(said) == (0 if again.is_restored else 1), said
     assert again.is_restored or "does not restore the state of 1 data loader(s)" in said[0]
+
+
+class Position:
+    pass
+
+
+class Noted(Callback):
+    def state_dict(self):
+        return {"position": Position()}
+
+
+def test_a_tuner_reads_its_scratch_file_by_safe_globals(runs):
+    model, names = Model(), [f"{__name__}.Position"]
+    model.lr = 0.1
+    trainer = runs.trainer([every(), Noted()], io=runs.io(safe_globals=names))
+    Tuner(trainer).lr_find(model, num_training=3)
+    assert runs.durable() == []
+    with pytest.raises(RestoreError, match=r"scratch file.*Position"):
+        Tuner(runs.trainer([every(), Noted()])).lr_find(model, num_training=3)
 
 
 def test_last_and_latest_without_any_start_from_scratch_but_are_no_test(runs):

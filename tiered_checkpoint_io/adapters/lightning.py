@@ -19,6 +19,7 @@ from typing_extensions import Unpack
 
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
+from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, RestoreError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory import forks
@@ -270,8 +271,10 @@ class TieredCheckpointIO(CheckpointIO):
         place: Any = "cpu" if map_location is None else map_location
         if self._is_scratch(path):
             self.found_nothing = False
-            return TorchCheckpointIO().load_checkpoint(str(path), place)
-        state: dict[str, Any] = self.checkpointer.load(
+            trust, where = Trust.of(self.config, weights_only), {"key": str(path)}
+            state: dict[str, Any] = trust.read(path, "the scratch file", where, verified=False, map_location=place)
+            return state
+        state = self.checkpointer.load(
             path,
             map_location=place,
             weights_only=weights_only,
