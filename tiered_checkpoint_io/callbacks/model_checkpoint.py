@@ -409,17 +409,14 @@ def from_config(block: Any, *, logger: Logger | None = None, **overrides: Any) -
         return TieredCheckpointIO.from_config(config, logger=logger), callback
     if enabled is not False:
         raise ConfigError(f"s3_checkpointing.enabled is {enabled!r}", hint="allowed: true or false")
-    text = "s3_checkpointing is off (enabled: false): Lightning saves to its own folder, and %s starts from scratch"
-    rank_zero_warn(text % ids.LATEST)
+    rank_zero_warn("s3_checkpointing is off (enabled: false): Lightning saves to its own folder, from scratch")
     own = {key: value for key, value in arguments.items() if key not in _KEYS}
     return _LightningIO(), ModelCheckpoint(**{"every_n_train_steps": callback.s3_every_n_train_steps, **own})
 
 
 class _LightningIO(TorchCheckpointIO):
-    """Lightning's IO, for a script that resumes by ``tiered:latest``."""
-
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        """Returns the state of a file; an empty one for a choice such as ``tiered:latest``."""
-        if ids.url_scheme(str(path)) == ids.SENTINELS or str(path).startswith(f"{ids.SENTINELS}:"):
+        """Returns the state of a file; an empty one for ``tiered:latest``, by which a script resumes."""
+        if str(path).startswith(f"{ids.SENTINELS}:"):
             return FreshStart("Lightning's folder")
         return super().load_checkpoint(path, *args, **options)

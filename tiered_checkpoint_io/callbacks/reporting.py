@@ -6,7 +6,6 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 from weakref import WeakSet, proxy
 
@@ -19,12 +18,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, tiered_io_of
 from tiered_checkpoint_io.engine.drain.operations import Outcome
-from tiered_checkpoint_io.engine.drain.queue import DrainProgress
 from tiered_checkpoint_io.engine.drain.status import Progress, SaveReport, drain_command, tier_label
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
-from tiered_checkpoint_io.logs import GIB, names_text
-from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.logs import names_text
 
 #: Loggers of which a failure was warned.
 _warned: WeakSet[Logger] = WeakSet()
@@ -61,7 +58,7 @@ class Reporter:
     def close(self, trainer: Trainer, progress: Progress) -> None:
         """Shows only lasting facts, because uploads end after the progress bar."""
         bar, module = self._bar, trainer.lightning_module
-        self._line = line_of(replace(progress, pending=0, drain=DrainProgress()), self._durable_step)
+        self._line = progress.line(self._durable_step, lasting=True)
         if isinstance(bar, TQDMProgressBar):
             bar.train_progress_bar.set_postfix(bar.get_metrics(trainer, module))
         elif isinstance(bar, RichProgressBar):
@@ -82,8 +79,8 @@ class Reporter:
 
     def saved(self, trainer: Trainer, progress: Progress, report: SaveReport | None) -> None:
         """Logs a save that has just returned; without a report, one that failed."""
-        self._line = line_of(progress, self._durable_step)
-        log(trainer, metrics_of(progress, report))
+        self._line = progress.line(self._durable_step)
+        log(trainer, progress.metrics(report))
         if report is not None and "durable" in report.tiers and not report.queued:
             log(trainer, {"checkpoint/durable_step": float(report.step)})
 
@@ -102,7 +99,7 @@ class Reporter:
                 del self._expected[outcome.name]
                 self._news |= outcome.state == "committed"
         self._durable_step = max([self._durable_step, *(outcome.step for outcome in _durable_saves(outcomes))])
-        self._line = line_of(progress, self._durable_step)
+        self._line = progress.line(self._durable_step)
         if self._news and not any(map(is_shown, self._expected.values())):
             self._news = False
             _say(trainer, lambda logger: logger.after_save_checkpoint(proxy(self._callback)))
@@ -135,40 +132,6 @@ def log_drain(trainer: Trainer, outcomes: Sequence[Outcome]) -> None:
 
 def _durable_saves(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [outcome for outcome in outcomes if outcome.action == "save" and outcome.state == "committed"]
-
-
-def metrics_of(progress: Progress, report: SaveReport | None) -> dict[str, float]:
-    """Returns the metrics of a save that has returned; without a report, of one that failed."""
-    metrics = {
-        "checkpoint/pending": float(progress.pending),
-        "checkpoint/saved_total": float(progress.counters.get("saved", 0)),
-        "checkpoint/failed_total": float(progress.counters.get("failed", 0)),
-    }
-    if report is not None:
-        metrics["checkpoint/stall_s"] = report.stall_s
-        metrics["checkpoint/capture_s"] = report.capture_s
-        metrics["checkpoint/size_GiB"] = report.size / GIB
-        metrics["checkpoint/staged_GiB_per_s"] = report.size / GIB / max(report.stall_s, 1e-9)
-    return metrics
-
-
-def line_of(progress: Progress, durable_step: int = -1) -> str:
-    """Returns ``mem 90 0.06s | durable 50 62% | 1 waiting | 2 failed``."""
-    words = []
-    if progress.last_save is not None:
-        words.append(f"mem {progress.last_save.step} {progress.last_save.stall_s:.2f}s")
-    drain = progress.drain
-    if drain.name and drain.bytes_total:
-        step = ids.step_in_name(drain.name)
-        what = drain.name if step is None else str(step)
-        words.append(f"durable {what} {100 * drain.bytes_done // drain.bytes_total}%")
-    elif durable_step >= 0:
-        words.append(f"durable {durable_step}")
-    if progress.pending:
-        words.append(f"{progress.pending} waiting")
-    if progress.counters.get("failed"):
-        words.append(f"{progress.counters['failed']} failed")
-    return " | ".join(words)
 
 
 def summary(session: Session) -> list[str]:

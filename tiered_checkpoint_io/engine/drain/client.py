@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -292,12 +291,9 @@ class DrainHandle:
     def _say_wait(self, saves: list[str], waited_s: float, left_s: float) -> None:
         progress, where = self.progress(), tier_label(self._config.dirpath)
         what = f"the upload of {names_text(saves)} to {where}" if saves else f"deletes and aliases on {where}"
-        level = logging.WARNING if progress.last_error else logging.INFO
-        text, detail = (
-            "waiting for %s: %.0f s so far, %.0f s more at most; %s",
-            progress.last_error or progress.upload(),
-        )
-        self._log.log(level, text, what, waited_s, left_s, detail)
+        say = self._log.warning if progress.last_error else self._log.info
+        detail = progress.last_error or progress.upload()
+        say("waiting for %s: %.0f s so far, %.0f s more at most; %s", what, waited_s, left_s, detail)
 
     def _check_drain(self) -> None:
         if self.runner.cannot_import:

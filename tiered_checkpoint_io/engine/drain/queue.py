@@ -65,9 +65,8 @@ class DrainProgress:
 
     def upload(self) -> str:
         """Returns the progress of the upload in work, as text."""
-        if not self.name:
-            return "no upload in progress"
-        return f"{self.bytes_done} of {self.bytes_total} bytes of {self.name}"
+        done = f"{self.bytes_done} of {self.bytes_total} bytes of {self.name}"
+        return done if self.name else "no upload in progress"
 
 
 class Queue:

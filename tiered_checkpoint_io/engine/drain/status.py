@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.drain.operations import DAMAGED_IN_MEMORY, NAMI
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
 from tiered_checkpoint_io.engine.drain.stores import Stores
 from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
-from tiered_checkpoint_io.logs import CheckpointLogger, names_text, rate
+from tiered_checkpoint_io.logs import GIB, CheckpointLogger, names_text, rate
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -111,6 +111,38 @@ class Progress:
     drain: DrainProgress
     last_save: SaveReport | None
     counters: dict[str, int] = field(default_factory=dict)
+
+    def line(self, durable_step: int = -1, *, lasting: bool = False) -> str:
+        """Returns ``mem 90 0.06s | durable 50 62% | 1 waiting | 2 failed``; if ``lasting``, without present work."""
+        words, drain = [], self.drain
+        if self.last_save is not None:
+            words.append(f"mem {self.last_save.step} {self.last_save.stall_s:.2f}s")
+        if drain.name and drain.bytes_total and not lasting:
+            step = ids.step_in_name(drain.name)
+            words.append(
+                f"durable {drain.name if step is None else step} {100 * drain.bytes_done // drain.bytes_total}%"
+            )
+        elif durable_step >= 0:
+            words.append(f"durable {durable_step}")
+        if self.pending and not lasting:
+            words.append(f"{self.pending} waiting")
+        if self.counters.get("failed"):
+            words.append(f"{self.counters['failed']} failed")
+        return " | ".join(words)
+
+    def metrics(self, report: SaveReport | None) -> dict[str, float]:
+        """Returns the metrics of a save that has returned; without a report, of one that failed."""
+        metrics = {
+            "checkpoint/pending": float(self.pending),
+            "checkpoint/saved_total": float(self.counters.get("saved", 0)),
+            "checkpoint/failed_total": float(self.counters.get("failed", 0)),
+        }
+        if report is not None:
+            metrics["checkpoint/stall_s"] = report.stall_s
+            metrics["checkpoint/capture_s"] = report.capture_s
+            metrics["checkpoint/size_GiB"] = report.size / GIB
+            metrics["checkpoint/staged_GiB_per_s"] = report.size / GIB / max(report.stall_s, 1e-9)
+        return metrics
 
 
 class Saved(NamedTuple):
