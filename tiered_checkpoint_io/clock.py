@@ -91,14 +91,12 @@ class Timing:
     replication_linger_s: float = 10.0
     #: Bound of the wait for replicas at the end of a process that did not close its session.
     replication_release_s: float = 10.0
-    #: Ranks begin a local load, or fail, within this time of each other, or are not waited for.
-    local_patience_s: float = 60.0
-    #: Interval at which a rank looks for requests for a part, and for news; see :meth:`pause_s`.
+    #: Ranks whose training fails on all of them come to their last save within this time of each other.
+    failed_together_s: float = 60.0
+    #: Interval at which a rank looks for the end of a local save; see :meth:`pause_s`.
     local_poll_s: float = 0.1
     #: The longest pause between two such looks: well below the time for which an offer is valid.
     store_rest_s: float = 2.0
-    #: Time for which a rank that ends still serves parts to others.
-    local_linger_s: float = 10.0
     #: Bound of a silence of a peer that is read; the longest one of a reader that is served.
     peer_silence_s: float = 10.0
     #: A peer whose connection ended is tried again for so long: its next drain may be starting, on a busy node.

@@ -249,7 +249,7 @@ def strategy():
 def fit():
     """Trains, and returns the results."""
     seed_everything(1, verbose=False)
-    hurry(local_patience_s=2.0 if "raises" in told else 60.0)
+    hurry(failed_together_s=2.0 if "raises" in told else 60.0)
     block = {
         "dirpath": told["dirpath"],
         "memory_dir": told["memory_dir"],

@@ -103,11 +103,11 @@ def save_local(job, seed, stages=()):
 
 
 def load_local(job, name=None, late=None, absent=None):
-    """Loads on each rank by itself; one may begin later, after some seconds or at a mark, or not at all."""
+    """Loads on each rank its shard; one may begin some seconds later, or not at all."""
     if dist.get_rank() == absent:
         return None
     if late is not None and dist.get_rank() == late[0]:
-        await_mark(job, *late) if isinstance(late[1], str) else time.sleep(late[1])
+        time.sleep(late[1])
     state, began = {"w": torch.zeros(1000)}, time.monotonic()
     try:
         reader = build(ours.load, state, checkpoint_id=name, kind="local", **base.reading(job))

@@ -195,14 +195,14 @@ FORK = multiprocessing.get_context("fork")
 
 
 def rank_of_job(port, rank, pipe):
-    """Runs a process that answers each request with its choice to load and save."""
+    """Runs a process that answers each request with the id of a save."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
     run, run_id = Run(dist.TCPStore("127.0.0.1", port, is_master=False)), ids.new_run_id()
     pipe.send("started")
     for step in itertools.count():
         pipe.recv()
         try:
-            pipe.send([run.begin_load("x"), run.save_id("job", "step_#", step, 0, lambda: run_id)])
+            pipe.send([run.save_id("job", "step_#", step, 0, lambda: run_id)])
         except ConfigError as error:
             pipe.send(str(error))
 
@@ -226,7 +226,7 @@ class Ranks:
 
     @staticmethod
     def ask(ranks):
-        """Returns each rank's answer about a load and a save; all begin at once."""
+        """Returns each rank's answer; all begin at once."""
         for here in ranks:
             here.send(None)
         return [here.recv() for here in ranks]

@@ -14,13 +14,12 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from support.clocks import VirtualClock, quick
+from support.clocks import VirtualClock
 from support.sharded import make_part
 
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks.store_client import PeerError, StoreClient
 from tiered_checkpoint_io.engine.replication.fates import _MAX_DECIDED, Fates, form_key
-from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.placement import node_peers, peers_of_ranks, sender_of
 from tiered_checkpoint_io.engine.replication.replicator import Keeper, Offers
 from tiered_checkpoint_io.engine.staging.capture import Capturer
@@ -182,73 +181,6 @@ def test_a_rank_that_keeps_replicas_rarely_asks_between_saves_and_often_once_it_
         clock.advance(600.0, keeping._thread)
     store.set("ended/0")
     keeping.close()
-
-
-# ----------------------------------------------------------------------------------- local loads
-@pytest.fixture
-def loading():
-    """Makes the ranks of a job, on nodes (a letter a rank) of which nothing can be read."""
-    made, origin = [], dist.HashStore()
-
-    def rank_on(node, rank, count):
-        clock = quick(local_poll_s=0.01, local_linger_s=0.05, peer_back_s=0.0)
-        facts = {"tier": None, "clock": clock, "rank": rank, "world_size": count, "log": LOG, "timeout_s": 5.0}
-        endpoint = Endpoint(f"127.0.0.{ord(node)}", 1, "ab")
-        return LocalPeers(SimpleNamespace(store=CountedStore(origin), serve=lambda: endpoint, **facts))
-
-    def make(nodes):
-        made.extend(rank_on(node, rank, len(nodes)) for rank, node in enumerate(nodes))
-        return made[-len(nodes) :]
-
-    yield make
-    for each in made:
-        each._store.close()
-
-
-def test_a_rank_reads_its_part_from_each_node_that_has_it_once_and_ranks_begin_with_different_ones(loading):
-    nodes = "aabbcc"
-    ranks = loading(nodes)
-    for each, node in zip(ranks, nodes, strict=True):
-        each.begin("load", {("save", shard): 6 for shard in (0, 1)} if node != "a" else {})
-    tried = []
-    for shard in (0, 1):
-        part, notes = ranks[shard].fetch("load", "save", shard)
-        assert part is None
-        tried.append([note.partition("(")[2].partition(")")[0] for note in notes])
-    assert sorted(tried[0]) == sorted(tried[1]) == [f"127.0.0.{ord(node)}" for node in "bc"]
-    assert tried[0] != tried[1]
-
-
-@pytest.mark.parametrize("held", [{}, {("save", 0): 1}])
-def test_what_a_rank_asks_at_a_load_does_not_grow_with_the_job(loading, held):
-    """All ranks ask one store, in the process of rank 0: requests of each for each of the others are too many there."""
-    asked = []
-    for count in (4, 32):
-        ranks, load = loading("a" * count), f"load-{count}"
-        for each in ranks:
-            each.begin(load, held if each is ranks[0] else {})
-        for each in reversed(ranks):
-            assert each.newest(load, lambda: None) == ("save" if held else None)
-            if held and each is not ranks[0]:
-                each.fetch(load, "save", 0)
-            elif not held:
-                each.await_choice(load, lambda: None)
-            each.end(load)
-        asked.append(max(sum(each._store.counts.values()) for each in ranks))
-    assert asked[0] == asked[1] < 20
-
-
-def test_a_rank_that_waits_long_asks_more_and_more_rarely(store):
-    """The other one has died."""
-    clock, asked = VirtualClock(), []
-    object.__setattr__(clock, "sleep", clock.advance)
-    facts = {"tier": None, "clock": clock, "rank": 0, "world_size": 2, "log": LOG, "timeout_s": 60.0}
-    one = LocalPeers(SimpleNamespace(store=store, serve=lambda: NOWHERE, **facts))
-    one.begin("load", {("save", 0): 2})
-    assert one.newest("load", lambda: asked.append(clock.now)) is None
-    assert 60.0 < asked[-1] < 62.5
-    assert len(asked) < 80
-    assert all(later >= earlier for earlier, later in itertools.pairwise(asked))
 
 
 # --------------------------------------------------------------------------- decisions, and where copies are

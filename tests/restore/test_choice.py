@@ -63,7 +63,7 @@ def test_a_save_of_which_only_copies_are_left_is_orphaned_unless_the_durable_tie
     copy = replace(held("a.ckpt", 1), owns=False)
 
     def orphaned(memory, durable=()):
-        return [each.orphaned for each in choose(Catalog(memory, durable), LATEST)]
+        return [each.is_orphaned() for each in choose(Catalog(memory, durable), LATEST)]
 
     assert orphaned({"n": [copy], "m": [copy]}) == [True]
     assert orphaned({"n": [copy], "m": [held("a.ckpt", 1)]}) == [False]
@@ -188,8 +188,8 @@ def manifest(number, **more):
     return Manifest(f"step_{number}", facts(number, **more))
 
 
-def names(memory, durable=(), selector=LATEST, accepts="sharded", own=None, *, replicas=False):
-    return [each.name for each in choose(Catalog(memory, durable), selector, accepts, own, replicas=replicas)]
+def names(memory, durable=(), selector=LATEST, accepts="sharded"):
+    return [each.name for each in choose(Catalog(memory, durable), selector, accepts)]
 
 
 def test_a_save_that_lacks_a_part_or_that_of_its_coordinator_is_no_candidate():
@@ -207,18 +207,3 @@ def test_local_checkpoints_lie_beside_the_others_but_a_full_one_never_hides_a_sh
     assert names(memory, durable, accepts=accepts) == offered
     # By its name it is offered with any payload, and refused by its payload.
     assert names(memory, durable, Selector("name", "step_2"), accepts) == ["step_2"]
-
-
-def test_alone_a_rank_takes_what_is_known_to_be_complete_and_by_name_what_has_its_part():
-    mine = part(1, 1, kind="local")
-    copied = replace(part(2, 1, kind="local"), replicated=True)
-    memory = {"here": [mine, copied]}
-
-    def found(selector, own, *, replicas):
-        return names(memory, (), selector, "local", own, replicas=replicas)
-
-    assert found(LATEST, 1, replicas=True) == ["step_2"]
-    assert found(LATEST, 1, replicas=False) == []
-    assert found(Selector("name", "step_1"), 1, replicas=False) == ["step_1"]
-    assert found(Selector("name", "step_1"), 0, replicas=False) == []
-    assert found(Selector("name", "step_1"), 2, replicas=False) == ["step_1"], "it has no such part: to be refused"

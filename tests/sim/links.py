@@ -16,7 +16,8 @@ import torch.distributed as dist
 from tiered_checkpoint_io.engine.chunks import quarantine_damaged
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.ranks.store_client import LostStoreError, StoreClient
-from tiered_checkpoint_io.engine.replication import local_peers, meeting, replicator
+from tiered_checkpoint_io.engine.replication import meeting, replicator
+from tiered_checkpoint_io.engine.restore import peers
 from tiered_checkpoint_io.errors import RestoreError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 from tiered_checkpoint_io.stores.peer import PeerStore
@@ -259,7 +260,7 @@ def torch_distributed(world):
         (meeting, "atexit", types.SimpleNamespace(register=lambda *_: None, unregister=lambda *_: None)),
         (replicator, "threading", threads),
         (replicator, "PeerStore", peer),
-        (local_peers, "PeerStore", peer),
+        (peers, "PeerStore", peer),
     ]
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]
     try:

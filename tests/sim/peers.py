@@ -17,6 +17,8 @@ import itertools
 import logging
 import os
 from collections import Counter
+from functools import partial
+from types import SimpleNamespace
 
 from sim.links import Job, torch_distributed
 from sim.machines import Machine, MachineClock, Odds, operating_system
@@ -28,6 +30,9 @@ from support.supporting import build
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.chunks import verify
 from tiered_checkpoint_io.engine.replication.meeting import Peering
+from tiered_checkpoint_io.engine.restore.choice import Candidate
+from tiered_checkpoint_io.engine.restore.peers import Peers
+from tiered_checkpoint_io.engine.staging.arriving import SlotDestination
 from tiered_checkpoint_io.engine.staging.retention import Scope, complete_here, removable
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, TieredCheckpointError
 from tiered_checkpoint_io.memory.parts import reading
@@ -123,28 +128,29 @@ class Rank:
     # ----------------------------------------------------------------------------------- restoring
     def _restore(self):
         """The newest save that the memories hold together, each rank its part."""
-        peers, load = self.peering.local(self.tier, LOG), f"load-{self.job.number}"
-        held = self._intact()
-        group = self._group()
+        held, group = self._intact(), self._group()
         gathered = group.all_gather(held)
         whole = Counter(save_id for save_id, _ in {each for theirs in gathered for each in theirs})
         chosen = max((save_id for save_id, count in whole.items() if count == self.job.size), default=None)
         self.judge.chosen(self, chosen)
-        if chosen is None:
+        if chosen is None or (chosen, self.rank) in held:
             return
-        peers.begin(load, dict.fromkeys(held, self.job.size))
+        there = {
+            machine.name: {rank: True for save_id, rank in theirs if save_id == chosen}
+            for machine, theirs in zip(self.life.machines, gathered, strict=True)
+        }
+        faults, tiers = self.job_faults(), SimpleNamespace(clock=self.machine.clock, log=LOG, skipped=self.world.note)
+        endpoints = {name: Endpoint(name, 0, "") for name in there}
+        was_cut = any(until > self.world.now for until in self.world.cuts.values())
+        wanted = Candidate("the newest", SimpleNamespace(save_id=chosen), held=there)
+        peers = Peers(tiers, wanted, endpoints, self.machine.name)
         try:
-            if (chosen, self.rank) in held:
-                return
-            faults = self.job_faults()
-            stored, notes = self._timed("fetch", lambda: peers.fetch(load, chosen, self.rank), FETCH_S)
-            self.world.note(f"{self.process.name} fetches {chosen}: {stored is not None} {len(notes)}")
-            if stored is None:
-                if faults == self.job_faults():
-                    self.world.violation = f"{self.process.name} can't fetch its part of {chosen}: {notes}"
-                raise CheckpointNotFoundError("no rank gives it", operation="load")
-        finally:
-            peers.end(load)
+            self._timed("fetch", lambda: peers.fetch(self.rank, partial(SlotDestination, self.tier)), FETCH_S)
+        except TieredCheckpointError as error:
+            if faults == self.job_faults() and not was_cut:
+                self.world.violation = f"{self.process.name} can't fetch its part of {chosen}: {error}"
+            raise
+        self.world.note(f"{self.process.name} has fetched {chosen}")
 
     def _group(self):
         from tiered_checkpoint_io.engine.replication import meeting

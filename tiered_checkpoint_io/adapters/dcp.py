@@ -226,7 +226,7 @@ def load(
 
     ``sharded``: as ``torch.distributed.checkpoint.load`` does. If a read finds damage, and the checkpoint was not
     requested by its name, all ranks load the next one.
-    ``local``: each rank its shard, without any collective; see ``engine/restore/local_restore.py``.
+    ``local``: each rank its shard of one checkpoint; with a ``replication_group``, all ranks of the job together.
 
     Args:
         state_dict: The state to load into, with tensors of the saved shapes. After an error, its content is undefined.
@@ -251,12 +251,12 @@ def load(
         CheckpointException: Any other failure of some rank.
     """
     reader = storage_reader or TieredStorageReader(**options)
+    ranks = Ranks(process_group, replication_group, coordinator_rank, no_dist)
     if _is_local(kind, planner, replication_group):
         writer = coordinator_rank if replication_group is not None else None
         role = shard_role_of(process_group, replication_group, writer, alone=no_dist)
-        load_local_state(state_dict, reader, role, checkpoint_id, alone=no_dist)
+        load_local_state(state_dict, reader, role, checkpoint_id, ranks)
         return reader
-    ranks = Ranks(process_group, replication_group, coordinator_rank, no_dist)
     for _ in range(_MAX_ATTEMPTS):
         reader.reset(checkpoint_id)
         try:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -309,13 +308,10 @@ class TieredStorageReader(OverTiers, StorageReader):
         alone, process_group = self._no_dist, self._process_group
         if alone is None and process_group is None:
             alone, process_group, _ = dcp_arguments("_load_state_dict") or (None, None, False)
-        node = coordination.node_of(root)
-        if alone or (process_group is not None and dist.get_world_size(process_group) == 1):
-            return coordination.Group(node)
-        if process_group is not None:
-            return coordination.GivenGroup(node, process_group)
-        timeout_s = float(self.settings.config.support.wait_timeout_s)
-        return coordination.current_group(root, self.session.clock, timeout_s=timeout_s)
+        clock, timeout_s = self.session.clock, float(self.settings.config.support.wait_timeout_s)
+        return coordination.current_group(
+            root, clock, timeout_s=timeout_s, alone=bool(alone), process_group=process_group
+        )
 
 
 def _empty(state: Any, path: tuple[str, ...]) -> Iterator[str]:

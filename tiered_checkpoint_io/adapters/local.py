@@ -1,4 +1,4 @@
-"""Local checkpoints: each rank its own state, as one file, without any collective."""
+"""Local checkpoints: each rank its own state, as one file, saved without any collective."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.groups import Ranks, shard_role_of
 from tiered_checkpoint_io.adapters.state import fill, local_part
+from tiered_checkpoint_io.engine.ranks.coordination import ready_together
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
-from tiered_checkpoint_io.engine.restore.local_restore import LocalRestorer
-from tiered_checkpoint_io.engine.restore.restore import note_restore
+from tiered_checkpoint_io.engine.restore.restore import note_restore, restore_local
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
 from tiered_checkpoint_io.engine.save.facts import check_attempt, count_save
 from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, ShardRole, save_local
@@ -94,15 +94,21 @@ def load_local_state(
     reader: TieredStorageReader,
     role: ShardRole,
     checkpoint_id: str | os.PathLike[str] | None,
-    *,
-    alone: bool = False,
+    ranks: Ranks,
 ) -> None:
-    """Loads this rank's shard; the reader's ``opened`` is then its checkpoint."""
+    """Loads this rank's shard; all ranks that load call this. The reader's ``opened`` is then its checkpoint."""
     reader.reset(checkpoint_id)
     session, config = reader.session, reader.settings.config
-    tier, began = session.open().tier, session.clock.monotonic()
-    peers = None if alone else session.local_peers()
-    with LocalRestorer(tiers_of(session, config), role, peers, alone=alone).restore(reader.selector) as found:
+    clock, timeout_s = session.clock, float(config.support.wait_timeout_s)
+    began = clock.monotonic()
+    # Sharding groups with replicas load together: all replicas need the same checkpoint.
+    together = ranks.process_group if ranks.replication_group is None else None
+    with (
+        ready_together(
+            lambda: session.open().tier.root, clock, timeout_s=timeout_s, alone=ranks.no_dist, process_group=together
+        ) as group,
+        restore_local(tiers_of(session, config), reader.selector, group, role) as found,
+    ):
         loaded = found.load(Trust.of(config), map_location="cpu", rank=role.shard)
         fill(state_dict, loaded, where=f"{found.name}, shard {role.shard}")
     content = found.content
@@ -116,6 +122,4 @@ def load_local_state(
         rejected=found.rejected,
         newest_save_id=found.newest_save_id,
     )
-    if any(stored.pending for stored in tier.parts()):
-        # Remains of an earlier process; only this node's ranks can see them.
-        session.open().drain.start()
+    session.take_up()

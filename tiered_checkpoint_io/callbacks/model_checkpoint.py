@@ -208,7 +208,7 @@ class TieredModelCheckpoint(DurableEnd):
         super().on_train_start(trainer, pl_module)
         self._begin_training(trainer)
         if getattr(self, "save_on_exception", False) and trainer.world_size > 1:
-            bound = timedelta(seconds=self._engine.session.clock.timing.local_patience_s)
+            bound = timedelta(seconds=self._engine.session.clock.timing.failed_together_s)
             self._group = torch.distributed.new_group(backend="gloo", timeout=bound)
         self._reached = trainer.global_step
         # Not in setup: a checkpoint restored since then may be of another step.

@@ -94,7 +94,7 @@ def all_failed(session: Session, group: Any, error: BaseException) -> bool:
     if isinstance(error, Exception):
         session.log.error("training failed on this rank: %s", error, exc_info=error)
     try:
-        torch.distributed.monitored_barrier(group, timedelta(seconds=session.clock.timing.local_patience_s))
+        torch.distributed.monitored_barrier(group, timedelta(seconds=session.clock.timing.failed_together_s))
     except RuntimeError as lost:
         session.log.error("the ranks do not save together on this exception, because some did not come: %s", lost)
         return False

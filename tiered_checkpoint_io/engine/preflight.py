@@ -141,7 +141,7 @@ def newest(session: Session, companion: str = "") -> Candidate | None:
         session.save_ids.follow(manifest.content.save_id)
     node = node_of(tiers.memory.root)
     catalog = Catalog({node: here.held}, found.manifests, aliases)
-    # Each rank loads its own local checkpoint by itself: none is this training's.
+    # Local checkpoints are not this training's.
     return next(iter(choose(catalog, selector, "sharded", replicas=True)), None)
 
 

@@ -32,7 +32,6 @@ from tiered_checkpoint_io.engine.durable.manifests import names_of
 from tiered_checkpoint_io.engine.leasing.claims import Claims, launch_rank
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_size, leads_node, may_lead_node
-from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.meeting import Peering
 from tiered_checkpoint_io.engine.replication.network import address_here
 from tiered_checkpoint_io.engine.staging.background import BackgroundTask
@@ -244,10 +243,6 @@ class Session:
         except (TieredCheckpointError, OSError) as error:
             self.log.warning("other nodes can't read this node's memory: %s", error)
             return None
-
-    def local_peers(self) -> LocalPeers | None:
-        """See :meth:`Peering.local`."""
-        return self._peering.local(self.open().tier, self.log)
 
     def note(self, event: str, **facts: Any) -> None:
         """Adds an event to the record of the run, see :mod:`model.events`; any rank notes its own failures."""

@@ -6,7 +6,7 @@ replacement node begins at 0. So the first rank names an attempt, and each rank 
 finds itself entered is in a later attempt, and names that one.
 
 A rank that died before it had entered may then join the attempt before the latest. That rank is refused as soon as it
-asks again: a rank whose attempt is not the latest does not save, load, or name another one.
+asks again: a rank whose attempt is not the latest does not save, and names no other one.
 """
 
 from __future__ import annotations

@@ -262,13 +262,20 @@ def trains_here() -> bool:
     return threading.current_thread() is threading.main_thread() or getattr(_thread, "trains", False)
 
 
-def current_group(root: Path, clock: Clock, *, timeout_s: float, what: str = "load_checkpoint") -> Group:
-    """Returns the ranks that act together: those of torch.distributed, or only this process.
+def current_group(
+    root: Path, clock: Clock, *, timeout_s: float, alone: bool = False, process_group: Any = None
+) -> Group:
+    """Returns the ranks that act together: those of a process group or of torch.distributed, or only this process.
 
     Args and errors: as :class:`TorchGroup`, except that ``root`` is the memory tier's, which identifies the node.
     """
     node = node_of(root)
-    return TorchGroup(node, clock, timeout_s=timeout_s, what=what) if current_world_size() > 1 else Group(node)
+    if alone or current_world_size() == 1:
+        return Group(node)
+    if process_group is None:
+        return TorchGroup(node, clock, timeout_s=timeout_s)
+    given = GivenGroup(node, process_group)
+    return given if given.world_size > 1 else Group(node)
 
 
 @contextlib.contextmanager
@@ -277,8 +284,8 @@ def ready_together(
     clock: Clock,
     *,
     timeout_s: float,
-    what: str = "load_checkpoint",
     alone: bool = False,
+    process_group: Any = None,
 ) -> Iterator[Group]:
     """Runs a block on all ranks once each has opened its memory tier; in the block, they fail together.
 
@@ -286,8 +293,8 @@ def ready_together(
         open_root: Opens this rank's memory tier, and returns its root.
         clock: As :class:`TorchGroup` takes it.
         timeout_s: As :class:`TorchGroup` takes it.
-        what: As :class:`TorchGroup` takes it.
         alone: True if this process acts without the others.
+        process_group: The ranks that act together; all of them if it is None.
 
     Raises:
         TieredCheckpointError: Error of some rank, in opening its memory tier or in the block; on all ranks.
@@ -299,7 +306,7 @@ def ready_together(
     except Exception as caught:
         # The other ranks wait in the first exchange: they must get the error there.
         error = caught
-    group = Group(node_of(root)) if alone else current_group(root, clock, timeout_s=timeout_s, what=what)
+    group = current_group(root, clock, timeout_s=timeout_s, alone=alone, process_group=process_group)
     try:
         with group.failing_together():
             agree(group, error)

@@ -1,8 +1,8 @@
-"""Agreement of ranks that don't wait for each other: the run's id, and the checkpoint to resume from.
+"""Agreement of ranks that don't wait for each other: the run's id.
 
-Ranks that save and load local checkpoints make no collective call. Yet all parts of one checkpoint need one save id,
-and ranks must not resume from different ones. For both, the first rank sets a key in the key-value store of
-torch.distributed, and all others get its value: one request, answered at once, without a wait for another rank.
+Ranks that save local checkpoints make no collective call. Yet all parts of one checkpoint need one save id. So the
+first rank sets a key in the key-value store of torch.distributed, and all others get its value: one request, answered
+at once, without a wait for another rank.
 
 *Save ids.* At its first local save a process learns the id of the run. From it, a save's id follows from what each rank
 knows by itself: the series of the name, the step, and how often the series has gone back to a step that it had saved.
@@ -25,11 +25,6 @@ drain that waits for all parts gives up. If nothing fails, each save but the fir
 *Synchronous saves.* The rank that saves shard 0 waits for the commit, and sets a key to its outcome. The others
 look for that key once their own parts are uploaded. The keys of the last few saves stay, for ranks that are late.
 
-*Unchanged tensors.* A rank whose tensors are those of an earlier save counts itself, by a key of the save.
-
-*Loads.* The first rank that has an intact file sets a key to its save id. The others load their files of that save. For
-memory-only saves, each rank first counts itself if its node has its file, so that no save is chosen that some rank
-can't get. All these are keys of the attempt as well: the next attempt must not load this one's choice.
 """
 
 from __future__ import annotations
@@ -38,7 +33,7 @@ import contextlib
 import itertools
 import os
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeVar
 
@@ -78,7 +73,6 @@ class Run:
         self._attempt: str | None = None
         self._run_id: str | None = None
         self._saved: dict[tuple[str, str], tuple[int, int]] = {}
-        self._loads: Counter[str] = Counter()
         #: Saves whose end this rank has reported.
         self._ends: deque[str] = deque()
 
@@ -166,45 +160,6 @@ class Run:
             end = "a rank has no part of it for the durable tier: see that rank's log"
         return end
 
-    def begin_load(self, what: str) -> str:
-        """Returns the key of a load that begins now: equal on all ranks that load the same as often."""
-        with self._lock:
-            attempt = self.attempt
-            self._loads[what] += 1
-            return f"load/{attempt}/{self._loads[what]}/{what}"
-
-    def chosen(self, load: str) -> str | None:
-        """Returns the first rank's choice of a save to load; None if no rank has chosen yet."""
-        return self._get(load)
-
-    def choose(self, load: str, mine: str) -> str:
-        """Returns the save that all ranks load: ``mine``, or another rank's earlier choice."""
-        return self.first(load, mine)
-
-    def report_held(self, load: str, save_ids: Iterable[str]) -> None:
-        """Reports to the other ranks in a load the saves of which this rank's file is in its node's memory."""
-        if self.store is not None:
-            for save_id in save_ids:
-                self._add(f"{load}/held/{save_id}", 1)
-            # Last: a rank that counts all ranks has all that they hold.
-            self._add(f"{load}/began", 1)
-
-    def all_hold(self, load: str, save_id: str, world_size: int, clock: Clock) -> bool:
-        """Returns True if each rank's node has that rank's file of a save in memory.
-
-        Waits until all ranks have begun the load, for ``local_patience_s`` at most: then also true, because the others
-        may take no part in it.
-        """
-        if self.store is None:
-            return True
-        began, timing = clock.monotonic(), clock.timing
-        while self._add(f"{load}/began", 0) < world_size:
-            waited_s = clock.monotonic() - began
-            if waited_s > timing.local_patience_s or self.chosen(load) is not None:
-                return True
-            clock.sleep(timing.pause_s(timing.local_poll_s, waited_s))
-        return self._add(f"{load}/held/{save_id}", 0) >= world_size
-
     def first(self, key: str, mine: str) -> str:
         """Returns the value that the first rank gave to ``key``: ``mine``, if that is this one."""
         if self.store is None:
@@ -213,9 +168,6 @@ class Run:
 
     def _get(self, key: str) -> str | None:
         return self._ask(lambda client: client.get(key)) if self.store is not None else None
-
-    def _add(self, key: str, number: int) -> int:
-        return self._ask(lambda client: client.add(key, number))
 
     @property
     def attempt(self) -> str:
@@ -231,7 +183,7 @@ class Run:
             try:
                 self._ask(lambda client: check(client, current_rank(), token, named))
             except LeftBehindError:
-                if self._run_id is not None or self._loads:
+                if self._run_id is not None:
                     raise
                 # That attempt has no run yet.
                 self._attempt, self._token = None, self._clock.token(8)

@@ -19,10 +19,8 @@ from tiered_checkpoint_io.engine.ranks.coordination import (
     node_of,
     trains_here,
 )
-from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.engine.replication.fates import FormKey, form_key, newest_of, newest_replicated
-from tiered_checkpoint_io.engine.replication.local_peers import LocalPeers
 from tiered_checkpoint_io.engine.replication.network import Interface, interface_for, megabits_of, rate_text
 from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks, sender_of
 from tiered_checkpoint_io.engine.replication.replicator import Member, Replicator
@@ -79,7 +77,6 @@ class Peering:
         self._pid = os.getpid()
         #: Replicators by the ranks that save together, and the start of the job.
         self._replicators: dict[object, Replicator] = {}
-        self._local: tuple[object, LocalPeers] | None = None
         self._interface_in_use: Interface | None = None
         #: Replicator that sends the present saves.
         self._current: Replicator | None = None
@@ -172,7 +169,7 @@ class Peering:
             group.close()
         # A machine may not have learnt of replicated saves before all ended.
         replicated = newest_of(known for each in gathered for known in each.replicated.items())
-        member = self._member(tier, store, gathered[0].token, group.rank, group.world_size, logger)
+        member = self._member(tier, store, gathered[0].token, group.rank, logger)
         made, newest = Replicator(member, peers, self._counts, replicated), [each.newest for each in gathered]
         for stored in own:
             key, is_newest = (stored.save_id, group.rank), stored is own[-1]
@@ -221,36 +218,10 @@ class Peering:
         store: Any,
         group: str,
         rank: int,
-        world_size: int,
         logger: Logger,
     ) -> Member:
         client = StoreClient(store, f"tiered-peers/{group}", timeout_s=self._clock.timing.store_answer_s)
-        return Member(tier, client, rank, world_size, self._config, logger, self._clock, self._serve)
-
-    def local(self, tier: MemoryTier, logger: Logger) -> LocalPeers | None:
-        """Returns the peers for a load of local checkpoints; None if there are no replicas, or no other ranks.
-
-        Makes no collective call.
-
-        Raises:
-            ConfigError: As :attr:`Run.attempt`.
-        """
-        import torch.distributed as dist
-
-        if self._config.replication_factor == 1 or not (dist.is_available() and dist.is_initialized()):
-            return None
-        store = dist.distributed_c10d._get_default_store()
-        attempt = current_run().attempt
-        if self._local is None or self._local[0] != (store, attempt):
-            if self._local is not None:
-                self._local[1].close()
-            # Requests of dead ranks are of another attempt.
-            where = f"local/{attempt}/{self._config.namespace}"
-            self._say_interface(store, logger)
-            member = self._member(tier, store, where, dist.get_rank(), dist.get_world_size(), logger)
-            self._local = (store, attempt), LocalPeers(member)
-            atexit.register(self.close, self._clock.timing.replication_release_s)
-        return self._local[1]
+        return Member(tier, client, rank, self._config, logger, self._clock, self._serve)
 
     def committed(self, stored: StoredPart, logger: Logger) -> None:
         """Takes each part that is saved on this node by this process."""
@@ -282,9 +253,6 @@ class Peering:
             # A forked child has none of the threads.
             return
         replicators, self._replicators, self._current = list(self._replicators.values()), {}, None
-        local, self._local = self._local, None
-        if local is not None:
-            local[1].close()
         for each in replicators:
             each.close(timeout_s)
 

@@ -44,7 +44,6 @@ class Member:
         tier: This node's memory.
         store: The keys that all ranks of the group share.
         rank: This rank.
-        world_size: The number of ranks.
         config: Configuration with the bounds.
         log: Logger to use.
         clock: The session's.
@@ -54,7 +53,6 @@ class Member:
     tier: MemoryTier
     store: StoreClient
     rank: int
-    world_size: int
     config: TieredCheckpointConfig
     log: Logger
     clock: Clock

@@ -179,15 +179,14 @@ class Candidate:
         """Returns True if it is known to be complete; only with ``replicas``, the memory of other nodes counts."""
         return self.durable is not None or self.in_memory or (replicas and self.replicated)
 
-    @property
-    def orphaned(self) -> bool:
-        """True if only replicas of it are left, and the durable tier does not have it."""
-        return self.durable is None and not any(owns for ranks in self.held.values() for owns in ranks.values())
+    def is_orphaned(self, part: int = 0) -> bool:
+        """Returns True if only replicas of a part are left, and the durable tier does not have it."""
+        return self.durable is None and not any(ranks.get(part, False) for ranks in self.held.values())
 
-    def sources(self, node: str) -> tuple[Tier, ...]:
-        """Returns the tiers from which a node can get a checkpoint of one part, in the order in which to try them."""
-        others = self.held.keys() - {node}
-        tiers: list[tuple[Tier, bool]] = [("memory", node in self.held), ("peer", bool(others))]
+    def sources(self, node: str, part: int = 0) -> tuple[Tier, ...]:
+        """Returns the tiers from which a node can get a part, in the order in which to try them."""
+        holders = {each for each, ranks in self.held.items() if part in ranks}
+        tiers: list[tuple[Tier, bool]] = [("memory", node in holders), ("peer", bool(holders - {node}))]
         return tuple(tier for tier, has in (*tiers, ("durable", self.durable is not None)) if has)
 
 
@@ -195,7 +194,6 @@ def choose(
     catalog: Catalog,
     selector: Selector,
     accepts: Kind | None = None,
-    own: int | None = None,
     *,
     replicas: bool = False,
 ) -> list[Candidate]:
@@ -207,8 +205,6 @@ def choose(
         catalog: Contents of the tiers.
         selector: Request for a checkpoint.
         accepts: The wanted payload: see :func:`refuse_other_kind` for other payloads. None for any.
-        own: The part that this rank needs, if it looks only at its own node. This part suffices for a checkpoint that
-            is requested by name.
         replicas: True to count the mark that all parts are in the memory of other nodes, because they can be asked.
     """
     wanted = {target for alias, target in catalog.aliases.items() if selector.wants(alias)}
@@ -229,12 +225,7 @@ def choose(
     def in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
         return [made[content.save_id] for content in selector.in_order(each.content for each in candidates)]
 
-    complete = {save_id: each for save_id, each in made.items() if each.is_complete(replicas=replicas)}
-    usable = in_order(complete.values())
-    if selector.kind == "name" and own is not None:
-        # A checkpoint of fewer parts is refused for that, and not reported as missing.
-        rest = in_order(each for save_id, each in made.items() if save_id not in complete)
-        usable += [each for each in rest if own >= each.content.parts or own in set().union(*each.held.values())]
+    usable = in_order(each for each in made.values() if each.is_complete(replicas=replicas))
     if selector.companion and selector.kind != "name":
         there = {(each.name, each.content.step) for each in usable}
         usable = [

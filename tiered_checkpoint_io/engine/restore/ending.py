@@ -82,8 +82,6 @@ def why_nothing(
     hint = "see `tiered-ckpt ls` for those that exist"
     if by_name and (selector.name in ("latest", "last") or selector.name.startswith(f"{ids.SENTINELS}:")):
         hint = f"allowed: {ids.LOADABLE}"
-    if accepts == "local":
-        hint += "; local ones that several nodes hold in memory alone are loaded by name"
     return CheckpointNotFoundError(
         f"no {what} in memory or at {tiers.dirpath}" + (f" (it may have been: {'; '.join(damage)})" if damage else ""),
         operation="restore",

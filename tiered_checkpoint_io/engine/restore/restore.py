@@ -1,8 +1,9 @@
 """Restoring a checkpoint's file of one part: fetched to the node, verified, and held until it is loaded.
 
-All ranks load the same checkpoint of one file: the lowest rank of each node verifies or fetches it, the others
-map the same pages. A node without a copy reads another node's, and only if no node has one the durable tier's.
-A bad copy leads to the next source, then to the next candidate; it is quarantined and reported, never loaded.
+All ranks load the same full checkpoint: the lowest rank of each node verifies or fetches its file, the others map the
+same pages. Of a local checkpoint, each rank verifies or fetches the file of its shard. A node without a copy reads
+another node's, and only if no node has one the durable tier's. A bad copy leads to the next source, then to the next
+candidate; it is quarantined and reported, never loaded.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from tiered_checkpoint_io.engine.restore.elsewhere import at_its_place
 from tiered_checkpoint_io.engine.restore.ending import Found
 from tiered_checkpoint_io.engine.restore.peers import Peers
 from tiered_checkpoint_io.engine.restore.search import Attempt, Search
+from tiered_checkpoint_io.engine.save.uncoordinated import ShardRole
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.arriving import SlotDestination
 from tiered_checkpoint_io.engine.staging.loaded import retain_loaded, slot_for
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryTierError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryTierError, RestoreError
 from tiered_checkpoint_io.logs import of_step, rate, size_text
 from tiered_checkpoint_io.memory.parts import StoredPart, opened
 from tiered_checkpoint_io.memory.slots import Slot
@@ -338,7 +340,7 @@ class SlotOrFile:
 def restore(
     tiers: Tiers, selector: Selector, group: Group, rejected: Mapping[str, str] | None = None
 ) -> Restored | None:
-    """Fetches the checkpoint of one file that ``selector`` wants to every node.
+    """Fetches the full checkpoint that ``selector`` wants to every node.
 
     Every rank of ``group`` calls this, and all return the same checkpoint or raise the same
     error. ``rejected`` has the ids of saves that this rank can't take, and why.
@@ -351,51 +353,97 @@ def restore(
         RestoreError: There are some, but none is intact.
         TieredCheckpointError: As :meth:`Search.run`.
     """
-    return at_its_place(tiers, selector, lambda tiers, selector: _restore(tiers, selector, group, rejected))
+
+    def find(tiers: Tiers, selector: Selector) -> Restored | None:
+        fetcher, search = NodeFetcher(tiers), Search(tiers, selector, "full", group)
+        search.look(rejected)
+        restored = search.run(lambda candidate: _try(fetcher, candidate, search))
+        if restored is not None and group.rank == 0:
+            fetcher.report(restored)
+        if restored is None and (selector.kind == "name" or not isinstance(search.nothing, CheckpointNotFoundError)):
+            raise search.nothing
+        return restored
+
+    return at_its_place(tiers, selector, find)
 
 
-def _restore(tiers: Tiers, selector: Selector, group: Group, rejected: Mapping[str, str] | None) -> Restored | None:
-    fetcher = NodeFetcher(tiers)
-    search = Search(tiers, selector, "full", group)
-    search.look(rejected)
-    restored = search.run(lambda candidate: _try(fetcher, candidate, search))
-    if restored is not None and group.rank == 0:
+def restore_local(tiers: Tiers, selector: Selector, group: Group, role: ShardRole) -> Restored:
+    """Fetches the file of each rank's shard of the local checkpoint that ``selector`` wants; else as :func:`restore`.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        RestoreError: None is intact, another number of shards made it, or the ranks want different checkpoints.
+        TieredCheckpointError: As :meth:`Search.run`.
+    """
+
+    def find(tiers: Tiers, selector: Selector) -> Restored:
+        fetcher, search = NodeFetcher(tiers, part_rank=role.shard), Search(tiers, selector, "local", group)
+        search.look()
+        if len(asked := set(search.asked)) > 1:
+            raise RestoreError(
+                f"the ranks ask for different checkpoints: {sorted(each.name + each.terms for each in asked)}",
+                operation="load",
+                key=tiers.dirpath,
+                rank=role.shard,
+                hint="ranks that load different ones need a process_group each",
+            )
+
+        def attempt(candidate: Candidate) -> Restored | None:
+            shards = candidate.content.world_size
+            if shards != role.degree:
+                raise RestoreError(
+                    f"{candidate.name} is a local checkpoint of {shards} shards, and {role.degree} are to load it",
+                    operation="load",
+                    key=ids.join_url(tiers.dirpath, candidate.name),
+                    rank=role.shard,
+                    step=candidate.content.step,
+                    hint="the shard degree has to stay as it was; the number of replicas may change. To go on with"
+                    " another one, save by kind='sharded'",
+                )
+            return _try(fetcher, candidate, search, role.shard)
+
+        restored = search.run(attempt)
+        if restored is None:
+            raise search.nothing
         fetcher.report(restored)
-    if restored is None and (selector.kind == "name" or not isinstance(search.nothing, CheckpointNotFoundError)):
-        raise search.nothing
-    return restored
+        return restored
+
+    return at_its_place(tiers, selector, find)
 
 
-def _try(fetcher: NodeFetcher, candidate: Candidate, search: Search) -> Restored | None:
-    """Has every node's leader fetch a candidate; None if some node could not get it intact."""
+def _try(fetcher: NodeFetcher, candidate: Candidate, search: Search, shard: int | None = None) -> Restored | None:
+    """Has every node's leader fetch a candidate, or every rank its shard; None if some could not get it intact."""
+    fetches, part = search.leads or shard is not None, shard or 0
     # If only replicas are left, one node takes over the lost node's work.
-    takes_over = candidate.orphaned and search.group.rank == 0
-    sources = candidate.sources(search.group.node)
+    takes_over = candidate.is_orphaned(part) and (search.group.rank == 0 or shard is not None)
+    sources = candidate.sources(search.group.node, part)
     mine = Attempt[FetchedPart]()
-    if search.leads and "memory" in sources:
+    if fetches and "memory" in sources:
         mine = fetcher.fetch(candidate, "memory", search)
         if takes_over and mine.value is not None:
             mine = search.attempt(candidate, "memory", lambda: fetcher.adopt(candidate.save_id))
-    if any("peer" in candidate.sources(node) for node in set(search.nodes)):
+    if candidate.held and len(set(search.nodes)) > 1:
         with contextlib.closing(search.peers(candidate)) as peers:
-            if search.leads and mine.is_open and "peer" in sources:
+            if fetches and mine.is_open and "peer" in sources:
                 mine = mine.then(fetcher.fetch(candidate, "peer", search, peers, drained=not takes_over))
-    if search.leads and mine.is_open and "durable" in sources:
+    if fetches and mine.is_open and "durable" in sources:
         mine = mine.then(fetcher.fetch(candidate, "durable", search))
+    #: The rank that fetches for each rank.
+    fetching = [search.leader_of(node) if shard is None else rank for rank, node in enumerate(search.nodes)]
     everywhere = False
     try:
         found = search.share(mine, FetchedPart.brief)
-        everywhere = all(found[search.leader_of(node)] is not None for node in set(search.nodes))
+        everywhere = all(found[rank] is not None for rank in fetching)
     finally:
         if not everywhere and mine.value is not None:
             mine.value.drop()
-    here = found[search.leader_of(search.group.node)]
+    here = found[fetching[search.group.rank]]
     if here is None or not everywhere:
         return None
-    if not search.leads:
+    if not fetches:
         here.bytes_read = 0
-    is_durable = candidate.durable is not None
-    restored = search.together(lambda: fetcher.hold(here, search, keep=True, is_durable=is_durable), Restored.release)
-    if search.leads:
+    keep, is_durable = shard is None, candidate.durable is not None
+    restored = search.together(lambda: fetcher.hold(here, search, keep=keep, is_durable=is_durable), Restored.release)
+    if fetches:
         fetcher.retain(here)
     return restored

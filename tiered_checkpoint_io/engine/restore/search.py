@@ -28,7 +28,6 @@ from tiered_checkpoint_io.engine.restore.catalog import (
 from tiered_checkpoint_io.engine.restore.choice import (
     Candidate,
     Catalog,
-    Held,
     Selector,
     choose,
     refuse_other_kind,
@@ -94,27 +93,17 @@ class _Turn(NamedTuple):
 class Search:
     """One search; its public state except the selector is the same on all ranks."""
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        selector: Selector,
-        accepts: Kind,
-        group: Group,
-        own: int | None = None,
-        *,
-        replicas: bool = False,
-    ) -> None:
-        """Takes the request; for ``accepts``, ``own`` and ``replicas`` see :func:`choose`."""
+    def __init__(self, tiers: Tiers, selector: Selector, accepts: Kind, group: Group) -> None:
+        """Takes the request; for ``accepts`` see :func:`choose`."""
         self._tiers = tiers
         self.selector = selector
         self._accepts: Kind = accepts
         self.group = group
-        self._own = own
-        self._replicas = replicas
         #: Rank of this process, for its messages.
-        self._rank = group.rank if own is None else own
-        #: The node of each rank.
+        self._rank = group.rank
+        #: The node of each rank, and its request.
         self.nodes: list[str] = []
+        self.asked: list[Selector] = []
         #: Copies that were tried, or could not be read, and why they were not taken.
         self.rejected: list[str] = []
         #: The newest save that was seen in any tier; later runs count on from there.
@@ -134,20 +123,18 @@ class Search:
         self._notes: list[str] = []
 
     # ------------------------------------------------------------------------------------ looking
-    def look(self, rejected: Mapping[str, str] | None = None) -> list[Held]:
+    def look(self, rejected: Mapping[str, str] | None = None) -> None:
         """Has the lowest rank of each node list its memory; every rank calls this.
 
         Args:
             rejected: Ids of saves that this rank can't take, and why.
-
-        Returns:
-            Parts that this rank listed; nothing if another rank of its node did.
         """
-        gathered: list[tuple[str, dict[str, str]]] = self.group.all_gather((self.group.node, dict(rejected or {})))
-        self.nodes = [node for node, _ in gathered]
+        request = self.group.node, self.selector, dict(rejected or {})
+        gathered: list[tuple[str, Selector, dict[str, str]]] = self.group.all_gather(request)
+        self.nodes, self.asked = [node for node, _, _ in gathered], [selector for _, selector, _ in gathered]
         # If one rank can't read a save, the others know no more.
         self._why = {}
-        for _, theirs in gathered:
+        for _, _, theirs in gathered:
             self._why |= {save_id: self._why.get(save_id) or why for save_id, why in theirs.items()}
         self._tried = set(self._why)
         self.reject(f"save {save_id}: {why or 'a rank can not read it'}" for save_id, why in sorted(self._why.items()))
@@ -162,15 +149,6 @@ class Search:
         self._seen = {held.content.save_id for each in self._memory.values() for held in each.held}
         if self.selector.kind != "name":
             self._notes = [note for each in self._memory.values() for note in each.damaged]
-        return mine.held if mine is not None else []
-
-    def check(self) -> None:
-        """Raises the error that ended the look; :meth:`run` does the same on all ranks."""
-        nodes = self._memory.values()
-        raise_first(each.error for each in nodes)
-        if self.selector.kind != "name":
-            # A newer release's part may be the newest of all; this release can't read it.
-            raise_first(each.newer for each in nodes)
 
     @property
     def leads(self) -> bool:
@@ -292,9 +270,13 @@ class Search:
         Raises:
             TieredCheckpointError: As :meth:`run`.
         """
-        self.check()
+        nodes = self._memory.values()
+        raise_first(each.error for each in nodes)
+        if self.selector.kind != "name":
+            # A newer release's part may be the newest of all; this release can't read it.
+            raise_first(each.newer for each in nodes)
         if not self._untried(self._catalog()):
-            _go(each.elsewhere for each in self._memory.values())
+            _go(each.elsewhere for each in nodes)
         known, is_there, listed = DurableCatalog(), self.selector.kind not in ("latest", "last"), None
         for known in self._durable():
             if known.listed is not None:
@@ -355,7 +337,7 @@ class Search:
 
     def _untried(self, catalog: Catalog) -> list[Candidate]:
         """Returns the wanted candidates that were not tried yet, in the order to try."""
-        options = choose(catalog, self.selector, self._accepts, self._own, replicas=self._replicas)
+        options = choose(catalog, self.selector, self._accepts)
         in_vain = self._tried | self._tried_in_memory
         return [each for each in options if each.save_id not in (self._tried if each.durable is not None else in_vain)]
 
