@@ -161,12 +161,12 @@ def load(job, seed, rows=base.ROWS, **more):
     return {**base.told(reader, state, seed, rows), "tiers": held(job)}
 
 
-def stop(job, rank, until):
-    """Stops one rank for some seconds, or until there is a mark; the other ranks continue."""
+def stop(job, rank, seconds):
+    """Stops one rank for some seconds; the other ranks continue."""
     if dist.get_rank() == rank:
         pid = os.getpid()
         if os.fork() == 0:
-            await_mark(job, rank, until) if isinstance(until, str) else time.sleep(until)
+            time.sleep(seconds)
             os.kill(pid, signal.SIGCONT)
             os._exit(0)
         os.kill(pid, signal.SIGSTOP)
