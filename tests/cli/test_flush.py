@@ -14,13 +14,13 @@ from support.sharded import make_part
 from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
-from tiered_checkpoint_io.engine.drain.locks import is_locked
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
 from tiered_checkpoint_io.engine.durable.lease import holder_of
 from tiered_checkpoint_io.engine.durable.manifests import names_of, read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, DrainError
 from tiered_checkpoint_io.inventory.node import to_flush
+from tiered_checkpoint_io.memory.locks import is_locked
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 

@@ -33,7 +33,7 @@ def test_a_run_that_goes_back_is_newer_than_the_one_before_it(start, memory_dir)
 @pytest.fixture
 def small(tmp_path):
     """Yields a node's memory of 4 MiB, of which the operation log takes 2."""
-    with mounted_tmpfs(tmp_path / "small", 4 << 20) as folder:
+    with mounted_tmpfs(tmp_path / "small", 6 << 20) as folder:
         yield str(folder)
 
 

@@ -23,13 +23,13 @@ from support.story import Model
 from support.supporting import build
 
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, Drain
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.engine.durable.sweep import delete, sweep
 from tiered_checkpoint_io.errors import RestoreError
+from tiered_checkpoint_io.memory.locks import release, try_lock
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.directory import DirectoryStore

@@ -11,10 +11,10 @@ from support.supporting import build, supported
 
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
-from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
 from tiered_checkpoint_io.engine.ranks.coordination import device_of
 from tiered_checkpoint_io.errors import SaveError
+from tiered_checkpoint_io.memory.locks import release, try_lock
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 

@@ -14,13 +14,13 @@ from support.waiting import until
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain import status
-from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.drain.status import NewOutcomes, failure_of
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, Stores
 from tiered_checkpoint_io.engine.drain.unfinished import Begun
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.errors import StoreError
+from tiered_checkpoint_io.memory.locks import release, try_lock
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 

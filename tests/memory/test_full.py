@@ -17,12 +17,12 @@ from support.tenants import Tenant, Watch, descriptors_to_spare, mounted_tmpfs, 
 
 from tiered_checkpoint_io import TieredStorageWriter, dcp
 from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine.drain.locks import try_lock
 from tiered_checkpoint_io.engine.restore.restore import NodeFetcher
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.export import new_files
 from tiered_checkpoint_io.memory import node, parts
 from tiered_checkpoint_io.memory import tier as memory
+from tiered_checkpoint_io.memory.locks import try_lock
 from tiered_checkpoint_io.memory.node import memory_left, memory_limit
 from tiered_checkpoint_io.memory.parts import PINNED
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -86,7 +86,7 @@ def test_a_tmpfs_that_is_full_from_the_start(small, start, warned):
     tenant.fills()
     io = start(memory_dir=str(small))
     with pytest.raises(
-        SaveError, match=r"^no room for the queue for the durable tier: .*memory_dir is full: .*name a spill_dir"
+        SaveError, match=r"^no room for the queue for the durable tier: .*memory_dir is full: .*lower memory_keep_last$"
     ):
         io.save_checkpoint(state(1), "1.ckpt")
     with warned(SKIPPED):
@@ -95,6 +95,39 @@ def test_a_tmpfs_that_is_full_from_the_start(small, start, warned):
     io.save_checkpoint(state(3), "3.ckpt")
     assert io.load_checkpoint("tiered:latest")["global_step"] == 3
     io.teardown()
+
+
+def test_ended_trials_give_their_memory_to_the_next_if_all_they_have_is_durable(start, tmp_path, caplog):
+    caplog.set_level("INFO", "tiered_checkpoint_io")
+    with mounted_tmpfs(tmp_path / "shm", 24 * MIB) as shm, contextlib.ExitStack() as ends:
+
+        def trial(name, *, mib=4, io=None, **options):
+            io = io or start(dirpath=str(tmp_path / name), memory_dir=str(shm), namespace=name, spill_dir=None)
+            ends.callback(io.teardown)
+            if mib:
+                io.save_checkpoint(large(1, mib=mib), "1.ckpt", **options)
+            return io
+
+        def held():
+            return sorted(each.name for each in shm.glob("tiered-*/*"))
+
+        trial("only-here", storage_options=MEMORY_ONLY).teardown()
+        for name in ("a", "b"):
+            trial(name).teardown()
+        assert held() == ["a", "b", "only-here"]
+        live = trial("c")
+        assert held() == ["b", "c", "only-here"], "the oldest goes"
+        assert "took memory of ended runs, whose checkpoints are all durable: a (" in caplog.text
+        where = f"--memory-dir {shm} --namespace only-here"
+        large_one = trial("d", mib=0)
+        with pytest.raises(SaveError) as full:
+            trial("d", mib=12, io=large_one)
+        assert f"`tiered-ckpt flush {where}`, then `tiered-ckpt clean --yes {where}`" in full.value.hint
+        assert re.search(r"c \([0-9.]+ MiB, in use\)", full.value.hint)
+        assert held() == ["c", "d", "only-here"]
+        live.teardown()
+        trial("d", mib=12, io=large_one).teardown()
+        assert all(trial(name, mib=0).load_checkpoint("1.ckpt") for name in ("a", "b", "c", "only-here"))
 
 
 def test_other_processes_take_the_memory_of_the_node_or_job(kept, tmp_path, monkeypatch, warned):
@@ -332,7 +365,7 @@ def done(call, *args, **options):
     try:
         call(*args, **options)
     except SaveError as error:
-        assert re.search("^no room for .*name a spill_dir", str(error)), error
+        assert re.search("^no room for .*(name a spill_dir|memory_dir is full: )", str(error)), error
         return False
     return True
 

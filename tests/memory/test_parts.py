@@ -369,7 +369,7 @@ def test_who_registers_a_slots_pages_is_told_that_it_loses_some(memory_dir):
 
 def test_no_part_goes_for_a_slot_that_has_room_once_the_free_ones_are_given_up():
     class Tier:
-        tries = 0
+        tries, find_room = 0, lambda *_: ""
 
         def acquire(self, size):
             self.tries += 1

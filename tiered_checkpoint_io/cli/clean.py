@@ -15,13 +15,15 @@ from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.options import Node, Output, path_of
 from tiered_checkpoint_io.cli.output import Columns, say, show, write_json
 from tiered_checkpoint_io.clock import SYSTEM
-from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
+from tiered_checkpoint_io.engine.leasing.namespace_lock import delete, left_by, lock_out
+from tiered_checkpoint_io.engine.staging.retention import only_here
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, read_all, resumable
-from tiered_checkpoint_io.inventory.node import TRAINERS, HeldSave, by_payload, owned, saves_of, undone, with_units
+from tiered_checkpoint_io.inventory.node import owned, saves_of, undone
 from tiered_checkpoint_io.logs import size_text
+from tiered_checkpoint_io.memory.locks import release, try_lock
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.spill import AUTO, OWNER_FILE, siblings, spill_dir_of, spill_root
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier
@@ -97,7 +99,9 @@ class Clean(Output, Node):
             if self.yes:
                 if is_used:
                     raise ConfigError(f"{root} was left as it is: {_USED}", hint="end it first")
-                _delete(root, spills, left)
+                delete(root, [each.root for each in spills], SYSTEM)
+                for folder in left:
+                    shutil.rmtree(folder, ignore_errors=True)
         if self.yes:
             with contextlib.suppress(OSError):
                 root.parent.rmdir()
@@ -131,30 +135,9 @@ def _held(tiers: Iterable[MemoryTier]) -> tuple[list[StoredPart], list[Unreadabl
 
 def _is_used(root: Path, held: contextlib.ExitStack) -> bool:
     """Locks out trainers and drains until ``held`` ends; returns whether one of them was there before."""
-    locks = {name: try_lock(root / name) for name in (*TRAINERS, LOCK_FILE)} if root.is_dir() else {}
-    for lock in filter(None, locks.values()):
-        held.callback(release, lock)
-    busy = {name for name, lock in locks.items() if lock is None}
+    busy = lock_out(root, held) if root.is_dir() else set()
     # An idle drain is no reason to keep a memory.
     return bool(busy - {LOCK_FILE}) or (bool(busy) and undone(root) > 0)
-
-
-def _delete(root: Path, spills: Sequence[MemoryTier], left: Sequence[Path]) -> None:
-    """Deletes the memory of a namespace, and its spills.
-
-    Memory is renamed first, so that no process finds it or queues anything there; a drain without work that holds its
-    lock leaves, because its file is gone. The spill goes before the memory, which names the spill to the next command
-    if this one is killed.
-    """
-    going = []
-    if root.is_dir():
-        going.append(root.with_name(f"{_left_by(root)}{SYSTEM.token(8)}"))
-        root.rename(going[0])
-    for folder in (*(each.root for each in spills), *going):
-        if folder.is_dir():
-            shutil.rmtree(folder)
-    for folder in left:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _show(
@@ -190,7 +173,7 @@ def _left_over(root: Path, held: contextlib.ExitStack) -> list[Path]:
     found: list[Path] = []
     for left in sorted(root.parent.iterdir()) if root.parent.is_dir() else ():
         # One that is locked is another command's, which may put it back.
-        if left.name.startswith(_left_by(root)) and (lock := try_lock(left / TRAINERS_FILE)) is not None:
+        if left.name.startswith(left_by(root)) and (lock := try_lock(left / TRAINERS_FILE)) is not None:
             held.callback(release, lock)
             found.append(left)
     return found
@@ -228,11 +211,6 @@ def _used_by(spill: Path) -> str:
     return f"no process uses it; run clean again, with --spill-dir {spill.parent.parent}"
 
 
-def _left_by(root: Path) -> str:
-    """Returns the prefix of the names by :func:`_delete`, under which a killed command leaves remains."""
-    return f".{root.name}.cleaned-"
-
-
 def _warnings(
     root: Path,
     config: TieredCheckpointConfig | None,
@@ -258,31 +236,27 @@ def _nowhere_else(config: TieredCheckpointConfig | None, place: Place, parts: It
 
     Replicas on other nodes are in memory too, and may be cleaned at the same time: they do not count.
     """
-    here = saves_of(each for each in parts if each.part.place == place)
-    newest = [group[0] for group in by_payload(here)]
-    if not newest:
+    here = [each for each in parts if each.part.place == place and each.part.content.resumable]
+    if not (lost := only_here(here, {})):
         return ""
     try:
         there = config_at(config or TieredCheckpointConfig.from_any(dirpath=place.dirpath), place)
         found = ask(there, read_all, place.dirpath)
-        needed = [each for save in newest if not _is_older(save, found) for each in with_units([save], here)]
+        held = {(place, each.name): each.manifest.settled.save_id for each in found if each.manifest is not None}
+        lost = [each for each in only_here(here, held) if not _is_older(each.part, found)]
     except TieredCheckpointError as error:
-        named = _named(newest[0].parts[0].part)
+        named = _named(lost[-1].part)
         return f"could not check whether its newest checkpoint {named} is on the durable tier too: {error}"
-    held = {each.name: each.manifest.settled.save_id for each in found if each.manifest is not None}
-    lost = next((each for each in needed if held.get(each.name, "") < each.content.save_id), None)
-    if lost is None:
-        return ""
-    return f"its newest checkpoint {_named(lost.parts[0].part)} is not on the durable tier {place.dirpath}"
+    return f"its newest checkpoint {_named(lost[0].part)} is not on the durable tier {place.dirpath}" if lost else ""
 
 
-def _is_older(save: HeldSave, found: Sequence[DurableCheckpoint]) -> bool:
+def _is_older(part: Part, found: Sequence[DurableCheckpoint]) -> bool:
     """Returns True if a restart would take a later durable save of the same payload and another step."""
-    alike = [each for each in found if each.manifest is None or each.manifest.settled.kind == save.content.kind]
+    alike = [each for each in found if each.manifest is None or each.manifest.settled.kind == part.content.kind]
     meant = next(iter(resumable(alike)), None)
-    if meant is None or meant.save_id <= save.content.save_id:
+    if meant is None or meant.save_id <= part.save_id:
         return False
-    return unit_of(meant.name, meant.content.step) != unit_of(save.name, save.content.step)
+    return unit_of(meant.name, meant.content.step) != unit_of(part.name, part.content.step)
 
 
 def _named(part: Part) -> str:

@@ -19,7 +19,7 @@ from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.operations import DAMAGED_IN_MEMORY
 from tiered_checkpoint_io.engine.drain.process import ended_by_signal, run
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
+from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, tier_at
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable.files import read_if_there
 from tiered_checkpoint_io.engine.durable.lease import holder_of
@@ -38,7 +38,6 @@ from tiered_checkpoint_io.inventory.node import (
     has_trainer,
     held_part,
     owned,
-    tier_at,
     to_flush,
 )
 from tiered_checkpoint_io.logs import get_logger

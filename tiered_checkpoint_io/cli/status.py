@@ -15,8 +15,9 @@ from tiered_checkpoint_io.cli.listing import PART_STATES
 from tiered_checkpoint_io.cli.options import Nodes, Output, path_of
 from tiered_checkpoint_io.cli.output import Columns, cells_of, is_terminal, say, show, write, write_json
 from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.stores import tier_at
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
-from tiered_checkpoint_io.inventory.node import HeldPart, Tier, held_part, tier_at, tier_of, time_of
+from tiered_checkpoint_io.inventory.node import HeldPart, Tier, held_part, tier_of, time_of
 from tiered_checkpoint_io.inventory.rows import marked
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.metrics import Sample, collect, prometheus_text, write_textfile

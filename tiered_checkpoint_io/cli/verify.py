@@ -13,6 +13,7 @@ from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.options import AnyDirpath, Name, Nodes, Output, Server, name_of
 from tiered_checkpoint_io.cli.output import Columns, is_terminal, progress, row_writer, write_json
 from tiered_checkpoint_io.engine import chunks
+from tiered_checkpoint_io.engine.drain.stores import tier_at
 from tiered_checkpoint_io.engine.durable.damage import Damage, content_or_damage
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -22,7 +23,6 @@ from tiered_checkpoint_io.errors import (
     is_other_format,
 )
 from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, checkpoints, read, resumable
-from tiered_checkpoint_io.inventory.node import tier_at
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids

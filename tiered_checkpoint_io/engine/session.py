@@ -30,6 +30,7 @@ from tiered_checkpoint_io.engine.drain.status import (
 from tiered_checkpoint_io.engine.durable.files import read_if_there
 from tiered_checkpoint_io.engine.durable.manifests import names_of
 from tiered_checkpoint_io.engine.leasing.claims import Claims, launch_rank
+from tiered_checkpoint_io.engine.leasing.namespace_lock import make_room
 from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_size, leads_node, may_lead_node
 from tiered_checkpoint_io.engine.replication.meeting import Peering
@@ -149,6 +150,7 @@ class Session:
             note_budget(tier)
             tier.use_spill(config.spill_dir)
             tier.place, tier.awaited = self.place, self._peering.awaited
+            tier.find_room = lambda missing: make_room(tier, missing, self.log, self.clock)
             tier.on_commit = lambda stored: self._peering.committed(stored, self.log)
             # Its process may have another temporary directory.
             found = replace(config, spill_dir=spill_dir_of(config.spill_dir))

@@ -10,15 +10,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from tiered_checkpoint_io.engine.drain.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, last_config
-from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
-from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
+from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, last_config, tier_at
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
+from tiered_checkpoint_io.engine.leasing.namespace_lock import TRAINERS
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, is_other_format
+from tiered_checkpoint_io.memory.locks import is_locked, release, try_lock
 from tiered_checkpoint_io.memory.parts import PART_FILE, REPLICAS, StoredPart
-from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier, namespace_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Content, Kind, Part
@@ -31,8 +30,6 @@ Tier = Literal["memory", "spill", "replicas", "durable"]
 #: committed its save there; ``sent``: it is there, and another node commits its save; ``unknown``: a copy of a part
 #: that another node uploads, or too long ago; ``memory_only``: not for the durable tier, or given up, or deleted there.
 PartState = Literal["waiting", "durable", "sent", "unknown", "memory_only"]
-#: Locks of processes that may add to the memory: a trainer, and a job.
-TRAINERS = (TRAINERS_FILE, JOB_FILE)
 #: Durable tier, step, and the name without its folder.
 Unit: TypeAlias = tuple[Place, UnitKey, str]
 
@@ -83,14 +80,6 @@ def owned(root: Path) -> Path:
 
 def _is_tier(root: Path) -> bool:
     return all((root / folder).is_dir() for folder in FOLDERS)
-
-
-def tier_at(root: Path) -> MemoryTier:
-    """Returns the memory tier of a root with its spill."""
-    tier, config = MemoryTier(root), last_config(root)
-    tier.use_spill(config.spill_dir if config is not None else AUTO)
-    tier.place = place_of(config) if config is not None else None
-    return tier
 
 
 def has_trainer(root: Path) -> bool:

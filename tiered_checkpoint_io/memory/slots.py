@@ -319,7 +319,7 @@ class SlotPool:
         """Returns a new slot, without space yet."""
         while True:
             path = os.path.join(self._folder, self._slot_name())
-            with needs_space("no space for one more file", operation="stage", key=path):
+            with needs_space("no space for one more file", operation="stage", key=path, hint=self._hint):
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -348,7 +348,8 @@ class SlotPool:
                     key=self._folder,
                     hint=self._hint,
                 )
-            with needs_space(f"no space for a checkpoint of {size} bytes", operation="stage", key=slot.path):
+            text = f"no space for a checkpoint of {size} bytes"
+            with needs_space(text, operation="stage", key=slot.path, hint=self._hint):
                 slot.reserve(size, patient=patient)
 
     @contextlib.contextmanager

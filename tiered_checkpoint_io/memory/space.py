@@ -12,7 +12,7 @@ from tiered_checkpoint_io.errors import MemoryTierError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 _SCARCE = (errno.EMFILE, errno.ENFILE, *NO_SPACE)
-FULL_HINT = "memory_dir is full: give it more space (docker: --shm-size), lower memory_keep_last, or name a spill_dir"
+FULL_HINT = "memory_dir is full: give it more space (docker: --shm-size), or lower memory_keep_last"
 
 
 class MemoryFullError(MemoryTierError):

@@ -102,6 +102,8 @@ class MemoryTier:
         self.on_commit: Callable[[StoredPart], None] | None = None
         #: The saves of which no part may go, as they are being replicated; fewer if room is urgent (True).
         self.awaited: Callable[[bool], Collection[str]] = lambda _: ()
+        #: Takes so many bytes from ended namespaces; or returns advice if that is not possible.
+        self.find_room: Callable[[int], str] = lambda _: ""
         #: Rung when there is something new for the drain.
         self.bell: Callable[[], None] = lambda: None
         #: The job's durable tier.

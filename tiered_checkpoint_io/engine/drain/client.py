@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.engine.drain.log import LOG_SIZE
 from tiered_checkpoint_io.engine.drain.operations import (
     SAVES,
     Outcome,
@@ -22,6 +23,7 @@ from tiered_checkpoint_io.engine.drain.status import NewOutcomes, Standstill, St
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import Logger, names_text
+from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -49,7 +51,6 @@ class DrainHandle:
         self.progress = self.queue.progress
         self._standstill = Standstill(self.progress, clock)
         self.runner = DrainRunner(tier.root, self.queue, config, logger, clock)
-        self.start = self.runner.start
         #: A thread that replicates asks for it too.
         self._serving = threading.Lock()
         #: The save that the last :meth:`has_room` gave up.
@@ -66,6 +67,15 @@ class DrainHandle:
         tier.bell = self.queue.ring
 
     # ----------------------------------------------------------------------------------- life
+    def start(self) -> None:
+        """See :meth:`DrainRunner.start`; ended namespaces give their room for the operation log."""
+        try:
+            self.runner.start()
+        except MemoryFullError as full:
+            if advice := self._tier.find_room(LOG_SIZE):
+                raise full.reworded(full.message, hint=f"{full.hint}; {advice}") from full
+            self.runner.start()
+
     def keep_up(self) -> None:
         """Starts again a drain that has died with work left, if this process had one run."""
         runner = self.runner
@@ -105,6 +115,7 @@ class DrainHandle:
             if self.leave_by is not None:
                 timeout_s = min(timeout_s, max(0.0, self.leave_by - self._clock.monotonic()))
         self.runner.leave(timeout_s)
+        self.queue.close()
 
     # ----------------------------------------------------------------------------------- work
     def submit(self, request: Request) -> None:

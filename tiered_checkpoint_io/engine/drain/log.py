@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.drain.locks import flock
 from tiered_checkpoint_io.errors import MemoryTierError
 from tiered_checkpoint_io.memory import forks
+from tiered_checkpoint_io.memory.locks import flock
 from tiered_checkpoint_io.memory.private import inode_at, inode_of
 from tiered_checkpoint_io.memory.space import MemoryFullError, needs_space
 
@@ -45,6 +45,8 @@ _BEAT_AT, _BEAT_SIZE = 4096, 4096
 _HALVES_AT = 8192
 #: Room for the outcomes that are kept, and for some thousand requests. Taken from the memory tier, so no more.
 _HALF = 1 << 20
+#: Bytes of the file.
+LOG_SIZE = _HALVES_AT + 2 * _HALF
 #: Share of a half that is left to the writes that empty the log.
 _SPARE = 8
 
@@ -195,9 +197,9 @@ class OperationLog:
                 hint="look for a process of this job that is stopped",
             )
         try:
-            if os.fstat(file).st_size < _HALVES_AT + 2 * _HALF:
+            if os.fstat(file).st_size < LOG_SIZE:
                 with needs_space("no space for the operation log", operation="open", key=str(self._path)):
-                    os.posix_fallocate(file, 0, _HALVES_AT + 2 * _HALF)
+                    os.posix_fallocate(file, 0, LOG_SIZE)
             self._take_up()
             yield file
         finally:

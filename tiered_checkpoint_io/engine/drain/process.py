@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.drain.locks import is_locked, is_lost, release, share, try_lock
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.serving import ask_to_serve
 from tiered_checkpoint_io.engine.drain.status import LOG
@@ -25,6 +24,7 @@ from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.errors import DrainError, TieredCheckpointError
 from tiered_checkpoint_io.logs import DebugOnly, Logger, get_logger
+from tiered_checkpoint_io.memory.locks import is_locked, is_lost, release, share, try_lock
 from tiered_checkpoint_io.memory.private import write_atomic, write_over
 from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig

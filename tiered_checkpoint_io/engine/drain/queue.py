@@ -79,6 +79,8 @@ class Queue:
         self._log = OperationLog(root / LOG_FILE, clock=clock)
         #: Makes the log if it is missing, or raises MemoryFullError.
         self.open = self._log.open
+        #: Lets go of the log, which takes node memory until then, even if its namespace is deleted.
+        self.close = self._log.close
         #: Bytes that differ from the last call's if there is anything new: a cheap look, for processes that wait.
         self.version = self._log.poll
         #: The same, for callers to whom the drain's reports are new, too.

@@ -9,6 +9,8 @@ from pathlib import Path
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import ConfigError, StoreError
 from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.memory.spill import AUTO
+from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import Store, config_at, place_of
@@ -22,6 +24,14 @@ def last_config(root: Path) -> TieredCheckpointConfig | None:
         return TieredCheckpointConfig.from_json((root / CONFIG_FILE).read_text())
     except (OSError, ConfigError, ValueError):
         return None
+
+
+def tier_at(root: Path) -> MemoryTier:
+    """Returns the memory tier of a root with its spill."""
+    tier, config = MemoryTier(root), last_config(root)
+    tier.use_spill(config.spill_dir if config is not None else AUTO)
+    tier.place = place_of(config) if config is not None else None
+    return tier
 
 
 class Stores:

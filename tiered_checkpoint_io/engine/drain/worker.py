@@ -14,7 +14,6 @@ from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.execute import Executor
-from tiered_checkpoint_io.engine.drain.locks import is_lost, release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import next_operation
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.serving import Server
@@ -22,6 +21,7 @@ from tiered_checkpoint_io.engine.drain.status import Reporter, shorten_log
 from tiered_checkpoint_io.engine.drain.stores import Stores
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.memory.locks import is_lost, release, try_lock
 from tiered_checkpoint_io.memory.private import make_folders
 from tiered_checkpoint_io.memory.space import MemoryFullError, is_scarcity
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier

@@ -2,24 +2,38 @@
 
 Two jobs in one namespace would remove each other's checkpoints by their retention, and each would configure the drain
 for its own durable tier. A job is known by its launch, which is in a file; each of its processes holds a shared lock on
-another file, which ends with the process.
+another file, which ends with the process. Memory of namespaces that have ended is room for others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.drain.locks import is_lost, release, share, try_lock
+from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.stores import tier_at
+from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE as DRAIN_FILE
+from tiered_checkpoint_io.engine.drain.worker import TRAINERS_FILE
+from tiered_checkpoint_io.engine.staging.retention import only_here
 from tiered_checkpoint_io.errors import ConfigError
-from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.logs import Logger, size_text
+from tiered_checkpoint_io.memory.locks import is_lost, release, share, try_lock
+from tiered_checkpoint_io.memory.parts import SAVES
 from tiered_checkpoint_io.memory.private import write_atomic
+from tiered_checkpoint_io.memory.space import used
+from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.launches import are_one
+from tiered_checkpoint_io.model.place import Place
 
 LOCK_FILE = "job.lock"
+#: Locks of processes that may add to the memory: a trainer, and a job.
+TRAINERS = (TRAINERS_FILE, LOCK_FILE)
 _FACTS_FILE = "job.json"
 
 
@@ -100,3 +114,69 @@ def _facts(root: Path) -> dict[str, Any]:
     except (FileNotFoundError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}
+
+
+def lock_out(root: Path, held: contextlib.ExitStack) -> set[str]:
+    """Locks trainers and drains out of a namespace until ``held`` ends; returns the locks that others hold."""
+    locks = {name: try_lock(root / name) for name in (*TRAINERS, DRAIN_FILE)}
+    for lock in filter(None, locks.values()):
+        held.callback(release, lock)
+    return {name for name, lock in locks.items() if lock is None}
+
+
+def delete(root: Path, spills: Iterable[Path], clock: Clock) -> None:
+    """Deletes the memory of a namespace, and its spills.
+
+    Memory is renamed first, so that no process finds it or queues anything there; a drain without work that holds its
+    lock leaves, because its file is gone. The spill goes before the memory, which names the spill to the next command
+    if this one is killed.
+    """
+    going = [root.with_name(f"{left_by(root)}{clock.token(8)}")] if root.is_dir() else []
+    for renamed in going:
+        root.rename(renamed)
+    for folder in filter(Path.is_dir, (*spills, *going)):
+        shutil.rmtree(folder)
+
+
+def left_by(root: Path) -> str:
+    """Returns the prefix of the names by :func:`delete`, under which a killed process leaves remains."""
+    return f".{root.name}.cleaned-"
+
+
+def make_room(tier: MemoryTier, missing: int, log: Logger, clock: Clock) -> str:
+    """Deletes ended namespaces of this user whose checkpoints are durable, the oldest first, until there is room.
+
+    Returns:
+        Advice that names the namespaces which take memory too; empty if there is room, or if they do not matter.
+    """
+    if tier.budget is not None and tier.budget - tier.usage() < missing:
+        return ""
+    taken, left = [], []
+    roots = [each for each in tier.root.parent.glob("[!.]*") if each != tier.root and (each / SAVES).is_dir()]
+    for root in sorted(roots, key=lambda each: each.stat().st_mtime):
+        # Another process may do the same.
+        with contextlib.ExitStack() as held, contextlib.suppress(FileNotFoundError):
+            if tier.room() >= missing:
+                break
+            other, size = tier_at(root), size_text(used(root))
+            if lock_out(root, held):
+                left.append(f"{root.name} ({size}, in use)")
+            elif _is_needed(other):
+                where = f"--memory-dir {root.parent.parent} --namespace {root.name}"
+                free = f"`tiered-ckpt flush {where}`, then `tiered-ckpt clean --yes {where}`"
+                left.append(f"{root.name} ({size}, not all known to be durable: {free})")
+            else:
+                delete(root, [other.spill.root] if other.spill is not None else [], clock)
+                taken.append(f"{root.name} ({size})")
+    if taken:
+        log.info("took memory of ended runs, whose checkpoints are all durable: %s", ", ".join(taken))
+    return "" if tier.room() >= missing or not left else f"other namespaces take memory too: {', '.join(left)}"
+
+
+def _is_needed(tier: MemoryTier) -> bool:
+    """Returns True if memory may hold anything that is not known to be on the durable tier, and is needed."""
+    queue, there = Queue(tier.root), dict[tuple[Place, str], str]()
+    for each in queue.outcomes():
+        if each.state == "committed" and each.action in ("save", "delete"):
+            there[each.place, each.name] = each.op_id if each.action == "save" else ""
+    return bool(queue.look(tier) or tier.unreadable() or only_here(tier.held(), there))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.chunks import unverified
-from tiered_checkpoint_io.engine.drain.locks import release, try_lock
 from tiered_checkpoint_io.engine.drain.operations import NAMING
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable.files import is_gone
@@ -28,6 +27,7 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.logs import Logger, names_text
+from tiered_checkpoint_io.memory.locks import release, try_lock
 from tiered_checkpoint_io.memory.parts import PART_FILE, StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids

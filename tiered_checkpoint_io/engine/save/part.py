@@ -97,8 +97,8 @@ class PartSave:
         tier, capturer, drain = session.open()
         began = session.clock.monotonic()
         with needing_room(session, self.facts):
-            if durable:
-                drain.start()
+            # A memory-only save leaves room for the log of later deletes and uploads.
+            (drain.start if durable else drain.queue.open)()
             self.slot = capturer.acquire(
                 size,
                 self.facts.scope(self.rank, session.place),

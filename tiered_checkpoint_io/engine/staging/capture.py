@@ -211,7 +211,8 @@ def acquire_for(tier: MemoryTier, size: int, going_for: Callable[[int], list[Sto
         return tier.acquire(size)
     except BusyError:
         raise
-    except MemoryFullError:
+    except MemoryFullError as full:
+        advice = tier.find_room(size + _ROUND)
         # The pool has just given up its free slots, so the number of missing bytes is known exactly.
         missing = size + _ROUND - tier.room()
         if missing <= 0:
@@ -221,6 +222,8 @@ def acquire_for(tier: MemoryTier, size: int, going_for: Callable[[int], list[Sto
             missing = size + _ROUND - tier.room()
         going = going_for(max(1, missing))
         if not going:
+            if advice:
+                raise full.reworded(full.message, hint=f"{full.hint}; {advice}") from full
             raise
         for stored in going:
             tier.remove(stored)

@@ -6,13 +6,13 @@ One rule for all payloads. Only the evidence differs between ways to save: the s
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Part
-from tiered_checkpoint_io.model.place import AtPlace, Server
+from tiered_checkpoint_io.model.manifest import Kind, Part
+from tiered_checkpoint_io.model.place import AtPlace, Place, Server
 
 #: Number of saves that a node holds, of which the oldest is complete: ranks that train together are one save apart.
 _COMPLETE = 2
@@ -251,6 +251,20 @@ def outdated_replicas(held: Iterable[StoredPart], *, keep: int) -> list[StoredPa
         scope = Scope(newest, rank, payload, place.dirpath, server=place.server)
         outdated += removable(replicas, scope, keep, all_complete(replicas, scope))
     return sorted(outdated, key=lambda each: (each.save_id, each.part.rank))
+
+
+def only_here(held: Iterable[StoredPart], there: Mapping[tuple[Place, str], str]) -> list[StoredPart]:
+    """Returns the parts without which a restart would lose steps.
+
+    Args:
+        held: All parts in a node's memory.
+        there: The newest save on the durable tier, by its name.
+    """
+    groups: dict[tuple[Place, Kind], list[StoredPart]] = {}
+    for each in held:
+        groups.setdefault((each.part.place, each.part.content.kind), []).append(each)
+    parts = [each for group in groups.values() for kept in [_newest(group)] for each in group if each.save_id in kept]
+    return [each for each in parts if there.get((each.part.place, each.part.name), "") < each.save_id]
 
 
 def _newest(held: Iterable[StoredPart]) -> set[str]:
