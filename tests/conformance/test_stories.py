@@ -18,9 +18,13 @@ S3 away                            yes   yes      yes    over S3 alone: a direct
 """
 
 import contextlib
+import os
+import shutil
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from support.failing import failing
 from support.restoring import flip, of_a_newer_release
 from typer.testing import CliRunner
@@ -197,13 +201,41 @@ def test_all_nodes_pass_by_what_its_owner_deleted_until_it_is_uploaded_again(sta
     assert [line.split()[0] for line in listed.splitlines() if "latest" in line] == ["step_1.ckpt"]
     assert start(memory_dir=other).load(LATEST) == 1
     if not manifest:
-        with pytest.raises(RestoreError, match="its files are gone: deleted .*`tiered-ckpt flush step_2.ckpt"):
+        with pytest.raises(RestoreError, match="no such object .*deleted by hand.*`tiered-ckpt flush step_2.ckpt"):
             start(memory_dir=other).load("step_2.ckpt")
         assert "its files are gone" in listed
         assert "GONE\tdurable\tstep_2.ckpt" in (out := says("verify", dirpath).stdout) and "DAMAGED" not in out
         assert "there is no such object" in str(says("get", dirpath, "step_2.ckpt", other).exception)
     assert says("flush", "step_2.ckpt", "--namespace", job.root.name).exit_code == 0
     assert start(memory_dir=other).load(LATEST) == 2
+
+
+@on_a_directory
+def test_a_file_that_its_owner_edited_is_refused_by_its_name_and_loads_under_another(
+    start, dirpath, memory_dir, tmp_path
+):
+    start().save(1)
+    path = max(
+        (each for each in Path(dirpath).rglob("step_1.ckpt*/*") if each.suffix in (".distcp", ".pt")), default=None
+    )
+    path = path or Path(dirpath, "step_1.ckpt")
+    saved, after = path.read_bytes(), time.time() + 60
+    if path.name == "step_1.ckpt":
+        torch.save({**torch.load(path), "w": torch.full((16,), 42.0)}, path)
+        shutil.copy(path, path.with_name("edited.ckpt"))
+        assert start().load("edited.ckpt") == 42
+    else:
+        flip(path)
+    os.utime(path, (after, after))
+    for memory in (memory_dir, str(tmp_path)):
+        with pytest.raises(
+            RestoreError, match="step_1.ckpt was changed after it was saved: .* copy it to another name"
+        ):
+            start(memory_dir=memory).load("step_1.ckpt")
+    # With the saved bytes, as after a copy of the whole folder, the times say nothing.
+    path.write_bytes(saved)
+    os.utime(path, (after, after))
+    assert start().load("step_1.ckpt") == 1
 
 
 @as_copy_or_alias

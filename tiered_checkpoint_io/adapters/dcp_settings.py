@@ -112,10 +112,8 @@ def settings_of(config: object, options: Mapping[str, Any]) -> Settings:
     return _settings_of(config, given)
 
 
-@functools.lru_cache(maxsize=8)
-def _settings_of_validated(config: TieredCheckpointConfig) -> Settings:
-    """Returns the same at each save of a strategy's, for which training waits."""
-    return _settings_of(config, {})
+#: Returns the same at each save of a strategy's, for which training waits.
+_settings_of_validated = functools.lru_cache(maxsize=8)(lambda config: _settings_of(config, {}))
 
 
 def _settings_of(config: object, given: Mapping[str, Any]) -> Settings:

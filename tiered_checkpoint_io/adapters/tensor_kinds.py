@@ -121,18 +121,14 @@ class CheckingSavePlanner(DefaultSavePlanner):
             _size_of(planned)
         except Exception:
             for name, value in self.state_dict.items():
-                if isinstance(value, torch.Tensor):
-                    _plan_alone(name, value)
+                try:
+                    if isinstance(value, torch.Tensor):
+                        _size_of(create_default_local_save_plan({name: value}, is_coordinator=True))
+                except Exception as error:
+                    kind = _lost(value) or _kind_of(value)
+                    raise _refusal(name, kind, f"can't be saved by DCP: {error}", _ELSEWHERE) from error
             raise
         return planned
-
-
-def _plan_alone(name: str, tensor: torch.Tensor) -> None:
-    try:
-        _size_of(create_default_local_save_plan({name: tensor}, is_coordinator=True))
-    except Exception as error:
-        kind = _lost(tensor) or _kind_of(tensor)
-        raise _refusal(name, kind, f"can't be saved by DCP: {error}", _ELSEWHERE) from error
 
 
 def _size_of(plan: SavePlan) -> int:

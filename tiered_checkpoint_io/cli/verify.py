@@ -215,8 +215,7 @@ def _checked(
 ) -> Checked:
     """Reads one checkpoint, of an alias its target; a save that has several names is read once."""
     name = each.name
-    if isinstance(each.error, StoreNotFoundError):
-        each = read(store, name)
+    each = read(store, name) if isinstance(each.error, StoreNotFoundError) else each
     target = read(store, each.manifest.alias_of) if each.manifest is not None and each.manifest.alias_of else each
     manifest, error = (target.manifest, target.error) if target.is_there else (each.manifest, None)
     if manifest is None:

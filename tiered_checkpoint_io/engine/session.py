@@ -279,8 +279,8 @@ class Session:
 
     def newest_of(self, uploaded: Sequence[Saved]) -> Saved | None:
         """Returns the first of some checkpoints that the durable tier still has; raises as :func:`answer_within`."""
-        there, bound = read_if_there, self._in_time(self.config.support.durable_timeout_s)
-        found = (each for each in uploaded if there(self.durable(), each.name) is not None)
+        bound = self._in_time(self.config.support.durable_timeout_s)
+        found = (each for each in uploaded if read_if_there(self.durable(), each.name))
         return answer_within(bound, lambda: next(found, None), clock=self.clock) if uploaded else None
 
     @property

@@ -73,10 +73,6 @@ def _properties(call: Call, convert: Converter) -> metadata.TensorProperties:
     return made  # type: ignore[no-any-return]
 
 
-def _encoding(call: Call, _: Converter) -> Any:
-    return _ENCODING(*(each for each in call.args if type(each) is int))
-
-
 def _path(cls: type) -> Rule:
     """Returns the maker of a path, which may be of another system: the folder that the checkpoint was written to."""
     return lambda call, _: cls(*(each for each in call.args if type(each) is str))
@@ -95,7 +91,9 @@ _RULES: Mapping[str, Rule] = {
     },
     f"{metadata.__name__}.MetadataIndex": _index,
     f"{metadata.__name__}.TensorProperties": _properties,
-    f"{metadata.__name__}.{_ENCODING.__name__}": _encoding,
+    f"{metadata.__name__}.{_ENCODING.__name__}": lambda call, _: _ENCODING(
+        *(each for each in call.args if type(each) is int)
+    ),
     f"{filesystem.__name__}._StorageInfo": _record(filesystem._StorageInfo),
     "collections.OrderedDict": safe_values.mapping(OrderedDict),
     "pathlib.PosixPath": _path(pathlib.PurePosixPath),

@@ -117,10 +117,6 @@ def mapping(make: Callable[..., Any]) -> Rule:
     return rule
 
 
-def _attribute_dict(call: Call, convert: Converter) -> Any:
-    return mapping(imported(call.name))(call, convert)
-
-
 def _elements(make: Callable[..., Any]) -> Rule:
     def rule(call: Call, convert: Converter) -> Any:
         check = convert.checked if make in (set, frozenset) else lambda each: each
@@ -317,7 +313,7 @@ RULES: Mapping[str, Rule] = {
     "collections.OrderedDict": mapping(OrderedDict),
     "collections.Counter": mapping(collections.Counter),
     "collections.defaultdict": mapping(collections.defaultdict),
-    "lightning.fabric.utilities.data.AttributeDict": _attribute_dict,
+    "lightning.fabric.utilities.data.AttributeDict": lambda call, convert: mapping(imported(call.name))(call, convert),
     "builtins.list": _elements(list),
     "builtins.set": _elements(set),
     "builtins.frozenset": _elements(frozenset),

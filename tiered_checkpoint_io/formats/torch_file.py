@@ -361,7 +361,7 @@ class _Records:
         """Returns all bytes of the file but the tensors'."""
         sizes, extras, count = self._sizes, self._extras, len(self._sizes)
         texts = [*self._texts[0], *([b""] * (self._tensors.stop - self._tensors.start)), *self._texts[1]]
-        crc_of = zlib.crc32 if self._form.has_checksums else _no_checksum
+        crc_of = zlib.crc32 if self._form.has_checksums else lambda _: 0
         sums = list(map(crc_of, texts))
         names_hash = _names_hash(tuple(self._form.before), self._tensors.stop - self._tensors.start)
         texts[-1] = names_hash + _combined(sums[:-1], sizes.tolist())
@@ -404,10 +404,6 @@ class _Records:
 def _rows(records: np.ndarray[Any, Any]) -> list[bytes]:
     rows: list[bytes] = records.view(f"V{records.dtype.itemsize}").tolist()
     return rows
-
-
-def _no_checksum(_: bytes) -> int:
-    return 0
 
 
 def _wide(size: int, packed: int, start: int) -> bytes:

@@ -16,18 +16,13 @@ from tiered_checkpoint_io.memory.space import NO_SPACE, MemoryFullError, needs_s
 
 def write_atomic(path: Path, data: bytes, clock: Clock = SYSTEM) -> None:
     """Writes a small private file so that a reader sees the old content or the new one, after a power loss too."""
-    temporary = scratch_beside(path, clock)
+    temporary = path.with_name(f".{path.name}.{clock.token(8)}")
     try:
         write_private(temporary, data, synced=True)
     except MemoryFullError:
         temporary.unlink(missing_ok=True)
         raise
     os.replace(temporary, path)
-
-
-def scratch_beside(path: Path, clock: Clock = SYSTEM) -> Path:
-    """Returns a hidden name, unique to this process, for a file that is to become ``path``."""
-    return path.with_name(f".{path.name}.{clock.token(8)}")
 
 
 def write_over(path: Path, data: bytes) -> None:

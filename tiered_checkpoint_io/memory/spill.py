@@ -97,7 +97,8 @@ def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
 def _next(base: Path, owner: str, others: set[Path], *, make: bool) -> Path | None:
     """Returns the next folder to try: the owner's own, then other existing ones, then, with ``make``, a new one."""
     folders = sorted(siblings(base), key=lambda each: _owner_of(each) != owner)
-    new = (_sibling(base, each) for each in itertools.count(1)) if make else iter(())
+    more = (base.with_name(f"{base.name}-{each}") for each in itertools.count(2))
+    new = itertools.chain([base], more) if make else iter(())
     return next((each for each in itertools.chain(folders, new) if each not in others), None)
 
 
@@ -110,10 +111,6 @@ def siblings(base: Path) -> list[Path]:
     found = re.compile(re.escape(base.name) + r"(?:-(\d{1,3}))?")
     numbered = {int(match[1] or 1): base.with_name(name) for name in names if (match := found.fullmatch(name))}
     return [numbered[number] for number in sorted(numbered)]
-
-
-def _sibling(base: Path, number: int) -> Path:
-    return base.with_name(f"{base.name}-{number}") if number > 1 else base
 
 
 def _id_of(memory: Path) -> str:

@@ -30,6 +30,7 @@ from tiered_checkpoint_io.engine.drain.status import Reporter
 from tiered_checkpoint_io.engine.drain.stores import Stores
 from tiered_checkpoint_io.engine.drain.unfinished import REFRESHES, Begun, Unfinished
 from tiered_checkpoint_io.engine.durable import commit, copies, retention, sweep
+from tiered_checkpoint_io.engine.durable.files import written
 from tiered_checkpoint_io.engine.durable.lease import holder_of
 from tiered_checkpoint_io.engine.durable.manifests import current
 from tiered_checkpoint_io.engine.durable.survey import Survey
@@ -163,7 +164,7 @@ class Executor:
         survey.due = now + age_s / REFRESHES
         live = {ids.save_id_of_op(each.op_id) for each in self.queue.look(self.tier) if each.action in SAVES}
         try:
-            stored = sweep.written(store, ids.manifest_key(committed.name))
+            stored = written(store, ids.manifest_key(committed.name))
             gone = sweep.sweep(store, survey, before=stored - age_s, live=live - {committed.save_id}, clock=self.clock)
         except TieredCheckpointError as error:
             # A manifest that can't be read stays so from save to save.
@@ -322,7 +323,8 @@ class Executor:
             self._finish(operation, "skipped", error)
         else:
             begun = self.begun.setdefault(operation.op_id, Begun(is_cleanup=operation.action in TIDYING))
-            begun.failed(error, self.clock, self.begun.last_refused)
+            last = max((each.due for each in self.begun.refused), default=0.0)
+            begun.failed(error, self.clock, last)
             if begun.failures == 1:
                 known = isinstance(error, TieredCheckpointError | OSError)
                 text = "%s of %s failed, to be tried again: %s"

@@ -158,7 +158,7 @@ class Unfinished(dict[str, Begun]):
             # Errors for good are tried again when there is something new to do; of refused operations, one: there may
             # be a delete for each save of a long run.
             again = [begun for begun in self.values() if begun.permanent and not begun.is_cleanup]
-            again += sorted(self._refused, key=lambda begun: begun.due)[:1]
+            again += sorted(self.refused, key=lambda begun: begun.due)[:1]
             for begun in again:
                 begun.due = min(begun.due, now)
         return {op_id: begun.due for op_id, begun in self.items() if begun.due > now}
@@ -169,17 +169,12 @@ class Unfinished(dict[str, Begun]):
         return {op_id for op_id, begun in self.items() if begun.is_cleanup}
 
     @property
-    def _refused(self) -> list[Begun]:
+    def refused(self) -> list[Begun]:
         return [begun for begun in self.values() if begun.is_refused]
-
-    @property
-    def last_refused(self) -> float:
-        """The moment at which the last refused operation is due."""
-        return max((begun.due for begun in self._refused), default=0.0)
 
     def allow(self, now: float) -> None:
         """Makes all refused operations due now, because one of them is no longer refused."""
-        for begun in self._refused:
+        for begun in self.refused:
             begun.due = now
 
     @contextlib.contextmanager

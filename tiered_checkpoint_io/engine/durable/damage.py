@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from tiered_checkpoint_io.engine.chunks import PIECE_SIZE, fetch, fetch_pieces
-from tiered_checkpoint_io.engine.durable.files import files_of
+from tiered_checkpoint_io.engine.durable.files import files_of, is_edited
+from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreNotFoundError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest
@@ -86,6 +87,12 @@ def content_or_damage(store: Store, manifest: Manifest, progress: _Progress = la
         damage = found
     assert damage is not None
     return damage
+
+
+def edit_of(store: Store, manifest: Manifest) -> Damage | None:
+    """Returns the damage of a checkpoint that its owner edited; None for any other, which is read if times differ."""
+    found = content_or_damage(store, manifest) if is_edited(store, manifest) else None
+    return found if isinstance(found, Damage) and read_manifest(store, manifest.name) == manifest else None
 
 
 def _first_damage(

@@ -16,8 +16,11 @@ from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.index import Index, check_digest
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest, Part
-from tiered_checkpoint_io.stores.base import Store
+from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 from tiered_checkpoint_io.stores.fallbacks import children_of
+
+#: Servers may give times in whole seconds, and each by a clock of its own.
+_COARSE_S = 2.0
 
 
 class Files:
@@ -104,21 +107,39 @@ def _as_committed(where: str) -> Iterator[None]:
         raise CorruptCheckpointError(error.message, operation="read", tier="durable", key=where) from error
 
 
-def is_gone(store: Store, manifest: Manifest) -> bool:
-    """Returns True if files of a committed checkpoint are not there: its owner, or a rule, deleted them. One list.
+def written(store: Store, key: str) -> float:
+    """Returns when an object was written, by the store's own clock; 0 if it is not there."""
+    return max((entry.modified for entry in store.list(key) if entry.key == key), default=0.0)
 
-    Raises:
-        StoreError: The tier could not be read. If only lists are refused, nothing is known to be gone.
-    """
+
+def _listed(store: Store, manifest: Manifest) -> list[ObjectInfo] | None:
+    """Returns the files of a checkpoint, by one list; None if they are being replaced, or lists are refused."""
     name, is_full = manifest.alias_of or manifest.name, manifest.content.kind == "full"
     try:
-        there = {each.key: each.size for each in store.list(name if is_full else f"{name}/")}
+        found = list(store.list(name if is_full else f"{name}/"))
     except StoreError as error:
         if error.reason != "access":
             raise
-        return False
+        return None
+    return None if manifest.previous else [each for each in found if not is_full or each.key == name]
+
+
+def is_gone(store: Store, manifest: Manifest) -> bool:
+    """Returns True if files of a committed checkpoint are not there: its owner, or a rule, deleted them. One list."""
+    there, content = _listed(store, manifest), manifest.content
     # The sizes of many files suffice, so that no index is read.
-    return not manifest.previous and (name not in there if is_full else sum(there.values()) < manifest.content.size)
+    is_less = content.kind != "full" and sum(each.size for each in there or ()) < content.size
+    return there is not None and (not there or is_less)
+
+
+def is_edited(store: Store, manifest: Manifest) -> bool:
+    """Returns True if a file was written after the manifest, which is the last write of a save, or has another size.
+
+    Its bytes may be the same: after a copy of the whole tier, times are in any order.
+    """
+    there, content = _listed(store, manifest) or [], manifest.content
+    last = written(store, ids.manifest_key(manifest.alias_of or manifest.name)) + _COARSE_S
+    return any(each.modified > last or (content.kind == "full" and each.size != content.size) for each in there)
 
 
 def read_if_there(store: Store, name: str) -> Manifest | None:

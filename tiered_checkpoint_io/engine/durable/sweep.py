@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.durable.files import paths_in, read_index
+from tiered_checkpoint_io.engine.durable.files import paths_in, read_index, written
 from tiered_checkpoint_io.engine.durable.holds import refuse_held
 from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, if_intact, repeated
 from tiered_checkpoint_io.engine.durable.survey import Survey
@@ -208,11 +208,6 @@ def remove_unnamed(manifests: Manifests, name: str, path: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------- sweep
-def written(store: Store, key: str) -> float:
-    """Returns when an object was written, by the store's own clock; 0 if it is not there."""
-    return max((entry.modified for entry in store.list(key) if entry.key == key), default=0.0)
-
-
 def refresh(store: Store, save_id: str) -> bool:
     """Shows that a save is alive: writes one of its descriptions again; returns False if there is none."""
     for entry in store.list(ids.save_prefix(save_id)):

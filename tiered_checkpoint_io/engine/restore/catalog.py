@@ -12,7 +12,6 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.chunks import unverified
 from tiered_checkpoint_io.engine.drain.operations import NAMING
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.durable.files import is_gone
 from tiered_checkpoint_io.engine.durable.manifests import contents_of, read_manifest
 from tiered_checkpoint_io.engine.restore.choice import ONE_FOLDER, Held, Selector
 from tiered_checkpoint_io.engine.restore.elsewhere import committed_elsewhere, other_names
@@ -158,20 +157,12 @@ def discover(
 
     Never raises: an error is part of the answer, because memory may suffice. This uses only stores: see
     :class:`Question`.
-
-    Args:
-        tiers: Tiers to look at.
-        selector: Request for a checkpoint.
-        queued: Aliases whose upload is queued, and their targets.
-        accepts: The wanted payload; another tool may have written a checkpoint of that name and payload.
-        known: Result of an earlier call, to read more manifests.
     """
     found = DurableCatalog(rest=known.rest if known is not None else [])
     try:
         store = tiers.store()
         if selector.kind == "name":
             _read(store, list(dict.fromkeys((selector.name, queued.get(selector.name, selector.name)))), found)
-            _leave_out_gone(store, selector, found)
             if accepts is not None and not found.manifests and not found.rejected:
                 if tiers.store_at is not None:
                     others = other_names(tiers.place, selector.name).values()
@@ -210,15 +201,21 @@ def discover(
 
 
 def _leave_out_gone(store: Store, selector: Selector, found: DurableCatalog) -> None:
-    """Leaves out the newest manifests whose files are not there any more; memory may still have these."""
+    """Leaves out the newest manifests whose files are not there any more, by one of them; memory may have these."""
     by_id = {each.content.save_id: each for each in found.manifests if not each.alias_of}
     for content in selector.in_order(each.content for each in by_id.values()) if selector.kind != "best" else ():
         manifest = by_id[content.save_id]
-        if not is_gone(store, manifest):
+        path = content.switch_path(manifest.name) or next((entry.path for entry in content.files), None)
+        try:
+            if path is not None:
+                store.size(path)
             return
-        found.manifests.remove(manifest)
-        found.gone.add(manifest.name)
-        found.rejected.append(f"durable {manifest.name}: its files are gone: deleted by hand, or by a lifecycle rule")
+        except StoreNotFoundError:
+            found.manifests.remove(manifest)
+            found.gone.add(manifest.name)
+            found.rejected.append(
+                f"durable {manifest.name}: its files are gone: deleted by hand, or by a lifecycle rule"
+            )
 
 
 def reading_order(listed: Sequence[ObjectInfo]) -> list[str]:
@@ -343,13 +340,7 @@ def queued_aliases(nodes: Iterable[NodeCatalog]) -> dict[str, str]:
 
 
 def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
-    """Lists this node's memory, and quarantines unreadable parts.
-
-    Args:
-        tiers: Tiers with the memory to look at, and its durable tier.
-        rank: This rank, for notes of unreadable parts.
-        name: Requested name, which another run may have saved; empty for none.
-    """
+    """Lists this node's memory, and quarantines unreadable parts; another run may have saved a requested ``name``."""
     here, tier, place = NodeCatalog(), tiers.memory, tiers.place
     elsewhere = other_names(place, name) if name and tiers.store_at is not None else {}
     other: Part | None = None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from tiered_checkpoint_io.engine.drain.status import drain_command, tier_label
+from tiered_checkpoint_io.engine.durable.damage import edit_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, portable, raise_first
 from tiered_checkpoint_io.engine.ranks.world import current_rank
 from tiered_checkpoint_io.engine.restore.catalog import (
@@ -46,7 +47,7 @@ from tiered_checkpoint_io.errors import (
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Kind, Manifest
 from tiered_checkpoint_io.stores.peer import Endpoint
-from tiered_checkpoint_io.stores.silence import Question
+from tiered_checkpoint_io.stores.silence import Question, answer_within
 
 _S = TypeVar("_S")
 _T = TypeVar("_T")
@@ -126,8 +127,7 @@ class Search:
     def look(self, rejected: Mapping[str, str] | None = None) -> None:
         """Has the lowest rank of each node list its memory; every rank calls this.
 
-        Args:
-            rejected: Ids of saves that this rank can't take, and why.
+        ``rejected`` has the ids of saves that this rank can't take, and why.
         """
         request = self.group.node, self.selector, dict(rejected or {})
         gathered: list[tuple[str, Selector, dict[str, str]]] = self.group.all_gather(request)
@@ -163,11 +163,8 @@ class Search:
     def run(self, attempt: Callable[[Candidate], _T | None]) -> _T | None:
         """Tries one candidate after the other; every rank calls this, after :meth:`look`.
 
-        Args:
-            attempt: Called on all ranks with the same candidate; None if some node has no intact copy.
-
-        Returns:
-            Result of ``attempt``; None if nothing is left to try: see :attr:`nothing`.
+        Returns the result of ``attempt``, or None at the end: see :attr:`nothing`. All ranks call it with the same
+        candidate; it returns None if some node has no intact copy.
 
         Raises:
             RestoreError: The wanted checkpoint has another payload.
@@ -176,21 +173,18 @@ class Search:
             CorruptCheckpointError: A newer release wrote a checkpoint that may be the right one.
         """
         with contextlib.closing(self._candidates()) as candidates:
-            return self._run(candidates, attempt)
-
-    def _run(self, candidates: Iterator[Candidate], attempt: Callable[[Candidate], _T | None]) -> _T | None:
-        while True:
-            turn: _Turn = self.group.broadcast(self._next(candidates) if self.group.rank == 0 else None)
-            raise_first([turn.error])
-            self.reject(turn.rejected)
-            self.newest = turn.newest
-            if turn.nothing is not None:
-                self.nothing = turn.nothing
-            if turn.candidate is None:
-                return None
-            found = attempt(turn.candidate)
-            if found is not None:
-                return found
+            while True:
+                turn: _Turn = self.group.broadcast(self._next(candidates) if self.group.rank == 0 else None)
+                raise_first([turn.error])
+                self.reject(turn.rejected)
+                self.newest = turn.newest
+                if turn.nothing is not None:
+                    self.nothing = turn.nothing
+                if turn.candidate is None:
+                    return None
+                found = attempt(turn.candidate)
+                if found is not None:
+                    return found
 
     def attempt(self, candidate: Candidate, tier: str, read: Callable[[], _T | None]) -> Attempt[_T]:
         """Reads a copy. Raises only if ranks lost each other: the others wait for any other outcome."""
@@ -276,7 +270,7 @@ class Search:
             # A newer release's part may be the newest of all; this release can't read it.
             raise_first(each.newer for each in nodes)
         if not self._untried(self._catalog()):
-            _go(each.elsewhere for each in nodes)
+            raise_first(Elsewhere(each.elsewhere) for each in nodes if each.elsewhere is not None)
         known, is_there, listed = DurableCatalog(), self.selector.kind not in ("latest", "last"), None
         for known in self._durable():
             if known.listed is not None:
@@ -306,6 +300,8 @@ class Search:
                 if not is_there and listed is not None and self._is_deleted(candidate, listed, known.gone):
                     continue
                 refuse_other_kind(candidate, self._accepts, self._tiers.dirpath, self._why)
+                if candidate.durable is not None and candidate.held:
+                    self._refuse_edited(known.manifests)
                 told = len(self.rejected)
                 (self._tried if candidate.durable is not None else self._tried_in_memory).add(candidate.save_id)
                 yield candidate
@@ -316,11 +312,24 @@ class Search:
                     self._has_changed = True
                     break
         self.reject(self._notes)
-        if not self.rejected:
-            _go([known.elsewhere])
+        if not self.rejected and known.elsewhere is not None:
+            raise Elsewhere(known.elsewhere)
+        self._refuse_edited(known.manifests if self.rejected else ())
         if known.foreign is not None and not self.rejected:
             self._tiers.log.warning("%s has no manifest: it is loaded, but nothing verified it", self.selector.name)
             yield Candidate(self.selector.name, known.foreign, durable=known.foreign)
+
+    def _refuse_edited(self, manifests: Sequence[Manifest]) -> None:
+        """Raises RestoreError if the owner edited the file that is asked for by its name: memory has the one before."""
+        bound, clock = float(self._tiers.config.support.durable_timeout_s), self._tiers.clock
+        for each in manifests if self.selector.kind == "name" else ():
+            ask = functools.partial(edit_of, self._tiers.store(), each)
+            if (found := answer_within(bound, ask, clock=clock)) is not None:
+                text, url = f"{each.name} was changed after it was saved", ids.join_url(self._tiers.dirpath, each.name)
+                hint = (
+                    "to load it as it is, copy it to another name, and load that; without it, memory's copy is loaded"
+                )
+                raise RestoreError(f"{text}: {found}", operation="restore", key=url, step=each.content.step, hint=hint)
 
     def _is_deleted(self, candidate: Candidate, listed: Collection[str], gone: Collection[str]) -> bool:
         """Returns True if the owner deleted this candidate, which is newer than all on the durable tier."""
@@ -384,10 +393,3 @@ class Search:
         if isinstance(error, CheckpointNotFoundError):
             self._versions.say_weights(self._tiers, self.selector, self._memory.values())
         return error
-
-
-def _go(places: Iterable[ids.Split | None]) -> None:
-    """Raises :class:`Elsewhere` for the first place, if there is one."""
-    for each in places:
-        if each is not None:
-            raise Elsewhere(each)

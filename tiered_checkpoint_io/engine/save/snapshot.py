@@ -82,7 +82,10 @@ class Snapshot:
         if kind in _PLAIN:
             return value
         if kind not in _MAPPINGS and kind is not list:
-            return self._copied(value)
+            try:
+                return copy.deepcopy(value, self._memo)
+            except Exception as error:
+                raise UncopiedError(f"a {kind.__module__}.{kind.__qualname__} can't be copied: {error}") from error
         made, items = (list(value), enumerate(value)) if kind is list else (kind(value), value.items())
         for key, each in items:
             if type(each) in _PLAIN:
@@ -94,13 +97,6 @@ class Snapshot:
             else:
                 made[key] = self._of(each)
         return made
-
-    def _copied(self, value: Any) -> Any:
-        try:
-            return copy.deepcopy(value, self._memo)
-        except Exception as error:
-            kind = type(value)
-            raise UncopiedError(f"a {kind.__module__}.{kind.__qualname__} can't be copied: {error}") from error
 
 
 def own_objects(tensors: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
