@@ -135,9 +135,18 @@ def _held(tiers: Iterable[MemoryTier]) -> tuple[list[StoredPart], list[Unreadabl
 
 def _is_used(root: Path, held: contextlib.ExitStack) -> bool:
     """Locks out trainers and drains until ``held`` ends; returns whether one of them was there before."""
-    busy = lock_out(root, held) if root.is_dir() else set()
-    # An idle drain is no reason to keep a memory.
-    return bool(busy - {LOCK_FILE}) or (bool(busy) and undone(root) > 0)
+    deadline = SYSTEM.monotonic() + SYSTEM.timing.namespace_wait_s
+    while root.is_dir():
+        with contextlib.ExitStack() as tried:
+            busy = lock_out(root, tried)
+            # An idle drain is no reason to keep a memory.
+            is_used = bool(busy - {LOCK_FILE}) or (bool(busy) and undone(root) > 0)
+            if not is_used or SYSTEM.monotonic() > deadline:
+                held.push(tried.pop_all())
+                return is_used
+        # A drain that is about to leave looks for trainers by their lock.
+        SYSTEM.sleep(SYSTEM.timing.namespace_poll_s)
+    return False
 
 
 def _show(
