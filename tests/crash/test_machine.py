@@ -210,7 +210,7 @@ class Checkpoints(RuleBasedStateMachine):
     def _drain(self, store):
         release(self.lock)
         try:
-            assert Drain(self.root, logger=LOG, open_store=lambda config, dirpath: store).run(once=True)
+            assert Drain(self.root, logger=LOG, open_store=lambda *_: store).run(once=True)
         finally:
             self.lock = try_lock(self.root / LOCK_FILE)
         told = {outcome.op_id for outcome in Queue(self.root).outcomes() if outcome.state == "committed"}

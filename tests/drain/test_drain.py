@@ -207,6 +207,16 @@ def test_an_alias_that_was_refused_once_does_not_wait_behind_deletes_that_are_re
     assert readable(store, "last.ckpt") == b"C"
 
 
+def test_operations_of_the_present_trainer_go_before_those_for_an_earlier_ones_tier(node, tmp_path):
+    mine, node.dirpath = node.dirpath, str(tmp_path / "earlier")
+    old = node.save("old.ckpt", b"A")
+    node.dirpath = mine
+    new = node.save("new.ckpt", b"B")
+    drain(node).run(once=True)
+    assert node.states() == {old: "committed", new: "committed"}
+    assert node.queue.outcome(new).finished < node.queue.outcome(old).finished
+
+
 # ----------------------------------------------------------------------------------- its leaving
 @pytest.mark.parametrize(
     ("error", "patience_s"),

@@ -258,7 +258,7 @@ def test_a_save_does_not_wait_for_all_that_new_policies_remove(memory_dir, durab
             super().upload_if(key, *args, **options)
             done.append(key)
 
-    Drain(node.root, open_store=lambda config, dirpath: Noting(dirpath)).run(once=True)
+    Drain(node.root, open_store=lambda _config, dirpath, _clock: Noting(dirpath)).run(once=True)
     assert done.index("c2") <= 3, done
     assert names(store) == ["c2"], "all else is removed all the same"
     assert {outcome.state for outcome in node.queue.outcomes()} == {"committed"}

@@ -26,7 +26,7 @@ LOG = logging.getLogger("test")
 
 def drain(node, store=None, **options):
     """Returns a drain of a node, to be run here; with this store instead of the node's own."""
-    opened = {} if store is None else {"open_store": lambda config, dirpath: store}
+    opened = {} if store is None else {"open_store": lambda *_: store}
     return Drain(node.root, logger=LOG, **opened, **options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import Clock
@@ -40,7 +41,7 @@ class Stores:
     def __init__(
         self,
         root: Path,
-        open_store: Callable[[TieredCheckpointConfig, str | None], Store],
+        open_store: Callable[[TieredCheckpointConfig, str | None, Clock], Store],
         logger: Logger,
         clock: Clock,
     ) -> None:
@@ -74,7 +75,11 @@ class Stores:
         """Returns the store of a place; raises as :attr:`config` does, and if the store can't be opened."""
         config = self.config
         if place not in self._stores:
-            self._stores[place] = self._open_store(config_at(config, place), place.dirpath)
+            clock = self._clock
+            if place != self._place:
+                # Operations of the trainer that lives wait for one request of an earlier one's, which is tried again.
+                clock = Clock(replace(clock.timing, retry_deadline_s=-1.0), clock.rng)
+            self._stores[place] = self._open_store(config_at(config, place), place.dirpath, clock)
         return self._stores[place]
 
     def abort_abandoned(self, place: Place) -> None:

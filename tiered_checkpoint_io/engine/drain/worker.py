@@ -32,6 +32,10 @@ LOCK_FILE = "drain.lock"
 TRAINERS_FILE = "trainers.lock"
 
 
+def _open_store(config: TieredCheckpointConfig, dirpath: str | None, clock: Clock) -> Store:
+    return open_store(config, dirpath, clock=clock)
+
+
 class Drain:
     """The drain of one memory tier root."""
 
@@ -43,7 +47,7 @@ class Drain:
         stop: threading.Event | None = None,
         stay: bool = False,
         for_trainer: bool = False,
-        open_store: Callable[[TieredCheckpointConfig, str | None], Store] = open_store,
+        open_store: Callable[[TieredCheckpointConfig, str | None, Clock], Store] = _open_store,
         clock: Clock = SYSTEM,
     ) -> None:
         """Takes a root whose ``drain.json`` says how to reach the durable tier.
