@@ -231,7 +231,7 @@ def test_a_second_signal_ends_the_wait_for_an_upload(runs, monkeypatch, caplog, 
     class Again(logging.Handler):
         def emit(self, record):
             if f"waiting for the upload of the checkpoint, 60 s at most; {name} ends the wait" in record.getMessage():
-                threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
+                os.kill(os.getpid(), number)
 
     def held(store, key, *args, _upload=DirectoryStore._upload, **options):
         assert "step" not in key or free.wait(60)
@@ -240,12 +240,15 @@ def test_a_second_signal_ends_the_wait_for_an_upload(runs, monkeypatch, caplog, 
     monkeypatch.setattr(DirectoryStore, "_upload", held)
     caplog.set_level("INFO", "tiered_checkpoint_io")
     monkeypatch.setattr(logging.getLogger("tiered_checkpoint_io"), "handlers", [Again()])
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with pytest.raises(SystemExit):
             runs.fit(every(), io=runs.io(preflight="off"), ckpt_path=None, model=Told(6, number))
     finally:
-        signal.signal(signal.SIGINT, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
         free.set()
     assert caplog.messages[-1].startswith("1 queued checkpoint was not uploaded (epoch=0-step=5.ckpt): ")
     assert "it stays in node memory; retry with: tiered-ckpt flush --namespace" in caplog.messages[-1]

@@ -13,7 +13,7 @@ SAMPLES = {
     "two runs": (two_runs, ROUGH, 8, ["is killed", "fails behind"]),
     "two groups": (two_groups, CALM, 2, ["is slow"]),
     "runs": (runs, runs.FATAL, 12, ["is killed", "is lost"]),
-    "peers": (peers, peers.ROUGH, 12, ["is lost", "is stopped", "no network", "no room for replicas", "True 0"]),
+    "peers": (peers, peers.ROUGH, 12, ["is lost", "is stopped", "no network", "no room for replicas", "has fetched"]),
 }
 
 

@@ -110,7 +110,7 @@ def replicator_of(order, rank, store):
         replication_factor=2,
     )
     endpoint = served(tier)
-    member = Member(tier, client, rank, 2, config, get_logger("default"), SYSTEM, lambda: endpoint)
+    member = Member(tier, client, rank, config, get_logger("default"), SYSTEM, lambda: endpoint)
     counts = Counter()
     made = Replicator(member, [(1,), ()], counts, {})
     tier.on_commit, tier.awaited = made.offer, made.awaited

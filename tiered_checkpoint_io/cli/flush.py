@@ -23,6 +23,7 @@ from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, tier_at
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable.files import read_if_there
 from tiered_checkpoint_io.engine.durable.lease import holder_of
+from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -41,6 +42,7 @@ from tiered_checkpoint_io.inventory.node import (
     to_flush,
 )
 from tiered_checkpoint_io.logs import get_logger
+from tiered_checkpoint_io.memory.locks import is_locked
 from tiered_checkpoint_io.memory.parts import mark_durable
 from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.memory.spill import spill_dir_of
@@ -298,6 +300,10 @@ def _upload(tier: MemoryTier, config: TieredCheckpointConfig, timeout: float, *,
         return error
     finally:
         handle.close(timeout_s=0)
+        # The drain writes an outcome before it moves what is damaged, and holds its lock until it leaves.
+        deadline, job = SYSTEM.monotonic() + SYSTEM.timing.namespace_wait_s, tier.root / JOB_FILE
+        while handle.runner.is_running and SYSTEM.monotonic() < deadline and not (job.exists() and is_locked(job)):
+            SYSTEM.sleep(SYSTEM.timing.namespace_poll_s)
     return None
 
 
