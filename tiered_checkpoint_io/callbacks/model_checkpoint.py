@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import Never
 
-from tiered_checkpoint_io.adapters.lightning import FreshStart, TieredCheckpointIO, require_tiered_io
+from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, FreshStart, TieredCheckpointIO, require_tiered_io
 from tiered_checkpoint_io.adapters.steps import check_positive, passes, tiers_for_step
 from tiered_checkpoint_io.callbacks.ending import DurableEnd, EndOfTraining, progress_of
 from tiered_checkpoint_io.callbacks.places import SentinelFileSystem, check_dirpath, check_places, check_retention
@@ -383,13 +383,14 @@ class TieredModelCheckpoint(DurableEnd):
         self._polled = session.clock.monotonic()
 
 
-def from_config(block: Any, *, logger: Logger | None = None, **overrides: Any) -> tuple[CheckpointIO, ModelCheckpoint]:
+def from_config(
+    block: Any, *, logger: Logger | None = None, **overrides: Any
+) -> tuple[TieredCheckpointIO | AsyncCheckpointIO, TieredModelCheckpoint]:
     """Makes the IO and the callback that a configuration block describes, for a Trainer's plugins and callbacks.
 
-    With ``enabled: false`` in the block, both are Lightning's own, and save to Lightning's folder.
-
     Args:
-        block: ``s3_checkpointing``: a mapping, an OmegaConf block or a TieredCheckpointConfig.
+        block: ``s3_checkpointing``: a mapping, an OmegaConf block or a TieredCheckpointConfig. With ``enabled: false``
+            in it, both are Lightning's own, and save to Lightning's folder.
         logger: The IO's logger, instead of the package's own.
         overrides: Keys that replace keys of the block, and arguments of :class:`TieredModelCheckpoint`.
 
@@ -411,12 +412,10 @@ def from_config(block: Any, *, logger: Logger | None = None, **overrides: Any) -
         raise ConfigError(f"s3_checkpointing.enabled is {enabled!r}", hint="allowed: true or false")
     rank_zero_warn("s3_checkpointing is off (enabled: false): Lightning saves to its own folder, from scratch")
     own = {key: value for key, value in arguments.items() if key not in _KEYS}
-    return _LightningIO(), ModelCheckpoint(**{"every_n_train_steps": callback.s3_every_n_train_steps, **own})
+    return _LightningIO(), ModelCheckpoint(**{"every_n_train_steps": callback.s3_every_n_train_steps, **own})  # type: ignore[return-value]
 
 
 class _LightningIO(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         """Returns the state of a file; an empty one for ``tiered:latest``, by which a script resumes."""
-        if str(path).startswith(f"{ids.SENTINELS}:"):
-            return FreshStart("Lightning's folder")
-        return super().load_checkpoint(path, *args, **options)
+        return FreshStart("off") if str(path).startswith("tiered:") else super().load_checkpoint(path, *args, **options)
