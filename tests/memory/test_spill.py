@@ -144,6 +144,7 @@ def test_a_damaged_part_is_quarantined_where_it_lies_and_an_incomplete_one_goes(
 def test_what_clears_temporary_folders_may_take_it(options, started):
     io = started()
     saves(io, 1)
+    session_of(io).wait()
     shutil.rmtree(session_of(io).open().tier.spill.root)
     assert io.load_checkpoint("tiered:latest")["global_step"] == 1
     saves(io, 2)

@@ -36,7 +36,6 @@ _PLACEHOLDERS = [
     (r"\b\d+(\.\d+)? (s|ms|min)\b", "<time>"),
     (r"\d+(\.\d+)? ?%", "<percent>"),
     (r"\b(process|pid) \d+", r"\1 <pid>"),
-    # A short training may end before its drain has begun.
     (r"drain: has not run, 0", "drain: process <pid>, last seen <time> ago, 0"),
     (r"tiered-\d+/", "tiered-<uid>/"),
     (r"\b[0-9a-f]{16,}\b", "<id>"),
