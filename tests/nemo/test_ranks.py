@@ -81,14 +81,14 @@ def test_ranks_above_0_ask_s3_for_nothing_when_they_resume(ranks, count, way, s3
             ["gpt--val_loss=6.00-step=5.ckpt", 5, "durable"]
         ] * count, said(ranks.folder, 0)
         assert [proxy.requests for proxy in proxies[1:]] == [[]] * (count - 1)
-        # The drain of rank 0 lists unfinished uploads; to find what to resume from there is one LIST, one to find who
-        # else writes here, one for names that are taken, and one of the preflight. The sweep after the first commit
-        # lists the saves and the manifests. A delete looks for holds before the manifest goes, and after that.
+        # The drain of rank 0 lists unfinished uploads; to find what to resume from there is one LIST, one for names that
+        # are taken, one of the preflight, and one of the last look. The sweep after the first commit lists the saves and
+        # the manifests. A delete looks for holds before the manifest goes, and after that.
         holds = proxies[0].count("GET", "%2Fholds%2F")
         assert holds % 2 == 0
         assert proxies[0].count("GET", "list-type=2") == 6 + holds
         assert proxies[0].count("GET", "%2Fpreflight%2F") == 1
-        assert proxies[0].count("GET", "%2Fleases%2F") == 1
+        assert proxies[0].count("GET", "lease.json") > 0
     assert [answer["asked"] for answer in answers[1:]] == [{}] * (count - 1)
 
 
@@ -131,7 +131,7 @@ def test_ranks_with_files_of_their_own_go_on_from_the_newest_step_that_all_have(
     assert [answer["from"] for answer in answers] == [
         [name, 5, "durable"] for name in folders("gpt--val_loss=6.00-step=5-last.ckpt")
     ], said(ranks.folder, 0)
-    assert [answer["asked"].get("requests.list", 0) for answer in answers] == [3, 0]
+    assert [answer["asked"].get("requests.list", 0) for answer in answers] == [5, 0]
     assert set(best) <= set(ranks.objects())
     # Nor does any count as lost, though there is no file by the name that the callback knows it by.
     assert {f"{ranks.dirpath}/{without_rank(name)}" for name in best} <= set(answers[0]["best"])
