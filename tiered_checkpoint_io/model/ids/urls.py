@@ -139,7 +139,7 @@ def normalize_dirpath(dirpath: StrPath) -> str:
         text = text.split("://", 1)[1] or "/"
     elif scheme is not None:
         return text if text.endswith("://") else text.rstrip("/")
-    return os.path.realpath(at_home(text))
+    return os.path.abspath(text) if "\0" in text else os.path.realpath(at_home(text))
 
 
 def refuse_misspelt(dirpath: str) -> None:
