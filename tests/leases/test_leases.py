@@ -143,7 +143,7 @@ class World:
         self.clock.advance(seconds, *self.threads)
 
     def until_held(self, keeper):
-        """Has a keeper look until it holds the lease, which must not take longer than for one of the dead."""
+        """Repeats a keeper's looks until it holds the lease, within the time for the lease of a dead run."""
         while not keeper.is_held:
             assert self.clock.now <= self.clock.timing.lease_ttl_s + self.clock.timing.lease_beat_s
             self.clock.advance(keeper.step())

@@ -52,7 +52,7 @@ def main():
         torch.multiprocessing.spawn(save_sharded, (port, options), nprocs=RANKS)
         build(dcp.save, state_of(3), checkpoint_id="step_3", kind="local", **options)
         build(dcp.TieredStorageWriter, **options).close()
-    shutil.copytree(DIRPATH, DATA, ignore=shutil.ignore_patterns("leases", "tmp*"))
+    shutil.copytree(DIRPATH, DATA, ignore=shutil.ignore_patterns("lease.json", "tmp*"))
     shutil.rmtree(DIRPATH)
 
 

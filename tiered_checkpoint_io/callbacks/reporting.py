@@ -187,7 +187,7 @@ def say_summary_last(trainer: Trainer, callback: Callback, exception: BaseExcept
 
 
 def _offer_to_leave(session: Session, number: signal.Signals) -> None:
-    """Has a further such signal end the wait for uploads that follows: Lightning ignores them all after the first."""
+    """Lets a further such signal end the wait for uploads; Lightning ignores all signals after the first."""
     pending = session.standing().pending
     if not pending or threading.current_thread() is not threading.main_thread():
         return

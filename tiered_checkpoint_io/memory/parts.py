@@ -242,7 +242,7 @@ def opened(stored: StoredPart, *, keep: bool = False) -> Iterator[dict[str, int]
                 if not stored.folder.exists():
                     raise gone(stored)
                 raise CorruptCheckpointError(
-                    f"{os.fstat(descriptor).st_size} bytes in place of {entry.size}",
+                    f"{os.fstat(descriptor).st_size} bytes instead of {entry.size}",
                     operation="read",
                     tier="memory",
                     key=str(path),

@@ -161,7 +161,7 @@ class Drain:
         with contextlib.suppress(OSError):
             if not self._stop.is_set() and self._queue.is_asked_to_leave(self._token):
                 self._log.info("leaving to the drain of a later trainer")
-                # Also amid a request: its server may be silent.
+                # Also during a request: its server may be silent.
                 self._stop.set()
 
     def _turn(self, *, once: bool) -> bool:

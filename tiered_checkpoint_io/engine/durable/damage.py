@@ -107,7 +107,7 @@ def _first_damage(
         where = f"{store.url}/{entry.path}", owners.get(entry.path)
         try:
             if index == 0 and (size := store.size(entry.path)) != entry.size:
-                raise CorruptCheckpointError(f"{size} bytes in place of {entry.size}")
+                raise CorruptCheckpointError(f"{size} bytes instead of {entry.size}")
             _check_chunk(store, entry, index, heard)
             progress(entry.chunks[index][1])
         except (CorruptCheckpointError, StoreNotFoundError) as error:

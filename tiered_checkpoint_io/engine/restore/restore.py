@@ -412,7 +412,7 @@ def restore_local(tiers: Tiers, selector: Selector, group: Group, role: ShardRol
 
 
 def _try(fetcher: NodeFetcher, candidate: Candidate, search: Search, shard: int | None = None) -> Restored | None:
-    """Has every node's leader fetch a candidate, or every rank its shard; None if some could not get it intact."""
+    """Fetches a candidate to every node, or each rank's shard of it; None if some rank could not get it intact."""
     fetches, part = search.leads or shard is not None, shard or 0
     # If only replicas are left, one node takes over the lost node's work.
     takes_over = candidate.is_orphaned(part) and (search.group.rank == 0 or shard is not None)
