@@ -35,9 +35,8 @@ from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes
-from tiered_checkpoint_io.model.index import Index, IndexRow
-from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Manifest, Part
+from tiered_checkpoint_io.model.documents import chunk_ranges, chunk_size_for, hash_bytes
+from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Index, IndexRow, Manifest, Part
 from tiered_checkpoint_io.stores import Store, open_store
 from tiered_checkpoint_io.stores.base import Metrics, ObjectInfo
 

@@ -1,16 +1,46 @@
 """Every error that this package raises on purpose.
 
 An error says what failed (operation, tier, key, rank, step) and what to do (hint). Errors travel
-between ranks by pickle, so every one of them can be pickled.
+between ranks by pickle, so every one of them can be pickled. No text holds a password, a key or a token.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal, TypeGuard
 
-from tiered_checkpoint_io.redaction import without_secrets
+HIDDEN = "***"
+#: ``scheme://user:password@``; a password may hold slashes, as AWS's keys do. A number is a port.
+_PASSWORD = re.compile(r"(?P<head>[A-Za-z][A-Za-z0-9+.-]*:/{1,2}[^/@:\s]*):(?!\d+(?:/|\Z))\S*@")
+_WORDS = r"(?:key|secret|token|passw|credential|creds|auth|signature|\bsig)"
+#: A field of a query, as presigned URLs have them.
+_FIELD = re.compile(rf"(?P<head>[?&;][^=&;#\s]*{_WORDS}[^=&;#\s]*=)[^&;#\s]+", re.IGNORECASE)
+_NAME = re.compile(rf"{_WORDS}|options", re.IGNORECASE)
+
+
+def without_secrets(text: str) -> str:
+    """Returns the text, with passwords of URLs and secret fields of queries replaced by ``***``."""
+    return _FIELD.sub(rf"\g<head>{HIDDEN}", _PASSWORD.sub(rf"\g<head>:{HIDDEN}@", text))
+
+
+def holds_secrets(text: str) -> bool:
+    """Returns True if :func:`without_secrets` hides something of the text."""
+    return without_secrets(text) != text
+
+
+def shown(value: object, *, name: str = "") -> str:
+    """Returns the value for an error's text; hidden altogether if ``name`` says that it is a secret.
+
+    So are containers: their content is not known.
+    """
+    if isinstance(value, int | float | None):
+        return repr(value)
+    if _NAME.search(name) or isinstance(value, dict):
+        return HIDDEN
+    return without_secrets(repr(value))
+
 
 _PLATFORM = sys.platform
 if _PLATFORM != "linux":

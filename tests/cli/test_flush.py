@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.durable.lease import holder_of
 from tiered_checkpoint_io.engine.durable.manifests import names_of, read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, DrainError
 from tiered_checkpoint_io.inventory.node import to_flush
-from tiered_checkpoint_io.memory.locks import is_locked
+from tiered_checkpoint_io.memory.node import is_locked
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 

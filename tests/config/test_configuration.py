@@ -18,8 +18,7 @@ from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig, keys
-from tiered_checkpoint_io.model.support import VARIABLE, Support
+from tiered_checkpoint_io.model.config import VARIABLE, Support, TieredCheckpointConfig, keys
 
 ROOT = Path(__file__).parents[2]
 YAML = ROOT / "configs" / "s3_checkpointing" / "default.yaml"

@@ -15,7 +15,7 @@ from support.training import Model, Runs
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.preflight import Need, preflight
 from tiered_checkpoint_io.errors import MemoryTierError, TieredCheckpointError
-from tiered_checkpoint_io.memory.space import MemoryFullError
+from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
 

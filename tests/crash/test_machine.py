@@ -29,7 +29,7 @@ from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.engine.durable.sweep import delete, sweep
 from tiered_checkpoint_io.errors import RestoreError
-from tiered_checkpoint_io.memory.locks import release, try_lock
+from tiered_checkpoint_io.memory.node import release, try_lock
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.directory import DirectoryStore

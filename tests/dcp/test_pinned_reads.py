@@ -21,7 +21,7 @@ from tiered_checkpoint_io.adapters import pinned_reads
 from tiered_checkpoint_io.engine.restore import shard_files
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.formats.image import default_threads
-from tiered_checkpoint_io.model import hashing
+from tiered_checkpoint_io.model import documents
 from tiered_checkpoint_io.model.manifest import FileEntry
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -57,7 +57,7 @@ class Late(pinned_reads.DeviceCopies):
 @pytest.fixture(params=["late", GPU])
 def device(request, monkeypatch):
     """Returns the device of the tensors; tensors on the CPU count as on a device that copies late."""
-    monkeypatch.setattr(hashing, "MIN_CHUNK_SIZE", CHUNK)
+    monkeypatch.setattr(documents, "MIN_CHUNK_SIZE", CHUNK)
     monkeypatch.setattr(Late, "under_way", 0)
     if request.param == "cuda":
         return "cuda"

@@ -14,7 +14,7 @@ from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
 from tiered_checkpoint_io.engine.ranks.coordination import device_of
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.memory.locks import release, try_lock
+from tiered_checkpoint_io.memory.node import release, try_lock
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 

@@ -16,7 +16,7 @@ from support.tenants import mounted_tmpfs
 from tiered_checkpoint_io import dcp
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.model.documents import hash_bytes
 
 from .conftest import failures
 from .worker_states import content

@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, Stores
 from tiered_checkpoint_io.engine.drain.unfinished import Begun
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.errors import StoreError
-from tiered_checkpoint_io.memory.locks import release, try_lock
+from tiered_checkpoint_io.memory.node import release, try_lock
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 

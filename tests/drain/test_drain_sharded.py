@@ -27,7 +27,7 @@ from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, Drain
 from tiered_checkpoint_io.engine.durable.commit import put_part
 from tiered_checkpoint_io.errors import CorruptCheckpointError, DrainError
 from tiered_checkpoint_io.logs import get_logger, size_text
-from tiered_checkpoint_io.memory.locks import release, try_lock
+from tiered_checkpoint_io.memory.node import release, try_lock
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore

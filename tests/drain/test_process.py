@@ -23,7 +23,7 @@ from tiered_checkpoint_io.engine.drain.process import FOR_TRAINER
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.engine.durable.commit import is_sent
 from tiered_checkpoint_io.errors import DrainError
-from tiered_checkpoint_io.memory.locks import is_locked, release, try_lock
+from tiered_checkpoint_io.memory.node import is_locked, release, try_lock
 
 
 def test_the_drain_is_light():

@@ -22,7 +22,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
     next_operation,
 )
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
-from tiered_checkpoint_io.memory.space import MemoryFullError
+from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 

@@ -11,11 +11,17 @@ from support.failing import failing
 
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.documents import dump
-from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for
-from tiered_checkpoint_io.model.index import Index, IndexRow, check_digest
-from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest, Metric, Part
-from tiered_checkpoint_io.model.s3_limits import MAX_OBJECT
+from tiered_checkpoint_io.model.documents import MAX_OBJECT, chunk_ranges, chunk_size_for, dump
+from tiered_checkpoint_io.model.manifest import (
+    Content,
+    FileEntry,
+    Index,
+    IndexRow,
+    Manifest,
+    Metric,
+    Part,
+    check_digest,
+)
 
 names = st.from_regex(r"[A-Za-z0-9=_ü.-]{1,20}(/[A-Za-z0-9=_-]{1,20}\.ckpt)?", fullmatch=True).filter(
     lambda name: not {".", "..", ".tiered"} & set(name.split("/"))

@@ -21,7 +21,7 @@ from tiered_checkpoint_io.formats import image as copies_module
 from tiered_checkpoint_io.formats.image import Copies, Untouched, gathering
 from tiered_checkpoint_io.formats.shard_image import ALIGNMENT, TensorRow, plan_shard, skeleton_of
 from tiered_checkpoint_io.formats.torch_file import plan
-from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
+from tiered_checkpoint_io.model.documents import chunk_ranges, hash_bytes
 
 MIB = 1 << 20
 

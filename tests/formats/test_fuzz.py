@@ -14,8 +14,7 @@ from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError
 from tiered_checkpoint_io.formats.dcp_metadata import parse_metadata
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.index import Index
-from tiered_checkpoint_io.model.manifest import Manifest, Part
+from tiered_checkpoint_io.model.manifest import Index, Manifest, Part
 
 pytestmark = [pytest.mark.matrix, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 

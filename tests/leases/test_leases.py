@@ -29,10 +29,9 @@ from tiered_checkpoint_io.engine.leasing.namespace_lock import NamespaceLock
 from tiered_checkpoint_io.engine.ranks import world
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory import node
-from tiered_checkpoint_io.memory.node import Identity
+from tiered_checkpoint_io.memory.node import JOB_VARIABLES, Identity, are_one
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.ids import LEASE_KEY
-from tiered_checkpoint_io.model.launches import JOB_VARIABLES, are_one
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 

@@ -22,8 +22,7 @@ from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.export import new_files
 from tiered_checkpoint_io.memory import node, parts
 from tiered_checkpoint_io.memory import tier as memory
-from tiered_checkpoint_io.memory.locks import try_lock
-from tiered_checkpoint_io.memory.node import memory_left, memory_limit
+from tiered_checkpoint_io.memory.node import memory_left, memory_limit, try_lock
 from tiered_checkpoint_io.memory.parts import PINNED
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids

@@ -24,7 +24,7 @@ from tiered_checkpoint_io.engine.staging.capture import Capturer
 from tiered_checkpoint_io.engine.staging.host_pins import HostPins
 from tiered_checkpoint_io.formats.image import PINNED_PIECE, cuts_of
 from tiered_checkpoint_io.memory.node import is_tmpfs
-from tiered_checkpoint_io.memory.pages import HUGE, Mapped, make_huge, take_space
+from tiered_checkpoint_io.memory.slots import HUGE, Mapped, make_huge, take_space
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
 MIB = 1 << 20

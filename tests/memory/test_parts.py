@@ -20,12 +20,12 @@ from support.failing import failing
 from tiered_checkpoint_io.engine.staging.capture import acquire_for
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, MemoryTierError
 from tiered_checkpoint_io.memory import node
-from tiered_checkpoint_io.memory.pages import Mapped
+from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.parts import opened, reading
-from tiered_checkpoint_io.memory.space import MemoryFullError
+from tiered_checkpoint_io.memory.slots import Mapped
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.model.documents import hash_bytes
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
 
 MIB = 1 << 20

@@ -25,7 +25,7 @@ from tiered_checkpoint_io.engine.replication.replicator import Keeper, Offers
 from tiered_checkpoint_io.engine.staging.capture import Capturer
 from tiered_checkpoint_io.engine.staging.retention import Scope
 from tiered_checkpoint_io.errors import ConfigError
-from tiered_checkpoint_io.memory.space import MemoryFullError
+from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.peer import Endpoint

@@ -35,7 +35,7 @@ from tiered_checkpoint_io.engine.restore import targets
 from tiered_checkpoint_io.engine.restore.shard_reading import share_reads
 from tiered_checkpoint_io.engine.restore.shared_reads import FetchedFile, SharedFolder, clear_reads
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, StoreError
-from tiered_checkpoint_io.model.hashing import MIN_CHUNK_SIZE
+from tiered_checkpoint_io.model.documents import MIN_CHUNK_SIZE
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 

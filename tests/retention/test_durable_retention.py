@@ -23,7 +23,7 @@ from tiered_checkpoint_io.engine.durable.holds import LIFETIME_S, hold, release
 from tiered_checkpoint_io.engine.durable.retention import removed
 from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
-from tiered_checkpoint_io.memory.private import write_atomic
+from tiered_checkpoint_io.memory.node import write_atomic
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.retention import Latest

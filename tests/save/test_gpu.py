@@ -12,7 +12,7 @@ from tiered_checkpoint_io.engine.staging.host_pins import HostPins
 from tiered_checkpoint_io.formats.torch_file import plan
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
+from tiered_checkpoint_io.model.documents import chunk_ranges, hash_bytes
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.model.documents import hash_bytes
 
 #: So long two runs may both take a dirpath for theirs: each lists every 15 s, and one that was silent counts for 60 s.
 BOTH_HOLD_S = 75.0

@@ -19,11 +19,10 @@ from support.supporting import build
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.errors import ConfigError, StoreError, TieredCheckpointError
+from tiered_checkpoint_io.errors import ConfigError, StoreError, TieredCheckpointError, holds_secrets, without_secrets
 from tiered_checkpoint_io.logs import get_logger
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.nemo.s3_utils import S3Utils
-from tiered_checkpoint_io.redaction import holds_secrets, without_secrets
 from tiered_checkpoint_io.stores import open_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -19,8 +19,8 @@ from support.supporting import build
 
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.documents import MAX_OBJECT, MAX_PART, MAX_PARTS, MIN_PART
 from tiered_checkpoint_io.model.manifest import FileEntry
-from tiered_checkpoint_io.model.s3_limits import MAX_OBJECT, MAX_PART, MAX_PARTS, MIN_PART
 from tiered_checkpoint_io.stores import open_store
 from tiered_checkpoint_io.stores.base import Store
 from tiered_checkpoint_io.stores.directory import DirectoryStore

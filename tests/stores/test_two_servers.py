@@ -13,7 +13,7 @@ from support.supporting import build
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.place import Place, Server, endpoint_text
+from tiered_checkpoint_io.model.documents import Place, Server, endpoint_text
 from tiered_checkpoint_io.stores import place_of
 
 

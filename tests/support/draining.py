@@ -14,10 +14,10 @@ from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import names_of, read_manifest
-from tiered_checkpoint_io.memory.private import write_atomic
+from tiered_checkpoint_io.memory.node import write_atomic
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes
+from tiered_checkpoint_io.model.documents import chunk_ranges, chunk_size_for, hash_bytes
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
 from tiered_checkpoint_io.stores import place_of
 

@@ -12,7 +12,7 @@ from support.launch import launch
 
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
-from tiered_checkpoint_io.memory.locks import is_locked
+from tiered_checkpoint_io.memory.node import is_locked
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
 FOLDER = Path(__file__).parents[1] / "first_hour"

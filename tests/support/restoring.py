@@ -21,8 +21,7 @@ from tiered_checkpoint_io.engine.restore.restore import restore
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.documents import dump
-from tiered_checkpoint_io.model.hashing import chunk_ranges, hash_bytes
+from tiered_checkpoint_io.model.documents import chunk_ranges, dump, hash_bytes
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Part
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 

@@ -5,8 +5,8 @@ import time
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.staging.retention import all_complete
 from tiered_checkpoint_io.formats.torch_file import plan
+from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import FileEntry
-from tiered_checkpoint_io.model.place import Place
 
 
 def save_full(tier, capturer, state, name, save_id, step, *, keep_last=2, dirpath="s3://b/run", world_size=1):

@@ -9,7 +9,7 @@ from support.story import op_id
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.hashing import MIN_CHUNK_SIZE, chunk_ranges, hash_bytes
+from tiered_checkpoint_io.model.documents import MIN_CHUNK_SIZE, chunk_ranges, hash_bytes
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Part
 from tiered_checkpoint_io.stores.base import ObjectInfo
 from tiered_checkpoint_io.stores.directory import DirectoryStore

@@ -5,8 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields
 
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.support import VARIABLE, Support
+from tiered_checkpoint_io.model.config import VARIABLE, Support, TieredCheckpointConfig
 
 NAMES = {each.name for each in fields(Support)}
 

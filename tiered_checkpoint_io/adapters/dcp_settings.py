@@ -16,8 +16,7 @@ from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping, refuse_keys_of_others
-from tiered_checkpoint_io.model.support import Support
+from tiered_checkpoint_io.model.config import Support, TieredCheckpointConfig, as_mapping, refuse_keys_of_others
 
 _EXTRA = ("world_size", "save_to_s3", "s3_every_n_steps", "logger")
 _BASE_PATHS = ("s3_tier_base_path", "s3_base_path")

@@ -20,12 +20,11 @@ from typing_extensions import Unpack
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
 from tiered_checkpoint_io.engine.trust import Trust
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, RestoreError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, RestoreError, shown
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.memory import forks
+from tiered_checkpoint_io.memory.node import register_owner
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import NOT_OF_IO, IOKeys, TieredCheckpointConfig, keys, refuse_keys_of_others
-from tiered_checkpoint_io.redaction import shown
 
 #: Names of files that Lightning's tuner keeps for a moment, to come back to them.
 _SCRATCH = (".lr_find_", ".scale_batch_size_")
@@ -194,7 +193,7 @@ class TieredCheckpointIO(CheckpointIO):
             # Of threads that save at once, all get the same.
             if self._checkpointer is None:
                 self._checkpointer = Checkpointer(self.config, logger=self._logger)
-                forks.register(self)
+                register_owner(self)
             return self._checkpointer
 
     def save_checkpoint(
@@ -326,7 +325,7 @@ class TieredCheckpointIO(CheckpointIO):
             self._checkpointer.close()
 
     def forked(self) -> None:
-        """See :class:`forks.Owner`: the engine that a child makes knows its own rank."""
+        """See :class:`node.Owner`: the engine that a child makes knows its own rank."""
         self._checkpointer = None
 
     def __getstate__(self) -> dict[str, Any]:

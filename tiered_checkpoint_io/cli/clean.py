@@ -23,14 +23,14 @@ from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, read_all, resumable
 from tiered_checkpoint_io.inventory.node import owned, saves_of, undone
 from tiered_checkpoint_io.logs import size_text
-from tiered_checkpoint_io.memory.locks import release, try_lock
+from tiered_checkpoint_io.memory.node import release, try_lock
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.spill import AUTO, OWNER_FILE, siblings, spill_dir_of, spill_root
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import Part
-from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.model.retention import unit_of
 from tiered_checkpoint_io.stores import config_at, place_of
 

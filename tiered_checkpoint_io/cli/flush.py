@@ -42,15 +42,14 @@ from tiered_checkpoint_io.inventory.node import (
     to_flush,
 )
 from tiered_checkpoint_io.logs import get_logger
-from tiered_checkpoint_io.memory.locks import is_locked
+from tiered_checkpoint_io.memory.node import is_locked, write_atomic
 from tiered_checkpoint_io.memory.parts import mark_durable
-from tiered_checkpoint_io.memory.private import write_atomic
 from tiered_checkpoint_io.memory.spill import spill_dir_of
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import Manifest
-from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores import Store, config_at
 
 #: Between two looks at the drain's progress, seconds.

@@ -29,8 +29,7 @@ from tiered_checkpoint_io.errors import (
 from tiered_checkpoint_io.inventory.durable import find, read_unchanged
 from tiered_checkpoint_io.inventory.rows import File
 from tiered_checkpoint_io.logs import size_text
-from tiered_checkpoint_io.memory.node import node_budget
-from tiered_checkpoint_io.memory.space import MemoryFullError
+from tiered_checkpoint_io.memory.node import MemoryFullError, node_budget
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig

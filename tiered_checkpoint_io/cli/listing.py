@@ -11,13 +11,12 @@ import typer
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.options import AnyDirpath, Memory, Name, Output, Server, name_of
 from tiered_checkpoint_io.cli.output import Columns, cells_of, is_terminal, say, show, write_json
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, without_secrets
 from tiered_checkpoint_io.inventory.node import PartState, look_at_node
 from tiered_checkpoint_io.inventory.rows import CheckpointInfo, CheckpointState, Details, Look, Looker, details_of, iso
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.redaction import without_secrets
 from tiered_checkpoint_io.stores import place_of
 
 _DAMAGED = ("corrupt", "newer_release")

@@ -24,8 +24,8 @@ from tiered_checkpoint_io.formats.parallel import in_parallel, in_parallel_as_ne
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
 from tiered_checkpoint_io.memory.slots import clean_dead
 from tiered_checkpoint_io.memory.tier import MemoryTier
-from tiered_checkpoint_io.model import hashing
-from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for, hash_bytes, new_hash
+from tiered_checkpoint_io.model import documents
+from tiered_checkpoint_io.model.documents import chunk_ranges, chunk_size_for, hash_bytes, new_hash
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.base import Readable, UploadContent
 from tiered_checkpoint_io.stores.fallbacks import read_pieces
@@ -292,7 +292,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     found: list[Span] = []
     for offset, length in sorted(spans):
         begin, end = (found[-1][0], sum(found[-1])) if found else (offset, offset)
-        if length and found and offset - end < hashing.MIN_CHUNK_SIZE:
+        if length and found and offset - end < documents.MIN_CHUNK_SIZE:
             found[-1] = begin, max(end, offset + length) - begin
         elif length:
             found.append((offset, length))

@@ -43,14 +43,12 @@ from tiered_checkpoint_io.engine.staging.save_ids import SaveIds
 from tiered_checkpoint_io.engine.staging.turn import Turn
 from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, get_logger
-from tiered_checkpoint_io.memory import forks
-from tiered_checkpoint_io.memory.node import node_budget
-from tiered_checkpoint_io.memory.space import MemoryFullError
+from tiered_checkpoint_io.memory.node import MemoryFullError, node_budget, register_owner
 from tiered_checkpoint_io.memory.spill import spill_dir_of
 from tiered_checkpoint_io.memory.tier import MemoryTier, note_budget
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.stores import Store, open_store, place_of
 from tiered_checkpoint_io.stores.peer import Endpoint
 from tiered_checkpoint_io.stores.silence import answer_within
@@ -93,10 +91,10 @@ class Session:
         rank = current_rank() or (launch_rank() if current_world_size() == 1 else 0)
         self.log = get_logger(config.namespace, rank=rank, log_dir=config.log_dir, logger=logger)
         self.forked()
-        forks.register(self)
+        register_owner(self)
 
     def forked(self) -> None:
-        """Begins again: see :class:`forks.Owner`."""
+        """Begins again: see :class:`node.Owner`."""
         config, clock = self.config, self.clock
         self.counts: Counter[str] = Counter()
         self.last_save: SaveReport | None = None

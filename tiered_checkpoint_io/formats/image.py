@@ -24,7 +24,7 @@ import xxhash
 
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.formats.parallel import in_parallel
-from tiered_checkpoint_io.model.hashing import chunk_ranges, chunk_size_for
+from tiered_checkpoint_io.model.documents import chunk_ranges, chunk_size_for
 
 
 class Untouched(NamedTuple):

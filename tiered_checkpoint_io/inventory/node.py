@@ -16,12 +16,12 @@ from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, last_config, t
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
 from tiered_checkpoint_io.engine.leasing.namespace_lock import TRAINERS
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, is_other_format
-from tiered_checkpoint_io.memory.locks import is_locked, release, try_lock
+from tiered_checkpoint_io.memory.node import is_locked, release, try_lock
 from tiered_checkpoint_io.memory.parts import PART_FILE, REPLICAS, StoredPart
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier, namespace_root
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import Content, Kind, Part
-from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.model.retention import UnitKey, unit_of
 from tiered_checkpoint_io.stores import place_of
 

@@ -18,6 +18,7 @@ from tiered_checkpoint_io.errors import (
     StoreError,
     StoreNotFoundError,
     is_other_format,
+    without_secrets,
 )
 from tiered_checkpoint_io.inventory.durable import (
     DurableCheckpoint,
@@ -30,9 +31,8 @@ from tiered_checkpoint_io.inventory.durable import (
 from tiered_checkpoint_io.inventory.node import BrokenPart, HeldPart, NodeMemory, Tier, look_at_node, time_of
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import Content, Kind, Manifest, Metric
-from tiered_checkpoint_io.model.place import Place
-from tiered_checkpoint_io.redaction import without_secrets
 from tiered_checkpoint_io.stores import Store
 
 CheckpointState = Literal["durable", "memory_only", "waiting", "uploading", "incomplete", "corrupt", "newer_release"]

@@ -1,15 +1,28 @@
-"""Facts about the node for the memory tier: its memory limits, its file systems, and the id of its boot."""
+"""The node of a memory tier: its limits, file systems and processes, and files and locks that belong to one user.
+
+A forked child leaves slots, locks and queues to its parent. A worker of a DataLoader, or a rank of ``ddp_fork``, begins
+with a copy of its parent's memory and descriptors, and with none of its threads.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import re
 import socket
+import stat
 import sys
-from collections.abc import Iterator
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.errors import MemoryTierError
 
 #: Share of this process's memory that is left to others, up to a bound in bytes.
 _MARGIN_SHARE = 64
@@ -233,3 +246,327 @@ def _pid_ns() -> str:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
+
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
+_SCARCE = (errno.EMFILE, errno.ENFILE, *NO_SPACE)
+FULL_HINT = "memory_dir is full: give it more space (docker: --shm-size), or lower memory_keep_last"
+
+
+class MemoryFullError(MemoryTierError):
+    """No room in the memory tier: its budget is used up, or its file system is full."""
+
+    _reason = "full"
+
+
+@contextlib.contextmanager
+def needs_space(what: str, *, operation: str, key: str, hint: str = FULL_HINT) -> Iterator[None]:
+    """Translates errors of a block that takes space of the memory tier.
+
+    Args:
+        what: The thing that has no space, as a sentence.
+        operation: The operation in progress.
+        key: The path.
+        hint: Advice for the user.
+
+    Raises:
+        MemoryFullError: There is no space; other errors are raised unchanged.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        raise MemoryFullError(what, operation=operation, tier="memory", key=key, hint=hint) from error
+
+
+def is_scarcity(error: BaseException) -> bool:
+    """Returns True if space or descriptors are lacking, which other processes may free."""
+    return any(isinstance(each, OSError) and each.errno in _SCARCE for each in (error, error.__cause__))
+
+
+def used(folder: Path) -> int:
+    """Returns the number of bytes that all files below a folder take."""
+    total = 0
+    for base, _, files in os.walk(folder):
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(base, name)).st_blocks * 512
+    return total
+
+
+def write_atomic(path: Path, data: bytes, clock: Clock = SYSTEM) -> None:
+    """Writes a small private file so that a reader sees the old content or the new one, after a power loss too."""
+    temporary = path.with_name(f".{path.name}.{clock.token(8)}")
+    try:
+        write_private(temporary, data, synced=True)
+    except MemoryFullError:
+        temporary.unlink(missing_ok=True)
+        raise
+    os.replace(temporary, path)
+
+
+def write_over(path: Path, data: bytes) -> None:
+    """Writes over a private file in the space that it has, or raises OSError; a reader may see a mixture."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.truncate()
+
+
+def problem_with(folder: Path) -> str:
+    """Makes a folder of this user only; returns the problem with the one that is there, or ""."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    facts = os.lstat(folder)
+    if stat.S_ISLNK(facts.st_mode):
+        return "is a symbolic link"
+    if not stat.S_ISDIR(facts.st_mode):
+        return "is not a folder"
+    if facts.st_uid != os.getuid():
+        return f"belongs to user {facts.st_uid}, not to {os.getuid()}"
+    if stat.S_IMODE(facts.st_mode) & 0o077:
+        return f"is open to others (mode {stat.S_IMODE(facts.st_mode):04o})"
+    return ""
+
+
+def private_folder(folder: Path) -> bool:
+    """Makes a folder of the memory tier; returns whether it was open to its group, and was closed to it.
+
+    Kubernetes opens all folders of a volume to the group ``fsGroup`` when a pod starts.
+
+    Raises:
+        MemoryTierError: The existing folder is open to other users, or theirs.
+    """
+    problem = problem_with(folder)
+    was_open = bool(problem) and _close_to_group(folder)
+    if problem and not was_open:
+        raise MemoryTierError(
+            f"the memory tier's folder {problem}",
+            operation="open",
+            tier="memory",
+            key=str(folder),
+            hint="remove it, or name another memory_dir",
+            reason="unsafe",
+        )
+    return was_open
+
+
+def _close_to_group(folder: Path) -> bool:
+    """Closes a folder of this user that is open to its group only; returns whether it is one."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        facts = os.fstat(descriptor)
+        if facts.st_uid != os.getuid() or facts.st_mode & 0o007:
+            return False
+        os.fchmod(descriptor, 0o700)
+        return True
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def opening(root: Path) -> Iterator[None]:
+    """Raises errors of a block that makes a root of the memory tier.
+
+    Raises:
+        MemoryFullError: Memory has no space for the root.
+        MemoryTierError: The root can't be used, for another reason.
+    """
+    try:
+        yield
+    except MemoryTierError:
+        raise
+    except OSError as error:
+        kind = MemoryFullError if error.errno in NO_SPACE else MemoryTierError
+        text = f"memory_dir cannot be used: {error.strerror}"
+        raise kind(text, operation="open", tier="memory", key=str(root)) from error
+
+
+def by_warning(text: str) -> None:
+    """Warns once, if there is no log."""
+    warnings.warn(text, stacklevel=2)
+
+
+def make_folders(root: Path, names: Iterable[str], say: Callable[[str], None] = by_warning) -> None:
+    """Makes a root, its parent folder, and the folders in it; raises as :func:`private_folder` does."""
+    # The outermost first: the content of a folder is safe once the folder is closed.
+    closed = [folder for folder in (root.parent, root, *(root / name for name in names)) if private_folder(folder)]
+    if closed:
+        text = f"{closed[0]} was open to its group, and was closed to it again"
+        say(f"{text}; under Kubernetes set fsGroupChangePolicy: OnRootMismatch")
+
+
+def inode_of(facts: os.stat_result) -> tuple[int, int]:
+    """Returns a file's identity, with its device: each tmpfs numbers its own files from the start."""
+    return facts.st_dev, facts.st_ino
+
+
+def inode_at(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """Returns the identity of the file that a path leads to; None for none.
+
+    An open file may have been removed since, or its folder moved, or mounted over.
+    """
+    try:
+        return inode_of(os.lstat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def sync_folder(folder: Path) -> None:
+    """Returns once a power loss can no longer undo a change of the folder's names. On tmpfs, at once."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_private(path: Path, data: bytes, *, synced: bool = False) -> None:
+    with needs_space("no space for a small file", operation="write", key=str(path)):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(descriptor, left) :]
+            if synced:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+#: Paths and identities of the locked files, by descriptor.
+_held: dict[int, tuple[Path, tuple[int, int]]] = {}
+_guard = threading.Lock()
+
+
+def try_lock(path: Path, *, shared: bool = False, patience_s: float = 0.0, clock: Clock = SYSTEM) -> int | None:
+    """Takes a lock on a file, which is made if missing; several processes may hold a shared one.
+
+    Returns:
+        A descriptor for :func:`release`; None if another still holds the lock after ``patience_s`` seconds.
+
+    Raises:
+        MemoryFullError: The file is missing, and there is no space for it.
+    """
+    with needs_space("no space for a lock file", operation="lock", key=str(path)):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        has_it = flock(descriptor, patience_s, clock.timing.lock_poll_s, clock, shared=shared)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    if not has_it:
+        os.close(descriptor)
+        return None
+    with _guard:
+        _held[descriptor] = path, inode_of(os.fstat(descriptor))
+    return descriptor
+
+
+def flock(descriptor: int, patience_s: float, poll_s: float, clock: Clock, *, shared: bool = False) -> bool:
+    """Locks an open file, trying for ``patience_s`` seconds; returns whether it has the lock."""
+    deadline = clock.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if clock.monotonic() >= deadline:
+                return False
+            clock.sleep(poll_s)
+        else:
+            return True
+
+
+def is_lost(descriptor: int) -> bool:
+    """Returns whether the locked file was removed or moved: others then lock a new one."""
+    held = _held.get(descriptor)
+    return held is not None and inode_at(held[0]) != held[1]
+
+
+def share(descriptor: int) -> None:
+    """Makes a lock of :func:`try_lock` shared. It is free for a moment; another process may take the lock then."""
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def release(descriptor: int) -> None:
+    """Releases a lock; in a forked child, whose copy is closed already, does nothing."""
+    with _guard:
+        is_held = _held.pop(descriptor, None) is not None
+    if is_held:
+        os.close(descriptor)
+
+
+def is_locked(path: Path) -> bool:
+    """Returns whether a process holds the lock exclusively right now."""
+    descriptor = try_lock(path, shared=True)
+    if descriptor is None:
+        return True
+    release(descriptor)
+    return False
+
+
+def _drop_in_child() -> None:
+    # A lock lives as long as any copy of its descriptor: a DataLoader's worker that outlives its
+    # trainer would pass for one. Closing the copy leaves the parent's lock as it is.
+    global _guard
+    _guard = threading.Lock()
+    while _held:
+        os.close(_held.popitem()[0])
+
+
+os.register_at_fork(after_in_child=_drop_in_child)
+
+
+class Owner(Protocol):
+    """Resources that belong to one process."""
+
+    def forked(self) -> None:
+        """Gives up the parent's resources in a forked child, on its only thread, without changing them."""
+
+
+_owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+
+
+def register_owner(owner: Owner) -> None:
+    """Has ``owner.forked`` called in each child that is forked from now on."""
+    _owners.add(owner)
+
+
+def _in_child() -> None:
+    for owner in list(_owners):
+        owner.forked()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+#: The job's number, by Slurm, PBS and LSF. Tasks of an LSF array share one, which does no harm: the scheduler starts
+#: each of them, so none inherits from another.
+JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+
+
+def are_one(owner: str, other: str) -> bool:
+    """Returns True if two processes belong to one launch: one owner, or one was started below the other.
+
+    Two that inherited the same line from a shell, or from a process that starts jobs, do not.
+    """
+    line, others = owner.split("/"), other.split("/")
+    return line[-1] in others or others[-1] in line
+
+
+def job_of(environment: Mapping[str, str]) -> str:
+    """Returns the scheduler's job that a process with this environment is in; empty if none is known."""
+    return " ".join(filter(None, (environment.get(name) for name in JOB_VARIABLES)))
+
+
+def is_another_job(job: str, recorded: str) -> bool:
+    """Returns True if a process in a job got its environment from outside: from another job, or from none.
+
+    Schedulers hand the environment of the process that submits a job on to that job. A process that knows no job may
+    just have been started without the scheduler's variables, so that proves nothing.
+    """
+    return not set(job.split()) <= set(recorded.split())

@@ -18,9 +18,8 @@ from pathlib import Path
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
-from tiered_checkpoint_io.memory.private import sync_folder, write_atomic, write_private
+from tiered_checkpoint_io.memory.node import is_scarcity, sync_folder, write_atomic, write_private
 from tiered_checkpoint_io.memory.slots import clean_dead
-from tiered_checkpoint_io.memory.space import is_scarcity
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part
 

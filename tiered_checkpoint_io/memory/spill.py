@@ -21,11 +21,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import MemoryTierError
-from tiered_checkpoint_io.memory.node import is_local_disk, is_tmpfs, memory_left, memory_of
+from tiered_checkpoint_io.memory.node import (
+    inode_at,
+    inode_of,
+    is_local_disk,
+    is_scarcity,
+    is_tmpfs,
+    make_folders,
+    memory_left,
+    memory_of,
+    private_folder,
+)
 from tiered_checkpoint_io.memory.parts import clear_dead
-from tiered_checkpoint_io.memory.private import inode_at, inode_of, make_folders, private_folder
-from tiered_checkpoint_io.memory.space import is_scarcity
-from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.model.documents import hash_bytes
 
 if TYPE_CHECKING:
     from tiered_checkpoint_io.memory.tier import MemoryTier

@@ -30,7 +30,21 @@ from typing import NamedTuple
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, MemoryTierError
-from tiered_checkpoint_io.memory.node import is_tmpfs, memory_left, unbounded
+from tiered_checkpoint_io.memory.node import (
+    FULL_HINT,
+    NO_SPACE,
+    MemoryFullError,
+    by_warning,
+    is_tmpfs,
+    make_folders,
+    memory_left,
+    opening,
+    sync_folder,
+    unbounded,
+    used,
+    write_atomic,
+    write_private,
+)
 from tiered_checkpoint_io.memory.parts import (
     DRAINED,
     NEW,
@@ -46,20 +60,11 @@ from tiered_checkpoint_io.memory.parts import (
     mark,
     prepare_markers,
 )
-from tiered_checkpoint_io.memory.private import (
-    by_warning,
-    make_folders,
-    opening,
-    sync_folder,
-    write_atomic,
-    write_private,
-)
 from tiered_checkpoint_io.memory.slots import Slot, SlotPool
-from tiered_checkpoint_io.memory.space import FULL_HINT, NO_SPACE, MemoryFullError, used
 from tiered_checkpoint_io.memory.spill import Spill, disk_left
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import Part
-from tiered_checkpoint_io.model.place import Place
 
 FOLDERS = (SAVES, REPLICAS, "slots", "trash", "quarantine", "status")
 BUDGET_FILE = "budget"

@@ -1,6 +1,7 @@
 """Versioned JSON documents that end with a digest of all text before it, and the values in them. Pure.
 
-A reader reads one version, and refuses every other one by :class:`CorruptCheckpointError`.
+A reader reads one version, and refuses every other one by :class:`CorruptCheckpointError`. Values are hashes, which are
+of chunks, each on its own; sizes, which S3 limits; and durable tiers: their location and server, without secrets.
 """
 
 from __future__ import annotations
@@ -8,12 +9,55 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import xxhash
 
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError
-from tiered_checkpoint_io.model.hashing import hash_bytes
 from tiered_checkpoint_io.version import __version__
+
+#: Least size of every part of an upload but the last.
+MIN_PART = 5 << 20
+#: Largest size of every part of an upload.
+MAX_PART = 5 << 30
+#: Parts of one upload.
+MAX_PARTS = 10_000
+#: The largest object, 48.8 TiB: S3 allows 50 TB (since December 2025), and no upload has more parts.
+MAX_OBJECT = MAX_PARTS * MAX_PART
+
+
+#: Bytes hashed as one unit: small enough to be read in ranges by many threads at once, large
+#: enough that a manifest stays small.
+MIN_CHUNK_SIZE = 16 << 20
+_MAX_CHUNKS = 16_384
+
+
+def chunk_size_for(size: int) -> int:
+    """Returns the chunk size for a file of ``size`` bytes: 16 MiB, doubled until 16,384 chunks suffice."""
+    chunk_size = MIN_CHUNK_SIZE
+    while size > chunk_size * _MAX_CHUNKS:
+        chunk_size *= 2
+    return chunk_size
+
+
+def chunk_ranges(size: int, chunk_size: int) -> list[tuple[int, int]]:
+    """Returns ``(offset, length)`` of each chunk of a file of ``size`` bytes; one empty chunk for 0 bytes."""
+    if size == 0:
+        return [(0, 0)]
+    return [(offset, min(chunk_size, size - offset)) for offset in range(0, size, chunk_size)]
+
+
+def new_hash() -> xxhash.xxh3_128:
+    """Returns an xxh3-128 that is given its bytes piece by piece; ``hexdigest`` is as :func:`hash_bytes` has it."""
+    return xxhash.xxh3_128()
+
+
+def hash_bytes(data: memoryview | bytes) -> str:
+    """Returns xxh3-128 of ``data``, as 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
 
 FORMAT = "tiered-checkpoint"
 #: Format of all documents: manifests, indexes, descriptions of parts.
@@ -135,3 +179,92 @@ def digest_of(raw: Mapping[str, Any], key: str) -> str:
     if len(digest) != DIGEST_LENGTH:
         raise CorruptCheckpointError(f"{key}: expected {DIGEST_LENGTH} hexadecimal digits")
     return digest
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An S3 server. Two are the same if their endpoints are: region and profile only say how to reach it.
+
+    Attributes:
+        endpoint_url: Its URL; "" for AWS's own.
+        region: AWS region; "" if none is set.
+        profile: Profile in the AWS configuration files; "" if none is set.
+    """
+
+    endpoint_url: str
+    region: str = field(default="", compare=False)
+    profile: str = field(default="", compare=False)
+
+    def to_json(self) -> dict[str, str]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Server:
+        """Returns the inverse of :meth:`to_json`; raises CorruptCheckpointError if it can't be understood."""
+        return cls(*(value_of(raw, key, str, "") for key in ("endpoint_url", "region", "profile")))
+
+
+def server_in(raw: Mapping[str, Any]) -> Server | None:
+    """Returns the server that a document names; None if its durable tier is no S3 one.
+
+    Raises:
+        CorruptCheckpointError: The server can't be understood.
+    """
+    said = raw.get("server")
+    if said is not None and not isinstance(said, dict):
+        raise CorruptCheckpointError("server: expected an object")
+    return Server.from_json(said) if said is not None else None
+
+
+def endpoint_text(url: str) -> str:
+    """Returns one spelling of an endpoint, without user name, password and query."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2].lower()
+    return urlunsplit((parts.scheme.lower(), host, parts.path.rstrip("/"), "", ""))
+
+
+class Place(NamedTuple):
+    """A durable tier: checkpoints belong together if dirpath and server are the same.
+
+    Attributes:
+        dirpath: The tier's URL or directory.
+        server: Its S3 server; None for any other kind.
+    """
+
+    dirpath: str
+    server: Server | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """The URL of its server; "" for AWS's own, and if there is none."""
+        return self.server.endpoint_url if self.server is not None else ""
+
+    def __str__(self) -> str:
+        return f"{self.dirpath} at {self.endpoint}" if self.endpoint else self.dirpath
+
+
+class SeriesKey(NamedTuple):
+    """Saves that the same ranks make one after the other: each replaces the one before it, and comes after it.
+
+    Attributes:
+        place: The durable tier.
+        series: Common part of the saves, see :attr:`Part.series`.
+        coordinator: The rank that commits them, among those that save together; -1 if that is not known.
+    """
+
+    place: Place
+    series: str
+    coordinator: int
+
+
+class AtPlace:
+    """Base of data that belongs to a durable tier, and is stored with ``dirpath`` and ``server`` side by side."""
+
+    __slots__ = ()
+    dirpath: str
+    server: Server | None
+
+    @property
+    def place(self) -> Place:
+        """The durable tier."""
+        return Place(self.dirpath, self.server)

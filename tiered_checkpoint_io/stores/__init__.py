@@ -9,7 +9,7 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.place import Place, Server, endpoint_text
+from tiered_checkpoint_io.model.documents import Place, Server, endpoint_text
 from tiered_checkpoint_io.stores.base import Store as Store
 
 

@@ -13,10 +13,9 @@ import fsspec
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.errors import StoreError
+from tiered_checkpoint_io.errors import StoreError, without_secrets
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.hashing import hash_bytes
-from tiered_checkpoint_io.redaction import without_secrets
+from tiered_checkpoint_io.model.documents import hash_bytes
 from tiered_checkpoint_io.stores.base import UploadContent, too_short
 from tiered_checkpoint_io.stores.files import FileStore, reason_of
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tiered_checkpoint_io.errors import StoreError
-from tiered_checkpoint_io.model.s3_limits import MAX_OBJECT, MAX_PART, MAX_PARTS
+from tiered_checkpoint_io.model.documents import MAX_OBJECT, MAX_PART, MAX_PARTS
 from tiered_checkpoint_io.stores.base import UploadJournal
 
 MIB = 1 << 20

@@ -23,7 +23,7 @@ from tiered_checkpoint_io.engine.drain.status import NewOutcomes, Standstill, St
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import Logger, names_text
-from tiered_checkpoint_io.memory.space import MemoryFullError
+from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.memory.locks import flock
+from tiered_checkpoint_io.memory.node import flock
 from tiered_checkpoint_io.model.events import Event, totals_of
 
 EVENTS_FILE = "events.jsonl"

@@ -41,13 +41,12 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.logs import Logger, of_step, rate
+from tiered_checkpoint_io.memory.node import MemoryFullError, are_one
 from tiered_checkpoint_io.memory.parts import StoredPart, reading
-from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.launches import are_one
+from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import Part
-from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.model.retention import policies_from
 from tiered_checkpoint_io.stores import Store
 from tiered_checkpoint_io.stores.base import UploadJournal

@@ -31,10 +31,7 @@ from typing import Any
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import MemoryTierError
-from tiered_checkpoint_io.memory import forks
-from tiered_checkpoint_io.memory.locks import flock
-from tiered_checkpoint_io.memory.private import inode_at, inode_of
-from tiered_checkpoint_io.memory.space import MemoryFullError, needs_space
+from tiered_checkpoint_io.memory.node import MemoryFullError, flock, inode_at, inode_of, needs_space, register_owner
 
 #: Generation, length and checksum of the data; then the checksum of these.
 _HEAD = struct.Struct("<QII")
@@ -67,7 +64,7 @@ class OperationLog:
         self._heads = b""
         self._state: dict[str, Any] = {}
         self._generation = 0
-        forks.register(self)
+        register_owner(self)
 
     # ----------------------------------------------------------------------------------- reading
     def poll(self) -> bytes:
@@ -228,7 +225,7 @@ class OperationLog:
                 _log.warning("%s is damaged: queued aliases and deletes, and outcomes, are lost", self._path)
 
     def forked(self) -> None:
-        """See :class:`forks.Owner`: a copy of the descriptor would keep a lock alive that our parent dies with."""
+        """See :class:`node.Owner`: a copy of the descriptor would keep a lock alive that our parent dies with."""
         self._guard = threading.RLock()
         self.close()
 

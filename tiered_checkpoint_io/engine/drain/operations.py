@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.place import AtPlace, Place, Server
+from tiered_checkpoint_io.model.documents import AtPlace, Place, Server
 
 if TYPE_CHECKING:
     from tiered_checkpoint_io.memory.parts import StoredPart

@@ -24,9 +24,16 @@ from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE, Drain
 from tiered_checkpoint_io.errors import DrainError, TieredCheckpointError
 from tiered_checkpoint_io.logs import DebugOnly, Logger, get_logger
-from tiered_checkpoint_io.memory.locks import is_locked, is_lost, release, share, try_lock
-from tiered_checkpoint_io.memory.private import write_atomic, write_over
-from tiered_checkpoint_io.memory.space import MemoryFullError
+from tiered_checkpoint_io.memory.node import (
+    MemoryFullError,
+    is_locked,
+    is_lost,
+    release,
+    share,
+    try_lock,
+    write_atomic,
+    write_over,
+)
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 #: The arguments of the command; the root is last.

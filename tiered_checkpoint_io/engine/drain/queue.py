@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.log import OperationLog
 from tiered_checkpoint_io.engine.drain.operations import Action, Outcome, Request, in_order
+from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.place import server_in
+from tiered_checkpoint_io.model.documents import server_in
 
 LOG_FILE = "operations.log"
 _REQUEST, _OUTCOME, _NOTE = "request/", "outcome/", "note/"

@@ -29,9 +29,8 @@ from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.chunks import quarantine_damaged
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.memory.node import MemoryFullError, write_atomic
 from tiered_checkpoint_io.memory.parts import StoredPart, opened
-from tiered_checkpoint_io.memory.private import write_atomic
-from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.peer import LEAST_RATE, Endpoint, PeerStore

@@ -24,7 +24,7 @@ from tiered_checkpoint_io.logs import GIB, CheckpointLogger, names_text, rate
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.model.documents import Place
 
 if TYPE_CHECKING:
     from tiered_checkpoint_io.engine.drain.client import DrainHandle

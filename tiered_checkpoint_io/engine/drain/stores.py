@@ -13,7 +13,7 @@ from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.stores import Store, config_at, place_of
 
 CONFIG_FILE = "drain.json"

@@ -15,11 +15,10 @@ from tiered_checkpoint_io.engine.durable.commit import gone_past, is_committed
 from tiered_checkpoint_io.engine.durable.manifests import current
 from tiered_checkpoint_io.engine.durable.sweep import refresh
 from tiered_checkpoint_io.errors import TieredCheckpointError
+from tiered_checkpoint_io.memory.node import is_scarcity
 from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.memory.space import is_scarcity
-from tiered_checkpoint_io.model.index import IndexRow
-from tiered_checkpoint_io.model.manifest import Part
-from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.model.documents import Place
+from tiered_checkpoint_io.model.manifest import IndexRow, Part
 from tiered_checkpoint_io.stores.base import Store
 
 #: Number of refreshes of a live save within the age at which a sweep takes it for dead.

@@ -21,9 +21,7 @@ from tiered_checkpoint_io.engine.drain.status import Reporter, shorten_log
 from tiered_checkpoint_io.engine.drain.stores import Stores
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.memory.locks import is_lost, release, try_lock
-from tiered_checkpoint_io.memory.private import make_folders
-from tiered_checkpoint_io.memory.space import MemoryFullError, is_scarcity
+from tiered_checkpoint_io.memory.node import MemoryFullError, is_lost, is_scarcity, make_folders, release, try_lock
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store, place_of

@@ -6,8 +6,7 @@ from tiered_checkpoint_io.engine.durable.files import read_description
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.index import IndexRow
-from tiered_checkpoint_io.model.manifest import Part
+from tiered_checkpoint_io.model.manifest import IndexRow, Part
 from tiered_checkpoint_io.stores.base import Store
 
 #: Number of ranks that are named in an error.

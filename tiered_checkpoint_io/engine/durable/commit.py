@@ -41,9 +41,8 @@ from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of
 from tiered_checkpoint_io.engine.durable.sweep import Remains
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.hashing import hash_bytes
-from tiered_checkpoint_io.model.index import Index, IndexRow
-from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest, Part
+from tiered_checkpoint_io.model.documents import hash_bytes
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Index, IndexRow, Manifest, Part
 from tiered_checkpoint_io.stores.base import ServerCopy, Store, UploadContent, UploadJournal, changed
 from tiered_checkpoint_io.stores.fallbacks import copy_to
 

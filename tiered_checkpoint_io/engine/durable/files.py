@@ -14,8 +14,7 @@ from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError, is_other_format
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.index import Index, check_digest
-from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest, Part
+from tiered_checkpoint_io.model.manifest import Content, FileEntry, Index, Manifest, Part, check_digest
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 from tiered_checkpoint_io.stores.fallbacks import children_of
 

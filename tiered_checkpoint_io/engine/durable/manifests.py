@@ -19,7 +19,7 @@ from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError, is_other_format
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.model.documents import hash_bytes
 from tiered_checkpoint_io.model.manifest import Content, Manifest, reservation, reservation_in
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store, changed
 from tiered_checkpoint_io.stores.fallbacks import conditional

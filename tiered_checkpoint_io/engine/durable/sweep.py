@@ -40,7 +40,7 @@ from tiered_checkpoint_io.engine.durable.survey import Survey
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, Reason, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.model.documents import hash_bytes
 from tiered_checkpoint_io.model.manifest import METADATA, Content, Manifest, Part
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 from tiered_checkpoint_io.stores.fallbacks import conditional, folders_of

@@ -16,8 +16,8 @@ from tiered_checkpoint_io.engine.ranks.local_run import current_run
 from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_size
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.memory.node import is_another_job, job_of
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.launches import is_another_job, job_of
 from tiered_checkpoint_io.stores import Store
 
 #: Number of processes, each started by the one before, that are known to belong together.
@@ -35,7 +35,7 @@ def owner_of_process(clock: Clock) -> str:
     """Returns this process's launch: a name of its own, after those of the processes that started it.
 
     Names of another job of the scheduler, which submitted this one, are left out. All ranks of one start have the same,
-    by the store of torch.distributed. See :func:`model.launches.are_one`.
+    by the store of torch.distributed. See :func:`node.are_one`.
 
     Raises:
         ConfigError: The store does not answer.

@@ -22,9 +22,8 @@ from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.durable.lease import UNREADABLE, Lease, holder_of, read, understood
 from tiered_checkpoint_io.errors import ConfigError, StoreError
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.memory.node import Identity
+from tiered_checkpoint_io.memory.node import Identity, are_one
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.launches import are_one
 from tiered_checkpoint_io.stores import Store
 from tiered_checkpoint_io.stores.base import ConditionalStore
 from tiered_checkpoint_io.stores.fallbacks import conditional

@@ -23,13 +23,10 @@ from tiered_checkpoint_io.engine.drain.worker import TRAINERS_FILE
 from tiered_checkpoint_io.engine.staging.retention import only_here
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import Logger, size_text
-from tiered_checkpoint_io.memory.locks import is_lost, release, share, try_lock
+from tiered_checkpoint_io.memory.node import are_one, is_lost, release, share, try_lock, used, write_atomic
 from tiered_checkpoint_io.memory.parts import SAVES
-from tiered_checkpoint_io.memory.private import write_atomic
-from tiered_checkpoint_io.memory.space import used
 from tiered_checkpoint_io.memory.tier import MemoryTier
-from tiered_checkpoint_io.model.launches import are_one
-from tiered_checkpoint_io.model.place import Place
+from tiered_checkpoint_io.model.documents import Place
 
 LOCK_FILE = "job.lock"
 #: Locks of processes that may add to the memory: a trainer, and a job.

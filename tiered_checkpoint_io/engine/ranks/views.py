@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiered_checkpoint_io.memory.pages import Mapped
+from tiered_checkpoint_io.memory.slots import Mapped
 
 if TYPE_CHECKING:
     import torch

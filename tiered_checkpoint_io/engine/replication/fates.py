@@ -21,8 +21,8 @@ from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
 from tiered_checkpoint_io.engine.staging.retention import form_of
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import Part
-from tiered_checkpoint_io.model.place import Place
 
 _REPLICATED = "replicated"
 _GIVEN_UP = "given up"

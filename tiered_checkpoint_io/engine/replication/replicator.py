@@ -22,9 +22,9 @@ from tiered_checkpoint_io.engine.staging.arriving import SlotDestination, descri
 from tiered_checkpoint_io.engine.staging.retention import form_of, outdated_replicas
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, of_step, rate
+from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.slots import Slot
-from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from tiered_checkpoint_io.errors import MemoryTierError, RestoreError
-from tiered_checkpoint_io.memory.private import private_folder
+from tiered_checkpoint_io.memory.node import private_folder
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
 #: Folder of slots, as in a memory tier: files that a living process has locked.

@@ -26,13 +26,13 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.logs import Logger, names_text
-from tiered_checkpoint_io.memory.locks import release, try_lock
+from tiered_checkpoint_io.memory.node import release, try_lock
 from tiered_checkpoint_io.memory.parts import PART_FILE, StoredPart
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.documents import AtPlace, Place, Server
 from tiered_checkpoint_io.model.manifest import METADATA, Content, Kind, Manifest, Part
-from tiered_checkpoint_io.model.place import AtPlace, Place, Server
 from tiered_checkpoint_io.stores import place_of
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 from tiered_checkpoint_io.stores.peer import Endpoint

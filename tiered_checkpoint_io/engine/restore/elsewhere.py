@@ -14,8 +14,8 @@ from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import reservation_in
-from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.stores.base import Store
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, read_c
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError
 from tiered_checkpoint_io.formats.image import default_threads
 from tiered_checkpoint_io.formats.parallel import in_parallel
+from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.parts import StoredPart, mapped, opened
-from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry
 

@@ -22,7 +22,7 @@ from tiered_checkpoint_io.engine.chunks import Copies, Span, chunks_of, fetch_ch
 from tiered_checkpoint_io.engine.restore.targets import Target, by_chunk, fetch_targets, read_chunk
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.formats.parallel import in_parallel_as_needed
-from tiered_checkpoint_io.memory.space import needs_space
+from tiered_checkpoint_io.memory.node import needs_space
 
 #: Below the memory tier's root: chunks that this node has fetched, a folder a save.
 READS = "reads"

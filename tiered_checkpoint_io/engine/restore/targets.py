@@ -13,7 +13,7 @@ from typing import Any
 
 from tiered_checkpoint_io.engine.chunks import PIECE_SIZE, chunks_of, fetch_pieces
 from tiered_checkpoint_io.errors import CorruptCheckpointError
-from tiered_checkpoint_io.model.hashing import new_hash
+from tiered_checkpoint_io.model.documents import new_hash
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores.base import Readable
 

@@ -27,7 +27,7 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Evidence
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.image import Image, Segment
-from tiered_checkpoint_io.memory.space import MemoryFullError
+from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Metric
 

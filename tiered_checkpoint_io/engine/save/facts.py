@@ -24,9 +24,8 @@ from tiered_checkpoint_io.engine.staging.retention import Scope
 from tiered_checkpoint_io.errors import ConfigError, SaveError, StoreError
 from tiered_checkpoint_io.memory.parts import StoredPart, check_file_name
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.hashing import hash_bytes
+from tiered_checkpoint_io.model.documents import Place, hash_bytes
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Kind, Metric, Part
-from tiered_checkpoint_io.model.place import Place
 from tiered_checkpoint_io.version import __version__
 
 #: Newest facts that this thread has unpickled; see :func:`arrived`.

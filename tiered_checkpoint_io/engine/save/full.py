@@ -18,7 +18,7 @@ from tiered_checkpoint_io.engine.staging.retention import all_complete
 from tiered_checkpoint_io.engine.trust import warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, DrainError
 from tiered_checkpoint_io.formats.torch_file import plan
-from tiered_checkpoint_io.memory.space import MemoryFullError
+from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.model.manifest import Metric
 
 

@@ -20,9 +20,9 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Evidence
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.slots import Slot
-from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry, Part

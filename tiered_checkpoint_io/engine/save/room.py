@@ -19,8 +19,8 @@ from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.logs import size_text
+from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.spill import AUTO
 from tiered_checkpoint_io.model import ids
 

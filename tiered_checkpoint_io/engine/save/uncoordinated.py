@@ -22,8 +22,8 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import complete_here
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.memory.space import MemoryFullError
 
 _T = TypeVar("_T")
 

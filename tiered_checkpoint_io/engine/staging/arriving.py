@@ -8,9 +8,9 @@ from typing import Protocol, TypeVar
 
 from tiered_checkpoint_io.engine.chunks import Copies, Copy, writer_to
 from tiered_checkpoint_io.errors import CorruptCheckpointError
+from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.slots import Slot
-from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.manifest import FileEntry, Part
 from tiered_checkpoint_io.stores.base import Readable

@@ -15,10 +15,9 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.staging.host_pins import HostPins, beside_graphs
 from tiered_checkpoint_io.engine.staging.retention import Evidence, Scope, removable, room_for, spill_room_for
 from tiered_checkpoint_io.formats.image import Image, Untouched, is_plain
-from tiered_checkpoint_io.memory.pages import are_slow
+from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.memory.slots import BusyError, Slot
-from tiered_checkpoint_io.memory.space import MemoryFullError
+from tiered_checkpoint_io.memory.slots import BusyError, Slot, are_slow
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
 #: Slots are rounded up to this many bytes.

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from tiered_checkpoint_io.engine.staging.capture import acquire_for
 from tiered_checkpoint_io.engine.staging.retention import Scope, all_complete, removable, room_for
+from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.parts import PINNED, StoredPart, is_read
 from tiered_checkpoint_io.memory.slots import Slot
-from tiered_checkpoint_io.memory.space import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Part

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.documents import AtPlace, Place, Server
 from tiered_checkpoint_io.model.manifest import Kind, Part
-from tiered_checkpoint_io.model.place import AtPlace, Place, Server
 
 #: Number of saves that a node holds, of which the oldest is complete: ranks that train together are one save apart.
 _COMPLETE = 2
