@@ -115,11 +115,11 @@ def test_of_an_overwrite_that_has_not_come_to_its_end_the_checkpoint_before_is_f
     assert not [path for path in (tmp_path / "none").rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("to", ["here", "model.pt", "model.safetensors", "hf"])
+@pytest.mark.parametrize("to", ["here", "model.pt", "model.safetensors"])
 def test_a_file_that_exists_is_replaced_only_with_yes(to, run, tmp_path):
     """Whole, or not at all: an error leaves the earlier file, and no other file."""
     line = ["get", run, "step=5.ckpt", str(tmp_path / to)]
-    line += ["--format", "safetensors", "--prefix", ""] if to in ("hf", "model.safetensors") else []
+    line += ["--prefix", ""] if to == "model.safetensors" else []
     assert command(*line).exit_code == 0
 
     def files():
@@ -127,7 +127,7 @@ def test_a_file_that_exists_is_replaced_only_with_yes(to, run, tmp_path):
 
     made = files()
     (path,) = made
-    if "torch" not in line and to in ("here", "model.pt"):
+    if to != "model.safetensors":
         assert torch.load(path)["global_step"] == 5
     path.write_bytes(b"earlier")
     kept = command(*line)
@@ -147,8 +147,8 @@ def test_a_file_that_exists_is_replaced_only_with_yes(to, run, tmp_path):
 def test_what_goes_wrong(run, memory_dir, tmp_path):
     assert isinstance(command("get", run, "never.ckpt").exception, CheckpointNotFoundError)
     x = str(tmp_path / "x")
-    wrong = [["--namespace", "../x"], ["--yes"], ["--format", "torch"], ["step=5.ckpt", x, "--prefix", "a."]]
-    wrong += [["step=5.ckpt", f"{x}.pt", "--rank", "0"], ["step=5.ckpt", x, "--format", "zip"]]
+    wrong = [["--namespace", "../x"], ["--yes"], ["step=5.ckpt", x, "--prefix", "a."]]
+    wrong += [["step=5.ckpt", f"{x}.pt", "--rank", "0"]]
     for arguments in wrong:
         assert command("get", run, *arguments).exit_code == 2, arguments
     damaged = tmp_path / "run" / "step=5.ckpt"
@@ -163,11 +163,7 @@ def test_what_goes_wrong(run, memory_dir, tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        "get {run} x {empty}",
-        "get {run} x {empty} --format safetensors",
-        "status --prometheus --textfile {empty}",
-    ],
+    ["get {run} x {empty}", "status --prometheus --textfile {empty}"],
 )
 def test_an_empty_path_is_not_the_working_directory(arguments, tmp_path, monkeypatch):
     # For example from "$FOLDER", if that is not set.

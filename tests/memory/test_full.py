@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from support.bad_input import KEPT, Kept, state
+from support.documented import command
 from support.supporting import build
 from support.tenants import Tenant, Watch, descriptors_to_spare, mounted_tmpfs, no_more_threads
 
@@ -19,7 +20,6 @@ from tiered_checkpoint_io import TieredStorageWriter, dcp
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.restore.restore import NodeFetcher
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.export import new_files
 from tiered_checkpoint_io.memory import node, parts
 from tiered_checkpoint_io.memory import tier as memory
 from tiered_checkpoint_io.memory.node import memory_left, memory_limit, try_lock
@@ -162,12 +162,19 @@ def test_other_processes_take_the_memory_of_the_node_or_job(kept, tmp_path, monk
     io.remove_checkpoint("6.ckpt")
 
 
-def test_an_export_to_a_full_file_system_is_an_error(small):
-    """A mapped file must have its space before it is written to."""
+def test_an_export_to_a_full_file_system_is_an_error(small, tmp_path, memory_dir):
+    """A mapped file must have its space before it is written to; a torch file is written beside the fetched files."""
+    run = str(tmp_path / "run")
+    writer = build(TieredStorageWriter, dirpath=run, memory_dir=memory_dir, wait=True, drain="thread")
+    for step, size in ((1, MIB), (2, MIB // 5)):
+        torch_dcp.save({"x": torch.ones(size)}, checkpoint_id=f"step_{step}", storage_writer=writer, no_dist=True)
+    writer.close()
     Tenant(small).fills(leave=MIB)
-    with pytest.raises(SaveError, match="No space left"), new_files([(small / "target", 2 * MIB)]):
-        pass
-    assert not (small / "target").exists()
+    before = os.listdir(small)
+    for step in (1, 2):
+        refused = command("get", run, f"step_{step}", small / "target.pt").exception
+        assert "No space left" in str(refused) and isinstance(refused, SaveError), refused
+        assert os.listdir(small) == before
 
 
 @pytest.mark.parametrize(("drain", "how"), [("thread", "files alone"), ("thread", "moved"), ("process", "removed")])

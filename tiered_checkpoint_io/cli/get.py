@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -33,24 +32,19 @@ from tiered_checkpoint_io.memory.node import MemoryFullError, node_budget
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest, Part
+from tiered_checkpoint_io.model.manifest import Content, Manifest, Part
 from tiered_checkpoint_io.stores import Store, place_of
 from tiered_checkpoint_io.stores.silence import local_work, moving
 
 if TYPE_CHECKING:
     from tiered_checkpoint_io.export import Source
 
-#: Suffixes of files that torch.load reads.
-_TORCH = (".pt", ".pth", ".bin", ".ckpt")
-_SAFETENSORS = ".safetensors"
-
-
-class Format(str, Enum):
-    """The form in which a checkpoint is written."""
-
-    files = "files"
-    torch = "torch"
-    safetensors = "safetensors"
+Form = Literal["files", "torch", "safetensors"]
+#: The forms of files by the suffix of TO.
+_FORMS: dict[str, Form] = {
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch"),
+    ".safetensors": "safetensors",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +60,6 @@ class Get(Output, Server, Node):
     name: Name = None
     to: Annotated[
         Path | None, typer.Argument(parser=path_of, metavar="TO", help="A file or folder, instead of node memory.")
-    ] = None
-    form: Annotated[
-        Format | None,
-        typer.Option(
-            "--format",
-            help="torch: one file; safetensors: a file, or a folder of shards; files: a folder of the files as saved."
-            " By default the suffix of TO says it.",
-        ),
     ] = None
     prefix: Annotated[
         str | None,
@@ -99,9 +85,12 @@ class Get(Output, Server, Node):
             config = replace(config, namespace=self.namespace) if self.namespace is not None else config
             wanted = name_of(config, self.name or ids.LATEST)
         # Torch takes its time, and the silence of the server is limited.
-        importlib.import_module("torch")
+        from tiered_checkpoint_io.export import folder_for
+
         stop = threading.Event()
-        got = ask(config, _Fetch(config, wanted, self, stop).run, stop=stop)
+        # Removed by this thread: one that asks may still wait for its server when the command ends.
+        with folder_for(self.to) if self.to is not None else contextlib.nullcontext() as folder:
+            got = ask(config, _Fetch(config, wanted, self, stop, folder).run, stop=stop)
         if self.as_json:
             write_json("get", got)
         elif got.files:
@@ -113,26 +102,16 @@ class Get(Output, Server, Node):
             say(f"fetched {got.name} ({size}) to {there}" if is_new else f"{got.name} is in {there} already, intact")
 
     @property
-    def written_form(self) -> Format:
-        """The form, by the option or the suffix."""
-        return Format.files if self.to is None else self.form or _format_of(self.to)
+    def form(self) -> Form:
+        """The form, by the suffix of TO; a folder that exists gets the files as saved."""
+        return "files" if self.to is None or self.to.is_dir() else _FORMS.get(self.to.suffix, "files")
 
     def _check(self) -> None:
         """Raises BadParameter for options that do not belong together."""
-        form = self.written_form
-        is_tensors = form is Format.safetensors
-        if (self.to is None and (self.form or self.yes)) or (not is_tensors and self.prefix is not None):
-            raise typer.BadParameter("--format and --yes need TO, and --prefix needs safetensors")
-        if form is not Format.files and (self.rank or self.namespace is not None):
-            raise typer.BadParameter(f"--rank and --namespace are not for {form.value}")
-
-
-def _format_of(to: Path) -> Format:
-    if to.is_dir():
-        return Format.files
-    if to.suffix == _SAFETENSORS:
-        return Format.safetensors
-    return Format.torch if to.suffix in _TORCH else Format.files
+        if (self.to is None and self.yes) or (self.form != "safetensors" and self.prefix is not None):
+            raise typer.BadParameter("--yes needs TO, and --prefix needs safetensors")
+        if self.form != "files" and (self.rank or self.namespace is not None):
+            raise typer.BadParameter(f"--rank and --namespace are not for {self.form}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +149,14 @@ class _Fetch:
         wanted: The checkpoint's name, or ``tiered:latest``.
         options: The ranks, and node memory or files.
         stop: Ends it.
+        folder: The folder for all files that are made; None for node memory.
     """
 
     config: TieredCheckpointConfig
     wanted: str
     options: Get
     stop: threading.Event
+    folder: Path | None
 
     def run(self, store: Store) -> Got:
         """Fetches the checkpoint.
@@ -205,51 +186,51 @@ class _Fetch:
         return read_unchanged(store, look, work, operation="get")
 
     def _content(self, store: Store, name: str, content: Content) -> Got:
-        to, config = self.options.to, self.config
-        namespace, files, ranks, size = None, [], [], 0
-        if to is not None and self.options.written_form is not Format.files:
-            size = content.size
-            files = [File(str(path), path.stat().st_size) for path in self._convert(store, name, content, to)]
-        else:
-            parts = fetched = _parts(config, store, name, content, self.options.rank or ())
-            with contextlib.ExitStack() as held:
-                if to is not None:
-                    views = held.enter_context(_files(to, parts, replace=self.options.yes))
-                else:
-                    # A restart looks only in the namespace of its job.
-                    namespace = self.options.namespace or content.namespace or config.namespace
-                    tier = _open(config, namespace)
-                    fetched = [part for part in parts if not _has(tier, part)]
-                    views = held.enter_context(_slots(tier, fetched))
-                entries = [entry for part in fetched for entry in part.content.files]
-                size = sum(entry.size for entry in entries)
-                held.enter_context(self._source(store, name, content, entries, size)).fetch(views)
-            ranks = [part.rank for part in parts]
-        folder = to if to is not None and not files else None
-        return Got(name, config.dirpath, ids.known(content.step), namespace, folder, size, ranks, files)
-
-    def _convert(self, store: Store, name: str, content: Content, to: Path) -> list[Path]:
-        """Writes a torch file or safetensors; returns the files."""
-        from tiered_checkpoint_io.export import to_safetensors, to_torch_file
-
-        options = self.options
-        with self._source(store, name, content, files_of(store, content).all(), content.size) as source:
-            if options.written_form is Format.torch:
-                return to_torch_file(source, to, replace=options.yes)
-            return to_safetensors(source, to, prefix=options.prefix, replace=options.yes)
-
-    @contextlib.contextmanager
-    def _source(
-        self, store: Store, name: str, content: Content, files: Sequence[FileEntry], size: int
-    ) -> Iterator[Source]:
-        """Yields the checkpoint whose files are read, and shows the progress."""
         from tiered_checkpoint_io.engine.trust import Trust
         from tiered_checkpoint_io.export import Source
 
-        with progress("get", size, silent=self.options.as_json) as add:
-            count = counter("get", store.url, self.stop, add)
-            trust = Trust(weights_only=not self.options.trust)
-            yield Source(store, name, content, files, trust, self.config.read_concurrency(), count)
+        to, options, config, is_file = self.options.to, self.options, self.config, self.options.form != "files"
+        parts = fetched = _parts(config, store, name, content, options.rank or ())
+        namespace, tier = None, None
+        if to is None:
+            # A restart looks only in the namespace of its job.
+            namespace = options.namespace or content.namespace or config.namespace
+            tier = _open(config, namespace)
+            fetched = [part for part in parts if not _has(tier, part)]
+        entries = [entry for part in fetched for entry in part.content.files]
+        size = sum(entry.size for entry in entries)
+        with progress("get", size, silent=options.as_json) as add:
+            trust, count = Trust(weights_only=not options.trust), counter("get", store.url, self.stop, add)
+            source = Source(store, name, content, entries, trust, config.read_concurrency(), count)
+            if to is None:
+                assert tier is not None
+                with _slots(tier, fetched) as views:
+                    source.fetch(views)
+            else:
+                # The switch gets its name last.
+                entries.sort(key=lambda each: each.basename == content.switch)
+                self._to_files(source, to)
+        files = [File(str(to), to.stat().st_size)] if is_file and to is not None else []
+        ranks = [] if is_file else [part.rank for part in parts]
+        return Got(
+            name, config.dirpath, ids.known(content.step), namespace, None if is_file else to, size, ranks, files
+        )
+
+    def _to_files(self, source: Source, to: Path) -> None:
+        from tiered_checkpoint_io.export import give_names, refuse_existing, to_safetensors, to_torch_file
+
+        options = self.options
+        targets = [to / each.path for each in source.files] if options.form == "files" else [to]
+        refuse_existing(targets, replace=options.yes)
+        with tempfile.TemporaryDirectory(dir=self.folder) as made:
+            folder = Path(made)
+            if options.form == "files":
+                files = source.fetch_to(folder)
+            elif options.form == "torch":
+                files = [to_torch_file(source, folder)]
+            else:
+                files = [to_safetensors(source, folder, prefix=options.prefix)]
+            give_names(dict(zip(targets, files, strict=True)), replace=options.yes)
 
 
 def _find(store: Store, wanted: str) -> Manifest:
@@ -306,11 +287,8 @@ def _has(tier: MemoryTier, part: Part) -> bool:
     return False
 
 
-_Views = Mapping[str, memoryview]
-
-
 @contextlib.contextmanager
-def _slots(tier: MemoryTier, parts: Sequence[Part]) -> Iterator[_Views]:
+def _slots(tier: MemoryTier, parts: Sequence[Part]) -> Iterator[Mapping[str, memoryview]]:
     """Makes room in memory for the files of parts, which are committed if the block does not raise."""
     from tiered_checkpoint_io.engine.staging.arriving import SlotDestination
 
@@ -339,18 +317,3 @@ def _slots(tier: MemoryTier, parts: Sequence[Part]) -> Iterator[_Views]:
         raise
     finally:
         tier.close()
-
-
-@contextlib.contextmanager
-def _files(folder: Path, parts: Sequence[Part], *, replace: bool) -> Iterator[_Views]:
-    """Makes files below a folder, which get their names if the block does not raise; the switch gets its name last."""
-    from tiered_checkpoint_io.export import new_files
-
-    entries = [(entry, part.content.switch) for part in parts for entry in part.content.files]
-    entries.sort(key=lambda each: each[0].basename == each[1])
-    targets = [(folder / entry.path, entry.size) for entry, _ in entries]
-    with new_files(targets, replace=replace) as mappings, contextlib.ExitStack() as held:
-        yield {
-            entry.path: held.enter_context(memoryview(mapping))
-            for (entry, _), mapping in zip(entries, mappings, strict=True)
-        }
