@@ -43,8 +43,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.engine.drain.process import give_way
-from tiered_checkpoint_io.engine.save.overlap import Overlap
-from tiered_checkpoint_io.engine.save.spans import parts_here
+from tiered_checkpoint_io.engine.save.overlap import Overlap, parts_here
 from tiered_checkpoint_io.strategies import TieredModelParallelStrategy
 
 NONE, EAGER, OVERLAPPED, DRAINED = "none", "eager", "overlapped", "drained"

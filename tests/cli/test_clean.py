@@ -15,7 +15,7 @@ from support.silent import silent_server
 from support.waiting import until
 
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
-from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
+from tiered_checkpoint_io.engine.leasing import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory import spill
 from tiered_checkpoint_io.memory.node import is_lost, release, try_lock

@@ -11,7 +11,7 @@ from support.failing import failing
 from support.faulty import FaultyStore
 from support.sharded import FlatStore, Journals, make_part, named, objects, readable, views_of
 
-from tiered_checkpoint_io.engine.drain.process import DrainRunner
+from tiered_checkpoint_io.engine.drain.client import DrainRunner
 from tiered_checkpoint_io.engine.durable import commit, copies
 from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.survey import Survey

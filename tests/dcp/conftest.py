@@ -7,7 +7,7 @@ import pytest
 from support.launch import launch
 from support.supporting import supported
 
-from tiered_checkpoint_io.engine.drain.events import read_events
+from tiered_checkpoint_io.engine.drain.log import read_events
 
 WORKER = Path(__file__).with_name("worker.py")
 SMP_WORKER = Path(__file__).with_name("smp_worker.py")

@@ -19,7 +19,7 @@ from support.story import op_id
 from support.waiting import until
 
 from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine.drain.events import read_events
+from tiered_checkpoint_io.engine.drain.log import read_events
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.status import Announcer
 from tiered_checkpoint_io.engine.drain.unfinished import Unfinished

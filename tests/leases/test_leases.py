@@ -23,10 +23,8 @@ from support.tenants import descriptors_to_spare
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.durable.lease import holder_of
-from tiered_checkpoint_io.engine.leasing.claims import owner_of_process
-from tiered_checkpoint_io.engine.leasing.keeper import LeaseKeeper
-from tiered_checkpoint_io.engine.leasing.namespace_lock import NamespaceLock
-from tiered_checkpoint_io.engine.ranks import world
+from tiered_checkpoint_io.engine.leasing import LeaseKeeper, NamespaceLock, owner_of_process
+from tiered_checkpoint_io.engine.ranks import run
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory.node import JOB_VARIABLES, Identity, are_one
@@ -423,10 +421,10 @@ def test_one_process_of_each_node_leads_whatever_started_it(rank, environment, l
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(world, "current_rank", lambda: rank)
-    assert world.leads_node() == leads
+    monkeypatch.setattr(run, "current_rank", lambda: rank)
+    assert run.leads_node() == leads
     # If the first rank of a node is not known, any rank may continue the node's uploads.
     is_told = "LOCAL_RANK" in environment or str(rank) in (
         environment.get(name) for name in names if "LOCAL" not in name
     )
-    assert world.may_lead_node() == (leads or not is_told)
+    assert run.may_lead_node() == (leads or not is_told)

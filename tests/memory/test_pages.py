@@ -20,8 +20,7 @@ from support.waiting import until
 
 from tiered_checkpoint_io.engine.ranks.views import bytes_of, privately_mapped
 from tiered_checkpoint_io.engine.staging import capture
-from tiered_checkpoint_io.engine.staging.capture import Capturer
-from tiered_checkpoint_io.engine.staging.host_pins import HostPins
+from tiered_checkpoint_io.engine.staging.capture import Capturer, HostPins
 from tiered_checkpoint_io.formats.image import PINNED_PIECE, cuts_of
 from tiered_checkpoint_io.memory.node import is_tmpfs
 from tiered_checkpoint_io.memory.slots import HUGE, Mapped, make_huge, take_space

@@ -19,7 +19,7 @@ from support.training import Model, Runs
 
 from tiered_checkpoint_io import TieredCheckpointIO, dcp
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.engine.drain.events import EVENTS_FILE, note, read_events
+from tiered_checkpoint_io.engine.drain.log import EVENTS_FILE, note, read_events
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.metrics import CATALOG, PREFIX, Sample, prometheus_text

@@ -25,7 +25,7 @@ from support.supporting import build
 from tiered_checkpoint_io import dcp as ours
 from tiered_checkpoint_io.adapters.dcp_settings import settings_of, shared_of
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.ranks.local_run import Run
+from tiered_checkpoint_io.engine.ranks.run import Run
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.peer import PeerStore
 

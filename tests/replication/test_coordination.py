@@ -24,8 +24,8 @@ from tiered_checkpoint_io.engine.ranks.coordination import (
     machine,
     node_of,
 )
-from tiered_checkpoint_io.engine.ranks.local_run import Run
-from tiered_checkpoint_io.engine.replication.network import Interface, choose, interfaces_here, megabits_of, rate_text
+from tiered_checkpoint_io.engine.ranks.run import Run
+from tiered_checkpoint_io.engine.replication.meeting import Interface, choose, interfaces_here, megabits_of, rate_text
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, StoreError
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory.node import memory_of

@@ -18,10 +18,9 @@ from support.clocks import VirtualClock
 from support.sharded import make_part
 
 from tiered_checkpoint_io.clock import SYSTEM
-from tiered_checkpoint_io.engine.ranks.store_client import PeerError, StoreClient
-from tiered_checkpoint_io.engine.replication.fates import _MAX_DECIDED, Fates, form_key
-from tiered_checkpoint_io.engine.replication.placement import node_peers, peers_of_ranks, sender_of
-from tiered_checkpoint_io.engine.replication.replicator import Keeper, Offers
+from tiered_checkpoint_io.engine.ranks.run import PeerError, StoreClient
+from tiered_checkpoint_io.engine.replication.meeting import node_peers, peers_of_ranks, sender_of
+from tiered_checkpoint_io.engine.replication.replicator import _MAX_DECIDED, Fates, Keeper, Offers, form_key
 from tiered_checkpoint_io.engine.staging.capture import Capturer
 from tiered_checkpoint_io.engine.staging.retention import Scope
 from tiered_checkpoint_io.errors import ConfigError

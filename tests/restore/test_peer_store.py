@@ -22,7 +22,7 @@ from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.chunks import Copies, Copy
 from tiered_checkpoint_io.engine.drain import serving
 from tiered_checkpoint_io.engine.drain.serving import Server, ask_to_serve, endpoint_of
-from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks
+from tiered_checkpoint_io.engine.replication.meeting import peers_of_ranks
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.engine.restore.peers import PartMove, Peers, moves_to_owners, restore_owners

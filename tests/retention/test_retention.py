@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_checkpoint_io.engine.staging import loaded
+from tiered_checkpoint_io.engine.staging import retention
 from tiered_checkpoint_io.engine.staging.retention import (
     Evidence,
     Scope,
@@ -248,11 +248,11 @@ def test_a_load_makes_no_room_at_the_cost_of_another_payload(monkeypatch):
     shards = {"run": 1, "payload": "sharded"}
     held = [part(1, run=0, payload="full"), part(8, **shards), part(9, **shards), part(3, dirpath="e")]
     tier = SimpleNamespace(parts=lambda: held, is_spilled=lambda _: False, awaited=lambda _: ())
-    monkeypatch.setattr(loaded, "_may_go", lambda _: True)
-    monkeypatch.setattr(loaded, "acquire_for", lambda _, size, going_for: going_for(size))
+    monkeypatch.setattr(retention, "_may_go", lambda _: True)
+    monkeypatch.setattr(retention, "acquire_for", lambda _, size, going_for: going_for(size))
     coming = part(2, run=0, payload="full").part
-    assert sorted(numbers(loaded.slot_for(tier, coming, 20))) == [1, 3]
-    assert loaded.slot_for(tier, coming, 30) == []
+    assert sorted(numbers(retention.slot_for(tier, coming, 20))) == [1, 3]
+    assert retention.slot_for(tier, coming, 30) == []
 
 
 # -------------------------------------------------------------------------------------------- replicas

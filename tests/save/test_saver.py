@@ -22,8 +22,8 @@ from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.adapters.state import Rest
 from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.engine.drain.events import read_events
-from tiered_checkpoint_io.engine.drain.process import DrainRunner
+from tiered_checkpoint_io.engine.drain.client import DrainRunner
+from tiered_checkpoint_io.engine.drain.log import read_events
 from tiered_checkpoint_io.errors import ConfigError, SaveError, StoreError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.memory.parts import reading

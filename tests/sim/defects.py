@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 #: For one defect, on one of two busy cores, seconds.
 PATIENCE_S = 900
 COMMIT, SWEEP = (f"engine/durable/{name}.py" for name in ("commit", "sweep"))
-LEASES = "engine/leasing/keeper.py"
-REPLICATOR, FATES, MEETING = (f"engine/replication/{name}.py" for name in ("replicator", "fates", "meeting"))
+LEASES = "engine/leasing.py"
+REPLICATOR, MEETING = (f"engine/replication/{name}.py" for name in ("replicator", "meeting"))
 RETENTION = "engine/staging/retention.py"
 OPERATIONS, EXECUTE = "engine/drain/operations.py", "engine/drain/execute.py"
 #: Defect; file; the text, and the text that replaces it.
@@ -95,7 +95,7 @@ DEFECTS = [
     ),
     (
         "what a run saves after another has come by keeps its place in the order",
-        "engine/staging/save_ids.py",
+        "engine/staging/order.py",
         " and self._met_others():",
         " and False:",
     ),
@@ -107,7 +107,7 @@ DEFECTS = [
     ),
     (
         "the ids of a run follow its machine's clock alone",
-        "engine/staging/save_ids.py",
+        "engine/staging/order.py",
         "ids.new_run_id(after=max(filter(None, seen), default=None), clock=self._clock)",
         "ids.new_run_id(clock=self._clock)",
     ),
@@ -155,7 +155,7 @@ DEFECTS = [
     ),
     (
         "a save is marked as replicated once one of its parts is",
-        FATES,
+        REPLICATOR,
         ">= part.content.parts",
         ">= 1",
     ),

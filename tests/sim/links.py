@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tiered_checkpoint_io.engine.chunks import quarantine_damaged
 from tiered_checkpoint_io.engine.ranks.coordination import Group
-from tiered_checkpoint_io.engine.ranks.store_client import LostStoreError, StoreClient
+from tiered_checkpoint_io.engine.ranks.run import LostStoreError, StoreClient
 from tiered_checkpoint_io.engine.replication import meeting, replicator
 from tiered_checkpoint_io.engine.restore import peers
 from tiered_checkpoint_io.errors import RestoreError, StoreError, StoreNotFoundError
@@ -246,7 +246,7 @@ def torch_distributed(world):
     def job():
         return world.current.process.job
 
-    threads = types.SimpleNamespace(Condition=lambda: Condition(world), Event=threading.Event)
+    threads = types.SimpleNamespace(Condition=lambda: Condition(world), Event=threading.Event, Lock=threading.Lock)
     peer = peers_of(world)
     changes = [
         (dist, "is_initialized", lambda: True),

@@ -22,11 +22,9 @@ from greenlet import GreenletExit
 from sim.world import MemoryStore, Process
 
 from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine import session
-from tiered_checkpoint_io.engine.drain import log
-from tiered_checkpoint_io.engine.drain import process as drain_process
+from tiered_checkpoint_io.engine import leasing, session
+from tiered_checkpoint_io.engine.drain import client, log
 from tiered_checkpoint_io.engine.drain.worker import Drain
-from tiered_checkpoint_io.engine.leasing import claims
 from tiered_checkpoint_io.formats import parallel
 from tiered_checkpoint_io.memory import node, slots
 
@@ -353,9 +351,9 @@ def operating_system(world, logger):
         (node, "_born", born),
         (node, "_pid_ns", lambda: "pid:[1]"),
         (node, "boot_id", lambda: here().machine.boot_id),
-        (claims, "owner_of_process", lambda _: here().owner),
+        (leasing, "owner_of_process", lambda _: here().owner),
         (session, "open_store", lambda *_, **__: Store(world)),
-        (drain_process, "start_process", lambda root, _: Child(start_drain(here().machine, root, logger))),
+        (client, "start_process", lambda root, _: Child(start_drain(here().machine, root, logger))),
         (parallel, "ThreadPoolExecutor", AtOnce),
         (parallel, "threading", SimpleNamespace(Thread=Idle)),
         # Small states need neither.

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from tiered_checkpoint_io.engine.replication.placement import peers_of_ranks
+from tiered_checkpoint_io.engine.replication.meeting import peers_of_ranks
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
 #: A mark follows the last copy by two looks at the store, and requests between.

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from tiered_checkpoint_io.engine.save.overlap import CHECK, FOUND_CHANGED, Overlapped
-from tiered_checkpoint_io.engine.staging.background import BackgroundTask
+from tiered_checkpoint_io.engine.staging.order import BackgroundTask
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
 from tiered_checkpoint_io.strategies import TieredModelParallelStrategy
 

@@ -93,7 +93,7 @@ def run_pair(order, counter):
 
 def replicator_of(order, rank, store):
     from tiered_checkpoint_io.clock import SYSTEM
-    from tiered_checkpoint_io.engine.ranks.store_client import StoreClient
+    from tiered_checkpoint_io.engine.ranks.run import StoreClient
     from tiered_checkpoint_io.engine.replication.replicator import Member, Replicator
     from tiered_checkpoint_io.logs import get_logger
     from tiered_checkpoint_io.memory.tier import MemoryTier

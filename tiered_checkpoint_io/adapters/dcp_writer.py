@@ -28,11 +28,10 @@ from tiered_checkpoint_io.adapters.structure import local_of
 from tiered_checkpoint_io.adapters.tensor_kinds import CheckingSavePlanner, KindsCheck
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks.coordination import trains_here
-from tiered_checkpoint_io.engine.ranks.world import current_rank
+from tiered_checkpoint_io.engine.ranks.run import current_rank
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
-from tiered_checkpoint_io.engine.save.facts import SaveFacts, agreed, arrived, expect_facts
+from tiered_checkpoint_io.engine.save.facts import SaveFacts, agreed, arrived, expect_facts, vote
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
-from tiered_checkpoint_io.engine.save.room import vote
 from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
 from tiered_checkpoint_io.errors import ConfigError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.formats.image import Image

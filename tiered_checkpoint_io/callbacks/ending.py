@@ -13,7 +13,7 @@ from tiered_checkpoint_io.callbacks.deletes import SafeDeletes
 from tiered_checkpoint_io.callbacks.overlapping import OverlappedCapture
 from tiered_checkpoint_io.callbacks.trainer import all_failed, trained_weights
 from tiered_checkpoint_io.engine.drain.status import SaveReport
-from tiered_checkpoint_io.engine.save.room import last_saves
+from tiered_checkpoint_io.engine.save.facts import last_saves
 from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.model import ids
 

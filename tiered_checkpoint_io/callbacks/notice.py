@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tiered_checkpoint_io.engine.ranks.world import current_world_size
+from tiered_checkpoint_io.engine.ranks.run import current_world_size
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError, RestoreError
 from tiered_checkpoint_io.model.numbers import seconds

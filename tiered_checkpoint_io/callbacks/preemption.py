@@ -20,7 +20,7 @@ from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, require_
 from tiered_checkpoint_io.callbacks.notice import Agreement, Notice, handles_signals, is_unhandled
 from tiered_checkpoint_io.callbacks.trainer import on_rank_0, save_training, trained_weights
 from tiered_checkpoint_io.engine.drain.status import SaveReport
-from tiered_checkpoint_io.engine.ranks.world import current_rank
+from tiered_checkpoint_io.engine.ranks.run import current_rank
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError, DrainError, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger

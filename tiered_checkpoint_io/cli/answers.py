@@ -12,7 +12,7 @@ from typing import TypeVar
 from tiered_checkpoint_io.cli.output import printable, say
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.process import GRACE_S
-from tiered_checkpoint_io.engine.leasing.keeper import LeaseKeeper
+from tiered_checkpoint_io.engine.leasing import LeaseKeeper
 from tiered_checkpoint_io.errors import ConfigError, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig

@@ -17,7 +17,7 @@ from tiered_checkpoint_io.cli.output import Columns, say, show, write_json
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
-from tiered_checkpoint_io.engine.leasing.namespace_lock import delete, left_by, lock_out
+from tiered_checkpoint_io.engine.leasing import delete, left_by, lock_out
 from tiered_checkpoint_io.engine.staging.retention import only_here
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, read_all, resumable

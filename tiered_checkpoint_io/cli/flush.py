@@ -23,7 +23,7 @@ from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, tier_at
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable.files import read_if_there
 from tiered_checkpoint_io.engine.durable.lease import holder_of
-from tiered_checkpoint_io.engine.leasing.namespace_lock import LOCK_FILE as JOB_FILE
+from tiered_checkpoint_io.engine.leasing import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,

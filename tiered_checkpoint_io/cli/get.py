@@ -290,7 +290,7 @@ def _has(tier: MemoryTier, part: Part) -> bool:
 @contextlib.contextmanager
 def _slots(tier: MemoryTier, parts: Sequence[Part]) -> Iterator[Mapping[str, memoryview]]:
     """Makes room in memory for the files of parts, which are committed if the block does not raise."""
-    from tiered_checkpoint_io.engine.staging.arriving import SlotDestination
+    from tiered_checkpoint_io.engine.chunks import SlotDestination
 
     destinations = [SlotDestination(tier, part, drained=True) for part in parts]
     try:

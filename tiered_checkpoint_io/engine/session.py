@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
-from tiered_checkpoint_io.engine.drain.events import note
+from tiered_checkpoint_io.engine.drain.log import note
 from tiered_checkpoint_io.engine.drain.operations import NAMING, SAVES, Outcome, Request
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress
 from tiered_checkpoint_io.engine.drain.status import (
@@ -29,18 +30,17 @@ from tiered_checkpoint_io.engine.drain.status import (
 )
 from tiered_checkpoint_io.engine.durable.files import read_if_there
 from tiered_checkpoint_io.engine.durable.manifests import names_of
-from tiered_checkpoint_io.engine.leasing.claims import Claims, launch_rank
-from tiered_checkpoint_io.engine.leasing.namespace_lock import make_room
-from tiered_checkpoint_io.engine.ranks.local_run import current_run
-from tiered_checkpoint_io.engine.ranks.world import current_rank, current_world_size, leads_node, may_lead_node
-from tiered_checkpoint_io.engine.replication.meeting import Peering
-from tiered_checkpoint_io.engine.replication.network import address_here
-from tiered_checkpoint_io.engine.staging.background import BackgroundTask
-from tiered_checkpoint_io.engine.staging.capture import Capturer
-from tiered_checkpoint_io.engine.staging.durable_names import DurableNameCache
-from tiered_checkpoint_io.engine.staging.host_pins import HostPins
-from tiered_checkpoint_io.engine.staging.save_ids import SaveIds
-from tiered_checkpoint_io.engine.staging.turn import Turn
+from tiered_checkpoint_io.engine.leasing import Claims, launch_rank, make_room
+from tiered_checkpoint_io.engine.ranks.run import (
+    current_rank,
+    current_run,
+    current_world_size,
+    leads_node,
+    may_lead_node,
+)
+from tiered_checkpoint_io.engine.replication.meeting import Peering, address_here
+from tiered_checkpoint_io.engine.staging.capture import Capturer, HostPins
+from tiered_checkpoint_io.engine.staging.order import BackgroundTask, SaveIds, Turn
 from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.memory.node import MemoryFullError, node_budget, register_owner
@@ -51,7 +51,80 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.stores import Store, open_store, place_of
 from tiered_checkpoint_io.stores.peer import Endpoint
-from tiered_checkpoint_io.stores.silence import answer_within
+from tiered_checkpoint_io.stores.silence import Question, answer_within
+
+
+class DurableNameCache:
+    """The names that were listed once, with this process' saves and removals since."""
+
+    def __init__(
+        self,
+        list_names: Callable[[], Iterable[str]],
+        queued: Callable[[], Iterable[str]],
+        has_worked: Callable[[], bool],
+        clock: Clock,
+    ) -> None:
+        """Takes the sources of names.
+
+        Args:
+            list_names: The names on the durable tier, by one LIST, on a thread of its own.
+            queued: Names whose upload is queued.
+            has_worked: True if a drain has ever worked for this node's memory.
+            clock: For waits.
+        """
+        self._list_names = list_names
+        self._queued = queued
+        self._has_worked = has_worked
+        self._clock = clock
+        self._question: Question[Iterable[str]] | None = None
+        self._listed: set[str] | None = None
+        self._saved: set[str] = set()
+
+    def remember(self, listed: Iterable[str]) -> None:
+        """Takes the names on the durable tier, as they were just listed."""
+        self._listed = {*listed, *self._queued()}
+
+    def note(self, name: str, *, exists: bool) -> None:
+        """Takes note of a name that this process saves or removes."""
+        for names in (self._saved, self._listed):
+            if names is not None:
+                (names.add if exists else names.discard)(name)
+
+    def may_be_durable(self, name: str) -> bool:
+        """Returns True if the durable tier may have a name; sends no request. A process that has not listed the names
+        does not know earlier processes' saves, if a drain has uploaded them.
+        """
+        if name in self._saved:
+            return True
+        return self._has_worked() if self._listed is None else name in self._listed
+
+    def all(self, patience_s: float = math.inf) -> frozenset[str]:
+        """Returns all names on the durable tier, or queued for it: one LIST at first use, none later.
+
+        Args:
+            patience_s: Bound of a silence of the durable tier, seconds; by default until its store gives up.
+
+        Raises:
+            StoreError: The durable tier could not be read, or was silent for so long.
+        """
+        if self._listed is None:
+            # Saves since the names were asked for may be committed already.
+            self.remember([*self._ask(patience_s), *self._saved])
+        return frozenset(self._listed or ())
+
+    def close(self) -> None:
+        """Ends the wait for an answer."""
+        if self._question is not None:
+            self._question.close()
+            self._question = None
+
+    def _ask(self, patience_s: float) -> Iterable[str]:
+        # A question that was not answered in time is not asked again: the next caller has its answer, or no wait.
+        question = self._question = self._question or Question(self._list_names, clock=self._clock)
+        if not question.within(patience_s):
+            raise question.silence("the durable tier", patience_s)
+        self._question = None
+        return question.result()
 
 
 class Opened(NamedTuple):

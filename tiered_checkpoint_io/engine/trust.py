@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tiered_checkpoint_io.errors import ConfigError, RestoreError
-from tiered_checkpoint_io.formats import safe_pickle, safe_values, torch_files
+from tiered_checkpoint_io.formats import safe_pickle, safe_values, torch_file
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -59,14 +59,14 @@ class Trust:
         """
         if self.is_full:
             return torch.load(file, weights_only=self.weights_only, **options)
-        reader = None if _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD") else torch_files.reader_of(file)
+        reader = None if _is_set("TORCH_FORCE_WEIGHTS_ONLY_LOAD") else torch_file.reader_of(file)
         if reader is None:
             # In the old format, or of TorchScript: only torch reads it.
             with torch.serialization.safe_globals(list(safe_values.named(self.names).values())):
                 return torch.load(file, weights_only=True, **options)
         if options.pop("mmap", False) and mapped is None:
             mapped = torch.UntypedStorage.from_file(os.fspath(file), False, os.path.getsize(file))  # type: ignore[assignment]
-        return torch_files.load(reader, safe_values.allowed(self.names), mapped, options.get("map_location"))
+        return torch_file.load(reader, safe_values.allowed(self.names), mapped, options.get("map_location"))
 
     def read(self, file: Any, what: str, where: Mapping[str, Any], *, verified: bool = True, **options: Any) -> Any:
         """Loads as :meth:`load` does, with an error that says what to do.
@@ -119,7 +119,7 @@ class Trust:
         # The pickle comes first in the file, and all of it lies before the first tensor.
         heads = [min(content.segments, key=lambda each: each.offset).data] if isinstance(content, Image) else content
         return safe_values.allowed(self.names).lacks(
-            {name for head in heads for name in torch_files.names_in(memoryview(head))}
+            {name for head in heads for name in torch_file.names_in(memoryview(head))}
         )
 
     def advice(self, lacking: Iterable[str]) -> str:

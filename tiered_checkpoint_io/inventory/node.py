@@ -14,7 +14,7 @@ from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, last_config, tier_at
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
-from tiered_checkpoint_io.engine.leasing.namespace_lock import TRAINERS
+from tiered_checkpoint_io.engine.leasing import TRAINERS
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, is_other_format
 from tiered_checkpoint_io.memory.node import is_locked, release, try_lock
 from tiered_checkpoint_io.memory.parts import PART_FILE, REPLICAS, StoredPart

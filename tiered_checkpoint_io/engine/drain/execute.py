@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.drain.events import note
+from tiered_checkpoint_io.engine.drain.log import note
 from tiered_checkpoint_io.engine.drain.operations import (
     DAMAGED_IN_MEMORY,
     NAMING,

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.engine.ranks.run import current_world_size
 from tiered_checkpoint_io.engine.ranks.views import tensor_of
-from tiered_checkpoint_io.engine.ranks.world import current_world_size
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, TieredCheckpointError
 from tiered_checkpoint_io.memory.node import memory_of, this_boot
 

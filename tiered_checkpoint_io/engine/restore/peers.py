@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from tiered_checkpoint_io.engine.chunks import Copies, Copy
-from tiered_checkpoint_io.engine.restore.catalog import Tiers
-from tiered_checkpoint_io.engine.restore.choice import Candidate
-from tiered_checkpoint_io.engine.staging.arriving import (
+from tiered_checkpoint_io.engine.chunks import (
     RANGES,
+    Copies,
+    Copy,
     Destination,
     SlotDestination,
     copies_of,
@@ -19,6 +18,8 @@ from tiered_checkpoint_io.engine.staging.arriving import (
     not_taken,
     read_part,
 )
+from tiered_checkpoint_io.engine.restore.catalog import Tiers
+from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.logs import of_step, rate
 from tiered_checkpoint_io.model.manifest import FileEntry, Part

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiered_checkpoint_io.engine import chunks
+from tiered_checkpoint_io.engine.chunks import SlotDestination
 from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.ranks.views import bytes_of, privately_mapped
@@ -29,8 +30,7 @@ from tiered_checkpoint_io.engine.restore.peers import Peers
 from tiered_checkpoint_io.engine.restore.search import Attempt, Search
 from tiered_checkpoint_io.engine.save.uncoordinated import ShardRole
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.engine.staging.arriving import SlotDestination
-from tiered_checkpoint_io.engine.staging.loaded import retain_loaded, slot_for
+from tiered_checkpoint_io.engine.staging.retention import retain_loaded, slot_for
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryTierError, RestoreError
 from tiered_checkpoint_io.logs import of_step, rate, size_text
 from tiered_checkpoint_io.memory.parts import StoredPart, opened

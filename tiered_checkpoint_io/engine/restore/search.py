@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 from tiered_checkpoint_io.engine.drain.status import drain_command, tier_label
 from tiered_checkpoint_io.engine.durable.damage import edit_of
 from tiered_checkpoint_io.engine.ranks.coordination import Group, agree, portable, raise_first
-from tiered_checkpoint_io.engine.ranks.world import current_rank
+from tiered_checkpoint_io.engine.ranks.run import current_rank
 from tiered_checkpoint_io.engine.restore.catalog import (
     DurableCatalog,
     NodeCatalog,

@@ -19,10 +19,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NoReturn
 
-from tiered_checkpoint_io.engine.save.facts import SaveFacts, may_be_taken
+from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit, arrived_votes, may_be_taken, skip
 from tiered_checkpoint_io.engine.save.overlap import FOUND_CHANGED, OF_PARTS, Overlap, Overlapped, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
-from tiered_checkpoint_io.engine.save.room import admit, arrived_votes, skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Evidence
 from tiered_checkpoint_io.errors import SaveError

@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from tiered_checkpoint_io.engine.drain.status import SaveReport
-from tiered_checkpoint_io.engine.ranks.world import current_rank
-from tiered_checkpoint_io.engine.save.facts import SaveFacts, alone, position
+from tiered_checkpoint_io.engine.ranks.run import current_rank
+from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit, alone, position, skip
 from tiered_checkpoint_io.engine.save.overlap import FOUND_CHANGED, ChangedError, Overlap, Overlapped, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
-from tiered_checkpoint_io.engine.save.room import admit, skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import all_complete
 from tiered_checkpoint_io.engine.trust import warn_at_first_save

@@ -4,38 +4,271 @@ The trainer names these tensors, and waits before an optimizer's step: see :meth
 guarantee. All other bytes are copied before the save returns. After the copy, *witnesses* are compared: version
 counters, addresses, and a few bytes of some tensors. They cannot prove that no tensor has changed. But if a witness
 shows a change, this save fails, and later ones are eager: a checkpoint never mixes two steps.
+
+*Spans* of memory show whether the tensors that only the optimizers change hold every byte that a save needs. Addresses
+of the CPU and of CUDA devices are of one space, in which no two allocations meet.
+
+A *snapshot* is a sharded state as it is now: the part that a capture leaves live, and the part that is copied at once.
+DCP looks into mappings and lists, and pickles all else when it writes, which is later. So everything that training may
+change in place by then is copied: each tensor that not only the optimizers hold, and each object that is not known to
+be immutable.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import os
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
 from tiered_checkpoint_io.engine.drain.status import SaveReport
-from tiered_checkpoint_io.engine.save.snapshot import Snapshot, UncopiedError
-from tiered_checkpoint_io.engine.save.spans import (
-    Found,
-    Integers,
-    Spans,
-    ends_of,
-    extent,
-    parts_here,
-    spans_of,
-)
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.engine.staging.host_pins import beside_graphs
-from tiered_checkpoint_io.engine.staging.latch import Latch
+from tiered_checkpoint_io.engine.staging.capture import beside_graphs
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.image import Image, StorageRegions
+
+
+class Latch:
+    """An event that is set once, by any thread; any number of threads wait for it."""
+
+    __slots__ = ("_is_set", "_lock")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def is_set(self) -> bool:
+        """Returns True if the latch is set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Ends all waits, also later ones."""
+        self._is_set = True
+        self._pass_on()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until the latch is set; returns whether it is set by then."""
+        if not self._is_set and self._lock.acquire(timeout=timeout_s):
+            self._pass_on()
+        return self._is_set
+
+    def _pass_on(self) -> None:
+        # The lock is free already: a waiting thread has had it meanwhile.
+        with contextlib.suppress(RuntimeError):
+            self._lock.release()
+
+
+#: Integers, one for each span.
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+Found = torch.Tensor | torch.UntypedStorage
+_T = TypeVar("_T")
+#: Tensors that are whole on each rank.
+WHOLE = {torch.Tensor, torch.nn.Parameter}
+#: Tensors that are looked at together.
+_AT_ONCE = 256
+
+
+class Spans:
+    """A set of bytes, from spans that may meet and overlap."""
+
+    def __init__(self, begins: Integers, ends: Integers) -> None:
+        """Merges the spans."""
+        order = np.argsort(begins)
+        begins, reach = begins[order], np.maximum.accumulate(ends[order])
+        # No span before a gap reaches the next.
+        gaps = np.flatnonzero(begins[1:] > reach[:-1])
+        self._begins = begins[np.concatenate(([0], gaps + 1))] if len(begins) else begins
+        self._ends = reach[np.concatenate((gaps, [len(begins) - 1]))] if len(begins) else reach
+
+    @property
+    def size(self) -> int:
+        """The number of the bytes."""
+        return int((self._ends - self._begins).sum())
+
+    def cover(self, begins: Integers, ends: Integers) -> Mask:
+        """Returns for each given span whether the set has all its bytes; False for one that begins outside."""
+        at = np.searchsorted(self._begins, begins, "right") - 1
+        return (at >= 0) & (ends <= self._ends[at]) if len(self._ends) else at >= 0
+
+    def meet(self, begins: Integers, ends: Integers) -> Mask:
+        """Returns for each given span whether the set has any of its bytes."""
+        at = np.searchsorted(self._begins, ends) - 1
+        return (at >= 0) & (begins < self._ends[at]) if len(self._ends) else at >= 0
+
+
+def ends_of(tensors: Sequence[torch.Tensor], begins: Integers) -> tuple[Integers, Integers, list[int]]:
+    """Returns the ends of tensors, their sizes, and the numbers of the tensors with gaps between their elements.
+
+    Args:
+        tensors: Tensors of any shape.
+        begins: Their addresses; 0 for one that has no memory, which is not looked at.
+    """
+    sizes, is_contiguous = list[int](), True
+    for some in parts_of(tensors):
+        sizes += map(attrgetter("nbytes"), some)
+        is_contiguous = is_contiguous and all(map(torch.Tensor.is_contiguous, some))
+    found = np.array(sizes, np.int64)
+    ends, gaps = begins + found, list[int]()
+    for number in () if is_contiguous else np.flatnonzero(begins).tolist():
+        tensor = tensors[number]
+        if not tensor.is_contiguous():
+            ends[number] = begins[number] + extent(tensor)
+            gaps += [number] if has_gaps(tensor) else []
+    return ends, found, gaps
+
+
+def spans_of(found: Sequence[Found]) -> tuple[Integers, Integers]:
+    """Returns the starts and the ends of storages, given as storages or by their tensors."""
+    begins, sizes = list[int](), list[int]()
+    for some in parts_of(found):
+        storages = [each.untyped_storage() if isinstance(each, torch.Tensor) else each for each in some]
+        begins += map(torch.UntypedStorage.data_ptr, storages)
+        sizes += map(torch.UntypedStorage.nbytes, storages)
+    return (own := np.array(begins, np.int64)), own + np.array(sizes, np.int64)
+
+
+def parts_here(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Returns this rank's shards of sharded tensors; other tensors unchanged."""
+    if set(map(type, tensors)) <= WHOLE:
+        return tensors
+    return [getattr(each, "_local_tensor", each) for each in tensors]
+
+
+def parts_of(found: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    """Yields a few at once, so that facts about one are still in the core's cache at the next question."""
+    return (found[start : start + _AT_ONCE] for start in range(0, len(found), _AT_ONCE))
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Returns the bytes from a tensor's first element to the end of its last one."""
+    last = sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.element_size() * (1 + last) if tensor.numel() else 0
+
+
+def has_gaps(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor leaves out elements between its first and its last one, or may do so."""
+    following = 1
+    for step, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if count != 1 and step != following:
+            return True
+        following *= count
+    return False
+
+
+_PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
+_MAPPINGS = (dict, OrderedDict)
+
+
+class UncopiedError(Exception):
+    """The state holds an object that can't be copied."""
+
+
+class Snapshot:
+    """A state, without copies of the tensors that only the optimizers change.
+
+    Attributes:
+        state: The same keys and values, in dictionaries and lists of its own.
+        size: Bytes of its tensors, as far as this rank has them.
+        copied_size: Bytes of the tensors that :meth:`copy` copies.
+    """
+
+    def __init__(
+        self, state: dict[str, Any], find_others: Callable[[Sequence[torch.Tensor], Integers, Integers], list[int]]
+    ) -> None:
+        """Finds the tensors to copy; copies all other objects.
+
+        Args:
+            state: Dictionaries and lists of anything.
+            find_others: Finds the tensors to copy; see :meth:`Overlapped.find_others`.
+
+        Raises:
+            UncopiedError: An object can't be copied.
+        """
+        self._memo: dict[int, Any] = {}
+        #: Place of each tensor in the copied state.
+        self._places: list[tuple[Any, Any]] = []
+        self._tensors: list[torch.Tensor] = []
+        self.state: dict[str, Any] = self._of(state)
+        # Training waits for this: one question about all tensors is asked at once.
+        here = parts_here(self._tensors)
+        try:
+            begins = np.array(list(map(torch.Tensor.data_ptr, here)), np.int64)
+        except RuntimeError:
+            # Some have no memory of their own.
+            own = [each.data_ptr() if each.layout == torch.strided else 0 for each in here]
+            begins = np.array(own, np.int64)
+        ends, sizes, _ = ends_of(here, begins)
+        self._others = find_others(here, begins, ends)
+        self.size, self.copied_size = int(sizes.sum()), int(sizes[self._others].sum())
+
+    def copy(self, kept: Sequence[torch.Tensor]) -> None:
+        """Copies the tensors that not only the optimizers may change; the others stay as they are.
+
+        Raises:
+            UncopiedError: As :func:`own_objects`.
+        """
+        for number, own in own_objects(self._tensors, kept).items():
+            holder, key = self._places[number]
+            holder[key] = own
+        for number in self._others:
+            holder, key = self._places[number]
+            holder[key] = self._tensors[number].detach().clone()
+
+    def _of(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind not in _MAPPINGS and kind is not list:
+            try:
+                return copy.deepcopy(value, self._memo)
+            except Exception as error:
+                raise UncopiedError(f"a {kind.__module__}.{kind.__qualname__} can't be copied: {error}") from error
+        made, items = (list(value), enumerate(value)) if kind is list else (kind(value), value.items())
+        for key, each in items:
+            if type(each) in _PLAIN:
+                # The new container has it already.
+                continue
+            if isinstance(each, torch.Tensor):
+                self._places.append((made, key))
+                self._tensors.append(each)
+            else:
+                made[key] = self._of(each)
+        return made
+
+
+def own_objects(tensors: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Makes tensors over the same memory, by their numbers, because a holder of the first ones may replace it.
+
+    Args:
+        tensors: Tensors of a state.
+        kept: Tensors that are looked at after the copy, and stay as they are. So do sharded ones.
+
+    Raises:
+        UncopiedError: A tensor has attributes, or hooks.
+    """
+    same = set(map(id, kept))
+    numbers = [number for number, each in enumerate(tensors) if id(each) not in same and type(each) in WHOLE]
+    some = [tensors[number] for number in numbers]
+    if any(map(attrgetter("__dict__"), some)) or any(map(attrgetter("_backward_hooks"), some)):
+        raise UncopiedError("a tensor has attributes or hooks, which may change")
+    own = dict(zip(numbers, map(torch.Tensor.detach, some), strict=True))
+    for number, each in zip(numbers, some, strict=True):
+        if each.requires_grad:
+            own[number].requires_grad_()
+    return own
+
 
 #: Reason for a save that never overlaps.
 OF_PARTS = "of sharded and local checkpoints, only asynchronous ones of TieredModelParallelStrategy overlap training"

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tiered_checkpoint_io.engine.drain.status import SaveReport
-from tiered_checkpoint_io.engine.ranks.attempt import LeftBehindError
-from tiered_checkpoint_io.engine.ranks.local_run import Where, current_run
-from tiered_checkpoint_io.engine.save.facts import SaveFacts, uncoordinated
+from tiered_checkpoint_io.engine.ranks.run import LeftBehindError, Where, current_run
+from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit, skip, uncoordinated
 from tiered_checkpoint_io.engine.save.overlap import OF_PARTS, say_eager
 from tiered_checkpoint_io.engine.save.part import PartSave
-from tiered_checkpoint_io.engine.save.room import admit, skip
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import complete_here
 from tiered_checkpoint_io.errors import ConfigError

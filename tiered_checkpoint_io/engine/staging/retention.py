@@ -1,21 +1,33 @@
 """Retention: which parts a rank may remove from a node's memory. Pure functions of the parts that memory holds.
 
 One rule for all payloads. Only the evidence differs between ways to save: the saves that are known to be complete.
+
+A node or a process that only loads has no save that would remove anything. So a load applies the rule to loaded parts:
+of its own payload and series, and none that another process reads, that only this node has saved, or that waits for its
+upload.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.memory.node import MemoryFullError
+from tiered_checkpoint_io.memory.parts import PINNED, StoredPart, is_read
+from tiered_checkpoint_io.memory.slots import BusyError, Slot
+from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import AtPlace, Place, Server
 from tiered_checkpoint_io.model.manifest import Kind, Part
 
 #: Number of saves that a node holds, of which the oldest is complete: ranks that train together are one save apart.
 _COMPLETE = 2
+#: Slots are rounded up to this many bytes.
+_ROUND = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,3 +300,82 @@ def _newest_safe(held: Iterable[StoredPart]) -> set[str]:
     """Returns the newest save that is safe with peers, if any."""
     newest = max((each.save_id for each in held if each.replicated), default=None)
     return set() if newest is None else {newest}
+
+
+def acquire_for(tier: MemoryTier, size: int, going_for: Callable[[int], list[StoredPart]]) -> Slot:
+    """Returns a slot of ``size`` bytes; if there is no room, the parts that ``going_for`` returns are removed.
+
+    Raises:
+        MemoryFullError: There is no room even then.
+    """
+    try:
+        return tier.acquire(size)
+    except BusyError:
+        raise
+    except MemoryFullError as full:
+        advice = tier.find_room(size + _ROUND)
+        # The pool has just given up its free slots, so the number of missing bytes is known exactly.
+        missing = size + _ROUND - tier.room()
+        if missing <= 0:
+            # These parts were enough, or other processes have given back the missing bytes.
+            with contextlib.suppress(MemoryFullError):
+                return tier.acquire(size)
+            missing = size + _ROUND - tier.room()
+        going = going_for(max(1, missing))
+        if not going:
+            if advice:
+                raise full.reworded(full.message, hint=f"{full.hint}; {advice}") from full
+            raise
+        for stored in going:
+            tier.remove(stored)
+        return tier.acquire(size)
+
+
+def slot_for(tier: MemoryTier, part: Part, size: int) -> Slot:
+    """Returns a slot of ``size`` bytes for a loaded part; if there is no room, parts of earlier loads go.
+
+    If memory has no room even so, the slot is one of the spill.
+
+    Raises:
+        MemoryFullError: There is no room there either.
+    """
+
+    def going_for(missing: int, *, spilled: bool = False) -> list[StoredPart]:
+        scope = _scope_of(part)
+        # A part of another payload or series of this job may be the newest.
+        ours = [each for each in tier.parts() if scope.covers(each) or each.part.place != scope.place]
+        here = [each for each in ours if tier.is_spilled(each.folder) == spilled and _may_go(each)]
+        # The new part counts as if it were there: older ones may go for it, even the newest that this node has.
+        coming = StoredPart(part, Path(), drained=True)
+        return room_for(missing, [*here, coming], scope, {part.save_id, *tier.awaited(True)})
+
+    try:
+        return acquire_for(tier, size, going_for)
+    except MemoryFullError:
+        spill = tier.open_spill()
+        if spill is None:
+            raise
+        return acquire_for(spill, size, partial(going_for, spilled=True))
+
+
+def retain_loaded(tier: MemoryTier, part: Part, keep: int) -> None:
+    """Removes loaded parts beyond ``keep``, now that all ranks of this node have opened ``part``."""
+    held, scope = tier.parts(), _scope_of(part)
+    retained = {part.save_id, *tier.awaited(False)}
+    for stored in removable(held, scope, max(1, keep), all_complete(held, scope), retained):
+        if _may_go(stored):
+            tier.remove(stored)
+
+
+def _may_go(stored: StoredPart) -> bool:
+    # A checkpoint of one part that is not pinned yet may be one that another process has fetched and is about to open;
+    # of a shard, only the processes of one rank after the other do so.
+    was_opened = stored.part.content.parts > 1 or (stored.folder / PINNED).exists()
+    return stored.drained and was_opened and not is_read(stored)
+
+
+def _scope_of(part: Part) -> Scope:
+    kind, place = part.content.kind, part.place
+    # The same as in saves of the payload: the names of full checkpoints are one series.
+    series = "" if kind == "full" else ids.series_of(part.name, part.content.step)
+    return Scope(part.save_id, part.rank, kind, place.dirpath, series, own_rank_only=True, server=place.server)

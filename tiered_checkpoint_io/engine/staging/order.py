@@ -1,15 +1,56 @@
-"""The end of a save that runs during training."""
+"""The order of one process's saves: their ids, one turn at a time, and ends that run during training."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-from tiered_checkpoint_io.errors import DrainError
+from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.errors import ConfigError, DrainError, SaveError
 from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.model import ids
+
+
+class Turn:
+    """Ids, slots and retention are of one operation at a time: other threads wait for their turn."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """Takes the bound of each wait, seconds."""
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+
+    @contextlib.contextmanager
+    def taken(self, name: str) -> Iterator[None]:
+        """Runs the block while no other thread has a turn; ``name`` is the checkpoint's, for errors.
+
+        Raises:
+            ConfigError: This thread has a turn: a signal handler saves while it interrupts a save.
+            SaveError: Another thread's turn has not ended within the bound.
+        """
+        if self._thread == threading.get_ident():
+            raise ConfigError(
+                f"{name} is to be saved or removed in the middle of another save of the same thread",
+                operation="save",
+                hint="a signal handler should only note the signal, and save later, as PreemptionCheckpoint does",
+            )
+        if not self._lock.acquire(timeout=self._timeout_s):
+            raise SaveError(
+                f"{name} has waited {self._timeout_s:.0f} s for the save of another thread",
+                operation="save",
+                hint="see whether the node is out of memory or of processor time",
+            )
+        try:
+            self._thread = threading.get_ident()
+            yield
+        finally:
+            self._thread = None
+            self._lock.release()
+
 
 T = TypeVar("T")
 
@@ -145,3 +186,77 @@ class BackgroundTask:
             # Work that has hung is not waited for once more.
             pool.shutdown(wait=not self.is_busy)
             self._thread = None
+
+
+class SaveIds:
+    """Gives out save ids.
+
+    Attributes:
+        seen: The newest id that was seen in any tier, and not given out by this process itself.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        log: Logger,
+        *,
+        held: Callable[[], Iterable[str]],
+        learnt: Callable[[], str | None] = lambda: None,
+        met_others: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Takes the sources of others' ids.
+
+        Args:
+            clock: When a run begins.
+            log: Logger to use.
+            held: Ids in this node's memory.
+            learnt: The newest id on the durable tier, once another thread knows it.
+            met_others: True if other runs may have saved since the last call.
+        """
+        self._clock = clock
+        self._log = log
+        self._held = held
+        self._learnt = learnt
+        self._met_others = met_others
+        self._run_id: str | None = None
+        self._counter = 0
+        self.seen: str | None = None
+
+    @property
+    def newest(self) -> str | None:
+        """The newest that this process knows of others."""
+        return max(filter(None, (self.seen, self._learnt())), default=None)
+
+    def next(self) -> str:
+        """Returns the id of the next operation of this process."""
+        newest, own = self.newest, None
+        if self._run_id is not None:
+            own = ids.save_id(self._run_id, self._counter + 1)
+        if own is not None and own <= (newest or ""):
+            # Other runs have saved since this process' first save, which continued theirs.
+            self.restart()
+            if newest and newest != self.seen and ids.new_run_id(clock=self._clock) < newest:
+                self._log.warning(
+                    "this node's clock is behind that of the node which made save %s: what this run saved so far counts"
+                    " as older, and what it saves from now on as newer",
+                    newest,
+                )
+        elif own is not None and self._met_others():
+            # This process's next save is newer than any save of theirs.
+            self.restart()
+        if self._run_id is None:
+            self._run_id = self.new_run([newest, own, *self._held()])
+        self._counter += 1
+        return ids.save_id(self._run_id, self._counter)
+
+    def new_run(self, seen: Iterable[str | None]) -> str:
+        """Returns the id of a run that begins now, after all save ids that were seen."""
+        return ids.new_run_id(after=max(filter(None, seen), default=None), clock=self._clock)
+
+    def follow(self, *seen: str | None) -> None:
+        """Makes the next ids sort after the seen ones; None for no id."""
+        self.seen = max(filter(None, (self.seen, *seen)), default=None)
+
+    def restart(self) -> None:
+        """Begins another run: if others save before the next id is given out, that id is newer."""
+        self._run_id, self._counter = None, 0

@@ -1,0 +1,474 @@
+"""The run: this process's rank, the key-value store of torch.distributed, and the ids that all ranks derive from it.
+
+*The store* answers at once, unless its host can't be reached: then torch's own client waits until the kernel gives the
+connection up, a quarter of an hour later. So a thread of :class:`StoreClient` makes the requests, each with a bound,
+and the caller does not wait for a late answer. A late answer ends the connection; the next request is made over
+another.
+
+*Attempts of torchrun.* torchrun starts ranks again that have failed, or whose number changes, and may keep the store of
+torch.distributed, with all its keys. A count of restarts is no name for an attempt: each agent counts for itself, and
+the agent of a replacement node begins at 0. So the first rank names an attempt, and each rank enters itself there once.
+A rank that finds itself entered is in a later attempt, and names that one. A rank that died before it had entered may
+then join the attempt before the latest. That rank is refused as soon as it asks again: a rank whose attempt is not the
+latest does not save, and names no other one.
+
+*Agreement.* Ranks that save local checkpoints make no collective call. Yet all parts of one checkpoint need one save
+id. So the first rank sets a key in the store, and all others get its value: one request, answered at once, without a
+wait for another rank.
+
+*Save ids.* At its first local save a process learns the id of the run. From it, a save's id follows from what each rank
+knows by itself: the series of the name, the step, and how often the series has gone back to a step that it had saved.
+So
+
+- after a restart the store is a new one, or its keys are those of another attempt, and so are the run
+  and all ids: parts of two starts never mix, even if both saved the same name at the same step. The run's id begins
+  with the time, and sorts after all ids that its maker has seen, so that later starts count as newer;
+- a name that is saved again gets another id, because its step does not grow: this counts as a repeat;
+- a save that fails on one rank, or is skipped, does not put later ones out of step: each rank counts it before anything
+  can fail;
+- process groups that save under names of their own have series of their own.
+
+All ranks must go back to an earlier step together: a rank that does so alone saves parts that match no others.
+
+*Saves that miss a part.* Retention in memory sees one node's parts of a save. A rank that has no room there, or whose
+save fails, sets a key for that save. The others get the key at their next save, before they remove older ones, and a
+drain that waits for all parts gives up. If nothing fails, each save but the first gets one key.
+
+*Synchronous saves.* The rank that saves shard 0 waits for the commit, and sets a key to its outcome. The others
+look for that key once their own parts are uploaded. The keys of the last few saves stay, for ranks that are late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as LateError
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+from tiered_checkpoint_io.clock import SYSTEM, Clock
+from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
+from tiered_checkpoint_io.logs import Logger
+from tiered_checkpoint_io.model import ids
+
+#: Variables of launchers without LOCAL_RANK: a process's rank, and its rank within its node.
+_LAUNCHERS = (
+    ("SLURM_PROCID", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK"),
+)
+
+
+def current_rank() -> int:
+    """Returns this process's rank; 0 without torch.distributed."""
+    group = _initialized()
+    return 0 if group is None else int(group.get_rank())
+
+
+def current_world_size() -> int:
+    """Returns the number of ranks; 1 without torch.distributed."""
+    group = _initialized()
+    return 1 if group is None else int(group.get_world_size())
+
+
+def leads_node() -> bool:
+    """Returns True for the first rank of a node, as its launcher says; without a launcher, only for rank 0."""
+    said = os.environ.get("LOCAL_RANK")
+    if said is not None:
+        return said == "0"
+    rank = current_rank()
+    # A task's own child processes have its variables, but other ranks.
+    names = [local for of_all, local in _LAUNCHERS if os.environ.get(of_all) == str(rank)]
+    return rank == 0 or any(os.environ.get(local) == "0" for local in names)
+
+
+def may_lead_node() -> bool:
+    """Returns :func:`leads_node`, or True if no launcher says which ranks are on this node."""
+    rank = str(current_rank())
+    told = "LOCAL_RANK" in os.environ or any(os.environ.get(of_all) == rank for of_all, _ in _LAUNCHERS)
+    return leads_node() or not told
+
+
+def _initialized() -> Any:
+    # Asked several times at each save. A process that has not imported it has no ranks.
+    found: Any = sys.modules.get("torch.distributed")
+    return found if found is not None and found.is_available() and found.is_initialized() else None
+
+
+_T = TypeVar("_T")
+#: Value that no key has; the store returns it for a key without a value, if this value was expected.
+_NO_VALUE = "\0"
+_Requests = queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None]
+
+
+class PeerError(TieredCheckpointError, RuntimeError):
+    """A part did not get to another node's memory, or did not come from there."""
+
+
+class LostStoreError(PeerError):
+    """The store can't be asked: the rank that holds it has ended, or can't be reached."""
+
+
+class StoreClient:
+    """A connection to the store; its methods, which threads may share, raise :class:`LostStoreError`."""
+
+    def __init__(self, origin: Any, prefix: str, *, timeout_s: float) -> None:
+        """Asks nothing yet.
+
+        Args:
+            origin: The store. The client makes a connection of its own, because each call locks its connection.
+            prefix: Prefix of all keys.
+            timeout_s: Bound of each request, seconds.
+        """
+        self._origin = origin
+        self._prefix = prefix
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        #: Requests of the open connection.
+        self._requests: _Requests | None = None
+        self._thread: threading.Thread | None = None
+
+    def get(self, key: str) -> str | None:
+        """Returns the value of a key; None if it has none."""
+        # The store's own get waits for a key that is not there, also for one that is removed right after a look.
+        found = self.swap(key, _NO_VALUE, _NO_VALUE)
+        return found if found != _NO_VALUE else None
+
+    def set(self, key: str, value: str = "-") -> None:
+        """Sets a key; not to an empty value, which would look like none."""
+        self.ask(lambda store: store.set(key, value))
+
+    def swap(self, key: str, expected: str, value: str) -> str:
+        """Sets a key if it has the expected value; returns the value that it has then."""
+        found: bytes = self.ask(lambda store: store.compare_set(key, expected, value))
+        return found.decode()
+
+    def add(self, key: str, count: int = 1) -> int:
+        """Counts, for all ranks together; returns the count."""
+        total: int = self.ask(lambda store: store.add(key, count))
+        return total
+
+    def forget(self, *keys: str) -> None:
+        """Removes keys that no rank needs any more; does nothing if the store can't remove them, or does not answer."""
+        with contextlib.suppress(LostStoreError):
+            self.ask(lambda store: [store.delete_key(key) for key in keys])
+
+    def connect(self) -> Any:
+        """Returns a further connection to the store."""
+        return self.ask(lambda _: self._connect())
+
+    def ask(self, request: Callable[[Any], _T]) -> _T:
+        """Returns the result of ``request``, a call that takes the store."""
+        answer: Future[_T] = Future()
+        requests: _Requests | None = None
+        try:
+            with self._lock:
+                requests = self._open()
+                requests.put((request, answer))
+            return answer.result(self._timeout_s)
+        except Exception as error:
+            answer.cancel()
+            with self._lock:
+                if self._requests is requests:
+                    self._end()
+            late = isinstance(error, LateError)
+            why = f"no answer within {self._timeout_s:.0f} s" if late else str(error).partition("\n")[0]
+            raise LostStoreError(
+                f"the store of torch.distributed can't be asked: {why}",
+                operation="agree",
+                hint="the rank that holds it has ended, or its host can't be reached",
+            ) from error
+
+    def close(self) -> None:
+        """Ends the connection, and the thread unless it waits for an answer that does not come."""
+        with self._lock:
+            thread = self._thread
+            self._end()
+        if thread is not None:
+            thread.join(self._timeout_s)
+
+    def _open(self) -> _Requests:
+        if self._requests is None:
+            self._requests = queue.SimpleQueue()
+            # A daemon: a call without an answer must not keep the process alive.
+            self._thread = threading.Thread(target=self._work, args=(self._requests,), name="tiered-store", daemon=True)
+            self._thread.start()
+        return self._requests
+
+    def _end(self) -> None:
+        requests, self._requests, self._thread = self._requests, None, None
+        if requests is not None:
+            requests.put(None)
+
+    def _work(self, requests: _Requests) -> None:
+        store: Any = None
+        while (asked := requests.get()) is not None:
+            request, answer = asked
+            if not answer.set_running_or_notify_cancel():
+                continue
+            try:
+                if store is None:
+                    store = self._connect()
+                answer.set_result(request(store))
+            except BaseException as error:
+                answer.set_exception(error)
+
+    def _connect(self) -> Any:
+        from torch.distributed import distributed_c10d
+
+        store = self._origin
+        if hasattr(store, "clone"):
+            store = store.clone()
+            store.set_timeout(timedelta(seconds=self._timeout_s))
+        return distributed_c10d.PrefixStore(self._prefix, store)
+
+
+_KEY = "attempt"
+
+
+def outlives_attempts() -> bool:
+    """Returns True if the store is kept from one attempt to the next, as the store of torchrun's agents is."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+class LeftBehindError(ConfigError):
+    """Other ranks of the job were started again, and this one was not."""
+
+
+def enter_attempt(client: StoreClient, rank: int, token: str) -> str:
+    """Enters a rank into its attempt; PeerError if the store does not answer within a bound.
+
+    Args:
+        client: Asks the store.
+        rank: The rank, among all.
+        token: Id of this process, and the same if it asks again, as an answer may have been lost. The attempt is
+            named so if this rank is the first.
+
+    Returns:
+        The attempt's name.
+    """
+    named = ""
+    while True:
+        named = client.swap(_KEY, named, token)
+        if _mark(client, named, rank, token):
+            return named
+
+
+def check_attempt(client: StoreClient, rank: int, token: str, attempt: str) -> None:
+    """Checks whether a rank's attempt is the newest; as :func:`enter_attempt`.
+
+    Raises:
+        LeftBehindError: The attempt is not the newest.
+    """
+    newest = client.get(_KEY) or attempt
+    if newest != attempt:
+        # The next process of this rank is to find that it was in that attempt.
+        _mark(client, newest, rank, token)
+        raise LeftBehindError(
+            "other ranks of this job were started anew, and this one was not",
+            operation="agree",
+            rank=rank,
+            hint="end this process: torchrun starts all ranks again once one has ended",
+        )
+
+
+def _mark(client: StoreClient, attempt: str, rank: int, token: str) -> bool:
+    return client.swap(f"{_KEY}/{attempt}/{rank}", "", token) == token
+
+
+_PREFIX = "tiered-checkpoint"
+#: Number of saves whose end a late rank may still ask for.
+_MAX_ENDS = 16
+_numbers = itertools.count(1)
+
+Where = Literal["memory", "durable"]
+
+
+class Run:
+    """One start of a job, as one process takes part in it.
+
+    Its methods raise ``ConfigError`` if the store does not answer within a bound, or the job has gone on without it.
+    """
+
+    def __init__(self, store: Any, clock: Clock = SYSTEM) -> None:
+        """Takes the store that all ranks share, None for a single process; and the clock with the bound."""
+        self.store = store
+        self._clock = clock
+        #: Client of the requests, in the process of that id.
+        self._client: tuple[int, StoreClient] | None = None
+        #: Number of the start, in this process.
+        self.number = next(_numbers)
+        self._lock = threading.Lock()
+        self._token = clock.token(8)
+        self._attempt: str | None = None
+        self._run_id: str | None = None
+        self._saved: dict[tuple[str, str], tuple[int, int]] = {}
+        #: Saves whose end this rank has reported.
+        self._ends: deque[str] = deque()
+
+    def count_save(self, namespace: str, series: str, step: int) -> int:
+        """Counts a save that begins now: returns how often its series has gone back to a step that it had saved.
+
+        Call this once for each save, before anything that can fail on one rank: later saves' ids depend on the count.
+
+        Args:
+            namespace: The job's.
+            series: Key of the saves that belong together, see :func:`ids.series_of`.
+            step: The training step; -1 if it is not known.
+        """
+        with self._lock:
+            last, repeat = self._saved.get((namespace, series), (-1, 0))
+            if step <= last or (step < 0 and (namespace, series) in self._saved):
+                repeat += 1
+            self._saved[namespace, series] = step, repeat
+            return repeat
+
+    def save_id(self, namespace: str, series: str, step: int, repeat: int, new_run_id: Callable[[], str]) -> str:
+        """Returns the id of a save; with the arguments of :meth:`count_save`.
+
+        Args:
+            namespace: The job's.
+            series: Key of the saves that belong together.
+            step: The training step.
+            repeat: Result of :meth:`count_save`.
+            new_run_id: Makes the id of a run, if this rank is the first.
+        """
+        with self._lock:
+            attempt = self.attempt
+            if self._run_id is None:
+                self._run_id = self.first(f"run/{attempt}", new_run_id())
+            return ids.save_id_of_ranks(self._run_id, f"{namespace}/{series}", repeat, step)
+
+    def report_missing(self, save_id: str, where: Where) -> None:
+        """Reports to the other ranks that this rank's part is not in memory, or will not come to the durable tier."""
+        self.first(_missing_key(save_id, where), "-")
+
+    def lacking(self, save_ids: Iterable[str]) -> set[str]:
+        """Returns the saves of which some node's memory has no part; to be asked when a later save begins.
+
+        Ranks are at most one save apart: each has reported by then on all its parts except the last.
+        """
+        return {each for each in save_ids if self._get(_missing_key(each, "memory")) is not None}
+
+    @contextlib.contextmanager
+    def watching(self, save_id: str, log: Logger, clock: Clock) -> Iterator[Callable[[], bool]]:
+        """Returns a block that learns, during training, if some part of a save will not come to the durable tier.
+
+        If the store does not answer within a bound, this warns once, and no save counts as given up.
+        """
+        client: StoreClient | None = None
+        if self.store is not None:
+            client = StoreClient(self.store, _PREFIX, timeout_s=clock.timing.store_answer_s)
+
+        def is_given_up() -> bool:
+            nonlocal client
+            try:
+                return client is not None and client.get(_missing_key(save_id, "durable")) is not None
+            except PeerError as error:
+                log.warning("could not ask whether a save was given up: %s", error)
+                client = None
+                return False
+
+        try:
+            yield is_given_up
+        finally:
+            if client is not None:
+                client.close()
+
+    def report_end(self, save_id: str, end: str) -> None:
+        """Reports to the other ranks how the wait for a save's commit has ended: see :meth:`end_of`."""
+        self.first(_end_key(save_id), end)
+        if self.store is not None:
+            self._ends.append(save_id)
+            if len(self._ends) > _MAX_ENDS:
+                self._ask(lambda client: client.forget(_end_key(self._ends.popleft())))
+
+    def end_of(self, save_id: str) -> str | None:
+        """Returns ``committed``, ``queued``, or the reason why a save is not durable; None while not known."""
+        end = self._get(_end_key(save_id))
+        if end is None and self._get(_missing_key(save_id, "durable")) is not None:
+            end = "a rank has no part of it for the durable tier: see that rank's log"
+        return end
+
+    def first(self, key: str, mine: str) -> str:
+        """Returns the value that the first rank gave to ``key``: ``mine``, if that is this one."""
+        if self.store is None:
+            return mine
+        return self._ask(lambda client: client.swap(key, "", mine))
+
+    def _get(self, key: str) -> str | None:
+        return self._ask(lambda client: client.get(key)) if self.store is not None else None
+
+    @property
+    def attempt(self) -> str:
+        """The name of this run's attempt; asked of the store each time.
+
+        Raises:
+            LeftBehindError: Other ranks were started again, and this rank is of an earlier attempt.
+        """
+        if self.store is None or not outlives_attempts():
+            return "0"
+        if self._attempt is not None:
+            token, named = self._token, self._attempt
+            try:
+                self._ask(lambda client: check_attempt(client, current_rank(), token, named))
+            except LeftBehindError:
+                if self._run_id is not None:
+                    raise
+                # That attempt has no run yet.
+                self._attempt, self._token = None, self._clock.token(8)
+        if self._attempt is None:
+            self._attempt = self._ask(lambda client: enter_attempt(client, current_rank(), self._token))
+        return self._attempt
+
+    def close(self) -> None:
+        """Ends the connection to the store, until the next request."""
+        if self._client is not None and self._client[0] == os.getpid():
+            self._client[1].close()
+
+    def _ask(self, question: Callable[[StoreClient], _T]) -> _T:
+        if self._client is None or self._client[0] != os.getpid():
+            # A forked child has none of its parent's threads.
+            client = StoreClient(self.store, _PREFIX, timeout_s=self._clock.timing.store_answer_s)
+            self._client = os.getpid(), client
+        try:
+            return question(self._client[1])
+        except PeerError as error:
+            raise ConfigError(
+                f"the store of torch.distributed does not answer: {error.message}",
+                operation="agree",
+                hint="local checkpoints need it to name what ranks save together; is its host alive?",
+            ) from error
+
+
+def _missing_key(save_id: str, where: Where) -> str:
+    return f"missing/{where}/{save_id}"
+
+
+def _end_key(save_id: str) -> str:
+    return f"end/{save_id}"
+
+
+_current: Run | None = None
+
+
+def current_run() -> Run:
+    """Returns the run of this process: a new one if torch.distributed was initialised again."""
+    import torch.distributed as dist
+
+    global _current
+    store: Any = None
+    if dist.is_available() and dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+    if _current is None or _current.store is not store:
+        if _current is not None:
+            _current.close()
+        _current = Run(store)
+    return _current
