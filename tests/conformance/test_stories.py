@@ -184,14 +184,15 @@ def test_a_deleted_name_is_gone_from_each_tier(start, memory_dir):
         assert job.load(LATEST) == 1
 
 
-@pytest.mark.parametrize("manifest", [True, False])
-def test_all_nodes_pass_by_what_its_owner_deleted_until_it_is_uploaded_again(start, memory_dir, tmp_path, manifest):
+@pytest.mark.parametrize("deleted", ["all", "files", "one file"])
+def test_all_nodes_pass_by_what_its_owner_deleted_until_it_is_uploaded_again(start, memory_dir, tmp_path, deleted):
     job = start()
     for number in (1, 2):
         job.save(number)
     store, dirpath = job.engine.session.durable(), job.options["dirpath"]
-    for each in [*store.list("step_2.ckpt"), *(store.list(".tiered/manifests/step_2.ckpt") if manifest else ())]:
-        store.delete(each.key)
+    keys = [each.key for each in (*store.list("step_2.ckpt"), *store.list(".tiered/manifests/step_2.ckpt"))]
+    for key in {"all": keys, "files": keys[:-1], "one file": keys[-2:-1]}[deleted]:
+        store.delete(key)
 
     def says(*words):
         return CliRunner().invoke(app, [*words, "--memory-dir", memory_dir])
@@ -200,7 +201,7 @@ def test_all_nodes_pass_by_what_its_owner_deleted_until_it_is_uploaded_again(sta
     other, listed = str(tmp_path), says("ls", dirpath).stdout
     assert [line.split()[0] for line in listed.splitlines() if "latest" in line] == ["step_1.ckpt"]
     assert start(memory_dir=other).load(LATEST) == 1
-    if not manifest:
+    if deleted != "all":
         with pytest.raises(RestoreError, match="no such object .*deleted by hand.*`tiered-ckpt flush step_2.ckpt"):
             start(memory_dir=other).load("step_2.ckpt")
         assert "its files are gone" in listed

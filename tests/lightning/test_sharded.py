@@ -42,8 +42,8 @@ def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(fits, s3_url, memory_dir
     wipe(memory_dir)
     ((last, other),) = fits({"steps": 12}, **more)
     assert last["from"] in (["step=8.ckpt", 8, "durable"], ["last.ckpt", 9, "durable"])
-    # Only rank 0 lists the tier; both ranks read what they need.
-    assert last["asked"]["requests.list"] == 1
+    # Only rank 0 lists the manifests, and the files of the newest one; both ranks read what they need.
+    assert last["asked"]["requests.list"] == 2
     assert "requests.list" not in other["asked"]
     for answer in (first, second, alone, last, other):
         assert answer["losses"] == pytest.approx(those_of(whole, answer), rel=1e-5)

@@ -45,13 +45,13 @@ def test_a_job_goes_on_from_peers(ranks, lose, s3_url, record_property, nodes, f
     record_property("durable_gets", sum(each["asked"].get("requests.get", 0) for each in (*shards, *full)))
 
 
-def test_a_full_checkpoint_is_read_from_s3_once_a_node_after_one_list(ranks, lose, s3_url, s3_server):
+def test_a_full_checkpoint_is_read_from_s3_once_a_node_after_two_lists(ranks, lose, s3_url, s3_server):
     ranks("aabb", ["save_full", 1, ["memory", "durable"], {"name": "new.ckpt"}], ["close"], dirpath=s3_url)
     lose("a", "b")
     with FaultProxy(s3_server.endpoint_url) as proxy:
         (answers,) = ranks("aabb", ["load_full", 1], dirpath=s3_url, endpoint_url=proxy.endpoint_url)
     assert [(answer.get("matches"), answer.get("tier")) for answer in answers] == [(True, "durable")] * 4, answers
-    assert proxy.count("GET", "list-type=2") == 1
+    assert proxy.count("GET", "list-type=2") == 2
     assert (proxy.count("GET", "/manifests/"), proxy.count("GET", "/run/new.ckpt")) == (1, 2)
     (answers,) = ranks("aabb", ["load_full", 1], dirpath=s3_url)
     assert [(answer["matches"], answer["tier"]) for answer in answers] == [(True, "memory")] * 4

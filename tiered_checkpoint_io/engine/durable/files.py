@@ -7,7 +7,9 @@ only their descriptions are fetched.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+import itertools
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
@@ -147,14 +149,17 @@ def read_if_there(store: Store, name: str) -> Manifest | None:
     return None if manifest is None or is_gone(store, manifest) else manifest
 
 
-def gone_of(store: Store, manifests: Iterable[Manifest]) -> set[str]:
-    """Returns names whose object or folder is not there: one list of each folder above them."""
+def gone_of(store: Store, manifests: Collection[Manifest]) -> set[str]:
+    """Returns names whose files are gone, by one list of each folder above them; of the newest, one file suffices."""
     wanted: dict[str, tuple[str, str]] = {}
     for each in manifests:
         folder, slash, last = (each.alias_of or each.name).rpartition("/")
         wanted[each.name] = folder + slash, last if each.content.kind == "full" else f"{last}/"
     there = {prefix: children_of(store, prefix) for prefix in {prefix for prefix, _ in wanted.values()}}
-    return {name for name, (prefix, last) in wanted.items() if last not in there[prefix]}
+    gone = {name for name, (prefix, last) in wanted.items() if last not in there[prefix]}
+    left = (each for each in manifests if each.name not in gone and each.content.resumable and not each.alias_of)
+    newest_first = sorted(left, key=lambda each: each.content.order, reverse=True)
+    return gone | {each.name for each in itertools.takewhile(functools.partial(is_gone, store), newest_first)}
 
 
 def read_index(store: Store, save_id: str, digest: str = "") -> Index:

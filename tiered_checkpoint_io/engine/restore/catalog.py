@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.chunks import unverified
 from tiered_checkpoint_io.engine.drain.operations import NAMING
 from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.durable.files import is_gone
 from tiered_checkpoint_io.engine.durable.manifests import contents_of, read_manifest
 from tiered_checkpoint_io.engine.restore.choice import ONE_FOLDER, Held, Selector
 from tiered_checkpoint_io.engine.restore.elsewhere import committed_elsewhere, other_names
@@ -201,21 +203,13 @@ def discover(
 
 
 def _leave_out_gone(store: Store, selector: Selector, found: DurableCatalog) -> None:
-    """Leaves out the newest manifests whose files are not there any more, by one of them; memory may have these."""
+    """Leaves out the newest manifests of which files are not there any more, by one list each; memory may have them."""
     by_id = {each.content.save_id: each for each in found.manifests if not each.alias_of}
-    for content in selector.in_order(each.content for each in by_id.values()) if selector.kind != "best" else ():
-        manifest = by_id[content.save_id]
-        path = content.switch_path(manifest.name) or next((entry.path for entry in content.files), None)
-        try:
-            if path is not None:
-                store.size(path)
-            return
-        except StoreNotFoundError:
-            found.manifests.remove(manifest)
-            found.gone.add(manifest.name)
-            found.rejected.append(
-                f"durable {manifest.name}: its files are gone: deleted by hand, or by a lifecycle rule"
-            )
+    order = selector.in_order(each.content for each in by_id.values()) if selector.kind != "best" else ()
+    for manifest in itertools.takewhile(functools.partial(is_gone, store), (by_id[each.save_id] for each in order)):
+        found.manifests.remove(manifest)
+        found.gone.add(manifest.name)
+        found.rejected.append(f"durable {manifest.name}: its files are gone: deleted by hand, or by a lifecycle rule")
 
 
 def reading_order(listed: Sequence[ObjectInfo]) -> list[str]:
