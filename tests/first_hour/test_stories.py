@@ -6,8 +6,11 @@
 import os
 import re
 import socket
+import time
 from pathlib import Path
 
+import fsspec
+import torch
 from support.fault_proxy import FaultProxy
 from support.first_hour import FOLDER
 from support.launch import free_port
@@ -55,6 +58,36 @@ def test_a_server_that_is_silent(story, monkeypatch):
         # Connections are made, and never answered.
         story.python("train.py", "max_steps=40", "save_on_train_end=false", preflight_s=1.0)
     story.shown("silent_server")
+
+
+def test_what_its_owner_deletes_moves_and_edits(story, monkeypatch):
+    bucket = fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
+    for step in (10, 20):
+        story.python("train.py", f"max_steps={step}", "s3_every_n_train_steps=10")
+        story.drained()
+    # Everything of the newest step; and then a lifecycle rule takes the files, but not what is in `.tiered/`.
+    bucket.rm([each for each in bucket.find("bucket/run") if "step=20" in each])
+    story.python("train.py", "max_steps=20", "s3_every_n_train_steps=10")
+    story.drained()
+    story.tiered_ckpt("ls", "s3://bucket/run")
+    bucket.rm("bucket/run/step=20.ckpt")
+    story.tiered_ckpt("ls", "s3://bucket/run")
+    story.tiered_ckpt("verify", "s3://bucket/run")
+    story.tiered_ckpt("flush", "step=20.ckpt", "--namespace", "first")
+    story.tiered_ckpt("ls", "s3://bucket/run")
+    state = torch.load(bucket.open("bucket/run/step=20.ckpt"), weights_only=False)
+    state["state_dict"] = {key: torch.zeros_like(value) for key, value in state["state_dict"].items()}
+    time.sleep(2.1)
+    with bucket.open("bucket/run/step=20.ckpt", "wb") as file:
+        torch.save(state, file)
+    bucket.cp("bucket/run/step=20.ckpt", "bucket/run/edited.ckpt")
+    for name in ("step=20.ckpt", "edited.ckpt"):
+        story.python("train.py", "max_steps=30", "s3_every_n_train_steps=10", f"resume=s3://bucket/run/{name}")
+    story.drained()
+    # The same server by another name is another place.
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", os.environ["AWS_ENDPOINT_URL_S3"].replace("127.0.0.1", "localhost"))
+    story.python("train.py", "max_steps=30", "s3_every_n_train_steps=10")
+    story.shown("owner")
 
 
 def test_every_text_belongs_to_a_story():

@@ -15,7 +15,7 @@ from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 
 block = OmegaConf.from_dotlist(["dirpath=s3://bucket/run", "namespace=first", *sys.argv[1:]])
-max_steps = block.pop("max_steps", 60)
+max_steps, resume = block.pop("max_steps", 60), block.pop("resume", "tiered:latest")
 signals = {block.pop("kill", 0): signal.SIGKILL, block.pop("interrupt", 0): signal.SIGINT}
 
 
@@ -34,5 +34,5 @@ trainer = Trainer(
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-trainer.fit(BoringModel(), ckpt_path="tiered:latest")
+trainer.fit(BoringModel(), ckpt_path=resume)
 print(f"trained to step {trainer.global_step}")

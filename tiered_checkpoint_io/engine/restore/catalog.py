@@ -369,7 +369,7 @@ def look(tiers: Tiers, rank: int, name: str = "") -> NodeCatalog:
     if other is not None and is_newest and (here.is_of_other_server or not name):
         how = f"resume from {ids.join_url(other.dirpath, other.name)}"
         how = f"set endpoint_url to {other.place.endpoint or 'null'}" if here.is_of_other_server else how
-        text = "node memory holds %s (step %d) of %s, and skips it, as it was saved for another place; to take it, %s"
+        text = "node memory holds %s (step %d) of %s, which is another place; to take it, %s"
         tiers.log.warning(text, other.name, other.content.step, other.place, how)
     for request in queue.requests():
         if request.action not in NAMING:
