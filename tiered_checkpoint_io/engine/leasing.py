@@ -159,15 +159,15 @@ class LeaseKeeper:
         else:
             has_answered = before is not None and self._seen != before
             if lease is not None:
-                # Another run that asks changes the lease, too.
-                has_answered = last is not None and last.token == lease.token and last.asker > lease.asker == ""
+                # Another run that asks changes the lease, too. Any process of the launch answers.
+                has_answered = last is not None and are_one(last.owner, lease.owner) and last.asker > lease.asker == ""
             self._judge(store, lease, tag, has_answered=has_answered, quiet_s=now - self._since)
         return self._timing.lease_beat_s if self.is_held else min(self._timing.lease_poll_s, self._timing.lease_beat_s)
 
     def _join(self, store: Store, lease: Lease, tag: str | None) -> None:
         """Answers, if this process is asked; shows the others of its launch that this process has come."""
         is_mine, here = lease.token == self._mine.token, self._mine.process.machine
-        if not self.is_held or (is_mine and lease.asker) or (not is_mine and lease.process.is_alive(here) is False):
+        if not self.is_held or lease.asker or (not is_mine and lease.process.is_alive(here) is False):
             self._write(store, replace(self._mine, generation=lease.generation), tag)
 
     def _judge(self, store: Store, lease: Lease | None, tag: str | None, *, has_answered: bool, quiet_s: float) -> None:
