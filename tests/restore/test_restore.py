@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from support.clocks import hurried
@@ -373,3 +374,12 @@ def test_what_a_new_run_saves_is_newer(start, tmp_path, memory_dir, monkeypatch,
     run("before", 5, behind_s=2 * DAY_S)
     newest = find_latest(dirpath)
     assert (newest.name.partition("/")[0], newest.step) == ("before", 5)
+
+
+def test_what_ended_with_its_process_was_not_deleted(start, memory_dir):
+    for step in range(3):
+        io = start(dirpath="memory://ended", memory_dir=memory_dir)
+        assert io.load_checkpoint("tiered:latest").get("global_step", 0) == step
+        io.save_checkpoint({"global_step": step + 1}, f"{step + 1}.ckpt")
+        io.teardown()
+        fsspec.filesystem("memory").store.clear()
