@@ -239,14 +239,13 @@ def test_a_damaged_replica_is_told_apart(node, memory_dir):
     assert f"{kept.folder}\t" in shown.partition("Copies kept for other nodes:")[2]
 
 
-def test_each_line_of_a_watch_is_a_document(node, memory_dir):
-    where = ("--memory-dir", memory_dir)
+def test_each_line_of_a_watch_is_a_document(node):
     node.save("1.ckpt", b"A")
     node.drain()
     options = ("--exec", "echo not on stdout; exit 3", "--after", "", "--idle-timeout", "0", "--json")
-    done = command("watch", node.dirpath, *where, *options)
-    listed, ran = [check("watch", json.loads(line)) for line in done.stdout.splitlines()]
-    assert (listed["event"], listed["checkpoint"]["name"]) == ("listed", "1.ckpt")
+    done = command("watch", node.dirpath, *options)
+    new, ran = [check("watch", json.loads(line)) for line in done.stdout.splitlines()]
+    assert (new["event"], new["checkpoint"]["name"]) == ("new", "1.ckpt")
     assert (ran["event"], ran["exit_status"], done.exit_code) == ("ran", 3, 1)
 
 

@@ -17,7 +17,6 @@ from tiered_checkpoint_io.errors import (
     ConfigError,
     StoreError,
 )
-from tiered_checkpoint_io.inventory.api import NewCheckpoints
 from tiered_checkpoint_io.model.documents import dump
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -188,5 +187,3 @@ def test_what_was_out_of_sight_for_a_look_is_not_new_again(node, caplog):
     assert next(news).name == "c.ckpt"
     back.join()
     assert "any more; asking again" in caplog.text
-    rows, seen = list_checkpoints(node.dirpath), NewCheckpoints("")
-    assert [len(seen.of(found)) for found in (rows, [], rows)] == [3, 0, 0]

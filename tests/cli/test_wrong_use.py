@@ -55,7 +55,7 @@ USES = {
     "get": Use("{url} c3 {tmp}/got", "{url} no {tmp}/got", files=("got/c3",)),
     "get to memory": Use("{url} c3 --memory-dir {memory} --namespace other", "{url} no --memory-dir {memory}"),
     "prune": Use("{url} --keep-latest 1 --yes", removes=("c1", "c2", "c3")),
-    "watch": Use("{url} --idle-timeout 0 --exec true --after= --memory-dir {memory}"),
+    "watch": Use("{url} --idle-timeout 0 --exec true --after="),
 }
 #: Commands that read and write.
 WRITE = ("get", "get to memory", "flush", "prune", "watch")

@@ -17,10 +17,10 @@ import typer
 from typer.core import TyperGroup
 
 from tiered_checkpoint_io.cli import clean, doctor, flush, get, listing, prune, status, verify, watch
-from tiered_checkpoint_io.cli.answers import is_waiting
 from tiered_checkpoint_io.cli.options import command
 from tiered_checkpoint_io.cli.output import INTERRUPTED, say
 from tiered_checkpoint_io.errors import TieredCheckpointError
+from tiered_checkpoint_io.stores.silence import asking
 from tiered_checkpoint_io.version import __version__
 
 #: Commands in the order and the groups of --help.
@@ -95,7 +95,7 @@ def main() -> None:
     except (TieredCheckpointError, OSError) as error:
         say(f"error: {error}", err=True)
         status = 1
-    if is_waiting():
+    if asking():
         # For a server that may never answer: the interpreter would wait for it, too.
         if sys.stderr.isatty():
             # A bar may have hidden the cursor.

@@ -17,19 +17,12 @@ from tiered_checkpoint_io.errors import ConfigError, StoreError, TieredCheckpoin
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store
-from tiered_checkpoint_io.stores.silence import answer_within, moving
+from tiered_checkpoint_io.stores.silence import answer_within, asking, moving
 
 _T = TypeVar("_T")
 #: Beyond the time after which a lease counts as dead: for the looks at it.
 _PATIENCE_S = 30.0
 _LOOK_S = 0.2
-#: The threads that asked, or still do.
-_asking: set[threading.Thread] = set()
-
-
-def is_waiting() -> bool:
-    """Returns True if a question that was given up still waits for its answer."""
-    return any(thread.is_alive() for thread in list(_asking))
 
 
 def counter(operation: str, key: str, stop: threading.Event, shown: Callable[[int], None]) -> Callable[[int], None]:
@@ -51,7 +44,6 @@ def ask(
     dirpath: str | None = None,
     *,
     stop: threading.Event | None = None,
-    quiet: bool = False,
 ) -> _T:
     """Opens the durable tier of a configuration, or another one with its options, and runs ``work`` on the store.
 
@@ -61,7 +53,6 @@ def ask(
         dirpath: Another than the configured one.
         stop: Set if this returns before ``work`` has ended, which then has a moment to clear up; SIGTERM ends it as
             Ctrl-C does.
-        quiet: True to show no line while the server is silent.
 
     Raises:
         StoreError: The server was silent for ``durable_timeout_s``; shown every five seconds.
@@ -70,26 +61,22 @@ def ask(
     where = printable(dirpath or config.dirpath)
 
     def asked() -> _T:
-        _asking.add(threading.current_thread())
-        try:
-            with contextlib.closing(open_store(config, dirpath)) as store:
-                return work(store)
-        finally:
-            _asking.discard(threading.current_thread())
+        with contextlib.closing(open_store(config, dirpath)) as store:
+            return work(store)
 
     def count_down(silent_s: float, left_s: float) -> None:
         say(f"{where} has not answered for {silent_s:.0f} s; giving up in {left_s:.0f} s", err=True)
 
-    patience_s, shown = config.support.durable_timeout_s, None if quiet else count_down
+    patience_s = config.support.durable_timeout_s
     if stop is None:
-        return answer_within(patience_s, asked, what=where, count_down=shown)
+        return answer_within(patience_s, asked, what=where, count_down=count_down)
     # Schedulers end a job by SIGTERM; it then must leave no remains.
     with raising(KeyboardInterrupt):
         try:
-            return answer_within(patience_s, asked, what=where, count_down=shown)
+            return answer_within(patience_s, asked, what=where, count_down=count_down)
         except BaseException:
             stop.set()
-            for thread in list(_asking):
+            for thread in asking():
                 thread.join(GRACE_S)
             raise
 

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
@@ -20,7 +20,7 @@ from tiered_checkpoint_io.errors import (
     CorruptCheckpointError,
     StoreError,
 )
-from tiered_checkpoint_io.inventory.rows import CheckpointInfo, Look, Looker, RepeatedLook
+from tiered_checkpoint_io.inventory.rows import CheckpointInfo, Looker
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.numbers import seconds
@@ -55,9 +55,9 @@ def list_checkpoints(
 def _listed(
     dirpath: str | os.PathLike[str], memory_dir: str | None, options: dict[str, Any], *, with_incomplete: bool
 ) -> list[CheckpointInfo]:
-    tiers = _Tiers(dirpath, memory_dir, options, with_incomplete=with_incomplete)
-    with contextlib.closing(tiers):
-        return tiers.look().checkpoints
+    config = TieredCheckpointConfig.from_any(dirpath=dirpath, **options)
+    with contextlib.closing(Tiers(config, memory_dir)) as tiers:
+        return tiers.checkpoints(with_incomplete=with_incomplete)
 
 
 def find_latest(
@@ -128,120 +128,35 @@ def new_checkpoints(
     every_s = seconds("every_s", every_s, above=0)
     if idle_timeout_s is not None:
         idle_timeout_s = seconds("idle_timeout_s", idle_timeout_s)
-    tiers = _Tiers(dirpath, None, options, clock)
-    return _news(tiers, NewCheckpoints(after), idle_timeout_s, stop or threading.Event(), every_s, clock)
+    tiers = Tiers(TieredCheckpointConfig.from_any(dirpath=dirpath, **options), clock=clock)
+    return NewCheckpoints(tiers, after, _log.warning).each(every_s, idle_timeout_s, stop or threading.Event())
 
 
-def _news(
-    tiers: _Tiers,
-    news: NewCheckpoints,
-    idle_timeout_s: float | None,
-    stop: threading.Event,
-    every_s: float,
-    clock: Clock,
-) -> Iterator[CheckpointInfo]:
-    look, last = RepeatedLook(tiers.look, _log.warning), clock.monotonic()
-    with contextlib.closing(tiers):
-        while not stop.is_set():
-            for each in news.of(look.checkpoints()):
-                with held(each, tiers.ask, _log.warning) as is_there:
-                    if is_there:
-                        yield each
-                last = clock.monotonic()
-                if stop.is_set():
-                    return
-            left = every_s if idle_timeout_s is None else min(every_s, last + idle_timeout_s - clock.monotonic())
-            if left <= 0:
-                return
-            clock.wait(stop, left)
-
-
-class NewCheckpoints:
-    """Returns each durable save once: a further name, an alias or a copy, is not new."""
-
-    def __init__(self, after: str | None = None) -> None:
-        """Begins after the save ``after``, "" for all; None for checkpoints that the first look does not find."""
-        self._after = after
-        self._seen: set[str] = set()
-
-    def of(self, checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-        """Returns the new checkpoints of a look, in the order of their saves."""
-        first: dict[str, CheckpointInfo] = {}
-        # The checkpoint itself comes before its copies and aliases, which replace it if it is gone.
-        for each in sorted(checkpoints, key=lambda each: (each.order[0], not each.order[1], each.name)):
-            if each.state == "durable" and "durable" in each.where:
-                first.setdefault(each.order[0], each)
-        begins = self._after is None
-        if self._after is None:
-            self._after = ""
-        new = [each for save, each in first.items() if save not in self._seen and save > self._after and not begins]
-        # Checkpoints that this look did not find may only be hidden, such as while a file system is mounted again.
-        self._seen |= set(first)
-        return new
-
-
-@contextlib.contextmanager
-def held(
-    each: CheckpointInfo, ask: Callable[[Callable[[Store], Any]], Any], warn: Callable[[str], object]
-) -> Iterator[bool]:
-    """Keeps a checkpoint from being deleted in the block; yields True if it is still there.
-
-    Args:
-        each: The checkpoint.
-        ask: Asks its durable tier.
-        warn: Shows a line if the checkpoint can't be held, as without the right to write.
-    """
-    name, key = each.alias_of or each.name, None
-    try:
-        key = ask(lambda store: hold(store, name, each.save_id))
-    except CheckpointNotFoundError:
-        yield False
-        return
-    except StoreError as error:
-        warn(f"{name} is not held, and may be deleted during the work on it: {error}")
-    try:
-        yield True
-    finally:
-        if key is not None:
-            try:
-                ask(lambda store: release(store, key))
-            except StoreError as error:
-                warn(f"{name} stays held, for a day at most: {error}")
-
-
-class _Tiers:
+class Tiers:
     """The tiers that a program asks about, looked at again and again."""
 
-    def __init__(
-        self,
-        dirpath: str | os.PathLike[str],
-        memory_dir: str | None,
-        options: dict[str, Any],
-        clock: Clock = SYSTEM,
-        *,
-        with_incomplete: bool = False,
-    ) -> None:
-        self._config = TieredCheckpointConfig.from_any(dirpath=dirpath, **options)
-        self.place = place_of(self._config)
-        self._clock = clock
-        self._looker = Looker(self.place, memory_dir, clock=clock)
-        self._with_incomplete = with_incomplete
+    def __init__(self, config: TieredCheckpointConfig, memory_dir: str | None = None, *, clock: Clock = SYSTEM) -> None:
+        """Takes the durable tier, and the folder of node memory; None not to look there."""
+        self.clock = clock
+        self._config = config
+        self._looker = Looker(place_of(config), memory_dir, clock=clock)
         self._store: Store | None = None
 
     def close(self) -> None:
+        """Lets the connection to the durable tier go."""
         if self._store is not None:
             self._store.close()
 
-    def look(self) -> Look:
+    def checkpoints(self, *, with_incomplete: bool = False) -> list[CheckpointInfo]:
         """Raises CheckpointNotFoundError, ConfigError and StoreError as :func:`list_checkpoints`."""
-        return self.ask(lambda store: self._looker.look(store, with_incomplete=self._with_incomplete))
+        return self.ask(lambda store: self._looker.look(store, with_incomplete=with_incomplete)).checkpoints
 
     def ask(self, work: Callable[[Store], _T]) -> _T:
         """Returns the result of ``work`` on the durable tier; raises StoreError if that is silent."""
 
         def asked() -> _T:
             # One that fails, or is given up, is not asked again.
-            store, self._store = self._store or open_store(self._config, clock=self._clock), None
+            store, self._store = self._store or open_store(self._config, clock=self.clock), None
             try:
                 found = work(store)
             except BaseException:
@@ -250,8 +165,101 @@ class _Tiers:
             self._store = store
             return found
 
-        what = self.place.dirpath
-        return answer_within(self._config.support.durable_timeout_s, asked, what=what, clock=self._clock)
+        patience_s, what = self._config.support.durable_timeout_s, self._config.dirpath
+        return answer_within(patience_s, asked, what=what, clock=self.clock)
+
+
+class NewCheckpoints:
+    """Finds each durable save once: a further name, an alias or a copy, is not new."""
+
+    def __init__(self, tiers: Tiers, after: str | None, warn: Callable[[str], object]) -> None:
+        """Begins after the save ``after``, "" for all; None for checkpoints that the first look does not find.
+
+        Args:
+            tiers: The durable tier.
+            after: See above.
+            warn: Shows a line to the user.
+        """
+        self._tiers = tiers
+        self._after = after
+        self._warn = warn
+        self._seen: set[str] = set()
+        self._has_answered, self._trouble = False, ""
+
+    def each(
+        self, every_s: float, idle_timeout_s: float | None, stop: threading.Event
+    ) -> Generator[CheckpointInfo, None, None]:
+        """Yields the checkpoints as :func:`new_checkpoints` does."""
+        clock = self._tiers.clock
+        last = clock.monotonic()
+        with contextlib.closing(self._tiers):
+            while not stop.is_set():
+                for each in self._new():
+                    with self._held(each) as is_there:
+                        if is_there:
+                            yield each
+                    last = clock.monotonic()
+                    if stop.is_set():
+                        return
+                left = every_s if idle_timeout_s is None else min(every_s, last + idle_timeout_s - clock.monotonic())
+                if left <= 0:
+                    return
+                clock.wait(stop, left)
+
+    def _new(self) -> list[CheckpointInfo]:
+        """Returns the new checkpoints of a look, in the order of their saves."""
+        first: dict[str, CheckpointInfo] = {}
+        # The checkpoint itself comes before its copies and aliases, which replace it if it is gone.
+        for each in sorted(self._look(), key=lambda each: (each.order[0], not each.order[1], each.name)):
+            if each.state == "durable" and "durable" in each.where:
+                first.setdefault(each.order[0], each)
+        begins, after = self._after is None, self._after or ""
+        self._after = after
+        new = [each for save, each in first.items() if save not in self._seen and save > after and not begins]
+        # Checkpoints that this look did not find may only be hidden, such as while a file system is mounted again.
+        self._seen |= set(first)
+        return new
+
+    def _look(self) -> list[CheckpointInfo]:
+        """Returns the checkpoints; none while a tier that has answered before is unreachable, which is said once."""
+        found, trouble, said = list[CheckpointInfo](), "", ""
+        try:
+            found = self._tiers.checkpoints()
+        except CheckpointNotFoundError as error:
+            then = "any more; asking again" if self._seen else "yet; waiting for the first checkpoint"
+            trouble, said = "nothing", f"there is nothing at {error.key} {then}"
+        except StoreError as error:
+            if error.reason != "unavailable" or not self._has_answered:
+                raise
+            trouble, said = "silent", f"{error}; asking again"
+        self._has_answered = True
+        # An error's text may change from look to look.
+        if trouble not in ("", self._trouble):
+            self._warn(said)
+        self._trouble = trouble
+        return found
+
+    @contextlib.contextmanager
+    def _held(self, each: CheckpointInfo) -> Iterator[bool]:
+        """Keeps a checkpoint from being deleted in the block; yields True if it is still there."""
+        name, key = each.alias_of or each.name, None
+        try:
+            key = self._tiers.ask(lambda store: hold(store, name, each.save_id))
+        except CheckpointNotFoundError:
+            # If it was overwritten, the new checkpoint has a turn of its own.
+            self._warn(f"{each.name} was deleted or overwritten before its turn came, and is left out")
+            yield False
+            return
+        except StoreError as error:
+            self._warn(f"{name} is not held, and may be deleted during the work on it: {error}")
+        try:
+            yield True
+        finally:
+            if key is not None:
+                try:
+                    self._tiers.ask(lambda store: release(store, key))
+                except StoreError as error:
+                    self._warn(f"{name} stays held, for a day at most: {error}")
 
 
 __all__ = ["CheckpointInfo", "find_latest", "list_checkpoints", "new_checkpoints"]

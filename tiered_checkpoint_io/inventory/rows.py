@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from typing import Any, Literal
@@ -15,7 +15,6 @@ from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    StoreError,
     StoreNotFoundError,
     is_other_format,
     without_secrets,
@@ -316,49 +315,6 @@ class Looker:
             found = []
         left = incomplete_saves(store, found) if with_incomplete else ()
         return Look(self._place, node, found, left)
-
-
-class RepeatedLook:
-    """Looks again and again, for callers that wait; a durable tier that is silent meanwhile is reported once."""
-
-    def __init__(self, look: Callable[[], Look], say: Callable[[str], object]) -> None:
-        """Takes a function that looks, and one that shows a line to the user."""
-        self._look = look
-        self._say = say
-        self._found: list[CheckpointInfo] | None = None
-        self._had_any = False
-        self._why = ""
-
-    @property
-    def has_answered(self) -> bool:
-        """True if the durable tier has answered so far."""
-        return self._found is not None
-
-    def checkpoints(self) -> list[CheckpointInfo]:
-        """Returns the checkpoints; while a tier that has answered before is unreachable, those of the last answer.
-
-        Raises:
-            StoreError: The durable tier refuses, or is unreachable at the first look.
-        """
-        why, said = "", ""
-        try:
-            self._found = self._look().checkpoints
-            self._had_any = self._had_any or bool(self._found)
-        except CheckpointNotFoundError as error:
-            self._found, why = [], "nothing"
-            then = "any more; asking again" if self._had_any else "yet; waiting for the first checkpoint"
-            said = f"there is nothing at {error.key} {then}"
-        except StoreError as error:
-            if error.reason != "unavailable":
-                raise
-            if self._found is None:
-                raise
-            why, said = "silent", f"{error}; asking again"
-        # An error's text may change from look to look.
-        if why and why != self._why:
-            self._say(said)
-        self._why = why
-        return self._found
 
 
 # ------------------------------------------------------------------------------------------ details

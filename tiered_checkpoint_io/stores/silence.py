@@ -18,6 +18,7 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreError
 
 _T = TypeVar("_T")
+_THREAD = "tiered-question"
 
 #: Called every ``silence_line_s`` with the seconds of silence so far, and the seconds until the wait ends.
 CountDown = Callable[[float, float], None]
@@ -39,7 +40,7 @@ class Question(Generic[_T]):
         self.cancelled = threading.Event()
         context = contextvars.copy_context()
         context.run(_asking.set, self)
-        clock.start(functools.partial(context.run, self._run, ask), "tiered-question")
+        clock.start(functools.partial(context.run, self._run, ask), _THREAD)
 
     def _run(self, ask: Callable[[], _T]) -> None:
         try:
@@ -108,6 +109,11 @@ class Question(Generic[_T]):
 
 
 _asking: contextvars.ContextVar[Question[Any] | None] = contextvars.ContextVar("tiered_asking", default=None)
+
+
+def asking() -> list[threading.Thread]:
+    """Returns the threads that ask a store, also those that nobody waits for any more."""
+    return [each for each in threading.enumerate() if each.name == _THREAD]
 
 
 def current_question() -> Question[Any] | None:
