@@ -101,17 +101,17 @@ class Refusing:
 @contextlib.contextmanager
 def gathered():
     """Yields the sizes of this rank's messages to all others."""
-    sizes, gather = [], coordination.GivenGroup._all_gather
+    sizes, gather = [], coordination.RankGroup._all_gather
 
     def note(group, obj):
         sizes.append(len(pickle.dumps(obj)))
         return gather(group, obj)
 
-    coordination.GivenGroup._all_gather = note
+    coordination.RankGroup._all_gather = note
     try:
         yield sizes
     finally:
-        coordination.GivenGroup._all_gather = gather
+        coordination.RankGroup._all_gather = gather
 
 
 def grown_state(seed, grown):

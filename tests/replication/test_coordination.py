@@ -1,5 +1,6 @@
 """Exchange between ranks, the interface that replicas travel over, and attempts of torchrun that ranks are in."""
 
+import contextlib
 import itertools
 import multiprocessing
 import traceback
@@ -16,9 +17,8 @@ from tiered_checkpoint_io.adapters.groups import shard_role_of
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.coordination import (
-    GivenGroup,
     Group,
-    TorchGroup,
+    RankGroup,
     agree,
     current_group,
     machine,
@@ -30,6 +30,15 @@ from tiered_checkpoint_io.errors import ConfigError, RestoreError, StoreError
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory.node import memory_of
 from tiered_checkpoint_io.model import ids
+
+
+@contextlib.contextmanager
+def rank_0(backend="gloo", store=dist.HashStore, of=1):
+    dist.init_process_group(backend, store=store(), rank=0, world_size=of)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class Unpicklable(Exception):
@@ -74,9 +83,8 @@ def test_a_rank_whose_device_has_no_room_for_what_it_sends_is_lost_to_the_others
     def full(_data):
         raise RuntimeError("CUDA out of memory")
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        group = GivenGroup("n", dist.group.WORLD)
+    with rank_0():
+        group = RankGroup("n")
         monkeypatch.setattr(coordination, "tensor_of", full)
         exchanged = []
         monkeypatch.setattr(group, "_all_gather", lambda size: exchanged.append(size) or [size, 0])
@@ -84,13 +92,12 @@ def test_a_rank_whose_device_has_no_room_for_what_it_sends_is_lost_to_the_others
         with failing("lost_rank", match="out of memory"), group.failing_together():
             group.share_bytes(b"x", 0)
         assert exchanged == [1]
-    finally:
-        dist.destroy_process_group()
 
 
-def test_a_load_off_the_main_thread_is_refused():
-    with ThreadPoolExecutor() as threads, pytest.raises(ConfigError, match="from a thread .* call it on the main"):
-        threads.submit(TorchGroup, "n", SYSTEM, timeout_s=5.0).result()
+def test_a_load_off_the_main_thread_is_refused(tmp_path):
+    refused = pytest.raises(ConfigError, match="from a thread .* call it on the main")
+    with rank_0("fake", FakeStore, of=2), ThreadPoolExecutor() as threads, refused:
+        threads.submit(current_group, tmp_path, SYSTEM).result()
 
 
 def test_alone_an_error_is_raised_as_it_is(tmp_path):
@@ -107,18 +114,16 @@ def test_nodes_are_told_apart_by_their_memory_and_one_process_needs_no_group(tmp
     two.mkdir()
     assert node_of(one) == node_of(tmp_path / "." / "1")
     assert node_of(one) != node_of(two)
-    group = current_group(one, SYSTEM, timeout_s=5.0)
+    group, unpicklable = current_group(one, SYSTEM), lambda: None
     assert (group.rank, group.world_size, group.node) == (0, 1, node_of(one))
     assert group.all_gather("x") == ["x"]
-    unpicklable = lambda: None  # noqa: E731
     assert group.broadcast(unpicklable) is unpicklable
-    group.close()
     # A container of the same machine: it may see the same memory, and is lost with it.
     seen = machine(), memory_of(one), node_of(one)
     monkeypatch.setattr(coordination.socket, "gethostname", lambda: "gpt-worker-1")
     assert (machine(), memory_of(one)) == seen[:2]
     assert node_of(one) != seen[2]
-    # Machines without a known boot.
+    # Of a machine without a known boot.
     monkeypatch.setattr(node, "boot_id", lambda: "")
     assert machine() == "gpt-worker-1"
     # Of two that fail as one, the memories stay two.
@@ -129,17 +134,14 @@ def test_nodes_are_told_apart_by_their_memory_and_one_process_needs_no_group(tmp
 
 def test_a_rank_that_is_in_none_of_the_groups_it_gives_is_told_so():
     outside = dist.GroupMember.NON_GROUP_MEMBER
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for groups in ((outside, None), (outside, [0])):
+    with rank_0():
+        for replicas in (None, [0]):
             with pytest.raises(ConfigError, match="this rank is not in the process group"):
-                shard_role_of(*groups, None)
+                shard_role_of(outside, replicas, None)
         for replicas in (outside, []):
             with pytest.raises(ConfigError, match=r"the replication group has ranks \[\], not 0"):
                 shard_role_of(None, replicas, None)
         assert shard_role_of(None, [0, 0], None).writes
-    finally:
-        dist.destroy_process_group()
 
 
 LO, DOCKER = Interface("lo", "127.0.0.1"), Interface("docker0", "172.17.0.1")

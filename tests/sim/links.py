@@ -13,6 +13,7 @@ import types
 
 import torch.distributed as dist
 
+from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.chunks import quarantine_damaged
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.ranks.run import LostStoreError, StoreClient
@@ -185,20 +186,20 @@ def peers_of(world):
 
 # ------------------------------------------------------------------------------------ collectives
 class JobGroup(Group):
-    """All ranks of a job, as TorchGroup has them."""
+    """All ranks of a job, as RankGroup has them."""
 
-    def __init__(self, node, clock, *, timeout_s, what=""):
-        super().__init__(node)
-        self._process, self._bound_s = clock.current.process, max(timeout_s, clock.timing.rendezvous_s)
-        self._job = self._process.job
-        self.rank, self.world_size = self._process.rank, self._job.size
+    def __init__(self, process):
+        super().__init__("")
+        self._process, self._job = process, process.job
+        self.rank, self.world_size = process.rank, self._job.size
+        self.arrive = lambda *_: None  # The first exchange waits for all.
 
     def _all_gather(self, obj):
         job, world = self._job, self._job.world
         number = self._process.exchanged = getattr(self._process, "exchanged", -1) + 1
         while len(job.exchanges) <= number:
             job.exchanges.append({})
-        gathered, deadline = job.exchanges[number], world.now + self._bound_s
+        gathered, deadline = job.exchanges[number], world.now + SYSTEM.timing.rendezvous_s
         gathered[self.rank] = obj
         world.steps += 1
         while len(gathered) < self.world_size:
@@ -254,7 +255,7 @@ def torch_distributed(world):
         (dist, "get_world_size", lambda *_: job().size),
         (dist, "get_rank", lambda *_: world.current.process.rank),
         (dist.distributed_c10d, "_get_default_store", lambda: job().store),
-        (meeting, "TorchGroup", JobGroup),
+        (meeting, "RankGroup", lambda *_: JobGroup(world.current.process)),
         (meeting, "StoreClient", Client),
         (meeting, "interface_for", lambda *_: None),
         (meeting, "atexit", types.SimpleNamespace(register=lambda *_: None, unregister=lambda *_: None)),

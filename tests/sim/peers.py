@@ -127,7 +127,9 @@ class Rank:
     # ----------------------------------------------------------------------------------- restoring
     def _restore(self):
         """The newest save that the memories hold together, each rank its part."""
-        held, group = self._intact(), self._group()
+        from tiered_checkpoint_io.engine.replication import meeting
+
+        held, group = self._intact(), meeting.RankGroup("")
         gathered = group.all_gather(held)
         whole = Counter(save_id for save_id, _ in {each for theirs in gathered for each in theirs})
         chosen = max((save_id for save_id, count in whole.items() if count == self.job.size), default=None)
@@ -150,11 +152,6 @@ class Rank:
                 self.world.violation = f"{self.process.name} can't fetch its part of {chosen}: {error}"
             raise
         self.world.note(f"{self.process.name} has fetched {chosen}")
-
-    def _group(self):
-        from tiered_checkpoint_io.engine.replication import meeting
-
-        return meeting.TorchGroup("", self.machine.clock, timeout_s=float(TIMEOUT_S))
 
     def job_faults(self):
         """Counts the faults of the job that excuse a failure: a cable, an answer of the store, a process."""

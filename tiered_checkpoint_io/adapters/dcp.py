@@ -304,7 +304,7 @@ def _save_full(
     # Only the group is needed to know a rank: the memory tier is the coordinator's business.
     group: coordination.Group = coordination.Group("")
     if world() is not None:
-        group = coordination.GivenGroup("", process_group or world())
+        group = coordination.RankGroup("", process_group)
     mine = group.rank == coordinator
     state, failed = prepared(with_state_dicts, state_dict)
     coordination.agree(group, failed)

@@ -205,7 +205,6 @@ class TieredStorageReader(OverTiers, StorageReader):
                 log.error("%s is not intact: %s", opened.name, error)
             raise
         finally:
-            self._leave()
             opened.close()
         note_restore(session, opened, self.tier, self._began)
         session.save_ids.follow(opened.newest_save_id)
@@ -225,7 +224,6 @@ class TieredStorageReader(OverTiers, StorageReader):
 
     def release(self) -> None:
         """Closes the open checkpoint, if the load ended before :meth:`read_data`."""
-        self._leave()
         if self.opened is not None:
             self.opened.close()
 
@@ -257,11 +255,6 @@ class TieredStorageReader(OverTiers, StorageReader):
                     name,
                 )
 
-    def _leave(self) -> None:
-        if self._joined is not None:
-            joined, self._joined = self._joined, None
-            joined.close()
-
     def _close(self) -> None:
         self.release()
         if isinstance(self.error, DAMAGE):
@@ -278,18 +271,14 @@ class TieredStorageReader(OverTiers, StorageReader):
             failed = error
         root = tier.root if tier is not None else Path("/")
         group = self._group(root)
-        try:
-            with group.failing_together():
-                coordination.agree(group, failed)
-                assert tier is not None
-                opened = self.opened = open_shards(tiers_of(session, config), self.selector, group, self._rejected)
-                metadata = self._parse(opened)
-                # Of a large job these are hundreds of MB on each rank.
-                del opened.small[METADATA]
-                opened.expect(_sizes(metadata))
-        except BaseException:
-            group.close()
-            raise
+        with group.failing_together():
+            coordination.agree(group, failed)
+            assert tier is not None
+            opened = self.opened = open_shards(tiers_of(session, config), self.selector, group, self._rejected)
+            metadata = self._parse(opened)
+            # Of a large job these are hundreds of MB on each rank.
+            del opened.small[METADATA]
+            opened.expect(_sizes(metadata))
         # Reading may need it once more; every rank that has come so far comes there, or none does.
         self._joined = group
         if getattr(metadata, "storage_meta", None) is None:
@@ -308,10 +297,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         alone, process_group = self._no_dist, self._process_group
         if alone is None and process_group is None:
             alone, process_group, _ = dcp_arguments("_load_state_dict") or (None, None, False)
-        clock, timeout_s = self.session.clock, float(self.settings.config.support.wait_timeout_s)
-        return coordination.current_group(
-            root, clock, timeout_s=timeout_s, alone=bool(alone), process_group=process_group
-        )
+        return coordination.current_group(root, self.session.clock, alone=bool(alone), process_group=process_group)
 
 
 def _empty(state: Any, path: tuple[str, ...]) -> Iterator[str]:

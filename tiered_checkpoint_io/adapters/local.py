@@ -99,13 +99,12 @@ def load_local_state(
     """Loads this rank's shard; all ranks that load call this. The reader's ``opened`` is then its checkpoint."""
     reader.reset(checkpoint_id)
     session, config = reader.session, reader.settings.config
-    clock, timeout_s = session.clock, float(config.support.wait_timeout_s)
-    began = clock.monotonic()
+    began = session.clock.monotonic()
     # Sharding groups with replicas load together: all replicas need the same checkpoint.
     together = ranks.process_group if ranks.replication_group is None else None
     with (
         ready_together(
-            lambda: session.open().tier.root, clock, timeout_s=timeout_s, alone=ranks.no_dist, process_group=together
+            lambda: session.open().tier.root, session.clock, alone=ranks.no_dist, process_group=together
         ) as group,
         restore_local(tiers_of(session, config), reader.selector, group, role) as found,
     ):

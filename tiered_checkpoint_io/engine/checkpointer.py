@@ -252,9 +252,8 @@ class Checkpointer:
             alone: As :meth:`load` takes it.
             rejected: Ids of saves that are not to be taken, and the reasons.
         """
-        clock, timeout_s = self.session.clock, float(self.config.support.wait_timeout_s)
         with coordination.ready_together(
-            lambda: self.session.open().tier.root, clock, timeout_s=timeout_s, alone=alone
+            lambda: self.session.open().tier.root, self.session.clock, alone=alone
         ) as group:
             dirpath, selector = self.select(os.fspath(path))
             return self._restore(group, dirpath, replace(selector, companion=companion), read, rejected)

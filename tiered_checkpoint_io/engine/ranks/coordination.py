@@ -16,14 +16,13 @@ import os
 import pickle
 import socket
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.engine.ranks.run import current_world_size
+from tiered_checkpoint_io.engine.ranks.run import current_run, current_world_size
 from tiered_checkpoint_io.engine.ranks.views import tensor_of
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, TieredCheckpointError
 from tiered_checkpoint_io.memory.node import memory_of, this_boot
@@ -108,9 +107,6 @@ class Group:
         self.all_gather(None)
         return self._gather(obj, to)
 
-    def close(self) -> None:
-        """Ends the connections that the group has made for itself."""
-
     def _all_gather(self, obj: Any) -> list[Any]:
         return [obj]
 
@@ -121,25 +117,59 @@ class Group:
         return [obj]
 
 
-class GivenGroup(Group):
-    """The ranks of a process group that the caller has; its bounds are the caller's too."""
+class RankGroup(Group):
+    """The ranks of the caller's process group, whose timeout bounds each exchange; a load makes no group."""
 
-    def __init__(self, node: str, process_group: Any) -> None:
+    def __init__(self, node: str, process_group: Any = None) -> None:
         """Takes the group.
 
         Args:
             node: See :class:`Group`.
-            process_group: Group of torch.distributed. Our own groups would need a rendezvous in which ranks outside it
-                have to take part.
+            process_group: Group of torch.distributed; None for all ranks.
         """
         import torch.distributed as dist
 
         super().__init__(node)
         self._dist: Any = dist
-        self._group = process_group
-        self.rank = dist.get_rank(process_group)
-        self.world_size = dist.get_world_size(process_group)
-        self._device = device_of(process_group)
+        self._group: Any = process_group or dist.group.WORLD
+        self.rank = dist.get_rank(self._group)
+        self.world_size = dist.get_world_size(self._group)
+        self._device = device_of(self._group)
+
+    def arrive(self, clock: Clock, what: str = "load_checkpoint") -> None:
+        """Waits until all ranks have come here, without an exchange: they count themselves in the group's store.
+
+        Args:
+            clock: With the bound of the wait.
+            what: The ranks' common work, for errors.
+
+        Raises:
+            ConfigError: Some rank did not come in time.
+        """
+        from torch.distributed.distributed_c10d import _get_process_group_store
+
+        store, count = _get_process_group_store(self._group), f"tiered/{current_run().attempt}/{self.world_size}"
+        rendezvous_s, began = clock.timing.rendezvous_s, clock.monotonic()
+        try:
+            # No rank comes to the next load before all have come to this one.
+            all_here = f"{count}/{store.add(count, 0) // self.world_size}"
+            if store.add(count, 1) % self.world_size == 0:
+                store.set(all_here, "-")
+            try:
+                store.wait([all_here], timedelta(seconds=rendezvous_s))
+            except RuntimeError:
+                # This rank may come again.
+                store.add(count, -1)
+                raise
+        except RuntimeError as error:
+            # A connection that is refused fails at once.
+            bound = f" within {rendezvous_s:.0f} s" if clock.monotonic() - began >= rendezvous_s / 2 else ""
+            raise ConfigError(
+                f"not all {self.world_size} ranks came to {what}{bound}: {str(error).partition(chr(10))[0]}",
+                operation="load",
+                rank=self.rank,
+                hint=f"{what} is a collective call while torch.distributed is initialised: every rank has to make it",
+            ) from error
 
     def _all_gather(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.world_size
@@ -175,8 +205,6 @@ class GivenGroup(Group):
             return call()
         except RuntimeError as error:
             self._is_over = True
-            # The error's frames would keep the group alive, and its connections, on which others wait.
-            traceback.clear_frames(error.__traceback__)
             raise RestoreError(
                 f"the ranks lost each other while restoring: {error}",
                 operation="load",
@@ -195,57 +223,6 @@ def device_of(process_group: Any) -> str:
     return "cpu" if "cpu" in devices or not devices else devices[0]
 
 
-class TorchGroup(GivenGroup):
-    """All ranks of torch.distributed, over a gloo group that lives for one load."""
-
-    def __init__(self, node: str, clock: Clock, *, timeout_s: float, what: str = "load_checkpoint") -> None:
-        """Makes the group; every rank has to.
-
-        Args:
-            node: See :class:`Group`.
-            clock: With the bound of the wait for ranks that are still to come.
-            timeout_s: Bound of each later collective: a node may fetch as long, seconds.
-            what: The ranks' common work, for errors.
-
-        Raises:
-            ConfigError: Some rank did not call this in time, or this thread does not train.
-        """
-        import torch.distributed as dist
-
-        if not trains_here():
-            raise ConfigError(
-                f"{what} was called from a thread while torch.distributed is initialised",
-                operation="load",
-                hint="ranks do it together: call it on the main thread of every rank, or where its Trainer trains; if a"
-                " loop of your own trains on a thread, as with Ray Train, call TieredCheckpointIO.train_here() first",
-            )
-        # Ranks that are all here may take their time to fetch; one that never calls this is noticed sooner. A group has
-        # one bound, so there are two groups.
-        meeting, rendezvous_s, began = None, clock.timing.rendezvous_s, clock.monotonic()
-        try:
-            meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=rendezvous_s))
-            dist.monitored_barrier(meeting, timeout=timedelta(seconds=rendezvous_s))
-            super().__init__(node, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
-        except RuntimeError as error:
-            # A connection that is refused fails at once.
-            bound = f" within {rendezvous_s:.0f} s" if clock.monotonic() - began >= rendezvous_s / 2 else ""
-            raise ConfigError(
-                f"not all {dist.get_world_size()} ranks came to {what}{bound}: {error}",
-                operation="load",
-                rank=dist.get_rank(),
-                hint=f"{what} is a collective call while torch.distributed is initialised: every rank has to make it",
-            ) from error
-        finally:
-            if meeting is not None:
-                dist.destroy_process_group(meeting)
-
-    def close(self) -> None:
-        """Ends the group's connections: ranks that still wait for this one get an error at once."""
-        group, self._group = self._group, None
-        if group is not None:
-            self._dist.destroy_process_group(group)
-
-
 _thread = threading.local()
 
 
@@ -262,43 +239,43 @@ def trains_here() -> bool:
     return threading.current_thread() is threading.main_thread() or getattr(_thread, "trains", False)
 
 
-def current_group(
-    root: Path, clock: Clock, *, timeout_s: float, alone: bool = False, process_group: Any = None
-) -> Group:
-    """Returns the ranks that act together: those of a process group or of torch.distributed, or only this process.
-
-    Args and errors: as :class:`TorchGroup`, except that ``root`` is the memory tier's, which identifies the node.
-    """
-    node = node_of(root)
-    if alone or current_world_size() == 1:
-        return Group(node)
-    if process_group is None:
-        return TorchGroup(node, clock, timeout_s=timeout_s)
-    given = GivenGroup(node, process_group)
-    return given if given.world_size > 1 else Group(node)
-
-
-@contextlib.contextmanager
-def ready_together(
-    open_root: Callable[[], Path],
-    clock: Clock,
-    *,
-    timeout_s: float,
-    alone: bool = False,
-    process_group: Any = None,
-) -> Iterator[Group]:
-    """Runs a block on all ranks once each has opened its memory tier; in the block, they fail together.
+def current_group(root: Path, clock: Clock, *, alone: bool = False, process_group: Any = None) -> Group:
+    """Returns the ranks that act together, once all have come: those of a process group, or only this process.
 
     Args:
-        open_root: Opens this rank's memory tier, and returns its root.
-        clock: As :class:`TorchGroup` takes it.
-        timeout_s: As :class:`TorchGroup` takes it.
+        root: Root of the memory tier, which identifies the node.
+        clock: See :meth:`RankGroup.arrive`.
         alone: True if this process acts without the others.
         process_group: The ranks that act together; all of them if it is None.
 
     Raises:
-        TieredCheckpointError: Error of some rank, in opening its memory tier or in the block; on all ranks.
-        ConfigError: As :class:`TorchGroup`.
+        ConfigError: As :meth:`RankGroup.arrive`; or this thread does not train, and all ranks act together.
+    """
+    node = node_of(root)
+    if alone or current_world_size() == 1:
+        return Group(node)
+    if process_group is None and not trains_here():
+        raise ConfigError(
+            "load_checkpoint was called from a thread while torch.distributed is initialised",
+            operation="load",
+            hint="ranks do it together: call it on the main thread of every rank, or where its Trainer trains; if a"
+            " loop of your own trains on a thread, as with Ray Train, call TieredCheckpointIO.train_here() first",
+        )
+    group = RankGroup(node, process_group)
+    if group.world_size <= 1:
+        return Group(node)
+    group.arrive(clock)
+    return group
+
+
+@contextlib.contextmanager
+def ready_together(
+    open_root: Callable[[], Path], clock: Clock, *, alone: bool = False, process_group: Any = None
+) -> Iterator[Group]:
+    """Runs a block on all ranks once each has opened its memory tier; in the block, they fail together.
+
+    Args and errors: as :func:`current_group`, except that ``open_root`` opens this rank's memory tier, and returns its
+    root; errors of that and of the block are raised on all ranks.
     """
     root, error = Path("/"), None
     try:
@@ -306,13 +283,10 @@ def ready_together(
     except Exception as caught:
         # The other ranks wait in the first exchange: they must get the error there.
         error = caught
-    group = current_group(root, clock, timeout_s=timeout_s, alone=alone, process_group=process_group)
-    try:
-        with group.failing_together():
-            agree(group, error)
-            yield group
-    finally:
-        group.close()
+    group = current_group(root, clock, alone=alone, process_group=process_group)
+    with group.failing_together():
+        agree(group, error)
+        yield group
 
 
 def node_of(root: Path) -> str:

@@ -26,9 +26,7 @@ from typing import Any, NamedTuple
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.coordination import (
-    GivenGroup,
-    Group,
-    TorchGroup,
+    RankGroup,
     agree,
     machine,
     node_of,
@@ -363,34 +361,28 @@ class Peering:
             # The other ranks wait in the first exchange: they get the error there.
             error = caught
         node = node_of(tier.root if tier is not None else Path("/"))
-        group: Group
         if process_group is None or dist.get_world_size(process_group) == dist.get_world_size():
-            timeout_s = float(self._config.support.wait_timeout_s)
-            group = TorchGroup(node, self._clock, timeout_s=timeout_s, what="the set-up of replication")
             # All parts are of these ranks, in any series.
-            series = None
-        else:
-            group = GivenGroup(node, process_group)
-        try:
-            with group.failing_together():
-                agree(group, error)
-                assert tier is not None
-                parts, replicas = (_of_group(each.parts(), series) for each in (tier, tier.replicas))
-                own = [each for each in parts if each.part.rank == group.rank]
-                gathered: list[_Member] = group.all_gather(
-                    _Member(
-                        machine(),
-                        memory_of(tier.root),
-                        {(each.save_id, each.part.rank) for each in replicas},
-                        {(each.save_id, each.part.rank) for each in parts},
-                        "".join(each.save_id for each in own[-1:]),
-                        newest_replicated([*parts, *replicas]),
-                        self._clock.token(8),
-                    )
+            process_group = series = None
+        group = RankGroup(node, process_group)
+        group.arrive(self._clock, "the set-up of replication")
+        with group.failing_together():
+            agree(group, error)
+            assert tier is not None
+            parts, replicas = (_of_group(each.parts(), series) for each in (tier, tier.replicas))
+            own = [each for each in parts if each.part.rank == group.rank]
+            gathered: list[_Member] = group.all_gather(
+                _Member(
+                    machine(),
+                    memory_of(tier.root),
+                    {(each.save_id, each.part.rank) for each in replicas},
+                    {(each.save_id, each.part.rank) for each in parts},
+                    "".join(each.save_id for each in own[-1:]),
+                    newest_replicated([*parts, *replicas]),
+                    self._clock.token(8),
                 )
-                peers = self._peers_of([each.machine for each in gathered])
-        finally:
-            group.close()
+            )
+            peers = self._peers_of([each.machine for each in gathered])
         # A machine may not have learnt of replicated saves before all ended.
         replicated = newest_of(known for each in gathered for known in each.replicated.items())
         member = self._member(tier, store, gathered[0].token, group.rank, logger)
