@@ -6,7 +6,6 @@ training adds to the record by :class:`Recording`.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -259,21 +258,6 @@ def prometheus_text(samples: Iterable[Sample]) -> str:
             labels = ",".join(f'{label}="{_escaped(value)}"' for label, value in each.labels.items())
             lines.append(f"{name}{{{labels}}} {each.value!r}")
     return "".join(f"{line}\n" for line in lines)
-
-
-def write_textfile(path: Path, text: str) -> None:
-    """Replaces a file for node_exporter, so that a reader sees the old content or the new.
-
-    Raises:
-        OSError: The file can't be written.
-    """
-    # The collector takes only *.prom.
-    made = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        made.write_text(text)
-        made.replace(path)
-    finally:
-        made.unlink(missing_ok=True)
 
 
 def _escaped(text: str) -> str:

@@ -20,9 +20,8 @@ from support.training import Model, Runs
 from tiered_checkpoint_io import TieredCheckpointIO, dcp
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.drain.log import EVENTS_FILE, note, read_events
-from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory import node
-from tiered_checkpoint_io.metrics import CATALOG, PREFIX, Sample, prometheus_text
+from tiered_checkpoint_io.metrics import CATALOG, PREFIX, Sample, collect, prometheus_text
 from tiered_checkpoint_io.model.events import totals_of
 
 MIB = 1 << 20
@@ -99,19 +98,12 @@ def test_a_long_validation_is_no_silence(runs, monkeypatch):
     assert [each["step"] for each in read_events(root_of(runs.memory_dir)) if each["event"] == "step"] == [1] * 4
 
 
-def test_status_prints_and_writes_prometheus_text(dead, tmp_path):
+def test_status_prints_prometheus_text(dead):
     where = ("status", "--memory-dir", dead.memory_dir, "--prometheus")
-    told = tmp_path / "x.prom"
-    for _ in range(2):
-        done = command(*where, "--textfile", str(told))
-        assert (done.exit_code, done.stdout, os.listdir(tmp_path).count("x.prom")) == (0, "", 1)
-    assert len(told.read_text().splitlines()) == len(command(*where).stdout.splitlines())
-    assert not [each for each in os.listdir(tmp_path) if each.startswith(".x.prom")]
-    refused = command(*where, "--textfile", str(tmp_path / "none" / "x.prom"))
-    assert isinstance(refused.exception, ConfigError)
-    for wrong in (("--json",), ("--textfile", "")):
-        assert command(*where, *wrong).exit_code == 2
-    assert command("status", "--memory-dir", dead.memory_dir, "--textfile", "x").exit_code == 2
+    assert len(command(*where).stdout.splitlines()) == len(
+        prometheus_text(collect(root_of(dead.memory_dir))).splitlines()
+    )
+    assert command(*where, "--json").exit_code == 2
 
 
 def test_the_text_is_what_prometheus_reads():

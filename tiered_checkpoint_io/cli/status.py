@@ -4,90 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timezone
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from tiered_checkpoint_io.cli.listing import PART_STATES
-from tiered_checkpoint_io.cli.options import Nodes, Output, path_of
+from tiered_checkpoint_io.cli.options import Nodes, Output
 from tiered_checkpoint_io.cli.output import Columns, cells_of, is_terminal, say, show, write, write_json
-from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.drain.stores import tier_at
-from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
-from tiered_checkpoint_io.inventory.node import HeldPart, Tier, held_part, tier_of, time_of
+from tiered_checkpoint_io.clock import SYSTEM
+from tiered_checkpoint_io.errors import TieredCheckpointError
+from tiered_checkpoint_io.inventory.node import BrokenPart, HeldPart, Namespace, look_at, time_of
 from tiered_checkpoint_io.inventory.rows import marked
 from tiered_checkpoint_io.logs import size_text
-from tiered_checkpoint_io.metrics import Sample, collect, prometheus_text, write_textfile
+from tiered_checkpoint_io.metrics import Sample, collect, prometheus_text
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.documents import Place
 
 _SHOWN_OUTCOMES = 10
-
-
-@dataclass(frozen=True)
-class DamagedPart:
-    """A part in memory that can't be read."""
-
-    folder: Path
-    tier: Tier
-    error: str
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """An operation that waits for the durable tier."""
-
-    action: str
-    name: str
-    target: str | None
-    dirpath: str
-    server: str | None
-
-
-@dataclass(frozen=True)
-class Done:
-    """An operation on the durable tier that has ended."""
-
-    action: str
-    name: str
-    dirpath: str
-    step: int | None
-    outcome: str
-    error: str | None
-    size_bytes: int
-    duration_s: float
-    finished: datetime | None
-    attempts: int
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The drain; None for unknown facts."""
-
-    pid: int | None
-    last_seen: datetime | None
-    name: str | None
-    done_bytes: int
-    total_bytes: int
-    rate_bytes_per_s: float
-    last_error: str | None
-
-
-@dataclass(frozen=True)
-class Namespace:
-    """The memory of one namespace, its queue, the last outcomes, and its drain."""
-
-    namespace: str
-    root: Path
-    dirpath: str | None
-    server: str | None
-    parts: Sequence[HeldPart]
-    damaged: Sequence[DamagedPart]
-    waiting: Sequence[Waiting]
-    outcomes: Sequence[Done]
-    drain: Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,30 +36,20 @@ class Status(Output, Nodes):
     prometheus: Annotated[
         bool, typer.Option("--prometheus", help="Print metrics as Prometheus' text instead: docs/operations.md.")
     ] = False
-    textfile: Annotated[
-        Path | None,
-        typer.Option(
-            parser=path_of,
-            metavar="PATH",
-            help="With --prometheus: replace this file instead, for node_exporter's textfile collector.",
-        ),
-    ] = None
 
     def run(self) -> None:
         """Prints each namespace, or the metrics of all."""
         if self.as_json and self.prometheus:
             raise typer.BadParameter("give --json or --prometheus")
-        if self.textfile is not None and not self.prometheus:
-            raise typer.BadParameter("--textfile needs --prometheus")
         roots = self.roots()
         if not roots:
             say(f"no namespace of this user has a memory tier in {self.memory_dir}", err=True)
         if self.prometheus:
-            _write_metrics(roots, self.textfile)
+            _write_metrics(roots)
             return
-        found = [_look(each) for each in roots]
+        found = [replace(each, held=marked(each.held)) for each in map(look_at, roots)]
         if self.as_json:
-            write_json("status", {"namespaces": found})
+            write_json("status", {"namespaces": list(map(_document, found))})
             return
         for number, each in enumerate(found):
             if number:
@@ -132,81 +57,84 @@ class Status(Output, Nodes):
             _show(each)
 
 
-def _write_metrics(roots: Sequence[Path], textfile: Path | None) -> None:
+def _write_metrics(roots: Sequence[Path]) -> None:
     samples: list[Sample] = []
     for root in roots:
         # Deleted meanwhile, or no descriptor is left: the next look tries again. Alerts see a missing series.
         with contextlib.suppress(OSError, TieredCheckpointError):
             samples += collect(root)
-    text = prometheus_text(samples)
-    if textfile is None:
-        write(text.removesuffix("\n"))
-        return
-    try:
-        write_textfile(textfile, text)
-    except OSError as error:
-        why = f"metrics can't be written to {textfile}: {error.strerror or error}"
-        raise ConfigError(why, hint="name a file in a folder that this user may write to") from error
+    write(prometheus_text(samples).removesuffix("\n"))
 
 
-def _look(root: Path) -> Namespace:
-    tier, queue = tier_at(root), Queue(root)
-    outcomes, drain, place = queue.outcomes(), queue.progress(), tier.place
-    return Namespace(
-        namespace=root.name,
-        root=root,
-        dirpath=place.dirpath if place is not None else None,
-        server=(place.endpoint or None) if place is not None else None,
-        parts=marked([held_part(tier, each, outcomes) for each in tier.held()]),
-        damaged=[DamagedPart(folder, tier_of(tier, folder), str(error)) for folder, error in tier.unreadable()],
-        waiting=[
-            Waiting(each.action, each.name, each.target or None, each.dirpath, each.place.endpoint or None)
-            for each in queue.look(tier)
+def _document(found: Namespace) -> dict[str, Any]:
+    """Returns a namespace for programs; None for unknown facts."""
+    drain = found.drain
+    return {
+        "namespace": found.root.name,
+        "root": found.root,
+        **_place(found.place),
+        "parts": found.held,
+        "damaged": [{"folder": each.folder, "tier": each.tier, "error": each.why} for each in _damaged(found)],
+        "waiting": [
+            {"action": each.action, "name": each.name, "target": each.target or None, **_place(each.place)}
+            for each in found.waiting
         ],
-        outcomes=[
-            Done(
-                action=each.action,
-                name=each.name,
-                dirpath=each.dirpath,
-                step=ids.known(each.step),
-                outcome=each.state,
-                error=each.error or None,
-                size_bytes=each.bytes,
-                duration_s=each.seconds,
-                finished=time_of(each.finished),
-                attempts=each.attempts,
-            )
-            for each in outcomes
+        "outcomes": [
+            {
+                "action": each.action,
+                "name": each.name,
+                "dirpath": each.dirpath,
+                "step": ids.known(each.step),
+                "outcome": each.state,
+                "error": each.error or None,
+                "size_bytes": each.bytes,
+                "duration_s": each.seconds,
+                "finished": time_of(each.finished),
+                "attempts": each.attempts,
+            }
+            for each in found.outcomes
         ],
-        drain=Progress(
-            pid=drain.pid or None,
-            last_seen=time_of(drain.heartbeat) if drain.pid else None,
-            name=drain.name or None,
-            done_bytes=drain.bytes_done,
-            total_bytes=drain.bytes_total,
-            rate_bytes_per_s=drain.rate,
-            last_error=drain.last_error or None,
-        ),
-    )
+        "drain": {
+            "pid": drain.pid or None,
+            "last_seen": time_of(drain.heartbeat) if drain.pid else None,
+            "name": drain.name or None,
+            "done_bytes": drain.bytes_done,
+            "total_bytes": drain.bytes_total,
+            "rate_bytes_per_s": drain.rate,
+            "last_error": drain.last_error or None,
+        },
+    }
+
+
+def _place(place: Place | None) -> dict[str, str | None]:
+    return {"dirpath": place and place.dirpath, "server": (place and place.endpoint) or None}
+
+
+def _damaged(found: Namespace) -> list[BrokenPart]:
+    return [each for each in found.broken if each.tier is not None]
 
 
 # ------------------------------------------------------------------------------------------ text
 def _show(found: Namespace) -> None:
-    tiers = {(each.dirpath, each.server) for each in found.parts}
-    tiers |= {(each.dirpath, each.server) for each in found.waiting if each.dirpath}
-    tiers |= {(found.dirpath, found.server)} if found.dirpath is not None else set()
-    say(f"namespace: {found.namespace}, in {found.root.parent}")
+    tiers = {each.place for each in found.held} | {each.place for each in found.waiting if each.dirpath}
+    tiers |= {found.place} if found.place is not None else set()
+    say(f"namespace: {found.root.name}, in {found.root.parent}")
     # The server is shown only if two tiers differ by it.
-    dirpaths = [dirpath for dirpath, _ in tiers]
-    named = {each: " at ".join(filter(None, each if dirpaths.count(each[0]) > 1 else each[:1])) for each in tiers}
+    dirpaths = [each.dirpath for each in tiers]
+    named = {
+        each: f"{each.dirpath} at {each.endpoint}"
+        if each.endpoint and dirpaths.count(each.dirpath) > 1
+        else each.dirpath
+        for each in tiers
+    }
     for name in sorted(named.values()):
         say(f"dirpath: {name}")
-    where: Columns = {"dirpath": lambda each: named.get((each.dirpath, each.server), "")}
+    where: Columns = {"dirpath": lambda each: named.get(each.place, "")}
     # On a terminal there is little room, and the line above has said it.
     parts: Columns = {**_PARTS, **({} if is_terminal() and len(tiers) == 1 else where)}
     for is_replica, title in ((False, "Checkpoints in memory"), (True, "")):
-        held = [each for each in reversed(found.parts) if (each.tier == "replicas") is is_replica]
-        broken = [each for each in found.damaged if (each.tier == "replicas") is is_replica]
+        held = [each for each in reversed(found.held) if (each.tier == "replicas") is is_replica]
+        broken = [each for each in _damaged(found) if (each.tier == "replicas") is is_replica]
         if is_replica and not (held or broken):
             continue
         if is_replica:
@@ -219,13 +147,12 @@ def _show(found: Namespace) -> None:
         say("Last operations on the durable tier:")
         show(reversed(found.outcomes[-_SHOWN_OUTCOMES:]), _OUTCOMES)
     drain, seen, work = found.drain, "has not run", ""
-    if drain.last_seen is not None:
-        age = datetime.now(timezone.utc) - drain.last_seen
-        seen = f"process {drain.pid}, last seen {age.total_seconds():.0f} s ago"
-    if drain.name is not None:
-        work = f", {drain.name} {size_text(drain.done_bytes)} of {size_text(drain.total_bytes)}"
+    if drain.pid:
+        seen = f"process {drain.pid}, last seen {SYSTEM.wall() - drain.heartbeat:.0f} s ago"
+    if drain.name:
+        work = f", {drain.name} {size_text(drain.bytes_done)} of {size_text(drain.bytes_total)}"
     say(f"drain: {seen}, {len(found.waiting)} pending{work}")
-    if drain.last_error is not None:
+    if drain.last_error:
         say(f"last error: {drain.last_error}")
 
 
@@ -233,8 +160,8 @@ def _of_part(name: str, column: str | Callable[[Any], object]) -> Callable[[Any]
     """Returns the cell of a part, or of a damaged one, of which only the folder is known."""
 
     def cell(row: object) -> object:
-        if isinstance(row, DamagedPart):
-            return {"name": row.folder, "state": f"damaged: {row.error}"}.get(name)
+        if isinstance(row, BrokenPart):
+            return {"name": row.folder, "state": f"damaged: {row.why}"}.get(name)
         (text,) = cells_of(row, {name: column})
         return text
 
@@ -259,7 +186,7 @@ _PARTS: Columns = {
 _OUTCOMES: Columns = {
     "operation": "action",
     "name": "name",
-    "outcome": "outcome",
-    "size": lambda each: size_text(each.size_bytes) if each.size_bytes else "",
+    "outcome": "state",
+    "size": lambda each: size_text(each.bytes) if each.bytes else "",
     "error": "error",
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
-from tiered_checkpoint_io.engine.drain.queue import Queue
+from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, last_config, tier_at
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
 from tiered_checkpoint_io.engine.leasing import TRAINERS
@@ -220,6 +220,7 @@ class BrokenPart:
         part: Its description; None if that can't be read.
         place: Its durable tier; without a description, the durable tier of its namespace.
         is_newer: True if it has another format version: then it is not damaged.
+        tier: The kind of memory that has it; None in quarantine.
     """
 
     folder: Path
@@ -227,6 +228,7 @@ class BrokenPart:
     part: Part | None
     place: Place | None
     is_newer: bool = False
+    tier: Tier | None = None
 
     @property
     def save_id(self) -> str:
@@ -235,6 +237,37 @@ class BrokenPart:
             return self.part.save_id
         in_quarantine = self.folder.name.removeprefix(f"{REPLICAS}.").partition(".rank-")[0]
         return next((each for each in (self.folder.parent.name, in_quarantine) if ids.is_save_id(each)), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """The memory of one namespace at one moment, its queue, and its drain.
+
+    Attributes:
+        root: The root of the memory tier.
+        place: The durable tier of the last trainer; None if it is not known.
+        held: Intact parts.
+        broken: Parts that can't be used.
+        waiting: Operations that wait for the durable tier, in order.
+        outcomes: Operations that have ended, in order.
+        drain: Work of the drain.
+    """
+
+    root: Path
+    place: Place | None
+    held: list[HeldPart]
+    broken: list[BrokenPart]
+    waiting: list[Request]
+    outcomes: list[Outcome]
+    drain: DrainProgress
+
+
+def look_at(root: Path) -> Namespace:
+    """Looks at the memory of one namespace; raises FileNotFoundError if it is gone."""
+    tier, queue = tier_at(root), Queue(root)
+    outcomes = queue.outcomes()
+    held = [held_part(tier, stored, outcomes) for stored in tier.held()]
+    return Namespace(root, tier.place, held, [*_broken(tier)], queue.look(tier), outcomes, queue.progress())
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,26 +308,23 @@ def look_at_node(memory_dir: str) -> NodeMemory:
     Raises:
         ConfigError: The folder does not exist.
     """
-    held: list[HeldPart] = []
-    broken: list[BrokenPart] = []
-    waiting: list[Request] = []
-    working_on: set[str] = set()
+    found: list[Namespace] = []
     for root in all_roots(memory_dir):
         # A folder that is cleaned away during the look is gone.
         with contextlib.suppress(FileNotFoundError):
-            tier, queue = tier_at(root), Queue(root)
-            outcomes = queue.outcomes()
-            held += [held_part(tier, stored, outcomes) for stored in tier.held()]
-            broken += _broken(tier)
-            waiting += queue.look(tier)
-            if (root / LOCK_FILE).exists() and is_locked(root / LOCK_FILE):
-                working_on.add(queue.progress().name)
-    return NodeMemory(tuple(held), tuple(broken), tuple(waiting), frozenset(working_on - {""}))
+            found.append(look_at(root))
+    working = [each for each in found if (each.root / LOCK_FILE).exists() and is_locked(each.root / LOCK_FILE)]
+    return NodeMemory(
+        tuple(part for each in found for part in each.held),
+        tuple(part for each in found for part in each.broken),
+        tuple(request for each in found for request in each.waiting),
+        frozenset(each.drain.name for each in working if each.drain.name),
+    )
 
 
 def _broken(tier: MemoryTier) -> Iterator[BrokenPart]:
     for folder, error in tier.unreadable():
-        yield BrokenPart(folder, str(error), None, tier.place, is_other_format(error))
+        yield BrokenPart(folder, str(error), None, tier.place, is_other_format(error), tier_of(tier, folder))
     for folder in tier.quarantined():
         part, why = None, "found damaged"
         with contextlib.suppress(OSError, UnicodeDecodeError):
