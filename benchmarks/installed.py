@@ -89,7 +89,7 @@ class Ours(Contender):
     @contextlib.contextmanager
     def hashing_later(self) -> Iterator[None]:
         """Saves hash once all is copied, and not on the way, so that both can be told apart."""
-        from tiered_checkpoint_io.engine.save.part import PartSave
+        from tiered_checkpoint_io.engine.save.saver import PartSave
 
         original = PartSave.fill
         PartSave.fill = functools.partialmethod(original, hashed=False)

@@ -26,11 +26,11 @@ from typing import Any
 
 #: Functions of our save of a full checkpoint.
 OF_SAVE = {
-    "planning": ["tiered_checkpoint_io.engine.save.full:plan"],
-    "taking a slot": ["tiered_checkpoint_io.engine.save.part:PartSave.reserve"],
-    "copying and hashing": ["tiered_checkpoint_io.engine.save.part:PartSave.fill"],
+    "planning": ["tiered_checkpoint_io.engine.save.saver:plan"],
+    "taking a slot": ["tiered_checkpoint_io.engine.save.saver:PartSave.reserve"],
+    "copying and hashing": ["tiered_checkpoint_io.engine.save.saver:PartSave.fill"],
     "hashing": ["tiered_checkpoint_io.formats.image:Image.hashes"],
-    "committing": ["tiered_checkpoint_io.engine.save.part:PartSave.seal"],
+    "committing": ["tiered_checkpoint_io.engine.save.saver:PartSave.seal"],
 }
 _DCP, _WRITER = "torch.distributed.checkpoint", "tiered_checkpoint_io.adapters.dcp_writer:TieredStorageWriter"
 #: Functions of the call of an asynchronous sharded save.
@@ -45,8 +45,8 @@ OF_SHARDED = {
     ],
     "beginning": [f"{_WRITER}.prepare_local_plan", f"{_WRITER}.prepare_global_plan"],
     "laying out": [f"{_WRITER}._write"],
-    "taking a slot": ["tiered_checkpoint_io.engine.save.part:PartSave.reserve"],
-    "copying": ["tiered_checkpoint_io.engine.save.part:PartSave.fill"],
+    "taking a slot": ["tiered_checkpoint_io.engine.save.saver:PartSave.reserve"],
+    "copying": ["tiered_checkpoint_io.engine.save.saver:PartSave.fill"],
     "committing": [f"{_WRITER}.finish"],
 }
 #: Functions of DCP's load by our reader.

@@ -11,8 +11,7 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.engine.save.full import FullSaver
-from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.save.saver import FullSaver, PartSave
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, foreach=True)
 

@@ -43,7 +43,7 @@ from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelChec
 from tiered_checkpoint_io.callbacks.preemption import Preempted
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.save.overlap import Overlap, Overlapped
-from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.save.saver import PartSave
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy
 

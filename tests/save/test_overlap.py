@@ -12,7 +12,7 @@ from tiered_checkpoint_io import TieredStorageWriter, dcp
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.save.overlap import CHECK, Overlap, Spans, ends_of
-from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.save.saver import PartSave
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 

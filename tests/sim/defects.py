@@ -125,7 +125,7 @@ DEFECTS = [
     ),
     (
         "a save is reported durable before it is",
-        "engine/save/part.py",
+        "engine/save/saver.py",
         "        if self.op_id is None:",
         "        if True:",
     ),

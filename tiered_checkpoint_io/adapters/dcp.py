@@ -96,7 +96,7 @@ def save(
         if not _is_local(kind, planner, replication_group):
             return _save_sharded(state_dict, checkpoint_id, writer, planner, ranks)
         local = save_local_state(state_dict, checkpoint_id, writer, ranks)
-        return local.report if local is not None else None
+        return local[0] if local is not None else None
     finally:
         writer.wait_option = before
 
@@ -194,7 +194,7 @@ def async_save(
         if _is_local(kind, planner, replication_group):
             local = save_local_state(state_dict, checkpoint_id, writer, ranks)
             if local is not None:
-                saved, op_id = local.report, local.op_id
+                saved, op_id = local
         else:
             saved = _save_sharded(state_dict, checkpoint_id, writer, planner, ranks)
             if saved is not None:

@@ -30,9 +30,9 @@ from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks.coordination import trains_here
 from tiered_checkpoint_io.engine.ranks.run import current_rank
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
-from tiered_checkpoint_io.engine.save.facts import SaveFacts, agreed, arrived, expect_facts, vote
+from tiered_checkpoint_io.engine.save.facts import SaveFacts, agreed, arrived, expect_facts, vote, warn_at_first_save
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
-from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
+from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.shard_image import Item, Placed, TensorRow, plan_shard
@@ -445,7 +445,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         files = [*written, *([self.extra[1]] if self.extra is not None else [])]
         if files:
             name = self.located.name
-            warn_at_first_save(self.session, self.settings.config, self.session.log, name, files)
+            warn_at_first_save(self.session, name, files)
 
 
 def transforms_of(extensions: Sequence[Any] | None) -> Any:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tiered_checkpoint_io.adapters.tensor_kinds import CheckingSavePlanner
 from tiered_checkpoint_io.engine.ranks.run import current_run
-from tiered_checkpoint_io.engine.save.uncoordinated import ShardRole
+from tiered_checkpoint_io.engine.save.facts import ShardRole
 from tiered_checkpoint_io.errors import ConfigError
 
 #: Earlier releases keep a rank's plan also if the save then fails, and lose its items from the next one.

@@ -10,13 +10,14 @@ from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
 from tiered_checkpoint_io.adapters.groups import Ranks, shard_role_of
 from tiered_checkpoint_io.adapters.state import fill, local_part
+from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks.coordination import ready_together
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.restore import note_restore, restore_local
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
-from tiered_checkpoint_io.engine.save.facts import check_attempt, count_save
-from tiered_checkpoint_io.engine.save.uncoordinated import LocalSave, ShardRole, save_local
-from tiered_checkpoint_io.engine.trust import Trust, warn_at_first_save
+from tiered_checkpoint_io.engine.save.facts import ShardRole, check_attempt, count_save, warn_at_first_save
+from tiered_checkpoint_io.engine.save.saver import save_local
+from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.torch_file import plan
@@ -28,7 +29,7 @@ def save_local_state(
     checkpoint_id: str | os.PathLike[str] | None,
     writer: TieredStorageWriter,
     ranks: Ranks,
-) -> LocalSave | None:
+) -> tuple[SaveReport, str | None] | None:
     """Saves this rank's part of a state, with the arguments of ``dcp.save``.
 
     Returns None if another rank saves the same, if the save failed and ``on_save_error`` is ``warn``, or if it is
@@ -63,7 +64,7 @@ def save_local_state(
         image = plan(local_part(state_dict))
         if role.shard == 0:
             # The other shards hold the same objects, besides their tensors.
-            warn_at_first_save(session, settings.config, session.log, located.name, image)
+            warn_at_first_save(session, located.name, image)
         return image
 
     try:

@@ -22,8 +22,9 @@ from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
 from tiered_checkpoint_io.adapters.optimizers import tensors_of_optimizers
 from tiered_checkpoint_io.callbacks.trainer import nemo_averages
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
-from tiered_checkpoint_io.engine.save.full import FullSaver
-from tiered_checkpoint_io.engine.save.overlap import Overlap, Spans, ends_of, parts_here, say_eager, spans_of
+from tiered_checkpoint_io.engine.save.facts import say_eager
+from tiered_checkpoint_io.engine.save.overlap import Overlap, Spans, ends_of, parts_here, spans_of
+from tiered_checkpoint_io.engine.save.saver import FullSaver
 from tiered_checkpoint_io.errors import SaveError
 
 

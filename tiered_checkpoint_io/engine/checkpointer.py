@@ -15,7 +15,7 @@ from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored, note_restore, restore
 from tiered_checkpoint_io.engine.restore.unmanaged import Entries, plain_checkpoints, warn_of_later
-from tiered_checkpoint_io.engine.save.full import FullSaver
+from tiered_checkpoint_io.engine.save.saver import FullSaver
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, TieredCheckpointError

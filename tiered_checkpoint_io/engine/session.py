@@ -220,9 +220,10 @@ class Session:
             tier = MemoryTier.open(folder, here, budget_bytes=budget, unmap=unmap, clock=self.clock, say=say)
             note_budget(tier)
             tier.use_spill(config.spill_dir)
-            tier.place, tier.awaited = self.place, self._peering.awaited
-            tier.find_room = lambda missing: make_room(tier, missing, self.log, self.clock)
-            tier.on_commit = lambda stored: self._peering.committed(stored, self.log)
+            tier.place, tier.find_room = self.place, lambda missing: make_room(tier, missing, self.log, self.clock)
+            if config.replication_factor > 1:
+                tier.awaited = self._peering.awaited
+                tier.on_commit = lambda stored: self._peering.committed(stored, self.log)
             # Its process may have another temporary directory.
             found = replace(config, spill_dir=spill_dir_of(config.spill_dir))
             drain = DrainHandle(tier, found, self.log, clock=self.clock)

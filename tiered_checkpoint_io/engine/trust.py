@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from tiered_checkpoint_io.errors import ConfigError, RestoreError
 from tiered_checkpoint_io.formats import safe_pickle, safe_values, torch_file
 from tiered_checkpoint_io.formats.image import Image
-from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 
 _TRUST_ALL = (
@@ -132,37 +130,6 @@ class Trust:
             return f"it holds {', '.join(blocked)}, which no list can allow: {_TRUST_ALL}"
         line = ", ".join(dict.fromkeys((*self.names, *names)))
         return f"it holds {', '.join(names)}; to allow that, set safe_globals: [{line}]; or, {_TRUST_ALL}"
-
-
-# ---------------------------------------------------------------------------------------- at the save
-#: Owners whose first save was looked at.
-_looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def warn_at_first_save(owner: Any, config: TieredCheckpointConfig, log: Logger, what: str, content: Any) -> None:
-    """Warns, once for each ``owner``, if the configuration does not allow the saved objects.
-
-    Args:
-        owner: Owner of the save; its first save is looked at.
-        config: Configuration of a later load.
-        log: Logger of the warning.
-        what: Name of the saved object, for the warning.
-        content: An :class:`Image`, or the bytes of files that ``torch.save`` wrote.
-    """
-    trust = Trust.of(config)
-    if trust.is_full or owner in _looked_at:
-        return
-    _looked_at.add(owner)
-    try:
-        lacking = trust.lacking_in(content)
-    except ConfigError as error:
-        log.warning("%s: the configuration would refuse to load it: %s", what, error)
-    except Exception as error:
-        # Files of torch.save can be read; this look decides nothing, so its error is only logged.
-        log.debug("%s: could not look at what it holds: %s", what, error)
-    else:
-        if lacking:
-            log.warning("%s: the configuration would refuse to load it: %s", what, trust.advice(lacking))
 
 
 def _is_set(variable: str) -> bool:

@@ -25,8 +25,9 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, MemoryTierError
@@ -297,10 +298,10 @@ class MemoryTier:
         # A rename does not work from one file system to another.
         home = next((self._home(slot.path) for slot in slots.values() if isinstance(slot, Slot)), self)
         folder = home._parts / part.save_id / ids.rank_folder(part.rank)
-        text, step = "memory already holds this part", part.content.step
-        taken = MemoryTierError(text, operation="commit", tier="memory", key=str(folder), rank=part.rank, step=step)
+        what: dict[str, Any] = {"operation": "commit", "tier": "memory", "key": str(folder)}
+        taken = partial(MemoryTierError, "memory already holds this part", **what, rank=part.rank, step=part.content.step)
         if self.is_taken(part.save_id, part.rank):
-            raise taken
+            raise taken()
         # A folder of its own: another process may be committing the same part.
         fresh = folder.with_name(f"{folder.name}.{self._clock.token(4)}{NEW}")
         try:
@@ -327,10 +328,9 @@ class MemoryTier:
                     home._pool.forget(slot.path)
             shutil.rmtree(fresh, ignore_errors=True)
             if is_full and not isinstance(error, MemoryFullError):
-                text, hint = "no space for a folder", FULL_HINT
-                raise MemoryFullError(text, operation="commit", tier="memory", key=str(folder), hint=hint) from error
+                raise MemoryFullError("no space for a folder", **what, hint=FULL_HINT) from error
             if isinstance(error, OSError) and not is_full and folder.exists():
-                raise taken from error
+                raise taken() from error
             raise
         stored = StoredPart(part, folder, drained)
         if stored.pending:

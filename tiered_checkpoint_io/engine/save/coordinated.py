@@ -19,9 +19,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NoReturn
 
-from tiered_checkpoint_io.engine.save.facts import SaveFacts, admit, arrived_votes, may_be_taken, skip
-from tiered_checkpoint_io.engine.save.overlap import FOUND_CHANGED, OF_PARTS, Overlap, Overlapped, say_eager
-from tiered_checkpoint_io.engine.save.part import PartSave
+from tiered_checkpoint_io.engine.save.facts import OF_PARTS, SaveFacts, admit, arrived_votes, may_be_taken, skip
+from tiered_checkpoint_io.engine.save.overlap import Overlapped
+from tiered_checkpoint_io.engine.save.saver import Overlapping, PartSave
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Evidence
 from tiered_checkpoint_io.errors import SaveError
@@ -49,12 +49,8 @@ class _Captured:
     small: Callable[[], dict[str, bytes]] | None
 
 
-class CoordinatedSaver:
-    """Saves one process' parts of checkpoints that several ranks save together.
-
-    Attributes:
-        overlap: Captures that may continue after a save has returned; None if all end before.
-    """
+class CoordinatedSaver(Overlapping):
+    """Saves one process' parts of checkpoints that several ranks save together."""
 
     def __init__(self, session: Session, *, one_series: bool = False) -> None:
         """Takes the tiers.
@@ -64,7 +60,7 @@ class CoordinatedSaver:
             one_series: True if all names are one job's, however they are made; by default process
                 groups that save side by side keep their own, by the form of their names.
         """
-        self._session = session
+        super().__init__(session, OF_PARTS)
         self._one_series = one_series
         self._lock = threading.Lock()
         self._captured: _Captured | None = None
@@ -80,8 +76,6 @@ class CoordinatedSaver:
         self.sealing: Future[str | None] | None = None
         #: The drain's operation that uploads this rank's part of the last save, if any.
         self.op_id: str | None = None
-        self.overlap: Overlap | None = None
-        self._why_eager = OF_PARTS
 
     # -------------------------------------------------------------------------------- every rank
     def begin(self) -> None:
@@ -149,8 +143,7 @@ class CoordinatedSaver:
         if durable:
             session.claims.claim()
         session.open()
-        if self.overlap is None:
-            say_eager(session, self._why_eager)
+        self.may_overlap()
         if self._agreeing is not None:
             self.is_complete(self._agreeing.name, self._agreeing.save_id, self._agreeing.step)
             self._agreeing = None
@@ -279,17 +272,9 @@ class CoordinatedSaver:
             # The save's caller takes the save for queued, and so may delete others for it, or save no other.
             self._session.background.lost.add(facts.name)
         part = PartSave(self._session, facts, rank, image, threads, overlapped=overlapped)
-        keep = max(1, self._session.config.memory_keep_last - 1)
-        # This save adds one checkpoint; memory keeps at least two, because this save may fail.
-        size = image.size if image is not None else 0
         evidence = Evidence(facts.completed, frozenset(facts.lacking))
-        part.retain(self._session.open().tier.parts(), keep, evidence, size=size)
         try:
-            part.reserve(retained=facts.completed[-1:])
-            if overlapped is None:
-                part.fill(hashed=not background)
-            else:
-                part.fill_beside(overlapped)
+            part.capture(self._session.open().tier.parts(), evidence, hashed=not background)
             small = None if rank == facts.coordinator else dict[str, bytes]
             captured = _Captured(part, background, small)
             if captured.small is None or captured.background:
@@ -323,10 +308,6 @@ class CoordinatedSaver:
             self._captured = None
         self._report(captured)
         self.sealing = self._session.background.run(captured.part.facts.name, lambda: self._seal(captured))
-
-    def stop_overlapping(self) -> None:
-        """Has all later captures end before their saves return: a state that changed once will change again."""
-        self.overlap, self._why_eager = None, FOUND_CHANGED
 
     def give_up(self) -> None:
         """Frees the remains of an unfinished save: another rank failed, and DCP has raised on all ranks."""
@@ -363,14 +344,12 @@ class CoordinatedSaver:
     def _seal(self, captured: _Captured) -> str | None:
         part, lost = captured.part, self._session.background.lost
         try:
-            part.seal(captured.small() if captured.small is not None else None)
+            part.complete(captured.small() if captured.small is not None else None)
         except BaseException:
             # Its other files may not be there.
             part.give_back()
             lost.update([part.facts.name] if part.facts.durable else [])
             raise
-        self._session.background.saved(part.facts.name, durable=part.facts.durable)
-        part.prepare_next()
         return part.op_id
 
     def _report(self, captured: _Captured, *, wait: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 There are three ways to obtain facts: *alone*, if one rank has the whole state; *coordinated*, if one rank issues them
 and they reach the others with DCP's plan; *uncoordinated*, if each rank derives them from the run's id and the step.
-All else is the same for each save: see :mod:`tiered_checkpoint_io.engine.save.part`.
+All else is the same for each save: see :mod:`tiered_checkpoint_io.engine.save.saver`.
 
 A save is queued for the durable tier if the queue of each of its nodes has room for one more. A coordinator sees only
 the queue of its own node. So each other rank of a coordinated save looks at its own node's queue, and votes; the votes
@@ -25,6 +25,7 @@ from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.ranks.run import LeftBehindError, current_run, current_world_size
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.retention import Scope
+from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError, SaveError, StoreError
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.node import MemoryFullError
@@ -37,6 +38,12 @@ from tiered_checkpoint_io.version import __version__
 
 #: Newest facts and votes that this thread has unpickled; see :func:`arrived`.
 _arrivals = threading.local()
+
+
+#: Reason for a save that never overlaps.
+OF_PARTS = "of sharded and local checkpoints, only asynchronous ones of TieredModelParallelStrategy overlap training"
+#: Reason for the saves after one that failed for a changed state.
+FOUND_CHANGED = "a capture has found the state changed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +149,21 @@ class SaveFacts:
             namespace=namespace,
         )
         return Part(self.name, rank, content, place.dirpath, self.durable, place.server, self.series)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRole:
+    """A rank's shard of a state.
+
+    Attributes:
+        shard: Its number, from 0 on.
+        degree: Number of shards of the state.
+        writes: True if this rank saves it: one of those that hold the same.
+    """
+
+    shard: int = 0
+    degree: int = 1
+    writes: bool = True
 
 
 def _arrive(*fields: Any) -> SaveFacts:
@@ -455,6 +477,14 @@ def warn_spilled(session: Session, size: int) -> None:
         session.log.info("%s", text)
 
 
+def say_eager(session: Session, why: str) -> None:
+    """Logs once, if overlapped captures are asked for, why a save is not overlapped."""
+    staging = session.config.staging
+    if staging != "eager" and f"staging: {why}" not in session.warned:
+        session.warned.add(f"staging: {why}")
+        session.log.info("staging is %s, but the state is captured before a save returns: %s", staging, why)
+
+
 def skip(session: Session, facts: SaveFacts, reason: Exception) -> None:
     """Counts a memory-only save for which there is no room, with one warning."""
     if not facts.left_out:
@@ -465,6 +495,30 @@ def skip(session: Session, facts: SaveFacts, reason: Exception) -> None:
     session.warn(
         "skipped", f"the memory tier can't hold this checkpoint, so steps of memory alone are skipped: {reason}"
     )
+
+
+def warn_at_first_save(session: Session, name: str, content: Any) -> None:
+    """Warns, once for each session, if the configuration does not allow the saved objects.
+
+    Args:
+        session: Both tiers; its first save is looked at.
+        name: The checkpoint's name.
+        content: An :class:`Image`, or the bytes of files that ``torch.save`` wrote.
+    """
+    if "trust" in session.warned:
+        return
+    session.warned.add("trust")
+    trust, log = Trust.of(session.config), session.log
+    try:
+        lacking = [] if trust.is_full else trust.lacking_in(content)
+    except ConfigError as error:
+        log.warning("%s: the configuration would refuse to load it: %s", name, error)
+    except Exception as error:
+        # Files of torch.save can be read; this look decides nothing, so its error is only logged.
+        log.debug("%s: could not look at what it holds: %s", name, error)
+    else:
+        if lacking:
+            log.warning("%s: the configuration would refuse to load it: %s", name, trust.advice(lacking))
 
 
 @contextlib.contextmanager

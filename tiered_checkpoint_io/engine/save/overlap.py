@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from tiered_checkpoint_io.engine.drain.status import SaveReport
+from tiered_checkpoint_io.engine.save.facts import say_eager
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.staging.capture import beside_graphs
 from tiered_checkpoint_io.errors import SaveError
@@ -270,10 +271,6 @@ def own_objects(tensors: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]) -
     return own
 
 
-#: Reason for a save that never overlaps.
-OF_PARTS = "of sharded and local checkpoints, only asynchronous ones of TieredModelParallelStrategy overlap training"
-#: Reason for the saves after one that failed for a changed state.
-FOUND_CHANGED = "a capture has found the state changed"
 #: If set, each finished copy is compared with another copy that was made when the save began.
 CHECK = "TIERED_CHECKPOINT_CHECK_STAGING"
 _SLOW = "see whether the node is out of memory or of processor time; or use staging: eager"
@@ -555,14 +552,6 @@ class Overlap:
                 raise SaveError(text, operation="capture", tier="memory", hint=_SLOW)
             self._session.log.warning("%s: that checkpoint is given up, training continues — %s", text, _SLOW)
         self._current = None
-
-
-def say_eager(session: Session, why: str) -> None:
-    """Logs once, if overlapped captures are asked for, why a save is not overlapped."""
-    staging = session.config.staging
-    if staging != "eager" and f"staging: {why}" not in session.warned:
-        session.warned.add(f"staging: {why}")
-        session.log.info("staging is %s, but the state is captured before a save returns: %s", staging, why)
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:

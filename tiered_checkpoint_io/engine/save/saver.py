@@ -1,0 +1,698 @@
+"""A save, carried out: plan, capture, commit, report. One way for full, local and sharded checkpoints.
+
+A rank's planned file is *captured* into a slot of node memory, or of the spill if that has no room; *committed*, that
+is hashed, described and renamed into place, from when on the part exists, and if it is durable its upload is queued;
+and reported. If neither has room, a durable save fails, and a memory-only save is skipped.
+
+Payloads differ in their facts, see :mod:`facts`; in the evidence by which memory drops earlier parts; and in the moment
+of the commit: sharded parts wait until all ranks have captured theirs, see :mod:`coordinated`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from tiered_checkpoint_io.engine.chunks import hashed
+from tiered_checkpoint_io.engine.drain.operations import RETENTION
+from tiered_checkpoint_io.engine.drain.status import SaveReport, StandstillError
+from tiered_checkpoint_io.engine.ranks.run import LeftBehindError, Where, current_rank, current_run
+from tiered_checkpoint_io.engine.save.facts import (
+    FOUND_CHANGED,
+    OF_PARTS,
+    SaveFacts,
+    ShardRole,
+    admit,
+    alone,
+    needing_room,
+    position,
+    say_eager,
+    skip,
+    uncoordinated,
+    warn_at_first_save,
+    warn_spilled,
+    why_left_out,
+)
+from tiered_checkpoint_io.engine.save.overlap import ChangedError, Overlap, Overlapped
+from tiered_checkpoint_io.engine.session import Session
+from tiered_checkpoint_io.engine.staging.retention import Evidence, all_complete, complete_here
+from tiered_checkpoint_io.errors import ConfigError, DrainError, SaveError
+from tiered_checkpoint_io.formats.image import Image
+from tiered_checkpoint_io.formats.torch_file import plan
+from tiered_checkpoint_io.memory.node import MemoryFullError
+from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.memory.slots import Slot
+from tiered_checkpoint_io.memory.spill import AUTO
+from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import FileEntry, Metric, Part
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class PartSave:
+    """A part during its save.
+
+    Attributes:
+        session: Both tiers.
+        facts: Facts of the save.
+        rank: Rank of the part.
+        image: Its file, planned; None if the rank has none.
+        threads: Number of threads that copy and hash.
+        started: When the save began, by the monotonic clock; now by default.
+        slot: Slot of the file, until the part exists.
+        hashes: Hashes of its chunks; empty if they are still to be made.
+        spilled: True if it is in the spill.
+        capture_s: Time of the copy, seconds.
+        overlapped: The overlapped capture in progress, if any.
+    """
+
+    session: Session
+    facts: SaveFacts
+    rank: int
+    image: Image | None
+    threads: int | None = None
+    started: float = 0.0
+    slot: Slot | None = None
+    hashes: tuple[str, ...] = ()
+    spilled: bool = False
+    capture_s: float = 0.0
+    overlapped: Overlapped | None = None
+
+    def __post_init__(self) -> None:
+        self.started = self.started or self.session.clock.monotonic()
+
+    @property
+    def op_id(self) -> str | None:
+        """The drain's operation that uploads it; None if none does."""
+        if not self.facts.durable:
+            return None
+        return ids.part_op_id(self.facts.save_id, self.rank, commits=self.rank == self.facts.coordinator)
+
+    # ---------------------------------------------------------------------------------- capture
+    def retain(self, held: Collection[StoredPart], keep: int, evidence: Evidence, *, size: int | None = None) -> None:
+        """Removes parts that memory need not keep; see :meth:`Capturer.retain`."""
+        scope = self.facts.scope(self.rank, self.session.place)
+        self.session.open().capturer.retain(held, scope, keep, evidence, size=size)
+
+    def capture(
+        self,
+        held: Collection[StoredPart],
+        evidence: Evidence,
+        *,
+        retained: Collection[str] | None = None,
+        hashed: bool = True,
+    ) -> None:
+        """Makes room for the state, and copies it; later changes to the tensors do not affect the checkpoint.
+
+        Args:
+            held: All parts in this node's memory.
+            evidence: Facts about the saves that memory holds, of which older ones go.
+            retained: Ids of saves that must not make room for it; by default the newest complete one.
+            hashed: True if the state is hashed during the copy, and not by :meth:`seal`.
+
+        Raises:
+            MemoryFullError: Neither memory nor the spill has room; the save is memory-only.
+            SaveError: The same, for a durable save. Or the state changed during an overlapped capture.
+        """
+        # This save adds one checkpoint; memory keeps at least two, because this save may fail.
+        keep = max(1, self.session.config.memory_keep_last - 1)
+        self.retain(held, keep, evidence, size=self.image.size if self.image is not None else 0)
+        self.reserve(retained=evidence.completed[-1:] if retained is None else retained)
+        self.fill(hashed=hashed)
+
+    def reserve(self, *, retained: Collection[str] = ()) -> None:
+        """Takes a slot for the state, unless the part has one; raises as :meth:`capture`."""
+        if self.image is None or self.slot is not None:
+            return
+        size = self.image.size
+        session, durable = self.session, self.facts.durable
+        tier, capturer, drain = session.open()
+        began = session.clock.monotonic()
+        with needing_room(session, self.facts):
+            # A memory-only save leaves room for the log of later deletes and uploads.
+            (drain.start if durable else drain.queue.open)()
+            self.slot = capturer.acquire(
+                size,
+                self.facts.scope(self.rank, session.place),
+                retained=retained,
+                spills=durable or self.facts.left_out or session.config.spill_dir not in (AUTO, None),
+            )
+        self.capture_s = session.clock.monotonic() - began
+        self.spilled = tier.is_spilled(self.slot.path)
+        try:
+            if self.spilled:
+                warn_spilled(session, size)
+        except BaseException:
+            self.give_back()
+            raise
+
+    def fill(self, *, hashed: bool = True) -> None:
+        """Copies the state into its slot, if it has one; as :meth:`capture`."""
+        overlapped = self.overlapped
+        if overlapped is None:
+            self._copy(hashed=hashed)
+            return
+        # The training has the cores.
+        self.threads = 1
+        with overlapped.on_side_streams():
+            self._copy(hashed=not overlapped.hashes_later)
+        overlapped.check()
+        overlapped.copied.set()
+
+    def _copy(self, *, hashed: bool) -> None:
+        if self.image is None or self.slot is None:
+            return
+        session, slot, self.slot = self.session, self.slot, None
+        began = session.clock.monotonic()
+        self.hashes = session.open().capturer.fill(self.image, slot, threads=self.threads, hashed=hashed)
+        self.slot = slot
+        self.capture_s += session.clock.monotonic() - began
+
+    # ------------------------------------------------------------------------------------- seal
+    def seal(self, small: Mapping[str, bytes] | None = None) -> None:
+        """Makes the part exist on this node, and queues its upload.
+
+        Args:
+            small: Its other files, by basename.
+
+        Raises:
+            MemoryFullError, SaveError: There is no room for its description; as :meth:`capture`.
+        """
+        with needing_room(self.session, self.facts):
+            self._seal(small or {})
+
+    def _seal(self, small: Mapping[str, bytes]) -> None:
+        tier, _, drain = self.session.open()
+        file: dict[str, Slot] = {self.facts.file_name(self.rank): self.slot} if self.slot is not None else {}
+        try:
+            tier.commit(self._describe(small), {**small, **file})
+        except MemoryFullError:
+            # The tier has given the slot up.
+            self.slot = None
+            raise
+        except BaseException:
+            self.give_back()
+            raise
+        self.slot = None
+        if self.facts.durable:
+            # The drain may have left while its queue was empty.
+            drain.start()
+            self._retain_durable()
+
+    def _retain_durable(self) -> None:
+        """Queues that retention is applied once the save is committed, by the rank that commits it.
+
+        Only if there are policies, and if this run has claimed the dirpath.
+        """
+        session, facts = self.session, self.facts
+        owner = session.claims.owner
+        if self.rank != facts.coordinator or not session.config.retention or owner is None:
+            return
+        waiting = [each for each in session.open().drain.queue.requests() if each.action == "retain"]
+        # Without a server, saves are given up, and no retention is done; the next request does all of it.
+        if len(waiting) <= session.config.support.max_pending:
+            session.submit("retain", RETENTION + owner, facts.save_id)
+
+    def complete(self, small: Mapping[str, bytes] | None = None) -> None:
+        """Does :meth:`seal`, and all that follows once the part exists; a full save frees memory only now."""
+        session, facts = self.session, self.facts
+        self.seal(small)
+        if facts.payload == "full":
+            # Before the next save's slot is prepared: a part that goes may free that slot.
+            held = session.open().tier.parts()
+            evidence = all_complete(held, facts.scope(self.rank, session.place))
+            self.retain(held, session.config.memory_keep_last, evidence)
+        if self.image is not None and not self.spilled:
+            session.open().capturer.prepare(self.image.size)
+        session.background.saved(facts.name, durable=facts.durable)
+
+    def _describe(self, small: Mapping[str, bytes]) -> Part:
+        files = [hashed(f"{self.facts.name}/{basename}", memoryview(data)) for basename, data in small.items()]
+        if self.image is not None:
+            if self.slot is not None and not self.hashes:
+                self.hashes = self.image.hashes(self.slot.view, threads=self.threads)
+            entry = FileEntry(self.facts.path(self.rank), self.image.size, self.image.chunk_size, self.hashes)
+            files.insert(0, entry)
+        config = self.session.config
+        return self.facts.describe(
+            self.rank, self.session.place, tuple(files), created=self.session.clock.wall(), namespace=config.namespace
+        )
+
+    def give_back(self) -> None:
+        """Frees the part's slot."""
+        slot, self.slot = self.slot, None
+        if slot is not None:
+            self.session.open().tier.give_back(slot)
+
+    # ----------------------------------------------------------------------------------- report
+    def wait(self, is_hopeless: Callable[[], bool] = lambda: False) -> bool:
+        """Waits until the drain's upload is on the durable tier; for ``is_hopeless`` see :meth:`DrainHandle.wait`.
+
+        Returns:
+            True if it is there; False if the drain makes no progress for ``pending_timeout_s``, or the job has to end.
+
+        Raises:
+            SaveError: The upload failed; or it makes no progress or was skipped, and ``on_save_error`` is ``raise``.
+            DrainError: The upload is not done within ``wait_timeout_s``, or hopeless.
+        """
+        drain, config, facts = self.session.open().drain, self.session.config, self.facts
+        timeout_s, moving_s = config.support.wait_timeout_s, config.support.pending_timeout_s
+        if (left_out := why_left_out(self.session, facts)) is not None:
+            raise self.not_durable(left_out, "it is not queued: save again once the durable tier has the earlier ones")
+        if self.op_id is None:
+            return True
+        try:
+            outcome = drain.wait(self.op_id, timeout_s, is_hopeless, moving_s=moving_s)
+        except StandstillError as still:
+            ends = drain.leave_by is not None
+            if ends or config.on_save_error == "warn":
+                text = "%s stays in node memory, queued for upload: %s" + ("" if ends else "; training continues")
+                self.session.log.at_step(facts.step).warning(text, self.facts.label(self.rank), still.message)
+                return False
+            raise self.not_durable(still.message, still.hint) from still
+        if outcome.state != "committed":
+            raise self.not_durable(outcome.error)
+        return True
+
+    def not_durable(self, why: str, hint: str | None = None) -> SaveError:
+        """Returns the error for a checkpoint that the durable tier does not get."""
+        facts = self.facts
+        return SaveError(
+            f"{facts.name} is in memory, but not on the durable tier: {why}",
+            operation="save",
+            tier="durable",
+            key=ids.join_url(self.session.dirpath, facts.name),
+            step=facts.step,
+            hint=hint,
+        )
+
+    def report(self, *, small: int = 0, waited: bool = False) -> SaveReport:
+        """Counts and logs the save.
+
+        Args:
+            small: Bytes of its other files.
+            waited: True if the upload has been waited for.
+        """
+        session, facts = self.session, self.facts
+        report = self.make_report(small=small, waited=waited)
+        session.counts["saved"] += 1
+        if not facts.durable:
+            # The next one without room is warned of again.
+            session.warned.discard("skipped")
+        session.note(
+            "save",
+            name=facts.name,
+            step=facts.step,
+            size_bytes=report.size,
+            stall_s=round(report.stall_s, 6),
+            capture_s=round(self.capture_s, 6),
+            durable=facts.durable,
+            queued=report.queued,
+        )
+        log = session.log.at_step(facts.step)
+        # One part counts for the save; memory-only steps are too many.
+        say = log.info if facts.durable and self.rank == facts.coordinator else log.debug
+        say(report.line(session.dirpath, self.facts.label(self.rank)))
+        return report
+
+    def make_report(self, *, small: int = 0, waited: bool = False) -> SaveReport:
+        """Returns the report to the caller, now that the call ends; see :meth:`report`, which may come later."""
+        session, facts = self.session, self.facts
+        size = (self.image.size if self.image is not None else 0) + small
+        stall = session.clock.monotonic() - self.started if self.overlapped is None else self.overlapped.stall_s
+        tiers = frozenset({"memory", "durable"} if facts.durable else {"memory"})
+        queued = facts.durable and not waited
+        report = SaveReport(
+            *(facts.name, facts.step, facts.save_id, size, stall, tiers, queued, self.spilled, self.capture_s),
+            *(self.overlapped is not None, facts.resumable),
+        )
+        if self.overlapped is None or self.overlapped.made is None:
+            session.last_save = report
+        return report
+
+
+class Overlapping:
+    """Base of what saves one process's parts, with captures that may continue after a save has returned.
+
+    Attributes:
+        overlap: Such captures; None if all end before.
+    """
+
+    def __init__(self, session: Session, why_eager: str) -> None:
+        """Takes the tiers, and the reason that is logged for an eager save."""
+        self._session = session
+        self._why_eager = why_eager
+        self.overlap: Overlap | None = None
+
+    def may_overlap(self) -> bool:
+        """Returns True if the next save may overlap training; if not, logs the reason once."""
+        if self.overlap is None:
+            say_eager(self._session, self._why_eager)
+        return self.overlap is not None
+
+    def stop_overlapping(self) -> None:
+        """Has all later captures end before their saves return: a state that changed once will change again."""
+        self.overlap, self._why_eager = None, FOUND_CHANGED
+
+
+class FullSaver(Overlapping):
+    """Saves full checkpoints: one rank has the whole state.
+
+    The state is captured before a save returns; or, with :attr:`overlap`, on a background task during training.
+    """
+
+    def __init__(self, session: Session) -> None:
+        """Takes the tiers."""
+        super().__init__(session, "only a Trainer of Lightning's, while it fits, waits for it at optimizer steps")
+        #: Errors of saves that were left to the background.
+        self._errors: list[Exception] = []
+        self._has_looked = False
+
+    def save(
+        self,
+        state: Any,
+        name: str,
+        *,
+        durable: bool,
+        wait: bool,
+        metric: tuple[str, float] | None,
+        resumable: bool,
+    ) -> SaveReport | None:
+        """Saves a state: see :meth:`Checkpointer.save`."""
+        session, started = self._session, self._session.clock.monotonic()
+        with session.turn.taken(name):
+            try:
+                self.show()
+            except DrainError as error:
+                # The background work has exceeded its bound: this save can't wait longer.
+                self._failed(name, position(state, name)[0], error)
+                return None
+            # A save whose rest is left to the background looks there, if it comes so far: see :meth:`_complete`.
+            looks, self._has_looked = self.overlap is None or not self._has_looked, False
+            session.surface(looks=looks)
+            session.claims.check()
+            if durable and current_rank() == 0:
+                session.claims.claim()
+        rated, facts = Metric(*metric) if metric is not None else None, None
+        try:
+            with session.turn.taken(name):
+                # Another thread may have had the turn meanwhile.
+                session.background.wait()
+                rank = current_rank()
+                facts = alone(session, name, state, rank=rank, durable=durable, metric=rated, resumable=resumable)
+                facts = admit(session, facts)
+                part = PartSave(session, facts, rank, None, started=started)
+                is_eager = (wait and facts.durable) or not self.may_overlap()
+                part.image = plan(state)
+                part.reserve()
+                if not is_eager and self._begin(part):
+                    return self._leave(part)
+                part.fill()
+                self._complete(part)
+            waited = wait and part.wait()
+        except ConfigError:
+            raise
+        except Exception as error:
+            self._failed(name, position(state, name)[0], error, facts)
+            return None
+        with session.turn.taken(name):
+            return part.report(waited=waited)
+
+    def _complete(self, part: PartSave) -> None:
+        """Seals the captured part."""
+        session = self._session
+        if self.overlap is not None:
+            # Before this save has an outcome of its own, which is logged by the caller that waits for it.
+            self._has_looked = True
+            session.look()
+        part.complete()
+        warn_at_first_save(session, part.facts.name, part.image)
+
+    def _failed(self, name: str, step: int, error: Exception, facts: SaveFacts | None = None) -> None:
+        if isinstance(error, MemoryFullError) and facts is not None:
+            skip(self._session, facts, error)
+        else:
+            self._session.failed(name, step, error)
+
+    # ------------------------------------------------------------------------------- overlapped
+    def _begin(self, part: PartSave) -> bool:
+        """Begins an overlapped capture of a part that has its slot; returns False if the capture is to be eager."""
+        try:
+            assert part.image is not None
+            assert self.overlap is not None
+            begun = self.overlap.begin(part.image) if part.image.planned else None
+        except BaseException:
+            part.give_back()
+            raise
+        if begun is not None:
+            part.image, part.overlapped = begun
+        return begun is not None
+
+    def _leave(self, part: PartSave) -> SaveReport:
+        overlapped, session = part.overlapped, self._session
+        assert overlapped is not None
+        try:
+            overlapped.stall_s = session.clock.monotonic() - part.started
+            overlapped.made = session.last_save = report = part.make_report()
+            session.background.run(part.facts.name, lambda: self._finish(part, overlapped))
+        except BaseException:
+            overlapped.copied.set()
+            part.give_back()
+            raise
+        return report
+
+    def _finish(self, part: PartSave, overlapped: Overlapped) -> None:
+        """Captures the rest and seals it, in the background; a caller that needs either of them waits for it."""
+        facts = part.facts
+        try:
+            overlapped.let_caller_return()
+            part.fill()
+            self._complete(part)
+            part.report()
+        except Exception as error:
+            if facts.durable:
+                self._session.background.lost.add(facts.name)
+            if isinstance(error, ChangedError):
+                self.stop_overlapping()
+            try:
+                try:
+                    self._failed(facts.name, facts.step, error, facts)
+                finally:
+                    part.give_back()
+            except Exception as shown:
+                # A caller whose wait for it failed has raised.
+                self._errors += [] if overlapped.is_late else [shown]
+        finally:
+            # The copies may be as large as a third of the state, and the next save makes its own.
+            overlapped.copies = {}
+            overlapped.copied.set()
+
+    def show(self) -> None:
+        """Waits for all background work.
+
+        Raises:
+            SaveError: The work has failed, and ``on_save_error`` is ``raise``.
+            DrainError: The work has not ended in time.
+        """
+        background = self._session.background
+        background.wait()
+        errors, self._errors = self._errors, []
+        for error in errors:
+            raise error
+        background.show()
+
+
+def save_local(
+    session: Session,
+    surface: Callable[[], None],
+    planned: Callable[[], Image],
+    role: ShardRole,
+    *,
+    name: str,
+    step: int,
+    repeat: int,
+    durable: bool,
+    wait: bool = False,
+    threads: int | None = None,
+) -> tuple[SaveReport, str | None] | None:
+    """Captures this rank's shard on its node, and queues its upload, without asking any other rank.
+
+    ``ranks.run`` explains how the ranks' save ids agree. On the durable tier the checkpoint exists once the parts of
+    all shards are there.
+
+    Args:
+        session: Both tiers.
+        surface: Raises failures of earlier saves, which stop this one. It is called here, as ``planned`` is, so that
+            the other ranks learn of a failure: they then remove nothing for this save.
+        planned: Plans the state's file.
+        role: Shard of this rank.
+        name: The checkpoint's name.
+        step: The training step; -1 if it is not known.
+        repeat: See :func:`count_save`, which is called first, also on ranks that do not save.
+        durable: True to save it to the durable tier, if its queue has room.
+        wait: True to return, on all ranks, only when the checkpoint is committed there; see :meth:`PartSave.wait`.
+        threads: Number of threads that copy.
+
+    Returns:
+        The report, and the drain's operation that uploads the part, if any. None if a memory-only save was skipped.
+
+    Raises:
+        SaveError: Neither memory nor the spill has room for a durable save; or, on all ranks that wait, the save did
+            not reach the durable tier.
+        ConfigError: The run's id could not be learnt; or another live run writes to the same dirpath.
+        Exception: Errors of ``surface`` or ``planned``.
+    """
+    started = session.clock.monotonic()
+    held, failure = _look(session, surface, role, durable=durable)
+    ask = partial(
+        uncoordinated, session, name, step=step, repeat=repeat, degree=role.degree, durable=durable, held=held
+    )
+    try:
+        facts = _answered(session, ask)
+    except ConfigError as error:
+        raise (failure or error) from None
+    others = _OtherRanks(session, facts, role.shard)
+    try:
+        if failure is not None:
+            raise failure
+        facts = admit(session, facts, held)
+        if durable and not facts.durable:
+            others.report_missing("durable")
+        part = PartSave(session, facts, role.shard, planned(), threads, started)
+        _capture(part, held, others)
+        part.complete()
+    except Exception as error:
+        others.report_missing("memory")
+        if isinstance(error, MemoryFullError):
+            skip(session, facts, error)
+            return None
+        if durable:
+            others.report_missing("durable")
+        raise
+    waited = wait and others.wait(part)
+    return part.report(waited=waited), part.op_id
+
+
+def _look(
+    session: Session, surface: Callable[[], None], role: ShardRole, *, durable: bool
+) -> tuple[Collection[StoredPart], Exception | None]:
+    """Returns the parts in this node's memory, and this rank's error, to be raised once the other ranks know of it."""
+    held: Collection[StoredPart] = ()
+    try:
+        # First: the id of a run follows from the saves that are here.
+        held = session.open().tier.parts()
+        surface()
+        session.claims.check()
+        if role.shard == 0:
+            say_eager(session, OF_PARTS)
+            if durable:
+                session.claims.claim()
+    except Exception as error:
+        return held, error
+    return held, None
+
+
+def _capture(part: PartSave, held: Collection[StoredPart], others: _OtherRanks) -> None:
+    """Captures a part, for which memory drops saves that other ranks have completed, too."""
+    scope = part.facts.scope(part.rank, part.session.place)
+    lacking = others.lacking({each.save_id for each in held if scope.covers(each) and scope.of_this_run(each)})
+    if lacking is None:
+        part.capture(held, Evidence(()), retained={each.save_id for each in held})
+    else:
+        part.capture(held, complete_here(held, scope, lacking))
+
+
+def _answered(session: Session, ask: Callable[[], _T]) -> _T:
+    """Returns the result of ``ask``; if the store of torch.distributed fails, asks again for ``pending_timeout_s``.
+
+    Raises:
+        ConfigError: The store has not answered for so long; at once if this rank was left behind.
+    """
+    clock, began, is_said = session.clock, session.clock.monotonic(), False
+    while True:
+        try:
+            return ask()
+        except LeftBehindError:
+            raise
+        except ConfigError as error:
+            if clock.monotonic() - began >= session.config.support.pending_timeout_s or session.is_preempted:
+                raise
+            if not is_said:
+                session.log.warning("a save waits for the store of torch.distributed: %s", error)
+            is_said = True
+        clock.sleep(clock.timing.local_poll_s)
+
+
+class _OtherRanks:
+    """Exchange between the ranks of a run about saves of which a part is missing. Without an answer, it only warns."""
+
+    def __init__(self, session: Session, facts: SaveFacts, shard: int) -> None:
+        self._session, self._clock, self._run = session, session.clock, current_run()
+        self._facts = facts
+        self._shard = shard
+
+    def _tried(self, ask: Callable[[], _T], warning: str, *arguments: object) -> _T | None:
+        """Returns the result of ``ask``; None, with a warning, if the store does not answer."""
+        try:
+            return ask()
+        except ConfigError as error:
+            # The save continues, or has failed already for a more important reason.
+            self._session.log.at_step(self._facts.step).warning(warning, *arguments, error)
+            return None
+
+    def report_missing(self, where: Where) -> None:
+        """Reports to the other ranks that this rank's part is not in memory, or will not come to the durable tier."""
+        said = "could not tell the other ranks that the part of shard %d is missing: %s"
+        self._tried(lambda: self._run.report_missing(self._facts.save_id, where), said, self._shard)
+
+    def lacking(self, save_ids: Collection[str]) -> set[str] | None:
+        """Returns the saves of which some node's memory has no part; None if that can't be known."""
+        said = "retention skipped: it is not known whether the newer checkpoint is complete: %s"
+        return self._tried(lambda: self._run.lacking(sorted(save_ids)), said)
+
+    def wait(self, part: PartSave) -> bool:
+        """Waits as :meth:`PartSave.wait`, for the whole checkpoint: shard 0 reports the commit to the other ranks."""
+        if part.facts.world_size == 1 or not part.facts.durable:
+            return part.wait()
+        if self._shard != part.facts.coordinator:
+            return part.wait() and self._wait_for_commit(part)
+        try:
+            with self._run.watching(self._facts.save_id, self._session.log, self._clock) as is_hopeless:
+                end = "committed" if part.wait(is_hopeless) else "queued"
+        except Exception as error:
+            self._report_end(str(error))
+            raise
+        self._report_end(end)
+        return end == "committed"
+
+    def _report_end(self, end: str) -> None:
+        said = "could not tell the other ranks what became of the save: %s"
+        self._tried(lambda: self._run.report_end(self._facts.save_id, end), said)
+
+    def _wait_for_commit(self, part: PartSave) -> bool:
+        clock, timeout_s = self._clock, self._session.config.support.wait_timeout_s
+        began = clock.monotonic()
+        while (end := self._end(part)) is None:
+            waited_s = clock.monotonic() - began
+            if waited_s >= timeout_s:
+                end = f"shard 0 has not told of its commit within {timeout_s} s"
+                break
+            clock.sleep(clock.timing.pause_s(clock.timing.local_poll_s, waited_s))
+        if end not in ("committed", "queued"):
+            raise part.not_durable(end)
+        return end == "committed"
+
+    def _end(self, part: PartSave) -> str | None:
+        """See :meth:`Run.end_of`; ``queued`` if the store does not answer, and training is to continue."""
+        try:
+            return _answered(self._session, lambda: self._run.end_of(self._facts.save_id))
+        except ConfigError as error:
+            if self._session.config.on_save_error == "raise":
+                raise part.not_durable(str(error)) from error
+            self._session.log.at_step(self._facts.step).warning(
+                "it is not known whether %s is committed: %s; training continues", self._facts.name, error
+            )
+            return "queued"
