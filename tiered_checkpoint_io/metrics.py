@@ -17,8 +17,7 @@ from tiered_checkpoint_io.engine.drain.log import note, read_events
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.errors import TieredCheckpointError
-from tiered_checkpoint_io.memory.spill import AUTO
-from tiered_checkpoint_io.memory.tier import MemoryTier, noted_budget, space_of
+from tiered_checkpoint_io.memory.tier import AUTO, MemoryTier, noted_budget, space_of
 from tiered_checkpoint_io.model.events import totals_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from support.waiting import until
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.engine.leasing import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import ConfigError
-from tiered_checkpoint_io.memory import spill
+from tiered_checkpoint_io.memory import tier as memory_tier
 from tiered_checkpoint_io.memory.node import is_lost, release, try_lock
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
@@ -210,7 +210,7 @@ def test_a_spill_in_use_is_kept_though_its_memory_is_not_seen_here(spilled, tmp_
     kept = clean(spilled, *named)
     assert (kept.exit_code, spilled.spill.is_dir()) == (0, True)
     assert f"a trainer or drain whose memory is not seen here uses the spill in {tmp_path / 'link'}" in kept.stdout
-    spill._drop_in_child()  # as when its process ends
+    memory_tier._drop_in_child()  # as when its process ends
     done = clean(spilled, *named)
     assert (done.exit_code, spilled.spill.exists()) == (0, False)
 
@@ -220,13 +220,13 @@ def test_it_tells_of_another_spill_that_it_leaves(spilled, tmp_path, in_use):
     other = spilled.spill.with_name(f"{spilled.spill.name}-2")
     other.mkdir(0o700)
     named = ("--spill-dir", str(tmp_path / "disk"))
-    with (other / spill.OWNER_FILE).open("w") as owner:
+    with (other / memory_tier.OWNER_FILE).open("w") as owner:
         if in_use:
             fcntl.flock(owner, fcntl.LOCK_SH)
         done = clean(spilled, *named, "--yes")
     assert (done.exit_code, spilled.spill.exists(), other.is_dir()) == (0, False, True)
     assert f"another spill of this namespace is left at {other}: " in done.stdout
-    spill._drop_in_child()
+    memory_tier._drop_in_child()
     if in_use:
         assert "uses it" in done.stdout.splitlines()[-1]
     else:

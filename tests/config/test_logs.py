@@ -50,7 +50,7 @@ def test_a_life_in_lines(job, tmp_path):
     amount = r"20\.00 MiB in \d+\.\d+ s \(\d+\.\d+ [KMG]iB/s\)"
     for file, step, text in (
         ("checkpointer.py", None, "no checkpoint to resume from at .*/d"),
-        ("part.py", "7", f"saved a.ckpt to memory and .*/d: {amount}"),
+        ("saver.py", "7", f"saved a.ckpt to memory and .*/d: {amount}"),
         ("restore.py", "7", r"loading a.ckpt \(memory, 20.00 MiB\) after \d+\.\d+ s"),
     ):
         assert [t for t in texts if t[:2] == (file, step) and re.fullmatch(text, t[2])], (file, step, text, texts)

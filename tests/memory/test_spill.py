@@ -20,8 +20,7 @@ from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.errors import MemoryTierError, SaveError
 from tiered_checkpoint_io.memory import node
-from tiered_checkpoint_io.memory.spill import OWNER_FILE, claim, disk_left, spill_dir_of, spill_root
-from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.memory.tier import OWNER_FILE, MemoryTier, claim, disk_left, spill_dir_of, spill_root
 
 MIB = 1 << 20
 LARGE = 1_500_000
@@ -166,7 +165,7 @@ CLAIM = """
     from pathlib import Path
     from tiered_checkpoint_io.clock import SYSTEM
     from tiered_checkpoint_io.memory import node
-    from tiered_checkpoint_io.memory.spill import claim
+    from tiered_checkpoint_io.memory.tier import claim
     base, memory, make, boot = sys.argv[1:]
     if boot:
         node.boot_id = lambda: boot

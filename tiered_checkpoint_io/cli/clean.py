@@ -25,8 +25,7 @@ from tiered_checkpoint_io.inventory.node import owned, saves_of, undone
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.node import release, try_lock
 from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.memory.spill import AUTO, OWNER_FILE, siblings, spill_dir_of, spill_root
-from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier
+from tiered_checkpoint_io.memory.tier import AUTO, FOLDERS, OWNER_FILE, MemoryTier, siblings, spill_dir_of, spill_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.documents import Place

@@ -15,7 +15,7 @@ from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.inventory.node import roots_of
 from tiered_checkpoint_io.logs import size_text
-from tiered_checkpoint_io.memory.spill import spill_dir_of
+from tiered_checkpoint_io.memory.tier import spill_dir_of
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import place_of
 

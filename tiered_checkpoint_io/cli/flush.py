@@ -44,8 +44,7 @@ from tiered_checkpoint_io.inventory.node import (
 from tiered_checkpoint_io.logs import get_logger
 from tiered_checkpoint_io.memory.node import is_locked, write_atomic
 from tiered_checkpoint_io.memory.parts import mark_durable
-from tiered_checkpoint_io.memory.spill import spill_dir_of
-from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.memory.tier import MemoryTier, spill_dir_of
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.documents import Place

@@ -21,7 +21,7 @@ from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError, MemoryTierError, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.node import MemoryFullError, node_budget
-from tiered_checkpoint_io.memory.spill import AUTO, spill_dir_of
+from tiered_checkpoint_io.memory.tier import AUTO, spill_dir_of
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store

@@ -44,8 +44,7 @@ from tiered_checkpoint_io.engine.staging.order import BackgroundTask, SaveIds, T
 from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.memory.node import MemoryFullError, node_budget, register_owner
-from tiered_checkpoint_io.memory.spill import spill_dir_of
-from tiered_checkpoint_io.memory.tier import MemoryTier, note_budget
+from tiered_checkpoint_io.memory.tier import MemoryTier, note_budget, spill_dir_of
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.documents import Place

@@ -13,8 +13,12 @@
       budget                     bytes that the trainer's checkpoints may take, for metrics
       id                         a link to nowhere that names this memory, for its spill
 
-Parts that do not fit go to the *spill*, a root of the same kind on the node's disk, only for this memory (see
-:func:`spill.claim`). A part stays in the root where it was captured; the lists of parts are of both.
+Parts that do not fit go to the *spill*, a root of the same kind on the node's disk, only for this memory. A part stays
+in the root where it was captured; the lists of parts are of both. A path does not identify a memory: containers with a
+memory each see it under the same path, and may share a disk. So a file in the spill names the node memory that owns it,
+by device and inode at this boot, and each process that uses the spill holds a shared lock of that file for the rest of
+its life. If another memory's process lives, the next spill is used: ``…-2``. A spill whose owner has no live process is
+taken over, as after a reboot, with all that it holds.
 
 No checkpoint's name becomes a folder here, only the last component of its path, as a file.
 """
@@ -22,8 +26,13 @@ No checkpoint's name becomes a folder here, only the last component of its path,
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import itertools
 import os
+import re
 import shutil
+import tempfile
+import threading
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -36,10 +45,16 @@ from tiered_checkpoint_io.memory.node import (
     NO_SPACE,
     MemoryFullError,
     by_warning,
+    inode_at,
+    inode_of,
+    is_local_disk,
+    is_scarcity,
     is_tmpfs,
     make_folders,
     memory_left,
+    memory_of,
     opening,
+    private_folder,
     sync_folder,
     unbounded,
     used,
@@ -62,10 +77,197 @@ from tiered_checkpoint_io.memory.parts import (
     prepare_markers,
 )
 from tiered_checkpoint_io.memory.slots import Slot, SlotPool
-from tiered_checkpoint_io.memory.spill import Spill, disk_left
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.documents import Place
+from tiered_checkpoint_io.model.documents import Place, hash_bytes
 from tiered_checkpoint_io.model.manifest import Part
+
+AUTO = "auto"
+#: The file of a spill that names its owner.
+OWNER_FILE = "owner"
+
+
+class _Claim(NamedTuple):
+    folder: Path
+    descriptor: int
+    owner: str
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the claim's file was removed, so that other processes do not see the lock."""
+        return inode_at(self.folder / OWNER_FILE) != inode_of(os.fstat(self.descriptor))
+
+    def write(self, owner: str) -> None:
+        """Writes the owner."""
+        os.ftruncate(self.descriptor, os.pwrite(self.descriptor, owner.encode(), 0))
+
+
+#: Claims of this process, by the path that was asked for.
+_claims: dict[Path, _Claim] = {}
+_guard = threading.Lock()
+#: Number of looks at another's spill: its owner may be dead, and a process that just looks may lock it.
+_TRIES = 5
+
+
+def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
+    """Returns the folder of a node memory's spill, which it owns until the last process that claimed it ends.
+
+    Args:
+        base: The spill's path; ``base-2`` and so on are used if a live process uses it for another memory.
+        memory: The root of the node memory.
+        clock: For ids, and waits.
+        make: True to make one if this memory has none; if False, None is returned then.
+
+    Raises:
+        MemoryTierError: A folder is open to others, or its lock can't be had.
+        OSError: The folder can't be used for another reason.
+    """
+    with _guard:
+        mine = _claims.get(base)
+        owner = _id_of(memory) or (clock.token(16) if mine is None else mine.owner)
+        if mine is not None:
+            if not mine.is_lost:
+                with contextlib.suppress(OSError):
+                    # Cleaners of temporary folders remove files of 10 days ago.
+                    os.utime(mine.descriptor)
+                if owner != mine.owner:
+                    # The memory's folder was made again. All its processes still use this spill.
+                    mine.write(owner)
+                    _claims[base] = mine._replace(owner=owner)
+                return mine.folder
+            os.close(_claims.pop(base).descriptor)
+        others = set[Path]()
+        while (folder := _next(base, owner, others, make=make)) is not None:
+            taken = _take(folder, owner, clock, tries=_TRIES if make else 1)
+            if taken is not None:
+                _claims[base] = taken
+                return folder
+            others.add(folder)
+        return None
+
+
+def _next(base: Path, owner: str, others: set[Path], *, make: bool) -> Path | None:
+    """Returns the next folder to try: the owner's own, then other existing ones, then, with ``make``, a new one."""
+    folders = sorted(siblings(base), key=lambda each: _owner_of(each) != owner)
+    more = (base.with_name(f"{base.name}-{each}") for each in itertools.count(2))
+    new = itertools.chain([base], more) if make else iter(())
+    return next((each for each in itertools.chain(folders, new) if each not in others), None)
+
+
+def siblings(base: Path) -> list[Path]:
+    """Returns the spills that are there under a path, of any owner."""
+    try:
+        names = os.listdir(base.parent)
+    except OSError:
+        return []
+    found = re.compile(re.escape(base.name) + r"(?:-(\d{1,3}))?")
+    numbered = {int(match[1] or 1): base.with_name(name) for name in names if (match := found.fullmatch(name))}
+    return [numbered[number] for number in sorted(numbered)]
+
+
+def _id_of(memory: Path) -> str:
+    """Returns the id of a node memory; empty for one that is gone, as after a reboot: its spill may be there."""
+    try:
+        return hash_bytes(memory_of(memory).encode())
+    except FileNotFoundError:
+        return ""
+
+
+def _owner_of(folder: Path) -> str:
+    try:
+        return (folder / OWNER_FILE).read_text("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _take(folder: Path, owner: str, clock: Clock, *, tries: int) -> _Claim | None:
+    """Claims one spill; None if another live memory has it at each try."""
+    deadline = clock.monotonic() + clock.timing.space_wait_s
+    while True:
+        private_folder(folder)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        taken = _Claim(folder, os.open(folder / OWNER_FILE, flags, 0o600), owner)
+        try:
+            if _lock(taken.descriptor, fcntl.LOCK_EX):
+                # No live process has it. The owner is written in place: a full disk has no new block for it.
+                taken.write(owner)
+            # Not in one step: another process may come between, and its owner is read then.
+            while not _lock(taken.descriptor, fcntl.LOCK_SH):
+                _wait(clock, deadline, folder)
+            is_lost = taken.is_lost
+            if not is_lost and os.pread(taken.descriptor, 1024, 0) == owner.encode():
+                return taken
+        except BaseException:
+            os.close(taken.descriptor)
+            raise
+        os.close(taken.descriptor)
+        tries -= not is_lost
+        if not tries:
+            return None
+        # The spill was being removed, or is another's as yet.
+        _wait(clock, deadline, folder)
+
+
+def _wait(clock: Clock, deadline: float, folder: Path) -> None:
+    if clock.monotonic() > deadline:
+        text = "another process has been changing the owner of this spill for too long"
+        raise MemoryTierError(text, operation="open", tier="memory", key=str(folder), hint="name another spill_dir")
+    clock.sleep(clock.timing.space_poll_s)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _drop_in_child() -> None:
+    # A worker that outlives its trainer would keep the spill for it.
+    global _guard
+    _guard = threading.Lock()
+    while _claims:
+        os.close(_claims.popitem()[1].descriptor)
+
+
+os.register_at_fork(after_in_child=_drop_in_child)
+
+
+def spill_dir_of(configured: str | None) -> str | None:
+    """Returns the folder that a configured ``spill_dir`` means; None for no spill."""
+    if configured != AUTO:
+        return configured
+    if os.environ.get("KUBERNETES_SERVICE_HOST"):
+        # A pod can't see its limit of disk space, and a pod that uses more is evicted.
+        return None
+    try:
+        folders = (tempfile.gettempdir(), "/var/tmp")  # noqa: S108 - a private folder is made there
+        return next((each for each in folders if os.path.isdir(each) and is_local_disk(each)), None)
+    except OSError:
+        return None
+
+
+def spill_root(spill_dir: str, root: Path) -> Path:
+    """Returns a memory tier's spill folder, see :func:`claim`: jobs may use one namespace in several memory folders."""
+    mark = hash_bytes(os.path.realpath(root).encode())[:8]
+    return Path(spill_dir) / f"tiered-{os.getuid()}" / f"{root.name}-{mark}"
+
+
+def disk_left(root: Path, used: int, *, is_shared: bool, is_bound: bool = True) -> int:
+    """Returns the number of bytes that a spill may still take.
+
+    Args:
+        root: The spill.
+        used: Bytes that the spill takes already.
+        is_shared: True if the user did not name the disk for it, so that half of the disk's free space stays free.
+        is_bound: True if the memory that this process may take bounds a spill on a tmpfs; not for one that only looks.
+    """
+    facts = os.statvfs(root)
+    free = facts.f_bavail * facts.f_frsize
+    if is_shared:
+        free = (free - used) // 2
+    return min(free, memory_left()) if is_bound and is_tmpfs(str(root)) else free
+
 
 FOLDERS = (SAVES, REPLICAS, "slots", "trash", "quarantine", "status")
 BUDGET_FILE = "budget"
@@ -114,7 +316,10 @@ class MemoryTier:
         self.bell: Callable[[], None] = lambda: None
         #: The job's durable tier.
         self.place: Place | None = None
-        self._spill = Spill(root, FOLDERS, self._spill_at, clock, say)
+        #: The spill, once it is found or made; and its first folder, if there is to be one.
+        self._spill: MemoryTier | None = None
+        self._spill_base: Path | None = None
+        self._shares_disk = False
 
     @classmethod
     def open(
@@ -150,9 +355,9 @@ class MemoryTier:
             return False
         with opening(self.root):
             make_folders(self.root, FOLDERS, self._say)
-        if self._spill.tier is not None:
+        if self._spill is not None:
             # Before another process gives this memory a new id, with which it would not find the spill.
-            self._spill.open()
+            self.open_spill()
         return True
 
     @property
@@ -168,27 +373,55 @@ class MemoryTier:
     # --------------------------------------------------------------------------------- spill
     def use_spill(self, configured: str | None) -> None:
         """Takes the folder for parts that do not fit: see ``spill_dir`` of the configuration."""
-        self._spill.use(configured)
+        spill_dir = spill_dir_of(configured)
+        base = spill_root(spill_dir, self.root) if spill_dir is not None else None
+        if base != self._spill_base:
+            self._spill, self._spill_base, self._shares_disk = None, base, configured == AUTO
 
     @property
     def spill(self) -> MemoryTier | None:
         """The spill, once any process of this memory has made it."""
-        return self._spill.find()
+        if self._spill is None and self._spill_base is not None and siblings(self._spill_base):
+            self.open_spill(make=False)
+        return self._spill
 
-    def open_spill(self) -> MemoryTier | None:
-        """Returns the spill, made if it is missing; None if there is none, or, with one warning, it can't be used."""
-        return self._spill.open()
+    def open_spill(self, *, make: bool = True) -> MemoryTier | None:
+        """Returns the spill, which ``make`` has made if it is missing.
+
+        None if there is none, or, with one warning, it can't be used.
+        """
+        base = self._spill_base
+        if base is None:
+            return None
+        try:
+            # Again each time: a cleaner of temporary folders may have taken some.
+            os.makedirs(base.parent.parent, exist_ok=True)
+            private_folder(base.parent)
+            root = claim(base, self.root, self._clock, make=make)
+            if root is None:
+                return None
+            make_folders(root, FOLDERS, self._say)
+            if self._spill is None or self._spill.root != root:
+                clear_dead(root, self._clock)
+                self._spill = self._spill_at(root)
+        except OSError as error:
+            self._say(f"nothing is spilled to {base}: {getattr(error, 'message', error.strerror)}")
+            # The next request asks again if other processes may free room; parts in the spill stay known.
+            if not is_scarcity(error):
+                self._spill_base = self._spill = None
+            return None
+        return self._spill
 
     def _spill_at(self, root: Path) -> MemoryTier:
         spill = MemoryTier(root, unmap=self._pool.unmap, clock=self._clock)
         spill._pool.bounded_by_disk()
         bound = self._left is not None
-        spill._left = lambda: disk_left(root, spill.usage(), is_shared=self._spill.is_shared, is_bound=bound)
+        spill._left = lambda: disk_left(root, spill.usage(), is_shared=self._shares_disk, is_bound=bound)
         return spill
 
     def _home(self, path: Path | str) -> MemoryTier:
         """Returns the root of a path: this one, or the spill."""
-        spill = self._spill.tier
+        spill = self._spill
         return spill if spill is not None and Path(path).is_relative_to(spill.root) else self
 
     def is_spilled(self, path: Path | str) -> bool:
@@ -276,12 +509,7 @@ class MemoryTier:
         return any((tier._parts / save_id / ids.rank_folder(rank)).exists() for tier in self._roots)
 
     def commit(
-        self,
-        part: Part,
-        slots: Mapping[str, Slot | bytes],
-        *,
-        drained: bool = False,
-        saved: bool = True,
+        self, part: Part, slots: Mapping[str, Slot | bytes], *, drained: bool = False, saved: bool = True
     ) -> StoredPart:
         """Commits a filled part, atomically.
 
@@ -298,8 +526,10 @@ class MemoryTier:
         # A rename does not work from one file system to another.
         home = next((self._home(slot.path) for slot in slots.values() if isinstance(slot, Slot)), self)
         folder = home._parts / part.save_id / ids.rank_folder(part.rank)
-        what: dict[str, Any] = {"operation": "commit", "tier": "memory", "key": str(folder)}
-        taken = partial(MemoryTierError, "memory already holds this part", **what, rank=part.rank, step=part.content.step)
+        what: Any = {"operation": "commit", "tier": "memory", "key": str(folder)}
+        taken = partial(
+            MemoryTierError, "memory already holds this part", **what, rank=part.rank, step=part.content.step
+        )
         if self.is_taken(part.save_id, part.rank):
             raise taken()
         # A folder of its own: another process may be committing the same part.
@@ -419,7 +649,7 @@ class MemoryTier:
     def close(self) -> None:
         """Gives free slots back to the node; committed parts stay."""
         self._pool.close()
-        for tier in (self._replicas, self._spill.tier):
+        for tier in (self._replicas, self._spill):
             if tier is not None:
                 tier.close()
 

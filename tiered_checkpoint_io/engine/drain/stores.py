@@ -10,8 +10,7 @@ from pathlib import Path
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import ConfigError, StoreError
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.memory.spill import AUTO
-from tiered_checkpoint_io.memory.tier import MemoryTier
+from tiered_checkpoint_io.memory.tier import AUTO, MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.stores import Store, config_at, place_of

@@ -30,7 +30,7 @@ from tiered_checkpoint_io.errors import ConfigError, SaveError, StoreError
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.parts import StoredPart, check_file_name
-from tiered_checkpoint_io.memory.spill import AUTO
+from tiered_checkpoint_io.memory.tier import AUTO
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import Place, hash_bytes
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry, Kind, Metric, Part

@@ -44,7 +44,7 @@ from tiered_checkpoint_io.formats.torch_file import plan
 from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.slots import Slot
-from tiered_checkpoint_io.memory.spill import AUTO
+from tiered_checkpoint_io.memory.tier import AUTO
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import FileEntry, Metric, Part
 
