@@ -200,27 +200,6 @@ def test_what_follows_a_resumed_fit_goes_on_with_its_weights(job):
     assert evaluates.io.checkpointer.restored.step == 9
 
 
-@pytest.mark.parametrize("keep", [pytest.param(0, marks=pytest.mark.matrix), 2])
-def test_optimizer_states_stay_in_the_newest_alone_and_the_order_of_saves_stays(job, keep):
-    def callback():
-        return job.callback(save_top_k=-1, save_last_n_optim_states=keep)
-
-    job.train(20, rules=FRESH, callback=callback())
-    names = [name for name in durable(job.dirpath) if "-last" not in name]
-    by_step = sorted(names, key=lambda name: int(name.rpartition("=")[2].removesuffix(".ckpt")))
-    job.wipe()
-    io = NeMoCheckpointIO(job.dirpath, memory_dir=job.memory_dir)
-    full = [name for name in by_step if "optimizer_states" in io.load_alone(name)]
-    assert full == by_step[-max(keep, 1) :]
-    assert all("state_dict" in io.load_alone(name) for name in by_step)
-    io.teardown()
-    # A replaced checkpoint is older than all others, at any time of the replacement.
-    job.wipe()
-    assert job.train(25, rules=Rules(), callback=callback()).io.checkpointer.restored.step == 20
-    # A file that torch reads by itself, as before.
-    assert "optimizer_states" not in torch.load(f"{job.dirpath}/{by_step[0]}", weights_only=False)
-
-
 def test_weights_of_the_best_beside_what_training_ended_with_are_not_resumed_from(job, caplog):
     trainer = job.train(15, rules=FRESH, callback=job.callback(save_best_model=True))
     assert trainer.callback.best_model_path == f"{job.dirpath}/score=3.0-step=10.ckpt"

@@ -154,7 +154,7 @@ def test_the_last_checkpoint_is_made_when_all_other_callbacks_are_done_with_the_
     trainer = runs.trainer([last, averaging] if first else [averaging, last])
     with pytest.raises(Preempted):
         trainer.fit(Told(6))
-    saved = runs.io().load_alone("preempted.ckpt")
+    saved = runs.io().load_checkpoint("preempted.ckpt")
     assert saved["callbacks"][averaging.state_key] == {"batches": saved["global_step"]}
     assert trainer.callbacks[-1] is last
     assert trainer.checkpoint_callbacks == [trainer.checkpoint_callback]

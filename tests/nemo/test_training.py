@@ -100,25 +100,6 @@ def test_a_model_that_cannot_be_exported_says_so(runs):
     assert not [key for key in runs.objects() if key.endswith(".nemo")]
 
 
-# ---------------------------------------------------------------------------------- optimizer states
-def slimming(keep, **changes):
-    """Returns options with NeMo's default names, which have no step and, with a falling loss, sort the newest first."""
-    settings = {"save_top_k": -1, "save_last_n_optim_states": keep, "filename": "m--{val_loss:.4f}-{epoch}"}
-    return params(**{**settings, **changes})
-
-
-def test_the_best_is_exported_though_it_has_no_optimizer_states(runs):
-    runs.fit(slimming(1, save_nemo_on_train_end=True, save_best_model=True), max_steps=16)
-    trainer, module = runs.fit(slimming(1, save_nemo_on_train_end=True, save_best_model=True), max_steps=17)
-    best = callback_of(trainer).best_model_path
-    saved = io_of(trainer).load_checkpoint(best)
-    io_of(trainer).teardown()
-    assert saved["global_step"] == 10
-    assert "optimizer_states" not in saved
-    assert torch.equal(module.layer.weight, saved["state_dict"]["layer.weight"])
-    assert "gpt.nemo" in runs.objects()
-
-
 # ----------------------------------------------------------------------------------------------- EMA
 EMA = {"exp_manager": {"ema": {"enable": True, "decay": 0.5}}}
 

@@ -287,14 +287,6 @@ class TieredCheckpointIO(CheckpointIO):
             check_saved_by_trainer(state, getattr(self.checkpointer.restored, "name", str(path)))
         return state
 
-    def load_alone(self, path: str | os.PathLike[str]) -> Any:
-        """Returns the content of a checkpoint, without the other ranks; the run does not count as resumed from it."""
-        restored = self.checkpointer.restored
-        try:
-            return self.checkpointer.load(path, map_location="cpu", alone=True)
-        finally:
-            self.checkpointer.restored = restored
-
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Removes a checkpoint from both tiers; from the durable one in the background, after the newest save."""
         if self._is_elsewhere(path):

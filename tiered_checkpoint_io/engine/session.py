@@ -368,13 +368,6 @@ class Session:
             self.log, lambda: any(operation.name == name for operation in drain.queue.look(tier)), otherwise=True
         )
 
-    def is_to_be_copied(self, name: str) -> bool:
-        """Returns True if a copy or alias of a checkpoint is, or may be, still queued."""
-        if self._opened is None:
-            return False
-        tier, _, drain = self._opened
-        return looking(self.log, lambda: any(each.target == name for each in drain.queue.look(tier)), otherwise=True)
-
     def outcome(self, save_id: str) -> Outcome | None:
         """Returns the outcome of a save on the durable tier; None if it is queued, or its outcome was forgotten."""
         return None if self._opened is None else self._opened.drain.queue.outcome(save_id)

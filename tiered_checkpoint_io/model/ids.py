@@ -57,15 +57,6 @@ def save_id(run_id: str, counter: int) -> str:
     return f"{run_id}-{counter:08d}"
 
 
-def before_its_run(save_id: str) -> str:
-    """Returns a new id that sorts before all ids of this save's run, and after the ids of earlier runs.
-
-    New ids of several saves of the run sort as the saves do.
-    """
-    began = _time_of(validate_save_id(save_id)) - timedelta(microseconds=1)
-    return f"{began.strftime(_TIME_FORMAT)}-{save_id.partition('-')[2]}"
-
-
 def save_id_of_ranks(run_id: str, series: str, repeat: int, step: int) -> str:
     """Returns the id of a save of ranks that do not communicate: equal arguments give equal ids.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import re
 import tempfile
@@ -16,18 +15,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, is_resumable, tiered_io_of
+from tiered_checkpoint_io.adapters.lightning import tiered_io_of
 from tiered_checkpoint_io.callbacks.guard import note_other_weights
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
-from tiered_checkpoint_io.callbacks.trainer import failing_together, is_below, nemo_averages, on_rank_0
+from tiered_checkpoint_io.callbacks.trainer import failing_together, nemo_averages, on_rank_0
 from tiered_checkpoint_io.engine.drain.status import SaveReport, looking
-from tiered_checkpoint_io.engine.durable.commit import commit
-from tiered_checkpoint_io.engine.durable.manifests import current
-from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, SaveError, StoreError, TieredCheckpointError
-from tiered_checkpoint_io.formats.torch_file import plan
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
 from tiered_checkpoint_io.nemo.layouts import ranks_with_files, step_of, without_rank
 from tiered_checkpoint_io.nemo.s3_utils import upload_file
@@ -53,7 +47,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         save_best_model: bool = False,
         prefix: str | None = None,
         postfix: str = ".nemo",
-        save_last_n_optim_states: int = -1,
         **model_checkpoint_args: Any,
     ) -> None:
         """Takes TieredModelCheckpoint's arguments, and NeMo's.
@@ -65,7 +58,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             save_best_model: ``.nemo`` files hold the best checkpoint, not the latest state.
             prefix: The ``.nemo`` file's name, without its extension.
             postfix: Its extension.
-            save_last_n_optim_states: Number of the newest checkpoints that keep their optimizer states; -1 for all.
             model_checkpoint_args: Anything that TieredModelCheckpoint takes.
         """
         super().__init__(dirpath, **model_checkpoint_args)
@@ -74,9 +66,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         self.save_best_model = save_best_model
         self.prefix = prefix or "default"
         self.postfix = postfix
-        self.save_last_n_optim_states = save_last_n_optim_states
-        #: Names of checkpoints that have no optimizer states any more.
-        self._slim: set[str] = set()
         #: Number of ranks that save a file of their own of each checkpoint.
         self._shards = 1
         #: The names of this rank's queued files, and the ids of their saves, until they are committed.
@@ -133,8 +122,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        # Once more: queued files were left for later.
-        self._slim_older(trainer)
         if self.save_best_model:
             if self.best_model_path:
                 self._load_best(trainer)
@@ -166,13 +153,8 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         if self._shards > 1:
             # An alias names one file; here each rank has its own.
             self._durable_save = None
-        if filepath in self.best_k_models:
-            # A name that is saved again goes to the end: the order is the order of the saves.
-            self.best_k_models[filepath] = self.best_k_models.pop(filepath)
         before = self._durable_save
         super()._save_checkpoint(trainer, filepath)
-        if self._naming_last:
-            self._slim_older(trainer)
         if self.always_save_nemo and self._durable_save != before:
             if self.save_best_model and filepath != self.best_model_path:
                 return
@@ -278,35 +260,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         paths |= {without_rank(engine.restored.url)} if engine.restored is not None else set()
         return sorted((path for path in paths if pattern.match(path.removeprefix(f"{self.dirpath}/"))), key=_progress)
 
-    def _slim_older(self, trainer: Trainer) -> None:
-        if self.save_last_n_optim_states >= 0 and self._shards == 1:
-            on_rank_0(trainer, self._drop_optimizer_states)
-
-    def _drop_optimizer_states(self) -> None:
-        """Rewrites durable checkpoints, except those saved last, without their optimizer states.
-
-        One whose upload is queued does not count, since it may fail; one that is to be copied comes the next time.
-        """
-        assert self._io is not None
-        engine = self._engine
-        # A resume keeps their order, which is part of this callback's state.
-        paths = [path for path in self.best_k_models if is_below(path, engine.dirpath) and path not in self._lost]
-        names = [ids.name_in(engine.dirpath, path) for path in paths]
-        durable = [name for name in names if name in self._slim or not engine.session.is_pending(name)]
-        # At least one keeps them: runs resume from it.
-        for name in durable[: -max(self.save_last_n_optim_states, 1)]:
-            if name in self._slim or engine.session.is_to_be_copied(name):
-                continue
-            try:
-                drop_optimizer_states(self._io, name)
-                self._slim.add(name)
-            except Exception as error:
-                text = f"the optimizer states of {name} were not dropped: {error}"
-                hint = "it is complete as it is, and is tried again after the next save"
-                failure = SaveError(text, operation="rewrite", tier="durable", key=name, hint=hint)
-                failure.__cause__ = error
-                engine.session.failed(name, -1, failure, "rewrite")
-
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the model's ``.nemo`` file to the durable tier, atomically; all ranks raise the same error."""
         save_to = getattr(pl_module, "save_to", None)
@@ -371,42 +324,3 @@ def _load_averages(ema: Any, trainer: Trainer, pl_module: LightningModule, check
             hint="name another checkpoint to resume from",
         )
     checkpoint["optimizer_states"] = found["optimizer_states"]
-
-
-def drop_optimizer_states(io: TieredCheckpointIO, name: str) -> None:
-    """Replaces a full checkpoint on the durable tier by one without optimizer states; a sharded one is kept.
-
-    Readers see the old or the new one, complete. The new one counts as older than every save of its run, so that a run
-    with a later checkpoint does not resume from it. No operation may be queued for this name meanwhile.
-    """
-    session = io.checkpointer.session
-    store = session.durable()
-    manifest = current(store, name)
-    if manifest is None or manifest.alias_of is not None:
-        return
-    old = manifest.content
-    if old.kind != "full":
-        text = f"save_last_n_optim_states is for full checkpoints: {name}, a {old.kind} one, keeps its optimizer states"
-        session.warn("save_last_n_optim_states", text)
-        return
-    state = io.load_alone(name)
-    if state.pop("optimizer_states", None) is None:
-        return
-    facts = SaveFacts(
-        name,
-        ids.before_its_run(old.save_id),
-        old.step,
-        old.world_size,
-        durable=True,
-        payload="full",
-        epoch=old.epoch,
-        metric=old.metric,
-        coordinator=0,
-        resumable=old.resumable and is_resumable(state, name),
-    )
-    image = plan(state)
-    with mmap.mmap(-1, image.size) as buffer, memoryview(buffer) as view:
-        entry = FileEntry(name, image.size, image.chunk_size, image.fill(view))
-        part = facts.describe(0, session.place, (entry,), created=session.clock.wall(), namespace=old.namespace)
-        with view.toreadonly() as data:
-            commit(store, part, {entry.basename: data})

@@ -33,7 +33,7 @@ from tiered_checkpoint_io.nemo.io import NEMO_DEFAULTS, NeMoCheckpointIO, S3Chec
 from tiered_checkpoint_io.nemo.layouts import Rules
 
 #: Keys of NeMo's ``checkpoint_callback_params`` that are no arguments of our callback.
-_NOT_OURS = ("filepath", "model_parallel_size", "async_save")
+_NOT_OURS = ("filepath", "model_parallel_size", "async_save", "save_last_n_optim_states")
 
 
 def take_over() -> None:
@@ -195,7 +195,13 @@ def _fill_in(params: DictConfig, name: str, dirpath: str) -> None:
 
 
 def _callback_arguments(params: DictConfig, config: TieredCheckpointConfig) -> dict[str, Any]:
-    arguments = {key: value for key, value in as_mapping(params).items() if key not in _NOT_OURS}
+    given = as_mapping(params)
+    if given.get("save_last_n_optim_states", -1) >= 0:
+        text = (
+            "save_last_n_optim_states is ignored: each checkpoint keeps its optimizer states; bound them by save_top_k"
+        )
+        upstream.logging.warning(text)
+    arguments = {key: value for key, value in given.items() if key not in _NOT_OURS}
     arguments["memory_every_n_train_steps"] = config.memory_every_n_train_steps
     if config.s3_every_n_train_steps is not None and arguments.get("every_n_train_steps") is None:
         # NeMo's schema says "each epoch" by default.
