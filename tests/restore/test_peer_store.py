@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -19,13 +20,20 @@ from support.failing import failing
 from support.restoring import flip, make_content
 
 from tiered_checkpoint_io.clock import Clock, Timing
-from tiered_checkpoint_io.engine.chunks import Copies, Copy
+from tiered_checkpoint_io.engine.chunks import Copies, Copy, SlotDestination
 from tiered_checkpoint_io.engine.drain import serving
 from tiered_checkpoint_io.engine.drain.serving import Server, ask_to_serve, endpoint_of
 from tiered_checkpoint_io.engine.replication.meeting import peers_of_ranks
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
 from tiered_checkpoint_io.engine.restore.choice import Candidate
-from tiered_checkpoint_io.engine.restore.peers import PartMove, Peers, moves_to_owners, restore_owners
+from tiered_checkpoint_io.engine.restore.peers import (
+    CHILDREN,
+    PartMove,
+    Peers,
+    fan_out,
+    moves_to_owners,
+    restore_owners,
+)
 from tiered_checkpoint_io.errors import CorruptCheckpointError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -378,3 +386,61 @@ def test_a_lost_part_gets_its_owner_back(nodes, memory_dir, holders):
     assert not stored.is_replica
     assert stored.file("x.ckpt").read_bytes() == DATA
     memory.close()
+
+
+# ------------------------------------------------------------------------------------------ fan-out
+def full(holders):
+    return Candidate("x.ckpt", CONTENT, held={node: {0: True} for node in holders}, files={"x.ckpt": 0})
+
+
+@pytest.mark.parametrize(("count", "holders", "most"), [(4, 1, 2.2), (128, 1, 2.2), (1024, 1, 2.3), (1024, 8, 2.3)])
+def test_a_copy_reaches_many_nodes_in_the_time_of_two(count, holders, most):
+    """Each node sends one chunk in a unit of time, by turns to its readers, and only what it has; times by that clock."""
+    nodes = [f"n{number}" for number in range(count)]
+    sources = fan_out(full(nodes[:holders]), nodes)
+    readers = {source: [node for node in sources if sources[node] == source] for source in nodes}
+    assert set(sources) == set(nodes[holders:])
+    assert max(len(each) for each in readers.values()) <= CHILDREN
+    chunks, has, ticks = 100, dict.fromkeys(nodes, 0), 0
+    has |= dict.fromkeys(nodes[:holders], 100)
+    while min(has.values()) < chunks:
+        ticks += 1
+        sent = [min(readers[node], key=has.get) for node in nodes if readers[node]]
+        for node in [each for each in sent if has[each] < has[sources[each]]]:
+            has[node] += 1
+    assert ticks <= most * chunks
+
+
+def test_nodes_pass_on_what_they_have_verified_while_they_read(nodes, memory_dir):
+    """One node has the file; the others read it at the same time, each from the next one. A reader that fails is passed by."""
+    made = {"a": nodes()}
+    wanted, names = full("a"), list("abcdefg")
+    tiers = {}
+    for name in names[1:]:
+        os.mkdir(folder := f"{memory_dir}/of-{name}")
+        config = TieredCheckpointConfig(dirpath="s3://bucket/run", memory_dir=folder)
+        tiers[name] = Tiers(config, MemoryTier.open(folder, "default"), lambda: None, config.dirpath, LOG, CLOCK)
+        ask_to_serve(tiers[name].memory.root, "127.0.0.1")
+        made[name] = Server(tiers[name].memory.root, tiers[name].memory, LOG, CLOCK)
+        made[name].look()
+    ends = {name: endpoint_of(tiers[name].memory.root) for name in names[1:]} | {"a": made["a"].endpoint}
+    lost = "c"
+
+    def read(name):
+        peers = Peers(tiers[name], wanted, ends, name, names)
+        with contextlib.closing(peers):
+            return peers.fetch(0, partial(SlotDestination, tiers[name].memory, drained=True)), peers.rejected
+
+    with ThreadPoolExecutor(8) as threads:
+        found = dict(
+            zip(names[1:], threads.map(lambda name: None if name == lost else read(name), names[1:]), strict=True)
+        )
+    for name in set(names[1:]) - {lost}:
+        stored, rejected = found[name]
+        assert stored.file("x.ckpt").read_bytes() == DATA
+        assert len(rejected) == (fan_out(wanted, names)[name] == lost)
+        assert not os.listdir(tiers[name].memory.root / "incoming")
+        made[name].close()
+        tiers[name].memory.close()
+    made[lost].close()
+    assert made["a"].server.connections <= 4 * (CHILDREN + 2)

@@ -22,7 +22,7 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.formats.parallel import in_parallel, in_parallel_as_needed
 from tiered_checkpoint_io.memory.node import MemoryFullError
-from tiered_checkpoint_io.memory.parts import StoredPart, reading
+from tiered_checkpoint_io.memory.parts import Incoming, StoredPart, reading
 from tiered_checkpoint_io.memory.slots import Slot, clean_dead
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import documents
@@ -373,6 +373,10 @@ class Destination(Protocol[_T_co]):
         """Returns a descriptor of a file of which no page was touched yet."""
         ...
 
+    def arrived(self, number: int, chunk: int) -> None:
+        """Takes note that a chunk of a file is there, and verified."""
+        ...
+
     def keep(self) -> _T_co:
         """Makes the part exist, once all files have arrived and :meth:`open`'s block has ended."""
         ...
@@ -384,6 +388,9 @@ class Destination(Protocol[_T_co]):
 
 class SlotDestination:
     """Slots of a memory tier, in which a part becomes this node's."""
+
+    #: The part, as other nodes see it until it is there.
+    _incoming: Incoming | None = None
 
     def __init__(
         self, tier: MemoryTier, part: Part, *, drained: bool = False, acquire: Callable[[int], Slot] | None = None
@@ -409,7 +416,14 @@ class SlotDestination:
             for entry in self._part.content.files:
                 slot = self._slots[entry.basename] = self._acquire(max(1, entry.size))
                 views[entry.basename] = held.enter_context(slot.view)
+            with contextlib.suppress(OSError):
+                paths = [self._slots[entry.basename].path for entry in self._part.content.files]
+                self._incoming = Incoming.show(self._tier.root, self._part, paths)
             yield views
+
+    def arrived(self, number: int, chunk: int) -> None:
+        if self._incoming is not None:
+            self._incoming.mark(number, chunk)
 
     def fresh(self, basename: str) -> int | None:
         """Returns a descriptor of a file, if none of its pages was touched yet."""
@@ -423,11 +437,19 @@ class SlotDestination:
             # The tier has given up the slots as well.
             self._slots.clear()
             raise
+        finally:
+            self._hide()
 
     def drop(self) -> None:
+        self._hide()
         for slot in self._slots.values():
             self._tier.give_back(slot)
         self._slots.clear()
+
+    def _hide(self) -> None:
+        incoming, self._incoming = self._incoming, None
+        if incoming is not None:
+            incoming.close()
 
 
 def describe(store: PeerStore, save_id: str, rank: int) -> Part:
@@ -484,11 +506,16 @@ def read_part(
     """
     try:
         with destination.open() as views:
-            for entry in part.content.files:
+            for number, entry in enumerate(part.content.files):
+
+                def arrived(chunk: int, number: int = number) -> None:
+                    destination.arrived(number, chunk)
+                    progress(chunk)
+
                 fresh = destination.fresh(entry.basename)
                 write = writer_to(fresh) if fresh is not None else None
                 copies = Copies(entry, copies_of(part, entry, stores), not_taken(note))
-                copies.fetch(views[entry.basename], concurrency=RANGES, write=write, progress=progress)
+                copies.fetch(views[entry.basename], concurrency=RANGES, write=write, progress=arrived)
         return destination.keep()
     except BaseException:
         destination.drop()

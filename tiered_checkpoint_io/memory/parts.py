@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
+import json
 import mmap
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +28,8 @@ from tiered_checkpoint_io.model.manifest import Part
 SAVES = "saves"
 REPLICAS = "replicas"
 PART_FILE = "part.json"
+#: Folder of the parts that are arriving from other nodes.
+INCOMING = "incoming"
 DRAINED = "drained"
 PINNED = "pinned"
 REPLICATED = "replicated"
@@ -272,6 +276,87 @@ def mapped(descriptor: int) -> memoryview:
     size = os.fstat(descriptor).st_size
     # An empty file cannot be mapped.
     return memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ) if size else b"")
+
+
+class Incoming:
+    """A part that a process of this node reads from another one, as further nodes may read it: chunk by chunk.
+
+    A file, locked by that process, holds the part's description, the paths of its files, and a byte for each chunk,
+    which is set once the chunk is there and verified.
+
+    Attributes:
+        part: Its description.
+        paths: The place of each of its files.
+    """
+
+    def __init__(self, descriptor: int, head: bytes) -> None:
+        """Takes the open file and its first line."""
+        described, self.paths = json.loads(head)
+        self.part = Part.from_json(described.encode(), where=INCOMING)
+        self._descriptor = descriptor
+        counts = (len(entry.chunks) for entry in self.part.content.files)
+        self._starts = list(itertools.accumulate(counts, initial=len(head)))
+        self._shown: Path | None = None
+
+    @classmethod
+    def show(cls, root: Path, part: Part, paths: Sequence[str]) -> Incoming:
+        """Shows a part whose files this process begins to write; raises OSError."""
+        folder = root / INCOMING
+        folder.mkdir(mode=0o700, exist_ok=True)
+        clean_dead(str(folder))
+        path, head = folder / f"{part.save_id}-{part.rank}", json.dumps([part.to_json().decode(), paths]).encode()
+        new = path.with_name(f"{path.name}{NEW}")
+        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = cls(descriptor, head + b"\n")
+            os.truncate(descriptor, 0)
+            os.posix_fallocate(descriptor, 0, found._starts[-1])
+            os.pwrite(descriptor, head + b"\n", 0)
+            os.rename(new, path)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        found._shown = path
+        return found
+
+    @classmethod
+    def find(cls, root: Path, save_id: str, rank: int) -> Incoming | None:
+        """Returns a part that is arriving; None if there is none."""
+        with contextlib.suppress(OSError):
+            path = root / INCOMING / f"{save_id}-{rank}"
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            with open(descriptor, "rb", closefd=False) as file:
+                found = cls(descriptor, file.readline())
+            if found.is_arriving():
+                return found
+            found.close()
+        return None
+
+    def is_arriving(self) -> bool:
+        """Returns True if the process that reads it is still at work."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return False
+
+    def mark(self, number: int, chunk: int) -> None:
+        """Notes that a chunk of a file is there, and verified."""
+        os.pwrite(self._descriptor, b"\1", self._starts[number] + chunk)
+
+    def has(self, number: int, first: int, last: int) -> bool:
+        """Returns True if the chunks with these bytes of a file are there, the last one included."""
+        chunk_size = self.part.content.files[number].chunk_size
+        first, count = first // chunk_size, last // chunk_size + 1 - first // chunk_size
+        return os.pread(self._descriptor, count, self._starts[number] + first) == b"\1" * count
+
+    def close(self) -> None:
+        """Shows the part no more, if this process has shown it."""
+        if self._shown is not None:
+            self._shown.unlink(missing_ok=True)
+        os.close(self._descriptor)
 
 
 def clear_half_made(folder: Path, clock: Clock) -> None:

@@ -67,9 +67,17 @@ class PeerStore:
 
     tier = "peer"
 
-    def __init__(self, endpoint: Endpoint, *, connections: int = 4, clock: Clock = SYSTEM) -> None:
-        """Sends no request yet; ``connections`` are used at once, at most."""
+    def __init__(self, endpoint: Endpoint, *, connections: int = 4, clock: Clock = SYSTEM, waits: bool = False) -> None:
+        """Sends no request yet.
+
+        Args:
+            endpoint: The peer's.
+            connections: Number of connections that are used at once, at most.
+            clock: For waits.
+            waits: True to wait for a part, and for its chunks, that the peer is still reading itself.
+        """
         self._endpoint = endpoint
+        self._waits = "Prefer: wait\r\n" if waits else ""
         self._clock = clock
         self._turn = threading.BoundedSemaphore(connections)
         self._idle: list[_Connection] = []
@@ -139,7 +147,7 @@ class PeerStore:
     # ------------------------------------------------------------------------------------- inside
     def _answer(self, connection: _Connection, key: str, headers: str, expected: int) -> int:
         """Returns the length of the answer to a request."""
-        head = f"GET /{key} HTTP/1.1\r\nAuthorization: Bearer {self._endpoint.token}\r\n{headers}\r\n"
+        head = f"GET /{key} HTTP/1.1\r\nAuthorization: Bearer {self._endpoint.token}\r\n{self._waits}{headers}\r\n"
         status, length = connection.ask(head.encode())
         if status == 503:
             raise _BusyError

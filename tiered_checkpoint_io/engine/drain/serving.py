@@ -7,6 +7,8 @@ token if it can, so that readers find the node again.
 Parts are named by save id, rank and file number; no path comes from outside. Each request shows the token, which is
 compared in constant time. Connections, requests, and all waits are bounded; bytes go from tmpfs to the socket by
 ``sendfile``, under the lock that keeps a part's files from being reused.
+
+A reader that is ready to wait also gets a part that this node is still reading itself: each chunk once it is verified.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from tiered_checkpoint_io.engine.chunks import quarantine_damaged
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.memory.node import MemoryFullError, write_atomic
-from tiered_checkpoint_io.memory.parts import StoredPart, opened
+from tiered_checkpoint_io.memory.parts import Incoming, StoredPart, opened
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.stores.peer import LEAST_RATE, Endpoint, PeerStore
@@ -43,6 +45,7 @@ _MAX_RANGE = 1 << 30
 _SENT_AT_ONCE = 8 << 20
 _REQUEST = re.compile(rb"GET /(?:([0-9A-Za-z.-]{1,64})/(\d{1,9})(?:/(\d{1,9}|check))?)? HTTP/1\.1\r\n")
 _TOKEN = re.compile(rb"\r\nAuthorization: Bearer ([0-9a-f]{1,128})\r\n", re.IGNORECASE)
+_WAITS = b"\r\nPrefer: wait\r\n"
 _RANGE = re.compile(rb"\r\nRange: bytes=(\d{1,18})-(\d{1,18})\r\n", re.IGNORECASE)
 
 
@@ -223,8 +226,8 @@ class _Reader:
     def __init__(self, tier: MemoryTier, connection: socket.socket, clock: Clock, held: contextlib.ExitStack) -> None:
         self._tier, self._connection, self._clock, self._held = tier, connection, clock, held
         self._name: tuple[str, int] | None = None
-        self._stored: StoredPart | None = None
-        self._descriptors: dict[str, int] = {}
+        self._stored: StoredPart | Incoming | None = None
+        self._descriptors: list[int] = []
 
     def request(self) -> bytes:
         """Returns the head of the next request; nothing if the connection has ended."""
@@ -259,12 +262,13 @@ class _Reader:
         if not ids.is_save_id(save_id):
             raise _RefusedError("400 Bad Request")
         try:
-            stored = self._open(save_id, int(rank))
-        except (CheckpointNotFoundError, CorruptCheckpointError):
+            stored = self._open(save_id, int(rank), waits=_WAITS in head)
+        except (CheckpointNotFoundError, CorruptCheckpointError, FileNotFoundError):
             self._send(_head("404 Not Found", 0))
             return
         if which == "check":
-            quarantine_damaged(self._tier, stored)
+            if isinstance(stored, StoredPart):
+                quarantine_damaged(self._tier, stored)
             self._close()
             self._send(_head("200 OK", 0))
         elif not which:
@@ -273,20 +277,51 @@ class _Reader:
         else:
             self._send_file(stored, int(which), head)
 
-    def _open(self, save_id: str, rank: int) -> StoredPart:
-        stored = self._stored
-        if stored is None or self._name != (save_id, rank):
+    def _open(self, save_id: str, rank: int, *, waits: bool) -> StoredPart | Incoming:
+        deadline = self._clock.monotonic() + self._clock.timing.peer_silence_s / 2
+        while self._stored is None or self._name != (save_id, rank):
             self._close()
+            try:
+                self._name, self._stored = (save_id, rank), self._find(save_id, rank, waits=waits)
+            except (CheckpointNotFoundError, FileNotFoundError):
+                if not waits or self._clock.monotonic() > deadline:
+                    raise
+                self._clock.sleep(self._clock.timing.accept_poll_s)
+        return self._stored
+
+    def _find(self, save_id: str, rank: int, *, waits: bool) -> StoredPart | Incoming:
+        try:
             stored = self._tier.find(save_id, rank)
-            self._descriptors = self._held.enter_context(opened(stored))
-            self._name, self._stored = (save_id, rank), stored
-        return stored
+            self._descriptors = list(self._held.enter_context(opened(stored)).values())
+            return stored
+        except CheckpointNotFoundError:
+            incoming = Incoming.find(self._tier.root, save_id, rank) if waits else None
+            if incoming is None:
+                raise
+        self._held.callback(incoming.close)
+        for path in incoming.paths:
+            self._descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
+            self._held.callback(os.close, self._descriptors[-1])
+        return incoming
 
     def _close(self) -> None:
-        self._name = self._stored = None
+        self._name, self._stored, self._descriptors = None, None, []
         self._held.close()
 
-    def _send_file(self, stored: StoredPart, number: int, head: bytes) -> None:
+    def _is_here(self, incoming: Incoming, number: int, first: int, last: int) -> bool:
+        """Waits for bytes of a part that arrives; answers the request if they are not here in time."""
+        deadline = self._clock.monotonic() + self._clock.timing.peer_silence_s / 2
+        while not incoming.has(number, first, last):
+            is_arriving = incoming.is_arriving()
+            if not is_arriving or self._clock.monotonic() > deadline:
+                # If it is not arriving, it may be here by now, or the process has failed: the next request shows which.
+                self._close()
+                self._send(_head("503 Service Unavailable", 0))
+                return False
+            self._clock.sleep(self._clock.timing.chunk_poll_s)
+        return True
+
+    def _send_file(self, stored: StoredPart | Incoming, number: int, head: bytes) -> None:
         wanted, files = _RANGE.search(head), stored.part.content.files
         if wanted is None or number >= len(files):
             raise _RefusedError("400 Bad Request")
@@ -297,9 +332,11 @@ class _Reader:
         if last >= entry.size:
             self._send(_head("416 Range Not Satisfiable", 0, f"Content-Range: bytes */{entry.size}\r\n"))
             return
+        if isinstance(stored, Incoming) and not self._is_here(stored, number, first, last):
+            return
         self._send(_head("206 Partial Content", length, f"Content-Range: bytes {first}-{last}/{entry.size}\r\n"))
         deadline = self._clock.monotonic() + self._clock.timing.peer_silence_s + length / LEAST_RATE
-        descriptor, at = self._descriptors[entry.basename], first
+        descriptor, at = self._descriptors[number], first
         for _ in self._ready(deadline):
             with contextlib.suppress(BlockingIOError):
                 sent = os.sendfile(self._connection.fileno(), descriptor, at, min(last + 1 - at, _SENT_AT_ONCE))

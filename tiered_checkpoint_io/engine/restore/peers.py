@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -26,13 +26,20 @@ from tiered_checkpoint_io.model.manifest import FileEntry, Part
 from tiered_checkpoint_io.stores.peer import Endpoint, PeerStore
 
 _T = TypeVar("_T")
+#: Nodes that read from one node at the same time, at most, while a checkpoint goes to all nodes.
+CHILDREN = 2
 
 
 class Peers:
     """The nodes that hold parts of a candidate, as one rank reads them."""
 
     def __init__(
-        self, tiers: Tiers, candidate: Candidate, endpoints: Mapping[str, Endpoint], node: str, readers: int = 1
+        self,
+        tiers: Tiers,
+        candidate: Candidate,
+        endpoints: Mapping[str, Endpoint],
+        node: str,
+        nodes: Sequence[str] = (),
     ) -> None:
         """Asks nothing yet.
 
@@ -41,25 +48,27 @@ class Peers:
             candidate: The save.
             endpoints: Endpoint that serves each node's memory.
             node: This node.
-            readers: Number of ranks of this node that read.
+            nodes: The node of each rank that reads.
         """
         self._tiers, self._candidate = tiers, candidate
         self.rejected: list[str] = []
-        connections = max(1, RANGES // readers)
+        connections = max(1, RANGES // max(1, nodes.count(node)))
         self._stores = {
-            name: PeerStore(endpoint, connections=connections, clock=tiers.clock)
+            name: PeerStore(endpoint, connections=connections, clock=tiers.clock, waits=not candidate.held.get(name))
             for name, endpoint in endpoints.items()
             if name != node
         }
         #: Nodes begin with different sources.
         self._turn = sum(name < node for name in endpoints)
+        self._first = self._stores.get(fan_out(candidate, nodes).get(node, ""))
         self._parts: dict[int, Part | None] = {}
 
     def holders(self, rank: int) -> list[PeerStore]:
         """Returns the nodes that hold a rank's part, in the order in which to read them."""
         able = [store for name, store in self._stores.items() if rank in self._candidate.held.get(name, ())]
-        first = self._turn % len(able) if able else 0
-        return able[first:] + able[:first]
+        turn = self._turn % len(able) if able else 0
+        able = able[turn:] + able[:turn]
+        return able if self._first is None else [self._first, *(each for each in able if each is not self._first)]
 
     def part(self, rank: int) -> Part | None:
         """Returns the description of a rank's part; None if no other node has it."""
@@ -73,6 +82,8 @@ class Peers:
                 yield describe(store, self._candidate.save_id, rank)
             except (StoreError, CorruptCheckpointError) as error:
                 self._note(f"{self._candidate.name}: {error}")
+                # It does not read the part itself.
+                self._first = None if store is self._first else self._first
 
     def entry(self, basename: str) -> FileEntry | None:
         """Returns a file that some other node has."""
@@ -112,6 +123,27 @@ class Peers:
         """Ends all connections."""
         for store in self._stores.values():
             store.close()
+
+
+def fan_out(candidate: Candidate, nodes: Sequence[str]) -> dict[str, str]:
+    """Plans from which node each other node reads a full checkpoint first; pure.
+
+    A node that reads it serves what it has verified, so no node serves more than CHILDREN others: a copy reaches 128
+    nodes over 7 steps, each of which is a chunk behind the one before. If a step fails, a reader takes a node that
+    holds all of it.
+
+    Args:
+        candidate: The save.
+        nodes: The node of each rank.
+
+    Returns:
+        The first source of each node that has no copy.
+    """
+    if candidate.content.kind != "full":
+        return {}
+    reading = [name for name in dict.fromkeys(nodes) if name not in candidate.held]
+    sources = [name for _ in range(CHILDREN) for name in candidate.held]
+    return dict(zip(reading, [*sources, *(name for name in reading for _ in range(CHILDREN))], strict=False))
 
 
 @dataclass(frozen=True, slots=True)

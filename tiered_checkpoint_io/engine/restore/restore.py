@@ -326,6 +326,10 @@ class SlotOrFile:
         """See :meth:`SlotDestination.fresh`; None for a temporary file."""
         return self._slot.fresh(basename)
 
+    def arrived(self, number: int, chunk: int) -> None:
+        """See :meth:`SlotDestination.arrived`."""
+        self._slot.arrived(number, chunk)
+
     def keep(self) -> FetchedPart:
         if self._path is not None:
             return FetchedPart(self._part, self._path, self._tier, temporary=True)

@@ -35,7 +35,7 @@ from tiered_checkpoint_io.engine.restore.choice import (
 )
 from tiered_checkpoint_io.engine.restore.elsewhere import Elsewhere
 from tiered_checkpoint_io.engine.restore.ending import why_nothing
-from tiered_checkpoint_io.engine.restore.peers import Peers
+from tiered_checkpoint_io.engine.restore.peers import Peers, fan_out
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -235,10 +235,12 @@ class Search:
     def peers(self, candidate: Candidate) -> Peers:
         """Has the nodes that hold parts of a candidate serve them; every rank calls this."""
         # A failure there is logged there: the others do without that node.
-        mine = self._tiers.serve() if self.leads and self.group.node in candidate.held else None
+        node = self.group.node
+        serves = node in candidate.held or node in fan_out(candidate, self.nodes).values()
+        mine = self._tiers.serve() if self.leads and serves else None
         told: list[Endpoint | None] = self.group.all_gather(mine)
         endpoints = {node: each for node, each in zip(self.nodes, told, strict=True) if each is not None}
-        return Peers(self._tiers, candidate, endpoints, self.group.node, self.nodes.count(self.group.node))
+        return Peers(self._tiers, candidate, endpoints, node, self.nodes)
 
     def reject(self, notes: Iterable[str]) -> None:
         """Notes the reasons against copies, each once."""
