@@ -57,6 +57,14 @@ def test_a_full_checkpoint_is_read_from_s3_once_a_node_after_two_lists(ranks, lo
     assert [(answer["matches"], answer["tier"]) for answer in answers] == [(True, "memory")] * 4
 
 
+@pytest.mark.matrix
+def test_a_full_checkpoint_goes_from_one_node_to_five(ranks, s3_url):
+    ranks("abcdef", ["save_full", 1, ["memory"], {"name": "new.ckpt"}], ["close"], dirpath=s3_url, drain="process")
+    (answers, _) = ranks("abcdef", ["load_full", 1], ["close"], dirpath=s3_url, drain="process")
+    found = [(answer.get("matches"), answer.get("tier")) for answer in answers]
+    assert found == [(True, "memory"), *[(True, "peer")] * 5], answers
+
+
 def test_a_rank_that_never_comes_to_a_load_is_named_within_the_bound(ranks):
     _, (alone, _) = ranks("ab", ["hurry", {"rendezvous_s": 1.0}], ["load_full", 1, {"absent": 1}])
     assert alone["error"] == "ConfigError"
