@@ -1,6 +1,5 @@
 """The command that deletes a namespace from node memory: its dry run, and memory that a reboot or a kill took."""
 
-import fcntl
 import functools
 import shutil
 from dataclasses import replace
@@ -17,7 +16,6 @@ from support.waiting import until
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.engine.leasing import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import ConfigError
-from tiered_checkpoint_io.memory import tier as memory_tier
 from tiered_checkpoint_io.memory.node import is_lost, release, try_lock
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
@@ -165,23 +163,6 @@ def test_it_leaves_what_a_trainer_uses_or_a_drain_works_on(node):
     assert not node.root.exists()
 
 
-def test_after_a_reboot_it_has_to_be_told_where_the_spill_is(spilled, tmp_path):
-    shutil.rmtree(spilled.root)
-    done = clean(spilled)
-    assert (done.exit_code, spilled.spill.is_dir()) == (0, True)
-    assert "nothing in memory at " in done.stdout
-    assert "a spill_dir other than auto is not known here: give --spill-dir" in done.stdout
-    named = ("--spill-dir", str(tmp_path / "disk"))
-    told = clean(spilled, *named)
-    assert (told.exit_code, "1 operation not yet durable" in told.stderr) == (1, True)
-    done = clean(spilled, *named, "--yes")
-    assert (done.exit_code, spilled.spill.is_dir()) == (0, False)
-    assert "b.ckpt\t2\t1\t" in done.stdout
-    assert str(spilled.spill) in done.stdout
-    again = clean(spilled, *named)
-    assert (again.exit_code, f"no spill of it in {tmp_path / 'disk'}" in again.stdout) == (0, True)
-
-
 @pytest.mark.parametrize("killed_at", [1, 2])
 def test_one_that_was_killed_is_finished_by_the_next(spilled, monkeypatch, killed_at):
     """Memory was renamed, and is not found any more; the spill is deleted, or not yet."""
@@ -200,39 +181,6 @@ def test_one_that_was_killed_is_finished_by_the_next(spilled, monkeypatch, kille
     assert clean(spilled, "--yes").exit_code == 0
     assert not spilled.spill.exists()
     assert not spilled.root.parent.exists(), "nor is anything that was put away left"
-
-
-def test_a_spill_in_use_is_kept_though_its_memory_is_not_seen_here(spilled, tmp_path):
-    """The user is a container with a tmpfs of its own. The spill's folder may have another spelling, too."""
-    shutil.rmtree(spilled.root)
-    (tmp_path / "link").symlink_to(tmp_path / "disk")
-    named = ("--spill-dir", str(tmp_path / "link"), "--yes")
-    kept = clean(spilled, *named)
-    assert (kept.exit_code, spilled.spill.is_dir()) == (0, True)
-    assert f"a trainer or drain whose memory is not seen here uses the spill in {tmp_path / 'link'}" in kept.stdout
-    memory_tier._drop_in_child()  # as when its process ends
-    done = clean(spilled, *named)
-    assert (done.exit_code, spilled.spill.exists()) == (0, False)
-
-
-@pytest.mark.parametrize("in_use", [False, True])
-def test_it_tells_of_another_spill_that_it_leaves(spilled, tmp_path, in_use):
-    other = spilled.spill.with_name(f"{spilled.spill.name}-2")
-    other.mkdir(0o700)
-    named = ("--spill-dir", str(tmp_path / "disk"))
-    with (other / memory_tier.OWNER_FILE).open("w") as owner:
-        if in_use:
-            fcntl.flock(owner, fcntl.LOCK_SH)
-        done = clean(spilled, *named, "--yes")
-    assert (done.exit_code, spilled.spill.exists(), other.is_dir()) == (0, False, True)
-    assert f"another spill of this namespace is left at {other}: " in done.stdout
-    memory_tier._drop_in_child()
-    if in_use:
-        assert "uses it" in done.stdout.splitlines()[-1]
-    else:
-        assert f"run clean again, with {' '.join(named)}" in done.stdout
-        assert clean(spilled, *named, "--yes").exit_code == 0
-        assert not other.exists()
 
 
 def test_it_keeps_what_a_restart_needs_beside_the_newest(memory_dir, tmp_path):

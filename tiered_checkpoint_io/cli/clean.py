@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tiered_checkpoint_io.cli.answers import ask
-from tiered_checkpoint_io.cli.options import Node, Output, path_of
+from tiered_checkpoint_io.cli.options import Node, Output
 from tiered_checkpoint_io.cli.output import Columns, say, show, write_json
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.stores import last_config
@@ -25,16 +25,15 @@ from tiered_checkpoint_io.inventory.node import owned, saves_of, undone
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.memory.node import release, try_lock
 from tiered_checkpoint_io.memory.parts import StoredPart
-from tiered_checkpoint_io.memory.tier import AUTO, FOLDERS, OWNER_FILE, MemoryTier, siblings, spill_dir_of, spill_root
+from tiered_checkpoint_io.memory.tier import AUTO, FOLDERS, MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import Part
 from tiered_checkpoint_io.model.retention import unit_of
-from tiered_checkpoint_io.stores import config_at, place_of
+from tiered_checkpoint_io.stores import config_at
 
 _USED = "a trainer or drain uses it"
-_NOT_KNOWN = "a spill_dir other than auto is not known here: give --spill-dir"
 
 
 @dataclass(frozen=True)
@@ -67,14 +66,6 @@ class Clean(Output, Node):
     """
 
     yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, only show what would go.")] = False
-    spill_dir: Annotated[
-        Path | None,
-        typer.Option(
-            parser=path_of,
-            metavar="PATH",
-            help="The job's spill_dir, if a reboot deleted the memory that names it.",
-        ),
-    ] = None
 
     def run(self) -> None:
         """Shows the files that would go, or deletes them; the status is 1 if there is a warning."""
@@ -83,15 +74,15 @@ class Clean(Output, Node):
             left = _left_over(root, held)
             # A folder that an earlier command has put away, and not deleted yet, names the spill as well.
             config = next(filter(None, map(last_config, [root, *left])), None)
-            spills = _spills(root, config, self.spill_dir)
+            memory = MemoryTier(root)
+            memory.use_spill(config.spill_dir if config is not None else AUTO)
+            spills = [memory.spill] if memory.spill is not None else []
             folders = [*([root] if root.is_dir() else []), *(each.root for each in spills)]
             if root.is_dir():
                 if not any((root / folder).is_dir() for folder in FOLDERS):
                     hint = "check --memory-dir and --namespace"
                     raise ConfigError(f"{root} is no memory tier, and was left as it is", hint=hint)
                 owned(root)
-            memory = MemoryTier(root)
-            memory.place = place_of(config) if config is not None else None
             parts, unread = _held([memory, memory.replicas, *spills] if folders else [])
             is_used = _is_used(root, held)
             warnings = _warnings(root, config, parts, unread, is_used=is_used) if folders and not self.yes else []
@@ -112,11 +103,9 @@ class Clean(Output, Node):
             found = {"warnings": warnings, "checkpoints": rows, "unreadable": unread}
             write_json("clean", {"root": root, "dry_run": not self.yes, **found})
         elif not folders:
-            say(_nothing(root, config, self.spill_dir))
+            say(f"nothing in memory at {root}, and no spill of it is known")
         else:
             _show(rows, unread, folders, warnings, yes=self.yes)
-            for folder in _others(root, config, self.spill_dir):
-                say(f"another spill of this namespace is left at {folder}: {_used_by(folder)}")
         raise typer.Exit(1 if warnings else 0)
 
 
@@ -168,14 +157,6 @@ def _show(
     say(f"removed {what}" if yes else f"{what} would go; delete with --yes")
 
 
-def _nothing(root: Path, config: TieredCheckpointConfig | None, spill_dir: Path | None) -> str:
-    searched = f" in {spill_dir}" if spill_dir is not None else ""
-    spill = f"no spill of it{searched}" if searched or config is not None else _NOT_KNOWN
-    if _others(root, config, spill_dir):
-        spill = f"a trainer or drain whose memory is not seen here uses the spill{searched}, which was left as it is"
-    return f"nothing in memory at {root}; {spill}"
-
-
 def _left_over(root: Path, held: contextlib.ExitStack) -> list[Path]:
     """Returns folders that killed commands have put away, locked until ``held`` ends."""
     found: list[Path] = []
@@ -185,38 +166,6 @@ def _left_over(root: Path, held: contextlib.ExitStack) -> list[Path]:
             held.callback(release, lock)
             found.append(left)
     return found
-
-
-def _spills(root: Path, config: TieredCheckpointConfig | None, named: Path | None) -> list[MemoryTier]:
-    """Returns the spills of a root that are there: by its configuration, or else by default, and if one is named."""
-    found: dict[Path, MemoryTier] = {}
-    for spill_dir in (config.spill_dir if config is not None else AUTO, *([str(named)] if named is not None else [])):
-        tier = MemoryTier(root)
-        tier.use_spill(spill_dir)
-        if tier.spill is not None:
-            tier.spill.place = place_of(config) if config is not None else None
-            # One folder may have several spellings.
-            found[tier.spill.root.resolve()] = tier.spill
-    return list(found.values())
-
-
-def _others(root: Path, config: TieredCheckpointConfig | None, named: Path | None) -> list[Path]:
-    """Returns other memories' spills in the places of a root's spill, once its own is gone."""
-    folders = {
-        spill_dir_of(config.spill_dir if config is not None else AUTO),
-        str(named) if named is not None else None,
-    }
-    found = {spill for each in folders if each is not None for spill in siblings(spill_root(each, root).resolve())}
-    return sorted(found)
-
-
-def _used_by(spill: Path) -> str:
-    """Returns advice that depends on whether a spill is in use."""
-    lock = try_lock(spill / OWNER_FILE)
-    if lock is None:
-        return "a trainer or drain whose memory is not seen here uses it"
-    release(lock)
-    return f"no process uses it; run clean again, with --spill-dir {spill.parent.parent}"
 
 
 def _warnings(
