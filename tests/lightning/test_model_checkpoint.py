@@ -12,9 +12,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsync
 from support.training import LogBook, Model
 
 from tiered_checkpoint_io import AsyncCheckpointIO
-from tiered_checkpoint_io.adapters.steps import tiers_for_step
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.engine.checkpointer import Checkpointer
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer, tiers_for_step
 from tiered_checkpoint_io.errors import ConfigError, StoreError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store

@@ -12,7 +12,7 @@ from support.training import Model, Runs, Stop, Told, durable, wipe
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.preemption import Preempted
 from tiered_checkpoint_io.engine.save.saver import PartSave
-from tiered_checkpoint_io.engine.staging.capture import Capturer
+from tiered_checkpoint_io.engine.staging import Capturer
 from tiered_checkpoint_io.errors import ConfigError
 
 GRACE_S = 20.0

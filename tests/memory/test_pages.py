@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from support.tenants import mounted_tmpfs
 from support.waiting import until
 
+from tiered_checkpoint_io.engine import staging
 from tiered_checkpoint_io.engine.ranks.views import bytes_of, privately_mapped
-from tiered_checkpoint_io.engine.staging import capture
-from tiered_checkpoint_io.engine.staging.capture import Capturer, HostPins
+from tiered_checkpoint_io.engine.staging import Capturer, HostPins
 from tiered_checkpoint_io.formats.image import PINNED_PIECE, cuts_of
 from tiered_checkpoint_io.memory.node import is_tmpfs
 from tiered_checkpoint_io.memory.slots import HUGE, Mapped, make_huge, take_space
@@ -239,7 +239,7 @@ class Runtime:
 def runtime(monkeypatch):
     made = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
-    monkeypatch.setattr(capture, "beside_graphs", lambda: contextlib.nullcontext(True))
+    monkeypatch.setattr(staging, "beside_graphs", lambda: contextlib.nullcontext(True))
     monkeypatch.setattr(torch.cuda, "current_device", made.current_device)
     monkeypatch.setattr(torch.cuda, "device", made.device)
     with made.device(3):

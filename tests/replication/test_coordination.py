@@ -13,7 +13,7 @@ from support.failing import failing
 from support.restoring import SMALL, in_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tiered_checkpoint_io.adapters.groups import shard_role_of
+from tiered_checkpoint_io.adapters.calls import shard_role_of
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.coordination import (

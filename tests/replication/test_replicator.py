@@ -21,8 +21,8 @@ from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks.run import PeerError, StoreClient
 from tiered_checkpoint_io.engine.replication.meeting import node_peers, peers_of_ranks, sender_of
 from tiered_checkpoint_io.engine.replication.replicator import _MAX_DECIDED, Fates, Keeper, Offers, form_key
-from tiered_checkpoint_io.engine.staging.capture import Capturer
-from tiered_checkpoint_io.engine.staging.retention import Scope
+from tiered_checkpoint_io.engine.retention import Scope
+from tiered_checkpoint_io.engine.staging import Capturer
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier

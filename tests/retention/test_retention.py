@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_checkpoint_io.engine.staging import retention
-from tiered_checkpoint_io.engine.staging.retention import (
+from tiered_checkpoint_io.engine import retention
+from tiered_checkpoint_io.engine.retention import (
     Evidence,
     Scope,
     all_complete,

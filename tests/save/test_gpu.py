@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.saving import save_full
 
-from tiered_checkpoint_io.engine.staging.capture import Capturer, HostPins
+from tiered_checkpoint_io.engine.staging import Capturer, HostPins
 from tiered_checkpoint_io.formats.torch_file import plan
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids

@@ -23,7 +23,7 @@ PATIENCE_S = 900
 COMMIT, SWEEP = (f"engine/durable/{name}.py" for name in ("commit", "sweep"))
 LEASES = "engine/leasing.py"
 REPLICATOR, MEETING = (f"engine/replication/{name}.py" for name in ("replicator", "meeting"))
-RETENTION = "engine/staging/retention.py"
+RETENTION = "engine/retention.py"
 OPERATIONS, EXECUTE = "engine/drain/operations.py", "engine/drain/execute.py"
 #: Defect; file; the text, and the text that replaces it.
 DEFECTS = [
@@ -95,7 +95,7 @@ DEFECTS = [
     ),
     (
         "what a run saves after another has come by keeps its place in the order",
-        "engine/staging/order.py",
+        "engine/staging.py",
         " and self._met_others():",
         " and False:",
     ),
@@ -107,7 +107,7 @@ DEFECTS = [
     ),
     (
         "the ids of a run follow its machine's clock alone",
-        "engine/staging/order.py",
+        "engine/staging.py",
         "ids.new_run_id(after=max(filter(None, seen), default=None), clock=self._clock)",
         "ids.new_run_id(clock=self._clock)",
     ),

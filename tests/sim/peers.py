@@ -32,7 +32,7 @@ from tiered_checkpoint_io.engine.chunks import SlotDestination, verify
 from tiered_checkpoint_io.engine.replication.meeting import Peering
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.engine.restore.peers import Peers
-from tiered_checkpoint_io.engine.staging.retention import Scope, complete_here, removable
+from tiered_checkpoint_io.engine.retention import Scope, complete_here, removable
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, TieredCheckpointError
 from tiered_checkpoint_io.memory.parts import reading
 from tiered_checkpoint_io.memory.tier import MemoryTier

@@ -159,7 +159,7 @@ def options_of(order):
 
 def run_trainer(order, counter):
     """Runs a life of :data:`LIVES`; reports each operation that is done."""
-    from tiered_checkpoint_io.engine.staging.capture import Capturer
+    from tiered_checkpoint_io.engine.staging import Capturer
 
     name_operations(counter)
     if order["drain"] == "process":

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from tiered_checkpoint_io.engine.save.facts import FOUND_CHANGED
 from tiered_checkpoint_io.engine.save.overlap import CHECK, Overlapped
-from tiered_checkpoint_io.engine.staging.order import BackgroundTask
+from tiered_checkpoint_io.engine.staging import BackgroundTask
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
 from tiered_checkpoint_io.strategies import TieredModelParallelStrategy
 

@@ -124,7 +124,7 @@ def node(order, rank):
 def send(order, counter, store):
     from support.saving import save_full
 
-    from tiered_checkpoint_io.engine.staging.capture import Capturer
+    from tiered_checkpoint_io.engine.staging import Capturer
 
     counter.phase = "replicate: save and send"
     tier, replicator, counts = replicator_of(order, 0, store)

@@ -2,8 +2,8 @@
 
 import time
 
+from tiered_checkpoint_io.engine.retention import all_complete
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
-from tiered_checkpoint_io.engine.staging.retention import all_complete
 from tiered_checkpoint_io.formats.torch_file import plan
 from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import FileEntry

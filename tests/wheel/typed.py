@@ -16,8 +16,8 @@ from tiered_checkpoint_io import (
     TieredStorageWriter,
     dcp,
 )
-from tiered_checkpoint_io.adapters.steps import tiers_for_step
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
+from tiered_checkpoint_io.engine.checkpointer import tiers_for_step
 from tiered_checkpoint_io.errors import StoreError, TieredCheckpointError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy

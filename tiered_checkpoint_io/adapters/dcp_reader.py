@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tiered_checkpoint_io.adapters import pinned_reads
+from tiered_checkpoint_io.adapters.calls import dcp_arguments
 from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Shared, close_shared, settings_of, shared_of
-from tiered_checkpoint_io.adapters.groups import dcp_arguments
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.chunks import Span
 from tiered_checkpoint_io.engine.ranks import coordination

@@ -9,14 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from tiered_checkpoint_io.adapters.steps import check_positive
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import Support, TieredCheckpointConfig, as_mapping, refuse_keys_of_others
+from tiered_checkpoint_io.model.config import (
+    Support,
+    TieredCheckpointConfig,
+    as_mapping,
+    check_positive,
+    refuse_keys_of_others,
+)
 
 _EXTRA = ("world_size", "save_to_s3", "s3_every_n_steps", "logger")
 _BASE_PATHS = ("s3_tier_base_path", "s3_base_path")

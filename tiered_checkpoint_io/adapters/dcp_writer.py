@@ -20,25 +20,21 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
-from tiered_checkpoint_io.adapters.async_saves import show_failures, was_shown
+from tiered_checkpoint_io.adapters.calls import DcpArguments, dcp_arguments, show_failures, was_shown
 from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Settings, Shared, close_shared, settings_of, shared_of
-from tiered_checkpoint_io.adapters.groups import DcpArguments, dcp_arguments
-from tiered_checkpoint_io.adapters.steps import check_positive
-from tiered_checkpoint_io.adapters.structure import local_of
-from tiered_checkpoint_io.adapters.tensor_kinds import CheckingSavePlanner, KindsCheck
+from tiered_checkpoint_io.adapters.planner import CheckingSavePlanner, KindsCheck, local_of
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks.coordination import trains_here
 from tiered_checkpoint_io.engine.ranks.run import current_rank
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, agreed, arrived, expect_facts, vote, warn_at_first_save
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
-from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.shard_image import Item, Placed, TensorRow, plan_shard
 from tiered_checkpoint_io.logs import Logger, of_step
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig, check_positive
 from tiered_checkpoint_io.model.numbers import seconds
 
 
@@ -488,7 +484,7 @@ def file_of(
         return layout.file(objects, known.state_dict)
     # The order of FileSystemWriter.
     ordered = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
-    kinds = KindsCheck(Trust.of(config))
+    kinds = KindsCheck(config)
     items = [_item(item, planner, transforms, kinds) for item in ordered]
     warn([data for data, names in items if not (names or isinstance(data, torch.Tensor))])
     if structure is not None:

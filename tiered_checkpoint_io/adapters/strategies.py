@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.tensor import DTensor
 
 from tiered_checkpoint_io.adapters import dcp
+from tiered_checkpoint_io.adapters.calls import first_failure, save_planner
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared
 from tiered_checkpoint_io.adapters.dcp_writer import Save, TieredStorageWriter
-from tiered_checkpoint_io.adapters.groups import first_failure, save_planner
 from tiered_checkpoint_io.adapters.lightning import (
     AsyncCheckpointIO,
     FreshStart,

@@ -18,16 +18,16 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import Never
 
 from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, FreshStart, TieredCheckpointIO, require_tiered_io
-from tiered_checkpoint_io.adapters.steps import check_positive, passes, tiers_for_step
 from tiered_checkpoint_io.callbacks.ending import DurableEnd, EndOfTraining, progress_of
 from tiered_checkpoint_io.callbacks.places import SentinelFileSystem, check_dirpath, check_places, check_retention
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain, say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import check_strategy, failing_together, if_known, on_rank_0, save_together
+from tiered_checkpoint_io.engine.checkpointer import passes, tiers_for_step
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.errors import ConfigError, DrainError, StoreError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping, refuse_keys_of_others
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping, check_positive, refuse_keys_of_others
 from tiered_checkpoint_io.model.config import keys as config_keys
 
 #: Keys of the configuration that it reads.

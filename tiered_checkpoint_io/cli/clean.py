@@ -18,7 +18,7 @@ from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.stores import last_config
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
 from tiered_checkpoint_io.engine.leasing import delete, left_by, lock_out
-from tiered_checkpoint_io.engine.staging.retention import only_here
+from tiered_checkpoint_io.engine.retention import only_here
 from tiered_checkpoint_io.errors import ConfigError, TieredCheckpointError
 from tiered_checkpoint_io.inventory.durable import DurableCheckpoint, read_all, resumable
 from tiered_checkpoint_io.inventory.node import owned, saves_of, undone

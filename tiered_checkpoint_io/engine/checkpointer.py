@@ -31,6 +31,37 @@ TIERS = frozenset({"memory", "durable"})
 _LEAST_PREPARED = 64 << 20
 
 
+def tiers_for_step(
+    global_step: int,
+    memory_every_n_train_steps: int | None,
+    s3_every_n_train_steps: int | None,
+    *,
+    since: int | None = None,
+) -> frozenset[str]:
+    """Returns the tiers that a training step is saved to: a function of only steps, so that all ranks agree.
+
+    ``{"memory", "durable"}`` on multiples of ``s3_every_n_train_steps``, else ``{"memory"}`` on
+    multiples of ``memory_every_n_train_steps``, else none.
+
+    Args:
+        global_step: The optimizer step; 0 is never saved.
+        memory_every_n_train_steps: Steps between memory checkpoints; None for none.
+        s3_every_n_train_steps: Steps between durable checkpoints; None for none.
+        since: The step after the previous batch, if not ``global_step - 1``: multiples in between count.
+    """
+    before = global_step - 1 if since is None else since
+    if passes(s3_every_n_train_steps, before, global_step):
+        return TIERS
+    if passes(memory_every_n_train_steps, before, global_step):
+        return frozenset({"memory"})
+    return frozenset()
+
+
+def passes(every: int | None, before: int, step: int) -> bool:
+    """Returns whether a multiple of ``every`` comes after ``before``, up to ``step``; None and 0 have none."""
+    return every is not None and every > 0 and step > 0 and step // every > before // every
+
+
 class NoCheckpoint(dict[str, Any]):
     """Result of loading ``tiered:latest`` if there is no checkpoint yet: falsy, so start from scratch.
 

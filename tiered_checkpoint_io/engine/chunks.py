@@ -26,9 +26,9 @@ from tiered_checkpoint_io.memory.parts import Incoming, StoredPart, reading
 from tiered_checkpoint_io.memory.slots import Slot, clean_dead
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import documents
-from tiered_checkpoint_io.model.documents import chunk_ranges, chunk_size_for, hash_bytes, new_hash
+from tiered_checkpoint_io.model.documents import chunk_size_for, new_hash
 from tiered_checkpoint_io.model.manifest import FileEntry, Part
-from tiered_checkpoint_io.stores.base import Readable, UploadContent
+from tiered_checkpoint_io.stores.base import Readable
 from tiered_checkpoint_io.stores.fallbacks import read_pieces
 from tiered_checkpoint_io.stores.peer import PeerStore
 
@@ -47,20 +47,6 @@ Write = Callable[[memoryview, int], None]
 def unverified(key: str, size: int) -> FileEntry:
     """Returns a file of which no hashes are known, to be read as others are."""
     return FileEntry(key, size, chunk_size_for(size), ())
-
-
-def hashed(path: str, data: UploadContent, *, progress: Callable[[int], None] = lambda _: None) -> FileEntry:
-    """Returns the description of a file at ``path``; ``progress`` gets each count of bytes before their hash."""
-    size = len(data)
-    chunk_size = chunk_size_for(size)
-
-    def one(chunk: Span) -> str:
-        offset, length = chunk
-        with data[offset : offset + length] as piece:
-            progress(length)
-            return hash_bytes(piece)
-
-    return FileEntry(path, size, chunk_size, tuple(in_parallel(one, chunk_ranges(size, chunk_size), _HASH_THREADS)))
 
 
 def fetch(store: Readable, entry: FileEntry, view: memoryview, *, concurrency: int, write: Write | None = None) -> None:

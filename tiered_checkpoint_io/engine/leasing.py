@@ -33,7 +33,7 @@ from tiered_checkpoint_io.engine.drain.worker import TRAINERS_FILE
 from tiered_checkpoint_io.engine.durable.lease import UNREADABLE, Lease, holder_of, read, understood
 from tiered_checkpoint_io.engine.durable.manifests import newest_save_id
 from tiered_checkpoint_io.engine.ranks.run import current_rank, current_run, current_world_size
-from tiered_checkpoint_io.engine.staging.retention import only_here
+from tiered_checkpoint_io.engine.retention import only_here
 from tiered_checkpoint_io.errors import ConfigError, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, size_text
 from tiered_checkpoint_io.memory.node import (

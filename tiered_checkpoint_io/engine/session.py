@@ -39,8 +39,7 @@ from tiered_checkpoint_io.engine.ranks.run import (
     may_lead_node,
 )
 from tiered_checkpoint_io.engine.replication.meeting import Peering, address_here
-from tiered_checkpoint_io.engine.staging.capture import Capturer, HostPins
-from tiered_checkpoint_io.engine.staging.order import BackgroundTask, SaveIds, Turn
+from tiered_checkpoint_io.engine.staging import BackgroundTask, Capturer, HostPins, SaveIds, Turn
 from tiered_checkpoint_io.errors import DrainError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, get_logger
 from tiered_checkpoint_io.memory.node import MemoryFullError, node_budget, register_owner
@@ -306,7 +305,8 @@ class Session:
 
     def meet_peers(self, process_group: Any = None, series: str | None = None) -> None:
         """See :meth:`Peering.meet`."""
-        self._peering.meet(lambda: self.open().tier, self.log, process_group, series)
+        if self.config.replication_factor > 1:
+            self._peering.meet(lambda: self.open().tier, self.log, process_group, series)
 
     def serve(self) -> Endpoint | None:
         """Has the drain serve this node's memory to the other nodes of the job; None, with a warning, if it can't."""

@@ -425,6 +425,12 @@ def as_mapping(block: object, what: str = "s3_checkpointing") -> dict[str, Any]:
     return {str(key): value for key, value in block.items()}
 
 
+def check_positive(key: str, value: object) -> None:
+    """Refuses a value that is neither a whole number from 1 nor None."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigError(f"{key} is {value!r}", hint="allowed: a whole number from 1, or None")
+
+
 def _check_int(key: str, value: object, low: int, high: int, *, optional: bool = False, extra: str = "") -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         _refuse(key, value, f"{extra}a whole number from {low} to {high}" + (", or null" if optional else ""))

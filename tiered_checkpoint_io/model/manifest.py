@@ -25,6 +25,7 @@ from tiered_checkpoint_io.model.documents import (
     SeriesKey,
     Server,
     chunk_ranges,
+    chunk_size_for,
     digest_of,
     dump,
     fields_of,
@@ -184,6 +185,13 @@ class FileEntry:
                 tier=tier,
                 key=where,
             )
+
+    @classmethod
+    def of(cls, path: str, data: bytes) -> FileEntry:
+        """Returns the description of a small file with this content."""
+        chunk_size, view = chunk_size_for(len(data)), memoryview(data)
+        hashes = [hash_bytes(view[start : start + size]) for start, size in chunk_ranges(len(data), chunk_size)]
+        return cls(path, len(data), chunk_size, tuple(hashes))
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> FileEntry:

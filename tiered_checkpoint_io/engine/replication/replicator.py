@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.chunks import SlotDestination, describe, read_part
 from tiered_checkpoint_io.engine.ranks.run import LostStoreError, PeerError, StoreClient
-from tiered_checkpoint_io.engine.staging.retention import form_of, outdated_replicas
+from tiered_checkpoint_io.engine.retention import form_of, outdated_replicas
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger, of_step, rate
 from tiered_checkpoint_io.memory.node import MemoryFullError

@@ -28,9 +28,9 @@ from tiered_checkpoint_io.engine.restore.elsewhere import at_its_place
 from tiered_checkpoint_io.engine.restore.ending import Found
 from tiered_checkpoint_io.engine.restore.peers import Peers
 from tiered_checkpoint_io.engine.restore.search import Attempt, Search
+from tiered_checkpoint_io.engine.retention import retain_loaded, slot_for
 from tiered_checkpoint_io.engine.save.facts import ShardRole
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.engine.staging.retention import retain_loaded, slot_for
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryTierError, RestoreError
 from tiered_checkpoint_io.logs import of_step, rate, size_text
 from tiered_checkpoint_io.memory.parts import StoredPart, opened

@@ -19,11 +19,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NoReturn
 
+from tiered_checkpoint_io.engine.retention import Evidence
 from tiered_checkpoint_io.engine.save.facts import OF_PARTS, SaveFacts, admit, arrived_votes, may_be_taken, skip
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
 from tiered_checkpoint_io.engine.save.saver import Overlapping, PartSave
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.engine.staging.retention import Evidence
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.image import Image, Segment
 from tiered_checkpoint_io.memory.node import MemoryFullError

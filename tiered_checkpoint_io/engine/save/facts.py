@@ -23,8 +23,8 @@ import torch
 
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.ranks.run import LeftBehindError, current_run, current_world_size
+from tiered_checkpoint_io.engine.retention import Scope
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.engine.staging.retention import Scope
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError, SaveError, StoreError
 from tiered_checkpoint_io.logs import size_text

@@ -34,7 +34,7 @@ import torch
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.save.facts import say_eager
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.engine.staging.capture import beside_graphs
+from tiered_checkpoint_io.engine.staging import beside_graphs
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.image import Image, StorageRegions
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from tiered_checkpoint_io.engine.chunks import hashed
 from tiered_checkpoint_io.engine.drain.operations import RETENTION
 from tiered_checkpoint_io.engine.drain.status import SaveReport, StandstillError
 from tiered_checkpoint_io.engine.ranks.run import LeftBehindError, Where, current_rank, current_run
+from tiered_checkpoint_io.engine.retention import Evidence, all_complete, complete_here
 from tiered_checkpoint_io.engine.save.facts import (
     FOUND_CHANGED,
     OF_PARTS,
@@ -37,7 +37,6 @@ from tiered_checkpoint_io.engine.save.facts import (
 )
 from tiered_checkpoint_io.engine.save.overlap import ChangedError, Overlap, Overlapped
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.engine.staging.retention import Evidence, all_complete, complete_here
 from tiered_checkpoint_io.errors import ConfigError, DrainError, SaveError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.torch_file import plan
@@ -230,7 +229,7 @@ class PartSave:
         session.background.saved(facts.name, durable=facts.durable)
 
     def _describe(self, small: Mapping[str, bytes]) -> Part:
-        files = [hashed(f"{self.facts.name}/{basename}", memoryview(data)) for basename, data in small.items()]
+        files = [FileEntry.of(f"{self.facts.name}/{basename}", data) for basename, data in small.items()]
         if self.image is not None:
             if self.slot is not None and not self.hashes:
                 self.hashes = self.image.hashes(self.slot.view, threads=self.threads)

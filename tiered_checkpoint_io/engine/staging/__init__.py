@@ -1,1 +1,0 @@
-"""Means of a session for its saves: slots filled in node memory, retention, the background task, known names."""
