@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -18,7 +19,7 @@ from support.bad_input import KEPT, state
 from support.supporting import build
 from support.waiting import until
 
-from tiered_checkpoint_io import TieredCheckpointIO
+from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
 from tiered_checkpoint_io.adapters.state import Rest
 from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
@@ -76,6 +77,39 @@ def load(tier, stored):
         for index, (offset, length) in enumerate(entry.chunks):
             entry.check_chunk(index, views[entry.basename][offset : offset + length], tier="memory", where="x")
     return torch.load(stored.file(entry.basename), mmap=True, weights_only=True)
+
+
+#: Modules of the package that the third memory-only save of a small state enters, on all threads, at most.
+MOST_MODULES = {"full": 24, "sharded": 29, "local": 28}
+
+
+@pytest.mark.parametrize("kind", MOST_MODULES)
+def test_a_memory_only_save_enters_few_modules(kind, durable_dir, memory_dir):
+    config, entered = TieredCheckpointConfig(dirpath=durable_dir, memory_dir=memory_dir), set()
+    io = TieredCheckpointIO(config) if kind == "full" else TieredStorageWriter(config, save_to_s3=False)
+
+    def save(step):
+        state, name = {"w": torch.full((16,), float(step)), "global_step": step}, f"step_{step}"
+        if kind == "full":
+            io.save_checkpoint(state, name, storage_options={"tiers": ["memory"]})
+        else:
+            dcp.save(state, checkpoint_id=name, storage_writer=io, kind=kind)
+
+    def note(frame, event, _):
+        if event == "call" and "/tiered_checkpoint_io/" in frame.f_code.co_filename:
+            entered.add(frame.f_code.co_filename)
+
+    save(1)
+    save(2)
+    for profile in (threading.setprofile, sys.setprofile):
+        profile(note)
+    try:
+        save(3)
+    finally:
+        for profile in (threading.setprofile, sys.setprofile):
+            profile(None)
+    (io.teardown if kind == "full" else io.close)()
+    assert len(entered) <= MOST_MODULES[kind], sorted(entered)
 
 
 def test_a_steady_run_takes_no_space_and_no_new_file(opened, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from tiered_checkpoint_io.engine.drain.status import say_outcome
 from tiered_checkpoint_io.engine.ranks.run import current_run
 from tiered_checkpoint_io.engine.save.facts import ShardRole
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.errors import ConfigError, DrainError, SaveError
+from tiered_checkpoint_io.errors import ConfigError, DrainError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 
 #: Earlier releases keep a rank's plan also if the save then fails, and lose its items from the next one.
@@ -102,6 +102,23 @@ def first_failure(error: CheckpointException) -> tuple[list[int], BaseException]
         if not isinstance(failure, Exception | CheckpointException):
             raise failure from error
     return ranks, failures[0] if failures else error
+
+
+def prepared(by: Callable[[Any], Any], state: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]:
+    """Returns the result of a function on a state, or its error: the other ranks wait for each one to save."""
+    try:
+        return by(state), None
+    except Exception as error:
+        return {}, as_save_error(error)
+
+
+def as_save_error(error: Exception) -> TieredCheckpointError:
+    """Makes an error of the state's own code one that survives a pickle, on its way to the other ranks."""
+    if isinstance(error, TieredCheckpointError):
+        return error
+    failed = SaveError(f"{type(error).__name__}: {error}", operation="save")
+    failed.__cause__ = error
+    return failed
 
 
 def save_planner(what: str, process_group: Any = None, *, alone: bool = False) -> DefaultSavePlanner:

@@ -19,7 +19,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from tiered_checkpoint_io.adapters.calls import (
     AsyncSave,
     Ranks,
+    as_save_error,
     first_failure,
+    prepared,
     rank_in_group,
     register,
     save_planner,
@@ -29,7 +31,7 @@ from tiered_checkpoint_io.adapters.calls import (
 )
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
-from tiered_checkpoint_io.adapters.state import as_save_error, fill, gathered, local_part, prepared, with_state_dicts
+from tiered_checkpoint_io.adapters.state import fill, gathered, local_part, with_state_dicts
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination

@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tiered_checkpoint_io.errors import ConfigError, RestoreError, SaveError, TieredCheckpointError
+from tiered_checkpoint_io.adapters.calls import as_save_error
+from tiered_checkpoint_io.errors import ConfigError, RestoreError, TieredCheckpointError
 
 #: The key that marks a note, and below which the tensors are saved.
 SHARDED = "tiered_sharded"
@@ -46,23 +47,6 @@ def _mapped(value: Any, replace: Callable[[Any], Any]) -> Any:
     if type(value) in _LISTS:
         return type(value)(_mapped(each, replace) for each in value)
     return value
-
-
-def prepared(by: Callable[[Any], Any], state: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]:
-    """Returns the result of a function on a state, or its error: the other ranks wait for each one to save."""
-    try:
-        return by(state), None
-    except Exception as error:
-        return {}, as_save_error(error)
-
-
-def as_save_error(error: Exception) -> TieredCheckpointError:
-    """Makes an error of the state's own code one that survives a pickle, on its way to the other ranks."""
-    if isinstance(error, TieredCheckpointError):
-        return error
-    failed = SaveError(f"{type(error).__name__}: {error}", operation="save")
-    failed.__cause__ = error
-    return failed
 
 
 # ------------------------------------------------------------------------------------------- local

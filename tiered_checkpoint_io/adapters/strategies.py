@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.tensor import DTensor
 
 from tiered_checkpoint_io.adapters import dcp
-from tiered_checkpoint_io.adapters.calls import first_failure, save_planner
+from tiered_checkpoint_io.adapters.calls import as_save_error, first_failure, save_planner
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_settings import Shared
 from tiered_checkpoint_io.adapters.dcp_writer import Save, TieredStorageWriter
@@ -35,7 +35,7 @@ from tiered_checkpoint_io.adapters.lightning import (
     require_tiered_io,
 )
 from tiered_checkpoint_io.adapters.optimizers import by_name, optimizer_state, set_optimizer_state, take_full
-from tiered_checkpoint_io.adapters.state import SHARDED, Rest, as_save_error, make_again, part_off, put_back
+from tiered_checkpoint_io.adapters.state import SHARDED, Rest, make_again, part_off, put_back
 from tiered_checkpoint_io.engine.checkpointer import no_best, nothing_to_resume
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.restore.choice import Selector
