@@ -180,7 +180,7 @@ def slurm(tmp_path, monkeypatch):
     "saves",
     ["as ever", "fails", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("elsewhere", "to dirpath"))],
 )
-def test_slurms_requeue_resumes_without_a_callback_of_ours(runs, slurm, tmp_path, saves):
+def test_slurms_requeue_resumes_without_a_callback_of_ours(runs, slurm, tmp_path, monkeypatch, saves):
     """The checkpoint goes to the tiers, the requeue is asked for, and a fit without ``ckpt_path`` resumes from it."""
     root = {"elsewhere": "memory://logs", "to dirpath": runs.dirpath}.get(saves, runs.root)
     options = {"ckpt_path": None, "plugins": None, "default_root_dir": root}
@@ -189,12 +189,13 @@ def test_slurms_requeue_resumes_without_a_callback_of_ours(runs, slurm, tmp_path
     assert ended.value.code == 128 + signal.SIGUSR1
     assert slurm.read_text() == "requeue 77_3\n"
     assert not [*tmp_path.glob("hpc_ckpt*")]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     trainer, _ = runs.fit(**options)
     restored = trainer.io.checkpointer.restored
     if saves == "fails":
         assert restored is None
     else:
-        assert (restored.name, restored.step, trainer.global_step) == ("hpc_ckpt_1.ckpt", 6, 20)
+        assert (restored.name, restored.step, trainer.global_step) == ("preempted.ckpt", 6, 20)
         # From then on, what is newer counts.
         again, _ = runs.fit(max_steps=21, **options)
         assert again.io.checkpointer.restored.step == 20

@@ -117,7 +117,7 @@ class StrategyGuard(Callback):
         if need.memory_steps or need.durable_steps:
             on_rank_0(trainer, lambda: session.claims.claim(saves=False))
             session.take_up(saves=need.durable_steps)
-        take_over_requeue(trainer, pl_module, io)
+        take_over_requeue(trainer, pl_module)
         if io.config.staging != "eager":
             self._overlapping = OverlappedCapture.join(trainer, io)
         if io.config.replication_factor > 1:

@@ -18,18 +18,16 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitE
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, require_tiered_io
 from tiered_checkpoint_io.callbacks.notice import Agreement, Notice, handles_signals, is_unhandled
-from tiered_checkpoint_io.callbacks.trainer import on_rank_0, save_training, trained_weights
+from tiered_checkpoint_io.callbacks.trainer import save_training, trained_weights
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks.run import current_rank
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.errors import ConfigError, DrainError, StoreError, TieredCheckpointError
+from tiered_checkpoint_io.errors import ConfigError, DrainError, TieredCheckpointError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
 
 #: Seconds that torchrun gives its workers after SIGTERM, by default.
 _TORCHRUN_S = 30
-#: Name of the last checkpoint before Slurm's automatic requeue, without its ending: one that Lightning knows.
-_HPC = "hpc_ckpt_1"
 
 
 class Preempted(SIGTERMException):
@@ -303,11 +301,12 @@ def requeue(log: Logger, timeout_s: float) -> None:
         log.info("requeued job %s", job)
 
 
-def take_over_requeue(trainer: Trainer, module: LightningModule, io: TieredCheckpointIO) -> None:
+def take_over_requeue(trainer: Trainer, module: LightningModule) -> None:
     """Takes the place of Lightning's handler of the requeue signal; called in ``setup`` of a fit, on all ranks.
 
     Lightning would save ``hpc_ckpt_N.ckpt`` to ``default_root_dir`` inside a signal handler, and not requeue if that
-    fails. Here ``hpc_ckpt_1.ckpt`` goes to the tiers, and a fit without ``ckpt_path`` resumes from the newest.
+    fails. Here the checkpoint goes to the tiers, and in a requeued job a fit without ``ckpt_path`` resumes from the
+    newest.
     """
     environment = trainer._accelerator_connector.cluster_environment
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
@@ -317,34 +316,17 @@ def take_over_requeue(trainer: Trainer, module: LightningModule, io: TieredCheck
     # Lightning respects a handler of the user's as well. All ranks have the callback, or none: they stop together.
     if not has_one and trainer.strategy.reduce_boolean_decision(is_unhandled(number)):
         # Lightning's documentation has Slurm signal 90 s before the end, and the requeue has to fit in.
-        callback = PreemptionCheckpoint(grace_seconds=60.0, signals=[number], name=_HPC, requeue=True)
+        callback = PreemptionCheckpoint(grace_seconds=60.0, signals=[number], requeue=True)
         callback.setup(trainer, module, "fit")
+    if os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0"):
+        return
     connector: Any = trainer._checkpoint_connector
 
     def resume_start(checkpoint_path: Any = None, *args: Any, **options: Any) -> None:
         del connector.resume_start
-        fits = trainer.state.fn == TrainerFn.FITTING
-        if fits and on_rank_0(trainer, lambda: _was_requeued(io, checkpoint_path, connector)):
-            checkpoint_path = ids.LATEST
+        if trainer.state.fn == TrainerFn.FITTING:
+            checkpoint_path = checkpoint_path or ids.LATEST
         connector.resume_start(checkpoint_path, *args, **options)
 
     # The path is chosen before any callback is asked, and this function takes it.
     connector.resume_start = resume_start
-
-
-def _was_requeued(io: TieredCheckpointIO, checkpoint_path: Any, connector: Any) -> bool:
-    """Returns True if no checkpoint was named, and an earlier run has left one because it was queued again."""
-    session, name = io.checkpointer.session, f"{_HPC}.ckpt"
-    if checkpoint_path:
-        # If default_root_dir is dirpath, Lightning finds it too, however much newer the others are.
-        ours = str(checkpoint_path) == ids.join_url(session.dirpath, name)
-        return ours and str(checkpoint_path) == connector._hpc_resume_path
-    parts = [stored.part for stored in session.open().tier.parts()]
-    if any((part.name, part.place) == (name, session.place) for part in parts):
-        return True
-    try:
-        return name in session.known.all(io.config.support.durable_timeout_s)
-    except StoreError as error:
-        restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
-        session.log.warning("could not look for %s, the last checkpoint of a requeued job: %s", name, error)
-        return restarts not in ("", "0")
