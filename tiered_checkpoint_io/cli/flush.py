@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,20 +13,19 @@ import typer
 
 from tiered_checkpoint_io.cli.answers import ask, claimed
 from tiered_checkpoint_io.cli.options import Name, Node, Output
-from tiered_checkpoint_io.cli.output import INTERRUPTED, Columns, progress, say, show, write_json
+from tiered_checkpoint_io.cli.output import INTERRUPTED, Columns, say, show, write_json
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.operations import DAMAGED_IN_MEMORY
 from tiered_checkpoint_io.engine.drain.process import ended_by_signal, run
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, tier_at
+from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, last_config, tier_at
 from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable.files import read_if_there
 from tiered_checkpoint_io.engine.durable.lease import holder_of
 from tiered_checkpoint_io.engine.leasing import LOCK_FILE as JOB_FILE
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
-    ConfigError,
     DrainError,
     StoreNotFoundError,
     TieredCheckpointError,
@@ -51,8 +50,6 @@ from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.stores import Store, config_at
 
-#: Between two looks at the drain's progress, seconds.
-_LOOK_S = 0.2
 #: So many ranks are named in a line.
 _NAMED = 16
 
@@ -123,7 +120,7 @@ class Flush(Output, Node):
             return
         # tiered:latest is the default.
         done = _Flush(root, name=None if self.name == ids.LATEST else self.name, everything=self.everything)
-        done.run(self.timeout, silent=self.as_json)
+        done.run(self.timeout)
         if self.as_json:
             document = {"flushed": done.is_good, "checkpoints": done.rows, "errors": done.failures}
             write_json("flush", {"namespace": root.name, **document})
@@ -177,7 +174,7 @@ class _Flush:
         self.error: DrainError | None = None
         self.is_good = False
 
-    def run(self, timeout: float, *, silent: bool) -> None:
+    def run(self, timeout: float) -> None:
         """Uploads the saves and the queue; ``timeout`` is for all of it."""
         began, tried = SYSTEM.monotonic(), list[HeldSave]()
         damaged: set[str] = set()
@@ -190,7 +187,7 @@ class _Flush:
             while True:
                 _mark(self._config, self._tier, self._queue, saves)
                 left_s = max(1.0, timeout - (SYSTEM.monotonic() - began))
-                self.error = _upload(self._tier, self._config, left_s, silent=silent)
+                self.error = _upload(self._tier, self._config, left_s)
                 self.rows += [_row(self._config, self._tier, self._queue, save) for save in saves]
                 tried += saves
                 # The drain has found that its bytes in memory differ from the saved ones.
@@ -230,13 +227,11 @@ def _config(root: Path, place: Place) -> TieredCheckpointConfig:
     Raises:
         MemoryFullError: There is no space to note it.
     """
-    try:
-        config = TieredCheckpointConfig.from_json((root / CONFIG_FILE).read_text())
-    except (OSError, ConfigError, ValueError):
-        made = TieredCheckpointConfig.from_any(
-            dirpath=place.dirpath, memory_dir=str(root.parent.parent), namespace=root.name
-        )
-        config = config_at(made, place)
+    config = last_config(root)
+    if config is None:
+        # Steps of memory alone start no drain.
+        keys = {"dirpath": place.dirpath, "memory_dir": str(root.parent.parent), "namespace": root.name}
+        config = config_at(TieredCheckpointConfig.from_any(keys), place)
         config = replace(config, spill_dir=spill_dir_of(config.spill_dir))
         write_atomic(root / CONFIG_FILE, config.to_json().encode())
     return config
@@ -282,18 +277,15 @@ def _is_lost(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, sav
     return False
 
 
-def _upload(tier: MemoryTier, config: TieredCheckpointConfig, timeout: float, *, silent: bool) -> DrainError | None:
+def _upload(tier: MemoryTier, config: TieredCheckpointConfig, timeout: float) -> DrainError | None:
     """Waits until all that is queued by now is uploaded, by a drain of its own if none runs; why it was not.
 
     Saves that a trainer makes meanwhile are not waited for: these may never end.
     """
     # A thread of this process would end with it.
     handle = DrainHandle(tier, config.with_support(drain="process"), get_logger(tier.root.name))
-    queued = handle.queue.look(tier)
-    waiting = {each.op_id: each.stored.part.content.size for each in queued if each.stored is not None}
     try:
-        with progress("upload", sum(waiting.values()), silent=silent) as count, _followed(handle, tier, waiting, count):
-            handle.flush(timeout, only={each.op_id for each in queued})
+        handle.flush(timeout, only={each.op_id for each in handle.queue.look(tier)})
     except DrainError as error:
         return error
     finally:
@@ -303,32 +295,6 @@ def _upload(tier: MemoryTier, config: TieredCheckpointConfig, timeout: float, *,
         while handle.runner.is_running and SYSTEM.monotonic() < deadline and not (job.exists() and is_locked(job)):
             SYSTEM.sleep(SYSTEM.timing.namespace_poll_s)
     return None
-
-
-@contextlib.contextmanager
-def _followed(
-    handle: DrainHandle, tier: MemoryTier, waiting: dict[str, int], count: Callable[[int], None]
-) -> Iterator[None]:
-    """Counts the bytes that the drain has sent while the block runs."""
-    ended = threading.Event()
-
-    def follow() -> None:
-        counted = 0
-        while not ended.wait(_LOOK_S):
-            with contextlib.suppress(OSError):
-                left = {each.op_id for each in handle.queue.look(tier)}
-                done = sum(size for op_id, size in waiting.items() if op_id not in left)
-                done = max(counted, done + handle.queue.progress().bytes_done)
-                count(done - counted)
-                counted = done
-
-    thread = threading.Thread(target=follow, name="tiered-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _row(config: TieredCheckpointConfig, tier: MemoryTier, queue: Queue, save: HeldSave) -> FlushedSave:
