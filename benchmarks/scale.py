@@ -24,11 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.commit import commit
-from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.engine.durable.survey import Survey
-from tiered_checkpoint_io.engine.durable.sweep import sweep, written
+from tiered_checkpoint_io.engine.durable.files import Arrivals, files_of
+from tiered_checkpoint_io.engine.durable.sweep import Survey, sweep, written
 from tiered_checkpoint_io.engine.restore.catalog import Tiers, discover
 from tiered_checkpoint_io.engine.restore.choice import Catalog, Held, Selector, choose
 from tiered_checkpoint_io.formats.parallel import in_parallel

@@ -35,7 +35,7 @@ from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import METADATA, Content, FileEntry
 from tiered_checkpoint_io.stores.base import Store
-from tiered_checkpoint_io.stores.silence import local_work
+from tiered_checkpoint_io.stores.retry import local_work
 
 #: The names of element types in safetensors.
 _SAFETENSORS = {

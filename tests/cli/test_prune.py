@@ -19,8 +19,8 @@ from support.tenants import Tenant, mounted_tmpfs
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.engine.durable import retention
-from tiered_checkpoint_io.engine.durable.holds import hold, release
 from tiered_checkpoint_io.engine.durable.lease import holder_of
+from tiered_checkpoint_io.engine.durable.sweep import hold, release
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.memory.node import Identity

@@ -10,8 +10,7 @@ from support.sharded import FlatStore, entry_of, make_part, named, objects, read
 from support.store_contract import MemoryJournal
 
 from tiered_checkpoint_io.engine.durable import commit
-from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
-from tiered_checkpoint_io.engine.durable.files import files_of
+from tiered_checkpoint_io.engine.durable.files import Arrivals, files_of
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.model import ids

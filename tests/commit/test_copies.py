@@ -14,7 +14,7 @@ from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.stores.base import CopyRefusedError, Metrics, ServerCopy
 from tiered_checkpoint_io.stores.fallbacks import copy_to
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
-from tiered_checkpoint_io.stores.s3_parts import MARK
+from tiered_checkpoint_io.stores.s3_uploads import MARK
 
 #: Limit above which a copy is made in parts; S3 itself takes 5 GiB at once.
 PART = 5 * MIB

@@ -13,10 +13,9 @@ from support.sharded import FlatStore, Journals, make_part, named, objects, read
 
 from tiered_checkpoint_io.engine.drain.client import DrainRunner
 from tiered_checkpoint_io.engine.durable import commit, copies
-from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
-from tiered_checkpoint_io.engine.durable.survey import Survey
+from tiered_checkpoint_io.engine.durable.files import Arrivals
+from tiered_checkpoint_io.engine.durable.sweep import Survey, refresh, sweep
 from tiered_checkpoint_io.engine.durable.sweep import delete as remove
-from tiered_checkpoint_io.engine.durable.sweep import refresh, sweep
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError

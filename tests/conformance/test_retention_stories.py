@@ -5,8 +5,8 @@
 import pytest
 from support.draining import names
 
-from tiered_checkpoint_io.engine.durable.holds import hold, release
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
+from tiered_checkpoint_io.engine.durable.sweep import hold, release
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
 

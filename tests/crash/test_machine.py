@@ -26,8 +26,7 @@ from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, Drain
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
-from tiered_checkpoint_io.engine.durable.survey import Survey
-from tiered_checkpoint_io.engine.durable.sweep import delete, sweep
+from tiered_checkpoint_io.engine.durable.sweep import Survey, delete, sweep
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.memory.node import release, try_lock
 from tiered_checkpoint_io.memory.tier import namespace_root

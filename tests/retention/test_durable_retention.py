@@ -19,9 +19,8 @@ from support.supporting import build
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.worker import Drain
-from tiered_checkpoint_io.engine.durable.holds import LIFETIME_S, hold, release
 from tiered_checkpoint_io.engine.durable.retention import removed
-from tiered_checkpoint_io.engine.durable.survey import Survey
+from tiered_checkpoint_io.engine.durable.sweep import LIFETIME_S, Survey, hold, release
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.memory.node import write_atomic
 from tiered_checkpoint_io.model import ids

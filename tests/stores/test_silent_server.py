@@ -16,8 +16,7 @@ from support.supporting import build
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.stores.base import Metrics
-from tiered_checkpoint_io.stores.retry import Retry
-from tiered_checkpoint_io.stores.silence import answer_within, local_work
+from tiered_checkpoint_io.stores.retry import Retry, answer_within, local_work
 
 
 class Book(logging.Handler):

@@ -21,13 +21,12 @@ from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, Sto
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.documents import MAX_OBJECT, MAX_PART, MAX_PARTS, MIN_PART
 from tiered_checkpoint_io.model.manifest import FileEntry
-from tiered_checkpoint_io.stores import open_store
+from tiered_checkpoint_io.stores import GROUP, open_store
 from tiered_checkpoint_io.stores.base import Store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
-from tiered_checkpoint_io.stores.installed import GROUP
 from tiered_checkpoint_io.stores.remote import RemoteStore
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
-from tiered_checkpoint_io.stores.s3_parts import part_size_for
+from tiered_checkpoint_io.stores.s3_uploads import part_size_for
 
 
 class TestDirectoryStore(StoreContract):

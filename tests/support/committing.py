@@ -10,10 +10,10 @@ from support.sharded import FlatStore, Journals, full_part, make_part, named, ob
 
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.durable import commit, copies, sweep
-from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
+from tiered_checkpoint_io.engine.durable.files import Arrivals
 from tiered_checkpoint_io.engine.durable.lease import Lease
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
-from tiered_checkpoint_io.engine.durable.survey import Survey
+from tiered_checkpoint_io.engine.durable.sweep import Survey
 from tiered_checkpoint_io.memory.node import Identity
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Metric

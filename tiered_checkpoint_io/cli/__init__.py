@@ -20,7 +20,7 @@ from tiered_checkpoint_io.cli import clean, doctor, flush, get, listing, prune, 
 from tiered_checkpoint_io.cli.options import command
 from tiered_checkpoint_io.cli.output import INTERRUPTED, say
 from tiered_checkpoint_io.errors import TieredCheckpointError
-from tiered_checkpoint_io.stores.silence import asking
+from tiered_checkpoint_io.stores.retry import asking
 from tiered_checkpoint_io.version import __version__
 
 #: Commands in the order and the groups of --help.

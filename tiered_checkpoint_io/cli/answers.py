@@ -17,7 +17,7 @@ from tiered_checkpoint_io.errors import ConfigError, StoreError, TieredCheckpoin
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import Store, open_store
-from tiered_checkpoint_io.stores.silence import answer_within, asking, moving
+from tiered_checkpoint_io.stores.retry import answer_within, asking, moving
 
 _T = TypeVar("_T")
 #: Beyond the time after which a lease counts as dead: for the looks at it.

@@ -34,7 +34,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.manifest import Content, Manifest, Part
 from tiered_checkpoint_io.stores import Store, place_of
-from tiered_checkpoint_io.stores.silence import local_work, moving
+from tiered_checkpoint_io.stores.retry import local_work, moving
 
 if TYPE_CHECKING:
     from tiered_checkpoint_io.export import Source

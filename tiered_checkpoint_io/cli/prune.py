@@ -14,8 +14,7 @@ from tiered_checkpoint_io.cli.options import Dirpath, Output, Server, wrong_use
 from tiered_checkpoint_io.cli.output import INTERRUPTED, Columns, say, show, write_json
 from tiered_checkpoint_io.engine.drain.process import ended_by_signal
 from tiered_checkpoint_io.engine.durable.retention import in_order, refused_text, remove_all
-from tiered_checkpoint_io.engine.durable.survey import RemovalAttempt, Survey
-from tiered_checkpoint_io.engine.durable.sweep import sweep
+from tiered_checkpoint_io.engine.durable.sweep import RemovalAttempt, Survey, sweep
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.inventory.node import time_of
 from tiered_checkpoint_io.logs import size_text

@@ -24,7 +24,7 @@ from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores.fallbacks import children_of
-from tiered_checkpoint_io.stores.silence import answer_within
+from tiered_checkpoint_io.stores.retry import answer_within
 
 TIERS = frozenset({"memory", "durable"})
 #: A smaller state is saved within hundredths of a second in any case.

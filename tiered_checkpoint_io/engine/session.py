@@ -49,7 +49,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.stores import Store, open_store, place_of
 from tiered_checkpoint_io.stores.peer import Endpoint
-from tiered_checkpoint_io.stores.silence import Question, answer_within
+from tiered_checkpoint_io.stores.retry import Question, answer_within
 
 
 class DurableNameCache:

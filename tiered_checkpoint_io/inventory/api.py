@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.durable.holds import hold, release
+from tiered_checkpoint_io.engine.durable.sweep import hold, release
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -25,7 +25,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.numbers import seconds
 from tiered_checkpoint_io.stores import Store, open_store, place_of
-from tiered_checkpoint_io.stores.silence import answer_within
+from tiered_checkpoint_io.stores.retry import answer_within
 
 _T = TypeVar("_T")
 _log = logging.getLogger("tiered_checkpoint_io.inventory")

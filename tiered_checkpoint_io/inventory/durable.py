@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.durable.document_cache import DocumentCache
 from tiered_checkpoint_io.engine.durable.files import gone_of
-from tiered_checkpoint_io.engine.durable.manifests import manifest_cache, read_manifest
+from tiered_checkpoint_io.engine.durable.manifests import DocumentCache, manifest_cache, read_manifest
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Held, Selector, choose
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,

@@ -1,9 +1,11 @@
-"""Stores of the durable tier. ``open_store`` picks the store for a URL."""
+"""Stores of the durable tier. ``open_store`` picks the store for a URL, also among those of other packages."""
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import replace
+from importlib.metadata import EntryPoint, entry_points
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import ConfigError
@@ -16,7 +18,7 @@ from tiered_checkpoint_io.stores.base import Store as Store
 def open_store(config: TieredCheckpointConfig, dirpath: str | None = None, *, clock: Clock = SYSTEM) -> Store:
     """Returns the durable store of a configuration, or of another root with its options; sends no request.
 
-    ``s3://`` and directories are this package's; for another URL, a store that is installed (see ``installed``) comes
+    ``s3://`` and directories are this package's; for another URL, the store of another installed package comes
     before fsspec.
 
     Raises:
@@ -34,8 +36,6 @@ def open_store(config: TieredCheckpointConfig, dirpath: str | None = None, *, cl
             from tiered_checkpoint_io.stores.directory import DirectoryStore
 
             return DirectoryStore(root, clock=clock)
-        from tiered_checkpoint_io.stores.installed import installed_store
-
         made = installed_store(scheme, root, config)
         if made is not None:
             return made
@@ -83,3 +83,45 @@ def config_at(config: TieredCheckpointConfig, place: Place) -> TieredCheckpointC
 
 def _aws_endpoint(region: str) -> str:
     return f"https://s3.{region or 'us-east-1'}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
+
+
+#: An entry point of this group is called as the scheme of its URLs, and names ``factory(url, config) -> Store``.
+GROUP = "tiered_checkpoint_io.stores"
+
+
+def installed_store(scheme: str, url: str, config: TieredCheckpointConfig) -> Store | None:
+    """Returns the store of another package for a URL; None if no package has one for its scheme.
+
+    Raises:
+        ConfigError: Two packages have one, or its object can't be imported or is no Store.
+    """
+    found = _entry_points(scheme)
+    if not found:
+        return None
+    names = ", ".join(sorted(f"{each.value} of {_package(each)}" for each in found))
+    if len(found) > 1:
+        raise ConfigError(f"{scheme}:// has several stores: {names}", key=url, hint="uninstall all but one")
+    try:
+        factory = found[0].load()
+    except (ImportError, AttributeError) as error:
+        text = f"the store for {scheme}://, {names}, can't be imported: {error}"
+        raise ConfigError(text, key=url, hint="repair or uninstall that package") from error
+    store = factory(url, config)
+    if not isinstance(store, Store):
+        raise ConfigError(
+            f"{names} gave a {type(store).__name__} for {scheme}://, which is no Store",
+            key=url,
+            hint="a Store passes StoreContract of tests/support/store_contract.py",
+        )
+    return store
+
+
+@functools.cache
+def _entry_points(scheme: str) -> tuple[EntryPoint, ...]:
+    # Installed packages do not change while a process runs; a path may name the same package twice.
+    found = entry_points(group=GROUP, name=scheme)
+    return tuple({(_package(each), each.value): each for each in found}.values())
+
+
+def _package(each: EntryPoint) -> str:
+    return each.dist.name if each.dist is not None else "an unknown package"

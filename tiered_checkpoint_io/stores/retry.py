@@ -1,20 +1,175 @@
-"""Retry: how requests are repeated, and how an upload then reports progress."""
+"""How requests are repeated, how an upload then reports progress, and how long a caller waits for an answer.
+
+A store repeats its requests for minutes, and one request to a server that accepts and never answers may take a minute
+by itself. A caller that can do without the answer asks by a :class:`Question`, on a thread of its own, and leaves it
+there.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import functools
 import logging
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
 
 import tenacity
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.stores.base import Metrics
-from tiered_checkpoint_io.stores.silence import current_question
 
 _T = TypeVar("_T")
+_THREAD = "tiered-question"
+
+#: Called every ``silence_line_s`` with the seconds of silence so far, and the seconds until the wait ends.
+CountDown = Callable[[float, float], None]
+
+
+class Question(Generic[_T]):
+    """Requests to a store on a thread of their own. Each answer to one of them ends a silence."""
+
+    def __init__(self, ask: Callable[[], _T], *, clock: Clock = SYSTEM) -> None:
+        """Begins; ``ask`` must do no more than ask stores, because it may still run when its caller has left."""
+        self._clock = clock
+        self._answered_at = clock.monotonic()
+        #: Number of its threads that work on this machine, see :func:`local_work`.
+        self._local, self._lock = 0, threading.Lock()
+        self._trouble = ("", "")
+        self._ended = threading.Event()
+        self._answer: Future[_T] = Future()
+        #: Once it is set, no request is repeated.
+        self.cancelled = threading.Event()
+        context = contextvars.copy_context()
+        context.run(_asking.set, self)
+        clock.start(functools.partial(context.run, self._run, ask), _THREAD)
+
+    def _run(self, ask: Callable[[], _T]) -> None:
+        try:
+            self._answer.set_result(ask())
+        except BaseException as error:
+            self._answer.set_exception(error)
+        finally:
+            self._ended.set()
+
+    def answered(self) -> None:
+        """Takes note that the store has answered a request."""
+        self._answered_at, self._trouble = self._clock.monotonic(), ("", "")
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """See :func:`local_work`."""
+        with self._lock:
+            self._local += 1
+        try:
+            yield
+        finally:
+            self.answered()
+            with self._lock:
+                self._local -= 1
+
+    def _silent_s(self) -> float:
+        return 0.0 if self._local else self._clock.monotonic() - self._answered_at
+
+    def failed(self, message: str, hint: str | None) -> None:
+        """Takes note of an error for which a request is repeated: a server that is busy says so, again and again."""
+        # Not the error: its frames hold mapped files.
+        self._trouble = message, hint or ""
+
+    def within(self, seconds: float, count_down: CountDown | None = None) -> bool:
+        """Returns True if all is answered before the store has been silent for ``seconds``."""
+        every = self._clock.timing.silence_line_s
+        while not self._ended.is_set():
+            silent = self._silent_s()
+            if silent >= seconds:
+                return False
+            line = every * (silent // every + 1)
+            if self._clock.wait(self._ended, min(line, seconds) - silent):
+                break
+            if count_down is not None and line < seconds and self._silent_s() >= line:
+                count_down(line, seconds - line)
+        return True
+
+    def silence(self, what: str, seconds: float) -> StoreError:
+        """Returns the error for a store, called ``what``, without an answer for so many seconds."""
+        text, advice = f"{what} has not answered for {seconds:.0f} s", "check endpoint_url and the network"
+        # Its thread may write to this meanwhile.
+        message, hint = self._trouble
+        if message:
+            text, advice = f"{text}: {message}", hint or f"where it lasts, {advice}"
+        return StoreError(text, operation="ask", tier="durable", hint=advice, reason="unavailable")
+
+    def result(self) -> _T:
+        """Waits for the result of ``ask``, as long as the store's own bounds allow; raises as ``ask``."""
+        while not self._clock.wait(self._ended, self._clock.timing.silence_line_s):
+            pass
+        return self._answer.result()
+
+    def close(self) -> None:
+        """Ends all repetitions of requests; a request that is under way ends by itself."""
+        self.cancelled.set()
+
+
+_asking: contextvars.ContextVar[Question[Any] | None] = contextvars.ContextVar("tiered_asking", default=None)
+
+
+def asking() -> list[threading.Thread]:
+    """Returns the threads that ask a store, also those that nobody waits for any more."""
+    return [each for each in threading.enumerate() if each.name == _THREAD]
+
+
+def current_question() -> Question[Any] | None:
+    """Returns the question that this thread asks for; None if its caller waits without a bound."""
+    return _asking.get()
+
+
+def moving() -> Callable[[], None]:
+    """Returns a callback for progress between two answers: the store then does not count as silent."""
+    question = current_question()
+    return question.answered if question is not None else lambda: None
+
+
+@contextlib.contextmanager
+def local_work() -> Iterator[None]:
+    """Marks a block that may take long without a store, such as a wait for a disk: no store counts as silent then."""
+    question = current_question()
+    with question.at_work() if question is not None else contextlib.nullcontext():
+        yield
+
+
+def answer_within(
+    seconds: float,
+    ask: Callable[[], _T],
+    *,
+    what: str = "the durable tier",
+    clock: Clock = SYSTEM,
+    count_down: CountDown | None = None,
+) -> _T:
+    """Returns the result of ``ask``, or raises if its store is silent for too long.
+
+    Args:
+        seconds: Longest silence, seconds; each answer to a request begins a new one.
+        ask: Only asks a store: it may still run when this has raised.
+        what: Name of the store in errors.
+        clock: For all waits.
+        count_down: Called every 5 s of silence, with its length and the seconds that are left.
+
+    Raises:
+        StoreError: The store was silent for ``seconds``.
+        Exception: Errors of ``ask``.
+    """
+    question = Question(ask, clock=clock)
+    try:
+        if not question.within(seconds, count_down):
+            raise question.silence(what, seconds)
+        return question.result()
+    finally:
+        question.close()
+
+
 _log = logging.getLogger("tiered_checkpoint_io.retry")
 
 

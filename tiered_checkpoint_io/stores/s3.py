@@ -11,14 +11,21 @@ from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.s3_options import S3Options
-from tiered_checkpoint_io.stores.base import ObjectInfo, UploadContent, UploadJournal
-from tiered_checkpoint_io.stores.refusals import delete_each
+from tiered_checkpoint_io.stores.base import ObjectInfo, UploadContent, UploadJournal, delete_each
 from tiered_checkpoint_io.stores.retry import Progress
 from tiered_checkpoint_io.stores.s3_bodies import content_of, fill, size_of
 from tiered_checkpoint_io.stores.s3_client import S3Client
 from tiered_checkpoint_io.stores.s3_errors import is_changed
-from tiered_checkpoint_io.stores.s3_parts import MARK, MIB, Condition, Copied, mark_of, part_size_for
-from tiered_checkpoint_io.stores.s3_uploads import COPY_PART, MultipartUploads
+from tiered_checkpoint_io.stores.s3_uploads import (
+    COPY_PART,
+    MARK,
+    MIB,
+    Condition,
+    Copied,
+    MultipartUploads,
+    mark_of,
+    part_size_for,
+)
 
 __all__ = ["MIB", "S3Store"]
 

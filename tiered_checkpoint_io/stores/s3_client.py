@@ -20,9 +20,8 @@ import botocore.config
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.stores.base import Metrics, changed, validate_key
-from tiered_checkpoint_io.stores.refusals import Refusals
-from tiered_checkpoint_io.stores.retry import Progress, Retry
+from tiered_checkpoint_io.stores.base import Metrics, Refusals, changed, validate_key
+from tiered_checkpoint_io.stores.retry import Progress, Retry, current_question
 from tiered_checkpoint_io.stores.s3_connection import Connection
 from tiered_checkpoint_io.stores.s3_errors import (
     CLIENT_ERRORS,
@@ -35,7 +34,6 @@ from tiered_checkpoint_io.stores.s3_errors import (
     request_of,
     translated,
 )
-from tiered_checkpoint_io.stores.silence import current_question
 
 _SEND_SIZE = 1 << 20
 

@@ -33,7 +33,7 @@ from tiered_checkpoint_io.engine.durable import commit, copies, retention, sweep
 from tiered_checkpoint_io.engine.durable.files import written
 from tiered_checkpoint_io.engine.durable.lease import holder_of
 from tiered_checkpoint_io.engine.durable.manifests import current
-from tiered_checkpoint_io.engine.durable.survey import Survey
+from tiered_checkpoint_io.engine.durable.sweep import Survey
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
     ConfigError,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.drain.operations import Request
-from tiered_checkpoint_io.engine.durable.arrivals import Arrivals
 from tiered_checkpoint_io.engine.durable.commit import gone_past, is_committed
+from tiered_checkpoint_io.engine.durable.files import Arrivals
 from tiered_checkpoint_io.engine.durable.manifests import current
 from tiered_checkpoint_io.engine.durable.sweep import refresh
 from tiered_checkpoint_io.errors import TieredCheckpointError

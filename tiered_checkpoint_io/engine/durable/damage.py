@@ -12,7 +12,7 @@ from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreNotFoundErr
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Manifest
 from tiered_checkpoint_io.stores.base import Store
-from tiered_checkpoint_io.stores.silence import moving
+from tiered_checkpoint_io.stores.retry import moving
 
 #: Chunks of a file that are read at once.
 _READS = 8

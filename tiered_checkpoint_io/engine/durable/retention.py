@@ -12,14 +12,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.manifests import current
-from tiered_checkpoint_io.engine.durable.survey import RemovalAttempt, Survey
-from tiered_checkpoint_io.engine.durable.sweep import delete
+from tiered_checkpoint_io.engine.durable.sweep import RemovalAttempt, Survey, delete
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.logs import names_text
 from tiered_checkpoint_io.model.retention import Checkpoint, Policy, kept
-from tiered_checkpoint_io.stores.base import Store
-from tiered_checkpoint_io.stores.refusals import Refusals
+from tiered_checkpoint_io.stores.base import Refusals, Store
 
 
 def removed(

@@ -28,23 +28,108 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.files import paths_in, read_index, written
-from tiered_checkpoint_io.engine.durable.holds import refuse_held
-from tiered_checkpoint_io.engine.durable.manifests import Manifests, contents_of, current, if_intact, repeated
-from tiered_checkpoint_io.engine.durable.survey import Survey
-from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, Reason, StoreError, TieredCheckpointError
+from tiered_checkpoint_io.engine.durable.manifests import (
+    DocumentCache,
+    Manifests,
+    contents_of,
+    current,
+    if_intact,
+    manifest_cache,
+    repeated,
+)
+from tiered_checkpoint_io.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    Reason,
+    StoreError,
+    TieredCheckpointError,
+)
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import hash_bytes
 from tiered_checkpoint_io.model.manifest import METADATA, Content, Manifest, Part
-from tiered_checkpoint_io.stores.base import ObjectInfo, Store
+from tiered_checkpoint_io.model.retention import Checkpoint
+from tiered_checkpoint_io.stores.base import ObjectInfo, Refusals, Store, delete_each
 from tiered_checkpoint_io.stores.fallbacks import conditional, folders_of
-from tiered_checkpoint_io.stores.refusals import Refusals, delete_each
+
+
+class RemovalAttempt(NamedTuple):
+    """Result of an attempt to remove a checkpoint.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        is_gone: True if it ceased to exist. Otherwise it is unchanged: saved again since, in use, or refused.
+        refusal: Error of the server if it refused to remove something: of a checkpoint that is gone, some of the files.
+    """
+
+    checkpoint: Checkpoint
+    is_gone: bool
+    refusal: TieredCheckpointError | None = None
+
+
+@dataclass(slots=True)
+class Survey:
+    """Knowledge of the sweep and of retention about a durable tier; no manifest is read twice unless it changes.
+
+    Attributes:
+        locked: Unnamed saves that the server refuses to remove.
+        due: Time of the next sweep, by the monotonic clock.
+        told: The error of the last sweep, as it was logged.
+        unread: After :meth:`look`, the names whose manifests can't be understood: they stay.
+        saves: After :meth:`look`, the saves that manifests name.
+        refused: Checkpoints that the server refused to remove, and that were not reported yet.
+        left_alone: Time until which the checkpoints of a step stay, as the server lately refused to remove one.
+    """
+
+    locked: set[str] = field(default_factory=set)
+    due: float = -math.inf
+    told: str = ""
+    unread: dict[str, CorruptCheckpointError] = field(default_factory=dict)
+    saves: set[str] = field(default_factory=set)
+    refused: list[RemovalAttempt] = field(default_factory=list)
+    _known: set[str] = field(default_factory=set)
+    left_alone: dict[int | str, float] = field(default_factory=dict)
+    _manifests: DocumentCache[Manifest | None] = field(default_factory=manifest_cache)
+
+    def manifests(self, store: Store, clock: Clock = SYSTEM) -> dict[str, Manifest | CorruptCheckpointError]:
+        """Returns all manifests, by name: one list, and a read of the new ones.
+
+        Raises:
+            StoreError: The tier could not be read.
+        """
+        read = self._manifests.read(store, clock).items()
+        named = {name: value for key, value in read if (name := ids.name_from_manifest_key(key)) is not None}
+        # A reservation is None here.
+        return {name: value for name, value in named.items() if value is not None}
+
+    def look(self, store: Store, *, clock: Clock = SYSTEM) -> list[Checkpoint]:
+        """Returns all checkpoints and aliases.
+
+        Raises:
+            StoreError: The tier could not be read.
+        """
+        read = self.manifests(store, clock)
+        self.unread = {name: value for name, value in read.items() if isinstance(value, CorruptCheckpointError)}
+        manifests = [value for value in read.values() if isinstance(value, Manifest)]
+        self.saves = {each.save_id for each in contents_of(each for each in manifests if each.alias_of is None)}
+        return [Checkpoint.of(each) for each in manifests]
+
+    def leave_alone(self, attempt: RemovalAttempt, clock: Clock) -> None:
+        """Remembers a checkpoint that the server refused to remove, so that the server is not asked each time."""
+        # The other checkpoints of its step stay with it.
+        self.left_alone[attempt.checkpoint.unit] = clock.monotonic() + clock.timing.refused_again_s
+        if attempt.checkpoint.save_id not in self._known:
+            self._known.add(attempt.checkpoint.save_id)
+            self.refused.append(attempt)
+
 
 _log = logging.getLogger(__name__)
 
@@ -319,3 +404,53 @@ def _own(read: Iterable[Manifest | CorruptCheckpointError]) -> list[Manifest]:
 
 def _newest(entries: Iterable[ObjectInfo]) -> float:
     return max(entry.modified for entry in entries)
+
+
+# -------------------------------------------------------------------------------------------- holds
+# A delete looks for holds before it removes the manifest, and again before it removes any file; a hold looks for the
+# manifest after its own write. So if the two meet, the delete puts the manifest back, or the hold is refused.
+
+#: Age at which a hold no longer counts: its program did not live to release it.
+LIFETIME_S = 24 * 3600.0
+
+
+def hold(store: Store, name: str, save_id: str, *, clock: Clock = SYSTEM) -> str:
+    """Keeps a save from being deleted under its name; returns the key that :func:`release` takes.
+
+    Raises:
+        CheckpointNotFoundError: The name has no checkpoint, or another save's. No hold was written.
+    """
+    key = ids.hold_prefix(name) + clock.token(8)
+    store.put(key, b"{}")
+    manifest = current(store, name)
+    if manifest is None or manifest.settled.save_id != save_id:
+        store.delete(key)
+        text = f"{name} was deleted or overwritten, so nothing is held"
+        raise CheckpointNotFoundError(text, operation="hold", tier="durable", key=name)
+    return key
+
+
+def release(store: Store, key: str) -> None:
+    """Ends a hold; a checkpoint that had to go without it goes at the next retention or prune."""
+    store.delete(key)
+
+
+def refuse_held(store: Store, name: str, *, clock: Clock = SYSTEM) -> None:
+    """Raises ConfigError if a checkpoint is held: one list. Removes expired holds."""
+    prefix, now = ids.hold_prefix(name), clock.wall()
+    for entry in store.list(prefix):
+        if "/" in entry.key.removeprefix(prefix):
+            # The hold of a replaced checkpoint.
+            continue
+        if now - entry.modified < LIFETIME_S:
+            raise ConfigError(
+                f"{name} is in use by another program",
+                operation="delete",
+                tier="durable",
+                key=entry.key,
+                hint="it stays; the next retention or `tiered-ckpt prune` after that removes it",
+                reason="held",
+            )
+        # A hold that can't be removed does not count all the same.
+        with Refusals().kept():
+            store.delete(entry.key)

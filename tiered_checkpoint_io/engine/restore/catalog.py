@@ -38,7 +38,7 @@ from tiered_checkpoint_io.model.manifest import METADATA, Content, Kind, Manifes
 from tiered_checkpoint_io.stores import place_of
 from tiered_checkpoint_io.stores.base import ObjectInfo, Store
 from tiered_checkpoint_io.stores.peer import Endpoint
-from tiered_checkpoint_io.stores.silence import answer_within
+from tiered_checkpoint_io.stores.retry import answer_within
 
 #: Manifests that are read at once when looking for the newest, and the number that is chosen by the step in a name.
 _BATCH = 32

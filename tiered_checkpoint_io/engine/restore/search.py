@@ -47,7 +47,7 @@ from tiered_checkpoint_io.errors import (
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Kind, Manifest
 from tiered_checkpoint_io.stores.peer import Endpoint
-from tiered_checkpoint_io.stores.silence import Question, answer_within
+from tiered_checkpoint_io.stores.retry import Question, answer_within
 
 _S = TypeVar("_S")
 _T = TypeVar("_T")
