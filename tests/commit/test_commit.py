@@ -240,7 +240,7 @@ def test_verify_tells_the_save_that_is_there_and_what_is_wrong_with_it(store):
     assert "in place of" not in verified()["error"]
 
 
-def test_a_command_runs_for_what_is_there(store, memory_dir, capfd):
-    line = ["watch", store.url, "--memory-dir", memory_dir, "--exec", "echo $TIERED_CKPT_NAME $TIERED_CKPT_STEP"]
+def test_a_command_runs_for_what_is_there(store, capfd):
+    line = ["watch", store.url, "--exec", "echo $TIERED_CKPT_NAME $TIERED_CKPT_STEP"]
     done = command(*line, "--after", "", "--idle-timeout", "0")
     assert (done.exit_code, capfd.readouterr().out.splitlines()) == (0, ["last 1", "two 2"]), done.stderr

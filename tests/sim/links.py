@@ -134,7 +134,7 @@ def peers_of(world):
     """Returns a stand-in for PeerStore: the memory of another machine, over a network that may be cut, slow, or lie."""
 
     class Peer(PeerStore):
-        def __init__(self, endpoint, *, connections=1, clock):
+        def __init__(self, endpoint, *, connections=1, clock, waits=False):
             self._endpoint, self._silence_s = endpoint, clock.timing.peer_silence_s
 
         def get(self, key):
