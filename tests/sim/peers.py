@@ -143,7 +143,7 @@ class Rank:
         faults, tiers = self.job_faults(), SimpleNamespace(clock=self.machine.clock, log=LOG, skipped=self.world.note)
         endpoints = {name: Endpoint(name, 0, "") for name in there}
         was_cut = any(until > self.world.now for until in self.world.cuts.values())
-        wanted = Candidate("the newest", SimpleNamespace(save_id=chosen), held=there)
+        wanted = Candidate("the newest", SimpleNamespace(save_id=chosen, kind="sharded"), held=there)
         peers = Peers(tiers, wanted, endpoints, self.machine.name)
         try:
             self._timed("fetch", lambda: peers.fetch(self.rank, partial(SlotDestination, self.tier)), FETCH_S)

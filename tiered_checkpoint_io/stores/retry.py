@@ -1,4 +1,4 @@
-"""How requests are repeated, how an upload then reports progress, and how long a caller waits for an answer.
+"""Repetition of requests, progress of an upload that is repeated, and the bound of a caller's wait for an answer.
 
 A store repeats its requests for minutes, and one request to a server that accepts and never answers may take a minute
 by itself. A caller that can do without the answer asks by a :class:`Question`, on a thread of its own, and leaves it
