@@ -11,7 +11,6 @@ from support.documented import command, verified
 from support.draining import Node, part_of
 from support.sharded import full_part, make_part, views_of
 from support.silent import silent_server
-from support.story import op_id
 
 from tiered_checkpoint_io import find_latest, list_checkpoints
 from tiered_checkpoint_io.engine.drain.operations import Outcome
@@ -78,20 +77,14 @@ def test_what_was_deleted_on_the_durable_tier_is_in_memory_alone(node, memory_di
     assert listed(node, memory_dir)["2.ckpt"]["state"] == "memory_only"
 
 
-def test_parts_without_a_manifest_are_incomplete(node, memory_dir):
+def test_parts_without_a_manifest_are_no_checkpoint(node, memory_dir):
     part, files = make_part("step_7", 7, 1, dirpath=node.dirpath)
     assert commit.put_part(DirectoryStore(node.dirpath), part, views_of(files)) == "sent"
-    row = listed(node, memory_dir)["step_7"]
-    assert (row["state"], row["step"], row["save_id"], row["is_latest"]) == ("incomplete", 7, op_id(7), False)
-    assert row["problem"] == "1 of 2 parts on the durable tier, and no manifest"
-    # To programs as to people, with and without node memory.
-    for where in ({}, {"memory_dir": memory_dir}):
-        assert [each.state for each in list_checkpoints(node.dirpath, **where)] == ["incomplete"]
-        assert find_latest(node.dirpath, **where) is None
+    assert (list_checkpoints(node.dirpath), find_latest(node.dirpath)) == ([], None)
     # The same save is still on its way from this node.
     node.part("step_7", 7, 0)
     row = listed(node, memory_dir)["step_7"]
-    assert (row["state"], row["where"], row["parts"], row["parts_here"]) == ("waiting", ["memory", "durable"], 2, 1)
+    assert (row["state"], row["where"], row["parts"], row["parts_here"]) == ("waiting", ["memory"], 2, 1)
 
 
 def test_where_the_durable_tier_is_silent_memory_is_listed_after_a_count_down(memory_dir, monkeypatch):

@@ -36,7 +36,7 @@ EVERY_S = 10.0
 def list_checkpoints(
     dirpath: str | os.PathLike[str], *, memory_dir: str | None = None, **options: Any
 ) -> list[CheckpointInfo]:
-    """Returns all checkpoints of a durable tier, also incomplete ones: the latest save first, unreadable ones last.
+    """Returns all checkpoints of a durable tier: the latest save first, unreadable ones last.
 
     Args:
         dirpath: The durable tier: an S3 URL, any fsspec URL, or a directory.
@@ -49,15 +49,9 @@ def list_checkpoints(
         ConfigError: A value is not allowed, or there is no such memory_dir.
         StoreError: The durable tier could not be read.
     """
-    return _listed(dirpath, memory_dir, options, with_incomplete=True)
-
-
-def _listed(
-    dirpath: str | os.PathLike[str], memory_dir: str | None, options: dict[str, Any], *, with_incomplete: bool
-) -> list[CheckpointInfo]:
     config = TieredCheckpointConfig.from_any(dirpath=dirpath, **options)
     with contextlib.closing(Tiers(config, memory_dir)) as tiers:
-        return tiers.checkpoints(with_incomplete=with_incomplete)
+        return tiers.checkpoints()
 
 
 def find_latest(
@@ -79,8 +73,7 @@ def find_latest(
         StoreError: See :func:`list_checkpoints`.
     """
     try:
-        # None that is incomplete is the latest.
-        found = _listed(dirpath, memory_dir, options, with_incomplete=False)
+        found = list_checkpoints(dirpath, memory_dir=memory_dir, **options)
     except CheckpointNotFoundError:
         return None
     for each in found:
@@ -147,9 +140,9 @@ class Tiers:
         if self._store is not None:
             self._store.close()
 
-    def checkpoints(self, *, with_incomplete: bool = False) -> list[CheckpointInfo]:
+    def checkpoints(self) -> list[CheckpointInfo]:
         """Raises CheckpointNotFoundError, ConfigError and StoreError as :func:`list_checkpoints`."""
-        return self.ask(lambda store: self._looker.look(store, with_incomplete=with_incomplete)).checkpoints
+        return self.ask(self._looker.look).checkpoints
 
     def ask(self, work: Callable[[Store], _T]) -> _T:
         """Returns the result of ``work`` on the durable tier; raises StoreError if that is silent."""

@@ -1,4 +1,4 @@
-"""Contents of a durable tier: all checkpoints, the one that ``tiered:latest`` means, and saves without a manifest."""
+"""Contents of a durable tier: all checkpoints, and the one that ``tiered:latest`` means."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Kind, Manifest, Part
+from tiered_checkpoint_io.model.manifest import Kind, Manifest
 from tiered_checkpoint_io.stores import Store
-from tiered_checkpoint_io.stores.fallbacks import folders_of
 
 _log = logging.getLogger("tiered_checkpoint_io.inventory")
 _F = TypeVar("_F")
@@ -211,67 +210,6 @@ def read_unchanged(
                     reason="changed",
                 ) from error
     raise AssertionError("unreachable")
-
-
-@dataclass(frozen=True, slots=True)
-class IncompleteSave:
-    """A save of which the durable tier has parts, and no manifest.
-
-    Attributes:
-        save_id: Its id.
-        part: One of those parts; None if none can be read.
-        ranks: The ranks whose parts are there.
-        modified: When the last of them came, seconds since the epoch by the store's clock.
-    """
-
-    save_id: str
-    part: Part | None
-    ranks: tuple[int, ...]
-    modified: float
-
-
-def incomplete_saves(store: Store, found: Sequence[DurableCheckpoint]) -> list[IncompleteSave]:
-    """Returns saves without a manifest, by one list of folders, and one for each of these saves.
-
-    ``found`` are all checkpoints, listed before: saves that are committed in between are complete, and are left out.
-
-    Raises:
-        StoreError: The tier could not be read.
-    """
-    if any(each.manifest is None for each in found):
-        # The saves of those manifests are unknown.
-        return []
-    contents = [
-        content for each in found if each.manifest for content in (each.manifest.content, *each.manifest.previous)
-    ]
-    known = {save_id for content in contents for save_id in (content.save_id, content.copy_of)}
-    made = [
-        _incomplete_save(store, each)
-        for each in sorted(folders_of(store, ids.SAVES_PREFIX) - known)
-        if ids.is_save_id(each)
-    ]
-    return [each for each in made if each is not None]
-
-
-def _incomplete_save(store: Store, save_id: str) -> IncompleteSave | None:
-    entries = {ids.rank_of_description(entry.key): entry for entry in store.list(ids.save_prefix(save_id))}
-    ranks = sorted(rank for rank in entries if rank is not None)
-    if not ranks:
-        return None
-    part = None
-    key = ids.description_key(save_id, ranks[0])
-    try:
-        part = Part.from_json(store.get(key), where=f"{store.url}/{key}")
-        manifest = read(store, part.name).manifest
-        if manifest is not None and manifest.content.save_id == save_id:
-            return None
-    except StoreNotFoundError:
-        # Cleared up, or committed and deleted, since it was listed.
-        return None
-    except CorruptCheckpointError:
-        part = None
-    modified = max(entry.modified for entry in entries.values())
-    return IncompleteSave(save_id, part, tuple(ranks), modified)
 
 
 def _exists(store: Store) -> bool:

@@ -21,9 +21,7 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.inventory.durable import (
     DurableCheckpoint,
-    IncompleteSave,
     checkpoints,
-    incomplete_saves,
     newer,
     resumable,
 )
@@ -48,10 +46,10 @@ class CheckpointInfo:
         dirpath: The durable tier that it belongs to.
         save_id: Id of the save that made it; as text, ids sort in the order of the saves. "" if it is not known.
         state: ``durable``: committed on the durable tier. ``memory_only``: in node memory, and not to be uploaded.
-            ``waiting``, ``uploading``: in node memory, on its way to the durable tier. ``incomplete``: only a part of
-            it is on the durable tier; other nodes are uploading it, it never became complete, its files were deleted,
-            or the durable tier was not asked. ``corrupt``: it can't be read, or was found damaged, and no intact copy
-            is known. ``newer_release``: a newer release of this package wrote it.
+            ``waiting``, ``uploading``: in node memory, on its way to the durable tier. ``incomplete``: it is being
+            overwritten there, its files were deleted, or the durable tier was not asked. ``corrupt``: it can't be read,
+            or was found damaged, and no intact copy is known. ``newer_release``: a newer release of this package wrote
+            it.
         where: The tiers that have it, or parts of it, without damaged copies. ``memory``: this node's; ``spill``: on
             its disk; ``replicas``: kept for other nodes.
         step: The training step; None if it is not known.
@@ -140,11 +138,10 @@ class Look:
         place: Place,
         node: NodeMemory,
         found: Sequence[DurableCheckpoint] | None = None,
-        incomplete: Sequence[IncompleteSave] = (),
     ) -> None:
-        """Takes the tiers' contents; ``incomplete`` are saves of the durable tier without a manifest."""
+        """Takes the tiers' contents."""
         self.place, self.node, self.found = place, node, found
-        self._incomplete, self._here = incomplete, node.at(place)
+        self._here = node.at(place)
         self.manifests = {each.name: each.manifest for each in found or () if each.manifest is not None}
         self.held: dict[str, list[HeldPart]] = {}
         for each in self._here.held:
@@ -160,8 +157,6 @@ class Look:
         rows += [self._overwriting(each) for each in self.manifests.values() if each.previous and not each.alias_of]
         rows += self._queued()
         seen = {row.save_id for row in rows if not row.alias_of}
-        rows += [self._parts_of(each) for each in self._incomplete if each.save_id not in seen]
-        seen |= {row.save_id for row in rows if not row.alias_of}
         rows += [self._in_memory(save) for save in self.held if save not in seen]
         seen |= self.held.keys()
         rows += [self._damaged(them[0]) for save, them in self._broken.items() if save not in seen]
@@ -230,24 +225,6 @@ class Look:
         # Else others upload it, or commit it; they may have died before.
         return "durable" if "durable" in states else "incomplete"
 
-    def _parts_of(self, each: IncompleteSave) -> CheckpointInfo:
-        held = self.held.get(each.save_id, [])
-        part = each.part or next((here.stored.part for here in held), None)
-        count = f"{len(each.ranks)} of {part.content.parts} parts" if part is not None else f"{len(each.ranks)} parts"
-        problem = f"{count} on the durable tier, and no manifest"
-        if part is not None:
-            return self._begun(part.name, part.content, problem)
-        return CheckpointInfo(
-            name=f"save {each.save_id}",
-            url=url_of(self.place.dirpath, ""),
-            dirpath=self.place.dirpath,
-            save_id=each.save_id,
-            state="incomplete",
-            where=("durable",),
-            created=time_of(each.modified),
-            problem=problem,
-        )
-
     def _begun(self, name: str, content: Content, problem: str) -> CheckpointInfo:
         """Returns the row of a save that has begun to arrive on the durable tier: from this node, or from others."""
         held = self.held.get(content.save_id, [])
@@ -292,12 +269,11 @@ class Looker:
         self._clock = clock
         self._manifests = manifest_cache()
 
-    def look(self, store: Store | None, *, with_incomplete: bool = True) -> Look:
+    def look(self, store: Store | None) -> Look:
         """Looks at both tiers, at memory first: a checkpoint committed in between is seen twice, and not missed.
 
         Args:
             store: The durable tier; None to look only at memory.
-            with_incomplete: True to look for saves without a manifest as well.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint at all at this dirpath.
@@ -313,8 +289,7 @@ class Looker:
             if self._place not in node.places:
                 raise
             found = []
-        left = incomplete_saves(store, found) if with_incomplete else ()
-        return Look(self._place, node, found, left)
+        return Look(self._place, node, found)
 
 
 # ------------------------------------------------------------------------------------------ details
