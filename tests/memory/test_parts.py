@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from support.failing import failing
 
-from tiered_checkpoint_io.engine.staging import acquire_for
+from tiered_checkpoint_io.engine.retention import acquire_for
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, MemoryTierError
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory.node import MemoryFullError

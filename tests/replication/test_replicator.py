@@ -346,7 +346,7 @@ def test_a_save_without_room_takes_that_of_what_waits_but_not_of_what_is_on_its_
     try:
         # Other processes have taken the freed space.
         with contextlib.suppress(MemoryFullError):
-            capturer._acquire(500_000, scope, (), spills=False)
+            capturer.acquire(500_000, scope)
     finally:
         stuck.set()
         offers.close(5.0)

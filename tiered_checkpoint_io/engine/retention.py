@@ -13,7 +13,6 @@ import contextlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from tiered_checkpoint_io.memory.node import MemoryFullError
@@ -331,6 +330,43 @@ def acquire_for(tier: MemoryTier, size: int, going_for: Callable[[int], list[Sto
         return tier.acquire(size)
 
 
+def acquire(
+    tier: MemoryTier,
+    size: int,
+    going_for: Callable[[int, list[StoredPart], bool], list[StoredPart]],
+    *,
+    spills: bool = True,
+) -> Slot:
+    """Does :func:`acquire_for` in memory or, if it ``spills``, in the spill.
+
+    Args:
+        tier: The memory tier.
+        size: Bytes of the slot.
+        going_for: Returns the parts that go, by the missing bytes, the parts held there, and True for the spill.
+        spills: True if the slot may be one of the spill.
+
+    Raises:
+        MemoryFullError: There is no room in either.
+    """
+
+    def held(spilled: bool) -> list[StoredPart]:
+        # Listed only when room is missing.
+        return [each for each in tier.parts() if tier.is_spilled(each.folder) == spilled]
+
+    try:
+        return acquire_for(tier, size, lambda missing: going_for(missing, held(False), False))
+    except MemoryFullError as full:
+        spill = tier.open_spill() if spills else None
+        if spill is None:
+            raise
+        try:
+            return acquire_for(spill, size, lambda missing: going_for(missing, held(True), True))
+        except OSError as no_disk:
+            both = f"{full.message}; and neither in the spill: {getattr(no_disk, 'message', no_disk)}"
+            hint = "give memory_dir more space, lower memory_keep_last, or name a spill_dir with more space"
+            raise MemoryFullError(both, operation="stage", tier="memory", key=full.key, hint=hint) from no_disk
+
+
 def slot_for(tier: MemoryTier, part: Part, size: int) -> Slot:
     """Returns a slot of ``size`` bytes for a loaded part; if there is no room, parts of earlier loads go.
 
@@ -339,23 +375,17 @@ def slot_for(tier: MemoryTier, part: Part, size: int) -> Slot:
     Raises:
         MemoryFullError: There is no room there either.
     """
+    scope = _scope_of(part)
 
-    def going_for(missing: int, *, spilled: bool = False) -> list[StoredPart]:
-        scope = _scope_of(part)
+    def going_for(missing: int, held: list[StoredPart], _: bool) -> list[StoredPart]:
         # A part of another payload or series of this job may be the newest.
-        ours = [each for each in tier.parts() if scope.covers(each) or each.part.place != scope.place]
-        here = [each for each in ours if tier.is_spilled(each.folder) == spilled and _may_go(each)]
+        ours = [each for each in held if scope.covers(each) or each.part.place != scope.place]
         # The new part counts as if it were there: older ones may go for it, even the newest that this node has.
         coming = StoredPart(part, Path(), drained=True)
-        return room_for(missing, [*here, coming], scope, {part.save_id, *tier.awaited(True)})
+        going = [*filter(_may_go, ours), coming]
+        return room_for(missing, going, scope, {part.save_id, *tier.awaited(True)})
 
-    try:
-        return acquire_for(tier, size, going_for)
-    except MemoryFullError:
-        spill = tier.open_spill()
-        if spill is None:
-            raise
-        return acquire_for(spill, size, partial(going_for, spilled=True))
+    return acquire(tier, size, going_for)
 
 
 def retain_loaded(tier: MemoryTier, part: Part, keep: int) -> None:

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -55,32 +55,18 @@ from tiered_checkpoint_io.stores.retry import Question, answer_within
 class DurableNameCache:
     """The names that were listed once, with this process' saves and removals since."""
 
-    def __init__(
-        self,
-        list_names: Callable[[], Iterable[str]],
-        queued: Callable[[], Iterable[str]],
-        has_worked: Callable[[], bool],
-        clock: Clock,
-    ) -> None:
-        """Takes the sources of names.
-
-        Args:
-            list_names: The names on the durable tier, by one LIST, on a thread of its own.
-            queued: Names whose upload is queued.
-            has_worked: True if a drain has ever worked for this node's memory.
-            clock: For waits.
-        """
-        self._list_names = list_names
-        self._queued = queued
-        self._has_worked = has_worked
-        self._clock = clock
+    def __init__(self, session: Session) -> None:
+        """Asks nothing yet."""
+        self._session = session
         self._question: Question[Iterable[str]] | None = None
         self._listed: set[str] | None = None
         self._saved: set[str] = set()
 
     def remember(self, listed: Iterable[str]) -> None:
         """Takes the names on the durable tier, as they were just listed."""
-        self._listed = {*listed, *self._queued()}
+        tier, _, drain = self._session.open()
+        queued = (each.name for each in drain.queue.look(tier) if each.action in (*NAMING, *SAVES))
+        self._listed = {*listed, *queued}
 
     def note(self, name: str, *, exists: bool) -> None:
         """Takes note of a name that this process saves or removes."""
@@ -94,7 +80,9 @@ class DurableNameCache:
         """
         if name in self._saved:
             return True
-        return self._has_worked() if self._listed is None else name in self._listed
+        if self._listed is None:
+            return self._session.open().drain.runner.has_worked
+        return name in self._listed
 
     def all(self, patience_s: float = math.inf) -> frozenset[str]:
         """Returns all names on the durable tier, or queued for it: one LIST at first use, none later.
@@ -118,7 +106,8 @@ class DurableNameCache:
 
     def _ask(self, patience_s: float) -> Iterable[str]:
         # A question that was not answered in time is not asked again: the next caller has its answer, or no wait.
-        question = self._question = self._question or Question(self._list_names, clock=self._clock)
+        session = self._session
+        question = self._question = self._question or Question(lambda: names_of(session.durable()), clock=session.clock)
         if not question.within(patience_s):
             raise question.silence("the durable tier", patience_s)
         self._question = None
@@ -170,9 +159,7 @@ class Session:
         self.counts: Counter[str] = Counter()
         self.last_save: SaveReport | None = None
         self.followed = ""
-        self.known = DurableNameCache(
-            lambda: names_of(self.durable()), self._queued_names, lambda: self.open().drain.runner.has_worked, clock
-        )
+        self.known = DurableNameCache(self)
         wait_s = float(config.support.wait_timeout_s)
         self.background, self.turn = BackgroundTask(wait_s, self.log), Turn(wait_s)
         self._pins = HostPins()
@@ -321,10 +308,6 @@ class Session:
         """Adds an event to the record of the run, see :mod:`model.events`; any rank notes its own failures."""
         if self._opened is not None and (event in ("failed", "skipped") or leads_node()):
             note(self._opened.tier.root, event, clock=self.clock, **facts)
-
-    def _queued_names(self) -> set[str]:
-        tier, _, drain = self.open()
-        return {each.name for each in drain.queue.look(tier) if each.action in (*NAMING, *SAVES)}
 
     def poll(self) -> list[Outcome]:
         """Returns background operations that ended since the last call, each once."""

@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,7 +24,7 @@ from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.retention import (
     Evidence,
     Scope,
-    acquire_for,
+    acquire,
     removable,
     room_for,
     spill_room_for,
@@ -31,7 +32,6 @@ from tiered_checkpoint_io.engine.retention import (
 from tiered_checkpoint_io.errors import ConfigError, DrainError, SaveError
 from tiered_checkpoint_io.formats.image import PINNED_PIECE, Image, Untouched, is_plain
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.slots import Slot, are_slow
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -424,7 +424,16 @@ class Capturer:
         """
         # A slot that is prepared by now is taken.
         self._stopped.set()
-        return self._acquire(size, scope, retained, spills=spills)
+        tier = self._tier
+
+        def going_for(missing: int, held: list[StoredPart], spilled: bool) -> list[StoredPart]:
+            if spilled:
+                return spill_room_for(missing, held, scope, retained)
+            # Parts that are being replicated stay: other machines may already remove earlier saves for them.
+            room = partial(room_for, missing, held, scope)
+            return room({*retained, *tier.awaited(False)}) or room({*retained, *tier.awaited(True)})
+
+        return acquire(tier, size, going_for, spills=spills)
 
     def fill(self, image: Image, slot: Slot, *, threads: int | None = None, hashed: bool = True) -> tuple[str, ...]:
         """Copies a planned file into a slot, which is given back if that fails.
@@ -470,7 +479,8 @@ class Capturer:
         fits = size is None or freed >= size or self._tier.spill is not None or freed + self._tier.room() >= size
         if here and not fits:
             going = [stored for stored in going if stored not in here]
-        self._remove(going)
+        for stored in going:
+            self._tier.remove(stored)
 
     def prepare(self, size: int, *, first: bool = False) -> None:
         """Makes a slot for the next file of this size, in the background; the next save takes it as far as it is made.
@@ -525,36 +535,3 @@ class Capturer:
         if self._preparing is not None:
             self._clock.join(self._preparing, self._clock.timing.space_wait_s)
             self._preparing = None
-
-    def _acquire(self, size: int, scope: Scope, retained: Collection[str], *, spills: bool) -> Slot:
-        tier = self._tier
-        parts: list[StoredPart] = []
-        here: list[StoredPart] = []
-
-        def going_for(missing: int) -> list[StoredPart]:
-            # Listed only now: a save that finds a free slot need not list memory's parts.
-            parts[:] = tier.parts()
-            here[:] = [stored for stored in parts if not tier.is_spilled(stored.folder)]
-            # Parts that are being replicated stay: other machines may already remove earlier saves for them.
-            kept = {*retained, *tier.awaited(False)}
-            return room_for(missing, here, scope, kept) or room_for(
-                missing, here, scope, {*retained, *tier.awaited(True)}
-            )
-
-        try:
-            return acquire_for(tier, size, going_for)
-        except MemoryFullError as full:
-            spill = tier.open_spill() if spills else None
-            if spill is None:
-                raise
-            there = [stored for stored in parts if stored not in here]
-            try:
-                return acquire_for(spill, size, lambda missing: spill_room_for(missing, there, scope, retained))
-            except OSError as no_disk:
-                both = f"{full.message}; and neither in the spill: {getattr(no_disk, 'message', no_disk)}"
-                hint = "give memory_dir more space, lower memory_keep_last, or name a spill_dir with more space"
-                raise MemoryFullError(both, operation="stage", tier="memory", key=full.key, hint=hint) from no_disk
-
-    def _remove(self, parts: Iterable[StoredPart]) -> None:
-        for stored in parts:
-            self._tier.remove(stored)
