@@ -206,7 +206,7 @@ def run_full(store: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parts", type=int, default=16_384)
-    parser.add_argument("--directory", action="store_true", help="a directory in place of S3")
+    parser.add_argument("--directory", action="store_true", help="a directory instead of S3")
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tiered-scale-"))

@@ -82,7 +82,7 @@ def train(dirpath: str, memory_dir: str, report: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--s3", help="your own s3://bucket/prefix, in place of a local server")
+    parser.add_argument("--s3", help="your own s3://bucket/prefix, instead of a local server")
     parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:

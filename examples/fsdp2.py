@@ -110,8 +110,8 @@ def train(dirpath: str, memory_dir: str, report: str, strategy: str, ranks: str,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--s3", help="your own s3://bucket/prefix, in place of a local server")
-    parser.add_argument("--fsdp1", action="store_true", help="FSDP in place of FSDP2")
+    parser.add_argument("--s3", help="your own s3://bucket/prefix, instead of a local server")
+    parser.add_argument("--fsdp1", action="store_true", help="FSDP instead of FSDP2")
     parser.add_argument("--steps", type=int, default=32, help="at least 32")
     parser.add_argument("--train", nargs=6, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -237,7 +237,7 @@ def test_verify_tells_the_save_that_is_there_and_what_is_wrong_with_it(store):
     path = Path(store.url, files_of(store, read_manifest(store, "last").settled).all()[0].path)
     path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
     assert verified()["state"] == "damaged"
-    assert "in place of" not in verified()["error"]
+    assert "instead of" not in verified()["error"]
 
 
 def test_a_command_runs_for_what_is_there(store, capfd):

@@ -110,7 +110,7 @@ def test_a_file_that_is_not_there_as_sent_keeps_the_checkpoint_from_being(damage
     save(store, "a", 1)
     commits = overwriting(store)
     store.delete("a/__1_1-2.distcp") if damage == "gone" else store.put("a/__1_1-2.distcp", b"x")
-    with pytest.raises(StoreError, match="of a file are there, in place of"):
+    with pytest.raises(StoreError, match="of a file are there instead of"):
         commits()
     assert readable(store, "a") == 1
 

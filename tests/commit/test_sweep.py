@@ -122,7 +122,7 @@ def test_a_drain_that_comes_back_can_not_commit_what_is_swept_at_that_moment(sto
 
         met = False
 
-    with pytest.raises(Exception, match="of a file are there, in place of"):
+    with pytest.raises(Exception, match="of a file are there instead of"):
         commit.commit(MeetingSweep(store), part, views_of(data), arrivals.rows)
     assert readable(store, "a") is None
 

@@ -309,7 +309,7 @@ class Checkpoints(RuleBasedStateMachine):
                 found = loaded["global_step"]
                 assert torch.equal(loaded["w"], state(found)["w"])
         if allowed is not None:
-            assert found in allowed, f"restored {found} in place of one of {allowed}"
+            assert found in allowed, f"restored {found} instead of one of {allowed}"
         if made is self.made:
             # Damaged copies are set aside; of those that loads have taken, the newest are kept.
             here = {stored.part.content.step: stored.part.name for stored in made.session.open().tier.parts()}

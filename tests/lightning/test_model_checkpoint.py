@@ -1,4 +1,4 @@
-"""TieredModelCheckpoint with failures, with other callbacks, and in place of Lightning's own amid a run, and back."""
+"""TieredModelCheckpoint with failures, with other callbacks, and instead of Lightning's own during a run, and back."""
 
 import os
 import pickle

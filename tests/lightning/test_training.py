@@ -1,4 +1,4 @@
-"""Training stories with a real Trainer: killed, resumed, pruned, amid accumulated steps; both tiers, both IOs."""
+"""Training stories with a real Trainer: killed, resumed, pruned, during accumulated steps; both tiers, both IOs."""
 
 import contextlib
 import functools

@@ -197,7 +197,7 @@ def test_training_goes_on_where_memory_is_removed_beside_it(drain, how, memory_d
         io.save_checkpoint(state(step), f"{step}.ckpt")
     io.save_checkpoint(state(6), "6.ckpt", storage_options={"tiers": ["memory"]})
     if how != "files alone":
-        assert f"{root} was removed, with all that it held; it is made anew" in caplog.text
+        assert f"{root} was removed, with all that it held; it is made again" in caplog.text
     # The locks of this memory are held again.
     assert [try_lock(root / name) for name in ("drain.lock", "trainers.lock", "job.lock")] == [None] * 3
     assert io.load_checkpoint("tiered:latest")["global_step"] == 6

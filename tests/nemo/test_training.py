@@ -144,29 +144,29 @@ def test_averages_that_the_users_callback_keeps_go_on_where_they_were(runs):
 class Told(Callback):
     """Sends the process a signal to end, within the epoch or a validation."""
 
-    def __init__(self, amid):
-        self.amid = amid
+    def __init__(self, during):
+        self.during = during
 
     def on_train_batch_start(self, trainer, *_):
-        if self.amid == "training" and trainer.global_step == 12:
+        if self.during == "training" and trainer.global_step == 12:
             os.kill(os.getpid(), signal.SIGUSR1)
 
     def on_validation_batch_start(self, trainer, *_):
-        if self.amid == "validation" and trainer.global_step == 15:
+        if self.during == "validation" and trainer.global_step == 15:
             os.kill(os.getpid(), signal.SIGUSR1)
 
 
-@pytest.mark.parametrize("amid", ["training", "validation"])
-def test_a_job_that_is_told_to_end_saves_the_averages_too(runs, amid, tmp_path):
+@pytest.mark.parametrize("during", ["training", "validation"])
+def test_a_job_that_is_told_to_end_saves_the_averages_too(runs, during, tmp_path):
     whole, _ = runs.fit(EMA, way="tiered", max_steps=20)
     again = type(runs)(runs.dirpath + "-2", runs.memory_dir, tmp_path / "logs-2", namespace="second")
-    callbacks = [PreemptionCheckpoint(signals=["SIGUSR1"]), Told(amid)]
+    callbacks = [PreemptionCheckpoint(signals=["SIGUSR1"]), Told(during)]
     trainer = again.trainer(again.config(EMA), way="tiered", max_steps=20, callbacks=callbacks)
     with pytest.raises(SystemExit):
         trainer.fit(Model(OmegaConf.create(again.config(EMA)["model"]), trainer))
     io_of(trainer).teardown()
     trainer, module = again.fit(EMA, way="tiered", max_steps=20)
-    assert restored(trainer)[:2] == ("preempted.ckpt", 13 if amid == "training" else 15)
+    assert restored(trainer)[:2] == ("preempted.ckpt", 13 if during == "training" else 15)
     assert all(torch.equal(a, b) for a, b in zip(averages(trainer), averages(whole), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(averages(trainer), module.parameters(), strict=True))
 

@@ -257,7 +257,7 @@ def test_a_rank_that_takes_an_attempt_before_for_its_own_saves_nothing_then(rank
     others = ranks.start(0, 1)
     said = ranks.ask(others)
     (refused,) = ranks.ask(early)
-    assert "other ranks of this job were started anew, and this one was not" in refused
+    assert "other ranks of this job were restarted, and this one was not" in refused
     # However often it asks, the others continue.
     assert ranks.ask(early) == [refused]
     assert not [each for each in ranks.ask(others) if isinstance(each, str)]

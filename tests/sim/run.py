@@ -71,7 +71,7 @@ def main():
         seeds = [seed for seed in seeds if lives_of(seed).__name__ == f"sim.{options.only}"]
     steps, found = 0, []
     with (
-        # Here, and not by the processes: they may be ended amid a life.
+        # Here, and not by the processes: they may be ended during a life.
         tempfile.TemporaryDirectory(prefix="tiered-sim-", dir=options.memory) as folder,
         multiprocessing.get_context("spawn").Pool(min(options.jobs, len(seeds))) as pool,
     ):

@@ -110,7 +110,7 @@ def restored(place, kind, allowed, **order):
     if not found["equal"]:
         raise Mixed(f"step {found['step']} differs from what was saved")
     if found["step"] not in allowed:
-        raise Lost(f"step {found['step']} in place of one of {allowed}")
+        raise Lost(f"step {found['step']} instead of one of {allowed}")
     if order.get("go_on") and found["went_on"] != GOES_ON:
         raise Lost("what was saved after the restart can't be loaded")
     return found["step"]

@@ -99,7 +99,7 @@ def loaded(place, kind, allowed):
         told = [[step, equal] for who, step, equal in done if who == rank]
         nothing = 0 in allowed and told and "NotFound" in str(told[0][1])
         if not told or not (nothing or told[0][0] in allowed):
-            raise Lost(f"rank {rank} has loaded {told} in place of one of {[*allowed]}")
+            raise Lost(f"rank {rank} has loaded {told} instead of one of {[*allowed]}")
         if not nothing and told[0][1] is not True:
             raise Mixed(f"step {told[0][0]} differs from what was saved")
         steps.add(0 if nothing else told[0][0])

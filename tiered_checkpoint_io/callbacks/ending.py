@@ -213,7 +213,7 @@ class DurableEnd(SafeDeletes):
             self._save_end(trainer, module)
         elif trainer.is_global_zero and is_in_memory_alone(each._resumable for each in self._siblings(trainer)):
             self._engine.session.log.warning(
-                "training was ended amid accumulated gradients or a validation, and its newest checkpoint is in node"
+                "training was ended during accumulated gradients or a validation, and its newest checkpoint is in node"
                 " memory alone; upload it before the node goes: tiered-ckpt flush"
             )
 

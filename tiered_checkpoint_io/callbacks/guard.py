@@ -145,8 +145,8 @@ class StrategyGuard(Callback):
         # Lightning has restored it by now, or never will; on all ranks alike.
         left = len(getattr(trainer.fit_loop, "_combined_loader_states_to_load", None) or ())
         if left and trainer.is_global_zero:
-            text = "this resume does not restore the state of %d data loader(s), so the data starts anew: %s"
-            session.log.warning(text, left, "Lightning restores it only amid an epoch")
+            text = "this resume does not restore the state of %d data loader(s), so the data starts again: %s"
+            session.log.warning(text, left, "Lightning restores it only within an epoch")
         self._held.train(pl_module)
         self._recording.begin(trainer.local_rank, trainer.global_step, session)
         # A strategy that trains shards and saves one file does not show how large that is.

@@ -215,7 +215,7 @@ class Session:
             drain.leave_by, self._opened = self._leave_by, Opened(tier, Capturer(tier, self._pins, self.clock), drain)
         elif self._opened.tier.mend():
             note_budget(self._opened.tier)
-            self.log.warning("%s was removed, with all that it held; it is made anew", self._opened.tier.root)
+            self.log.warning("%s was removed, with all that it held; it is made again", self._opened.tier.root)
         return self._opened
 
     @property

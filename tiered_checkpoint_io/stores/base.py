@@ -64,7 +64,7 @@ def changed(operation: str, key: str) -> StoreError:
         "it changed since it was read: another run, or another node, works on the same name",
         operation=operation,
         key=key,
-        hint="it is read again and decided anew; no action needed",
+        hint="it is read and decided again; no action needed",
         reason="changed",
     )
 

@@ -228,7 +228,7 @@ class FileStore(ABC):
     def _check_size(key: str, found: int, size: int) -> None:
         """Refuses to copy an object that has another size than it should have."""
         if found != size:
-            raise StoreError(f"{found} bytes are there, in place of {size}", operation="copy", key=key)
+            raise StoreError(f"{found} bytes are there instead of {size}", operation="copy", key=key)
 
     def _path(self, key: str) -> str:
         if f"{validate_key(key)}/".startswith(_SCRATCH + "/"):

@@ -117,7 +117,7 @@ _asking: contextvars.ContextVar[Question[Any] | None] = contextvars.ContextVar("
 
 
 def asking() -> list[threading.Thread]:
-    """Returns the threads that ask a store, also those that nobody waits for any more."""
+    """Returns the threads that ask a store, also those that no caller waits for any more."""
     return [each for each in threading.enumerate() if each.name == _THREAD]
 
 

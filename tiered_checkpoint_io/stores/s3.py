@@ -256,7 +256,7 @@ class S3Store:
         with _as_changed(source):
             found = self._client.ask("head_object", source)
             if (there := size_of(found, source)) != size:
-                text = f"{there} bytes are there, in place of {size}"
+                text = f"{there} bytes are there instead of {size}"
                 raise StoreError(text, operation="copy", key=source)
             check()
             copied = Copied(self._client.copy_source(source, found["ETag"]), found["ETag"], size, check)

@@ -398,7 +398,7 @@ def _check_sizes(part: Part, index: Index, sizes: Mapping[str, int | None]) -> N
     for path, size in expected.items():
         if sizes[path] != size:
             raise StoreError(
-                f"{'no' if sizes[path] is None else sizes[path]} bytes of a file are there, in place of {size}",
+                f"{'no' if sizes[path] is None else sizes[path]} bytes of a file are there instead of {size}",
                 operation="commit",
                 tier="durable",
                 key=path,

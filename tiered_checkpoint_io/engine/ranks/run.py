@@ -272,7 +272,7 @@ def check_attempt(client: StoreClient, rank: int, token: str, attempt: str) -> N
         # The next process of this rank is to find that it was in that attempt.
         _mark(client, newest, rank, token)
         raise LeftBehindError(
-            "other ranks of this job were started anew, and this one was not",
+            "other ranks of this job were restarted, and this one was not",
             operation="agree",
             rank=rank,
             hint="end this process: torchrun starts all ranks again once one has ended",
