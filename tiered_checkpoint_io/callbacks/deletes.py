@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO
-from tiered_checkpoint_io.callbacks.migration import WITHHELD, PortableState
 from tiered_checkpoint_io.callbacks.trainer import failing_together, is_below, of_rank_0
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model import ids
 
+#: The key that our state has, and Lightning's has not.
+_WITHHELD = "withheld"
 
-class SafeDeletes(PortableState):
+
+class SafeDeletes(ModelCheckpoint):
     """A ModelCheckpoint that deletes a checkpoint only once its replacement is on the durable tier.
 
     A delete names the newest save, and the drain deletes once this save is committed. If a save is given up, the old
@@ -38,13 +41,20 @@ class SafeDeletes(PortableState):
         self._landed, self._landed_as, self._withheld, self._lost = False, "", [], set()
 
     # ------------------------------------------------------------------------------------ state
+    @property
+    def state_key(self) -> str:
+        """Names the state as Lightning's own callback with the same arguments does: a run may change over and back."""
+        return ModelCheckpoint.__qualname__ + super().state_key.removeprefix(type(self).__qualname__)
+
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), WITHHELD: [*self._withheld]}
+        return {**super().state_dict(), _WITHHELD: [*self._withheld]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # State of Lightning's own callback counts, wherever it is. Files elsewhere are never deleted.
+        state_dict = state_dict if _WITHHELD in state_dict else {**state_dict, "dirpath": self.dirpath}
         super().load_state_dict(state_dict)
         if state_dict.get("dirpath") == self.dirpath:
-            self._withheld = [*state_dict.get(WITHHELD, ())]
+            self._withheld = [*state_dict.get(_WITHHELD, ())]
 
     # ---------------------------------------------------------------------------------- deletes
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     @property
     def state_key(self) -> str:
         """Names the state as NeMo's own callback does, so that each loads the other's."""
-        return "NeMoModelCheckpoint" + super().state_key.removeprefix(type(self).__qualname__)
+        return f"NeMo{super().state_key}"
 
     # ------------------------------------------------------------------------------------ hooks
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
