@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
@@ -19,8 +18,6 @@ from tiered_checkpoint_io.memory.tier import spill_dir_of
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import place_of
 
-_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B)?", re.IGNORECASE)
 _NOWHERE = "/"
 
 
@@ -50,21 +47,15 @@ class Doctor(Output, Address, Memory):
     """
 
     dirpath: AnyDirpath = None
-    state_size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Size of the parameters and buffers of this node, such as 40GiB."),
-    ] = None
 
     def run(self) -> None:
         """Prints a row for each try."""
-        needed = _bytes_of(self.state_size)
         config = replace(self._config(), memory_dir=os.path.abspath(self.memory_dir))
-        checks = _node(config, needed) + (_durable(config) if self.dirpath is not None else [])
+        checks = _node(config) + (_durable(config) if self.dirpath is not None else [])
         if self.as_json:
             document = {
                 "dirpath": self.dirpath and config.dirpath,
                 "memory_dir": config.memory_dir,
-                "state_size_bytes": needed,
                 "checks": checks,
             }
             write_json("doctor", document)
@@ -81,7 +72,7 @@ class Doctor(Output, Address, Memory):
         return replace(last, **named) if last is not None else given
 
 
-def _node(config: TieredCheckpointConfig, needed: int | None) -> list[Check]:
+def _node(config: TieredCheckpointConfig) -> list[Check]:
     # Not before: the drain imports all commands, and must not import torch.
     from tiered_checkpoint_io.engine.preflight import Need, judge_room, room_of
 
@@ -95,7 +86,7 @@ def _node(config: TieredCheckpointConfig, needed: int | None) -> list[Check]:
         memory = replace(memory, status="fail", measured=text, do="set its mode, or name another memory_dir")
     where = spill_dir_of(config.spill_dir)
     spill = Check("spill", "ok", f"{where} can hold {size_text(room.spill)}" if where is not None else "none")
-    problems = judge_room(Need(needed or 0, 0, memory_steps=True, durable_steps=True), room, config)
+    problems = judge_room(Need(0, 0, memory_steps=True, durable_steps=True), room, config)
     found = [
         Check(
             "room", "fail" if each.permanent else "warn", f"{each.error.message}: {each.consequence}", each.error.hint
@@ -115,17 +106,3 @@ def _durable(config: TieredCheckpointConfig) -> list[Check]:
         Check(each.operation or "durable tier", "fail", f"{config.dirpath}: {each.message}", each.hint or "try again")
         for each in failures
     ]
-
-
-def _bytes_of(text: str | None) -> int | None:
-    """Reads ``40GiB``, ``40G`` or ``42949672960``; KB, MB and so on are powers of 1,000."""
-    if text is None:
-        return None
-    match = _SIZE.fullmatch(text.strip())
-    size = 0
-    if match:
-        base = 1000 if (match[3] or "").lower() == "b" and match[2] else 1024
-        size = int(float(match[1]) * base ** _UNITS[match[2].upper()])
-    if size < 1:
-        raise typer.BadParameter(f"{text!r} is no size", param_hint="--state-size: such as 40GiB")
-    return size
