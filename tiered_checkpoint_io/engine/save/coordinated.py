@@ -16,7 +16,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import NoReturn
 
 from tiered_checkpoint_io.engine.retention import Evidence
@@ -34,21 +33,6 @@ from tiered_checkpoint_io.model.manifest import METADATA, Metric
 _LACKING = 64
 
 
-@dataclass(slots=True)
-class _Captured:
-    """A part that is captured, but not sealed.
-
-    Attributes:
-        part: The part.
-        background: True if it is sealed in the background.
-        small: Makes its other files; None for the coordinator's, until the other ranks have reported.
-    """
-
-    part: PartSave
-    background: bool
-    small: Callable[[], dict[str, bytes]] | None
-
-
 class CoordinatedSaver(Overlapping):
     """Saves one process' parts of checkpoints that several ranks save together."""
 
@@ -63,7 +47,8 @@ class CoordinatedSaver(Overlapping):
         super().__init__(session, OF_PARTS)
         self._one_series = one_series
         self._lock = threading.Lock()
-        self._captured: _Captured | None = None
+        #: A part that is captured, but not sealed.
+        self._captured: PartSave | None = None
         #: Completed saves, by series of names; the oldest first.
         self._completed: dict[str, list[str]] = {}
         #: On the coordinator, the last issued save, while memory may never hold all of it; and earlier ones like it.
@@ -194,36 +179,36 @@ class CoordinatedSaver(Overlapping):
             SaveError: The save was given up, or did not reach the durable tier while we waited.
         """
         with self._lock:
-            captured, self._captured = self._captured, None
-        if captured is None or captured.part.facts.save_id != save_id:
+            part, self._captured = self._captured, None
+        if part is None or part.facts.save_id != save_id:
             raise SaveError(
                 "a later save began before this one was finished",
                 operation="finish",
                 key=save_id,
                 hint="wait for one save to end before the next",
             )
-        part, facts = captured.part, captured.part.facts
+        facts = part.facts
         if not in_memory:
             # A memory-only save; the rank without room for it has warned.
             part.give_back()
             return
         beside = {facts.name_beside(extra[0]): extra[1]} if extra is not None else {}
-        captured.small = functools.cache(lambda: {METADATA: metadata(), **beside})
-        if captured.background:
+        part.small = functools.cache(lambda: {METADATA: metadata(), **beside})
+        if part.is_sealed_later:
             with self._lock:
-                self._captured = captured
+                self._captured = part
             self._finished = facts
             # If a rank fails to seal its part now, only that rank knows.
             self._incomplete = None
             return
         try:
-            self._seal(captured)
+            self._seal(part)
         except MemoryFullError as error:
             skip(self._session, facts, error)
             return
         self.is_complete(facts.name, save_id, facts.step)
         self._incomplete = None
-        self._report(captured, wait=wait)
+        self._report(part, wait=wait)
 
     def is_complete(self, name: str, save_id: str, step: int) -> None:
         """Takes note that a checkpoint is complete: this process finished it, or a restore has loaded it."""
@@ -271,23 +256,24 @@ class CoordinatedSaver(Overlapping):
         if overlapped is not None and facts.left_out:
             # The save's caller takes the save for queued, and so may delete others for it, or save no other.
             self._session.background.lost.add(facts.name)
-        part = PartSave(self._session, facts, rank, image, threads, overlapped=overlapped)
+        part = PartSave(self._session, facts, rank, image, threads, overlapped=overlapped, is_sealed_later=background)
+        if rank == facts.coordinator:
+            # Until the other ranks have reported.
+            part.small = None
         evidence = Evidence(facts.completed, frozenset(facts.lacking))
         try:
-            part.capture(self._session.open().tier.parts(), evidence, hashed=not background)
-            small = None if rank == facts.coordinator else dict[str, bytes]
-            captured = _Captured(part, background, small)
-            if captured.small is None or captured.background:
+            part.capture(self._session.open().tier.parts(), evidence)
+            if part.small is None or background:
                 with self._lock:
-                    self._captured = captured
+                    self._captured = part
             else:
-                self._seal(captured)
-                self._report(captured)
+                self._seal(part)
+                self._report(part)
         except MemoryFullError as error:
             part.give_back()
             skip(self._session, facts, error)
             with self._lock:
-                self._captured = _Captured(part, False, None) if rank == facts.coordinator else None
+                self._captured = part if part.small is None else None
             return False
         except BaseException:
             # A copy of a state that has changed, or for which training no longer waited.
@@ -302,24 +288,24 @@ class CoordinatedSaver(Overlapping):
         have to send would wait for the processor.
         """
         with self._lock:
-            captured = self._captured
-            if captured is None or captured.small is None or not captured.background:
+            part = self._captured
+            if part is None or part.small is None or not part.is_sealed_later:
                 return
             self._captured = None
-        self._report(captured)
-        self.sealing = self._session.background.run(captured.part.facts.name, lambda: self._seal(captured))
+        self._report(part)
+        self.sealing = self._session.background.run(part.facts.name, lambda: self._seal(part))
 
     def give_up(self) -> None:
         """Frees the remains of an unfinished save: another rank failed, and DCP has raised on all ranks."""
         with self._lock:
-            captured, self._captured = self._captured, None
-        if captured is not None:
-            facts = captured.part.facts
+            part, self._captured = self._captured, None
+        if part is not None:
+            facts = part.facts
             why = "another rank failed" if facts.world_size > 1 else "a later save began"
             self._session.log.at_step(facts.step).error("%s was not finished: %s", facts.name, why)
             # The rank that failed has noted why.
             self._session.count_failure(facts.name, facts.step, why, shared=facts.world_size > 1)
-            captured.part.give_back()
+            part.give_back()
 
     # ------------------------------------------------------------------------------------ inside
     def _end_last(self) -> tuple[str, int, SaveError] | None:
@@ -341,21 +327,16 @@ class CoordinatedSaver(Overlapping):
         failed.__cause__ = error
         return (last.name, last.step, failed) if last is not None else ("", -1, failed)
 
-    def _seal(self, captured: _Captured) -> str | None:
-        part, lost = captured.part, self._session.background.lost
+    def _seal(self, part: PartSave) -> str | None:
         try:
-            part.complete(captured.small() if captured.small is not None else None)
+            part.complete()
         except BaseException:
             # Its other files may not be there.
             part.give_back()
-            lost.update([part.facts.name] if part.facts.durable else [])
+            self._session.background.lost.update([part.facts.name] if part.facts.durable else [])
             raise
         return part.op_id
 
-    def _report(self, captured: _Captured, *, wait: bool = False) -> None:
-        part = captured.part
+    def _report(self, part: PartSave, *, wait: bool = False) -> None:
         self.op_id = part.op_id
-        waited = wait and part.wait()
-        # In the background, they are made later.
-        small = 0 if captured.background or captured.small is None else sum(map(len, captured.small().values()))
-        part.report(small=small, waited=waited)
+        part.report(waited=wait and part.wait())

@@ -66,6 +66,8 @@ class PartSave:
         spilled: True if it is in the spill.
         capture_s: Time of the copy, seconds.
         overlapped: The overlapped capture in progress, if any.
+        is_sealed_later: True if the part is hashed and sealed in the background, after its capture.
+        small: Makes its other files, by basename; None until they are known.
     """
 
     session: Session
@@ -79,6 +81,8 @@ class PartSave:
     spilled: bool = False
     capture_s: float = 0.0
     overlapped: Overlapped | None = None
+    is_sealed_later: bool = False
+    small: Callable[[], Mapping[str, bytes]] | None = dict
 
     def __post_init__(self) -> None:
         self.started = self.started or self.session.clock.monotonic()
@@ -102,7 +106,6 @@ class PartSave:
         evidence: Evidence,
         *,
         retained: Collection[str] | None = None,
-        hashed: bool = True,
     ) -> None:
         """Makes room for the state, and copies it; later changes to the tensors do not affect the checkpoint.
 
@@ -110,7 +113,6 @@ class PartSave:
             held: All parts in this node's memory.
             evidence: Facts about the saves that memory holds, of which older ones go.
             retained: Ids of saves that must not make room for it; by default the newest complete one.
-            hashed: True if the state is hashed during the copy, and not by :meth:`seal`.
 
         Raises:
             MemoryFullError: Neither memory nor the spill has room; the save is memory-only.
@@ -120,7 +122,7 @@ class PartSave:
         keep = max(1, self.session.config.memory_keep_last - 1)
         self.retain(held, keep, evidence, size=self.image.size if self.image is not None else 0)
         self.reserve(retained=evidence.completed[-1:] if retained is None else retained)
-        self.fill(hashed=hashed)
+        self.fill(hashed=not self.is_sealed_later)
 
     def reserve(self, *, retained: Collection[str] = ()) -> None:
         """Takes a slot for the state, unless the part has one; raises as :meth:`capture`."""
@@ -171,17 +173,15 @@ class PartSave:
         self.capture_s += session.clock.monotonic() - began
 
     # ------------------------------------------------------------------------------------- seal
-    def seal(self, small: Mapping[str, bytes] | None = None) -> None:
+    def seal(self) -> None:
         """Makes the part exist on this node, and queues its upload.
-
-        Args:
-            small: Its other files, by basename.
 
         Raises:
             MemoryFullError, SaveError: There is no room for its description; as :meth:`capture`.
         """
+        assert self.small is not None
         with needing_room(self.session, self.facts):
-            self._seal(small or {})
+            self._seal(self.small())
 
     def _seal(self, small: Mapping[str, bytes]) -> None:
         tier, _, drain = self.session.open()
@@ -215,10 +215,10 @@ class PartSave:
         if len(waiting) <= session.config.support.max_pending:
             session.submit("retain", RETENTION + owner, facts.save_id)
 
-    def complete(self, small: Mapping[str, bytes] | None = None) -> None:
+    def complete(self) -> None:
         """Does :meth:`seal`, and all that follows once the part exists; a full save frees memory only now."""
         session, facts = self.session, self.facts
-        self.seal(small)
+        self.seal()
         if facts.payload == "full":
             # Before the next save's slot is prepared: a part that goes may free that slot.
             held = session.open().tier.parts()
@@ -288,15 +288,10 @@ class PartSave:
             hint=hint,
         )
 
-    def report(self, *, small: int = 0, waited: bool = False) -> SaveReport:
-        """Counts and logs the save.
-
-        Args:
-            small: Bytes of its other files.
-            waited: True if the upload has been waited for.
-        """
+    def report(self, *, waited: bool = False) -> SaveReport:
+        """Counts and logs the save, whose upload has been ``waited`` for."""
         session, facts = self.session, self.facts
-        report = self.make_report(small=small, waited=waited)
+        report = self.make_report(waited=waited)
         session.counts["saved"] += 1
         if not facts.durable:
             # The next one without room is warned of again.
@@ -317,10 +312,12 @@ class PartSave:
         say(report.line(session.dirpath, self.facts.label(self.rank)))
         return report
 
-    def make_report(self, *, small: int = 0, waited: bool = False) -> SaveReport:
+    def make_report(self, *, waited: bool = False) -> SaveReport:
         """Returns the report to the caller, now that the call ends; see :meth:`report`, which may come later."""
         session, facts = self.session, self.facts
-        size = (self.image.size if self.image is not None else 0) + small
+        # In the background, small files are made later.
+        small = {} if self.is_sealed_later or self.small is None else self.small()
+        size = (self.image.size if self.image is not None else 0) + sum(map(len, small.values()))
         stall = session.clock.monotonic() - self.started if self.overlapped is None else self.overlapped.stall_s
         tiers = frozenset({"memory", "durable"} if facts.durable else {"memory"})
         queued = facts.durable and not waited
