@@ -36,12 +36,13 @@ from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.coordination import ready_together
+from tiered_checkpoint_io.engine.ranks.run import current_run
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
 from tiered_checkpoint_io.engine.restore.restore import note_restore, restore_local
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
-from tiered_checkpoint_io.engine.save.facts import ShardRole, check_attempt, count_save, warn_at_first_save
-from tiered_checkpoint_io.engine.save.saver import save_local
+from tiered_checkpoint_io.engine.save.facts import ShardRole, check_attempt, warn_at_first_save
+from tiered_checkpoint_io.engine.save.saver import LocalSaver
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, SaveError, TieredCheckpointError
 from tiered_checkpoint_io.formats.image import Image
@@ -64,10 +65,12 @@ def save_local_state(
     writer.reset(checkpoint_id)
     session, located, settings = writer.session, writer.located, writer.settings
     # Also if another rank of its replicas saves: that may be this one the next time.
-    repeat = count_save(session, located.name, located.step)
+    name, step = located.name, located.step
+    series = ids.series_of(name, step)
+    repeat = current_run().count_save(session.config.namespace, series, step)
     if not ranks.no_dist:
         # The one time that ranks wait for each other, if peers are to keep copies.
-        session.meet_peers(ranks.process_group, ids.series_of(located.name, located.step))
+        session.meet_peers(ranks.process_group, series)
 
     earlier: list[Exception] = []
 
@@ -89,29 +92,20 @@ def save_local_state(
         image = plan(local_part(state_dict))
         if role.shard == 0:
             # The other shards hold the same objects, besides their tensors.
-            warn_at_first_save(session, located.name, image)
+            warn_at_first_save(session, name, image)
         return image
 
     try:
-        return save_local(
-            session,
-            surface,
-            planned,
-            role,
-            name=located.name,
-            step=located.step,
-            repeat=repeat,
-            durable=settings.is_durable(located.step, writer.save_to_s3),
-            wait=writer.waits,
-            threads=writer.threads,
-        )
+        durable = settings.is_durable(step, writer.save_to_s3)
+        saver = LocalSaver(session, role, name, step, repeat, durable, writer.waits, writer.threads)
+        return saver.save(surface, planned)
     except ConfigError:
         raise
     except Exception as error:
         if error in earlier:
             # This error was logged and counted when it happened.
             raise
-        session.failed(located.name, located.step, error)
+        session.failed(name, step, error)
         return None
 
 

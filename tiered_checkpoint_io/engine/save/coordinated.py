@@ -21,7 +21,7 @@ from typing import NoReturn
 from tiered_checkpoint_io.engine.retention import Evidence
 from tiered_checkpoint_io.engine.save.facts import OF_PARTS, SaveFacts, admit, arrived_votes, may_be_taken, skip
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
-from tiered_checkpoint_io.engine.save.saver import Overlapping, PartSave
+from tiered_checkpoint_io.engine.save.saver import PartSave, Saver
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.image import Image, Segment
@@ -33,7 +33,7 @@ from tiered_checkpoint_io.model.manifest import METADATA, Metric
 _LACKING = 64
 
 
-class CoordinatedSaver(Overlapping):
+class CoordinatedSaver(Saver):
     """Saves one process' parts of checkpoints that several ranks save together."""
 
     def __init__(self, session: Session, *, one_series: bool = False) -> None:

@@ -280,11 +280,6 @@ def may_be_taken(session: Session, name: str, step: int, *, durable: bool) -> bo
         return True
 
 
-def count_save(session: Session, name: str, step: int) -> int:
-    """Counts a save that each rank makes by itself: see :meth:`Run.count_save`."""
-    return current_run().count_save(session.config.namespace, ids.series_of(name, step), step)
-
-
 def check_attempt() -> None:
     """Checks that a rank which saves nothing itself was not left behind by those that do.
 
@@ -298,30 +293,6 @@ def check_attempt() -> None:
     except ConfigError:
         # The store does not answer: it is asked at the next save, and ranks that save wait for it.
         pass
-
-
-def uncoordinated(
-    session: Session, name: str, *, step: int, repeat: int, degree: int, durable: bool, held: Collection[StoredPart]
-) -> SaveFacts:
-    """Returns the facts of a save that each of ``degree`` ranks makes by itself.
-
-    Args:
-        session: Both tiers.
-        name: The checkpoint's name.
-        step: The training step; -1 if it is not known.
-        repeat: See :func:`count_save`.
-        degree: Number of ranks that save.
-        durable: True if it is to go to the durable tier.
-        held: All parts in this node's memory.
-
-    Raises:
-        ConfigError: The run's id could not be asked.
-    """
-    namespace, series = session.config.namespace, ids.series_of(name, step)
-    seen = [*(stored.save_id for stored in held), session.save_ids.newest]
-    save_id = current_run().save_id(namespace, series, step, repeat, lambda: session.save_ids.new_run(seen))
-    session.save_ids.follow(save_id)
-    return SaveFacts(name, save_id, step, degree, durable, payload="local", series=series, coordinator=0)
 
 
 def versions() -> dict[str, str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from tiered_checkpoint_io.engine.drain.operations import RETENTION
@@ -30,7 +29,6 @@ from tiered_checkpoint_io.engine.save.facts import (
     position,
     say_eager,
     skip,
-    uncoordinated,
     warn_at_first_save,
     warn_spilled,
     why_left_out,
@@ -330,8 +328,8 @@ class PartSave:
         return report
 
 
-class Overlapping:
-    """Base of what saves one process's parts, with captures that may continue after a save has returned.
+class Saver:
+    """Base of the savers of one process, with captures that may continue after a save has returned.
 
     Attributes:
         overlap: Such captures; None if all end before.
@@ -354,7 +352,7 @@ class Overlapping:
         self.overlap, self._why_eager = None, FOUND_CHANGED
 
 
-class FullSaver(Overlapping):
+class FullSaver(Saver):
     """Saves full checkpoints: one rank has the whole state.
 
     The state is captured before a save returns; or, with :attr:`overlap`, on a background task during training.
@@ -501,104 +499,108 @@ class FullSaver(Overlapping):
         background.show()
 
 
-def save_local(
-    session: Session,
-    surface: Callable[[], None],
-    planned: Callable[[], Image],
-    role: ShardRole,
-    *,
-    name: str,
-    step: int,
-    repeat: int,
-    durable: bool,
-    wait: bool = False,
-    threads: int | None = None,
-) -> tuple[SaveReport, str | None] | None:
-    """Captures this rank's shard on its node, and queues its upload, without asking any other rank.
+@dataclass(frozen=True, slots=True)
+class LocalSaver:
+    """Saves this rank's shard of a state on its node, without asking any other rank.
 
     ``ranks.run`` explains how the ranks' save ids agree. On the durable tier the checkpoint exists once the parts of
     all shards are there.
 
-    Args:
+    Attributes:
         session: Both tiers.
-        surface: Raises failures of earlier saves, which stop this one. It is called here, as ``planned`` is, so that
-            the other ranks learn of a failure: they then remove nothing for this save.
-        planned: Plans the state's file.
         role: Shard of this rank.
         name: The checkpoint's name.
         step: The training step; -1 if it is not known.
-        repeat: See :func:`count_save`, which is called first, also on ranks that do not save.
+        repeat: See :meth:`Run.count_save`, which is called first, also on ranks that do not save.
         durable: True to save it to the durable tier, if its queue has room.
         wait: True to return, on all ranks, only when the checkpoint is committed there; see :meth:`PartSave.wait`.
         threads: Number of threads that copy.
-
-    Returns:
-        The report, and the drain's operation that uploads the part, if any. None if a memory-only save was skipped.
-
-    Raises:
-        SaveError: Neither memory nor the spill has room for a durable save; or, on all ranks that wait, the save did
-            not reach the durable tier.
-        ConfigError: The run's id could not be learnt; or another live run writes to the same dirpath.
-        Exception: Errors of ``surface`` or ``planned``.
     """
-    started = session.clock.monotonic()
-    held, failure = _look(session, surface, role, durable=durable)
-    ask = partial(
-        uncoordinated, session, name, step=step, repeat=repeat, degree=role.degree, durable=durable, held=held
-    )
-    try:
-        facts = _answered(session, ask)
-    except ConfigError as error:
-        raise (failure or error) from None
-    others = _OtherRanks(session, facts, role.shard)
-    try:
-        if failure is not None:
-            raise failure
-        facts = admit(session, facts, held)
-        if durable and not facts.durable:
-            others.report_missing("durable")
-        part = PartSave(session, facts, role.shard, planned(), threads, started)
-        _capture(part, held, others)
-        part.complete()
-    except Exception as error:
-        others.report_missing("memory")
-        if isinstance(error, MemoryFullError):
-            skip(session, facts, error)
-            return None
-        if durable:
-            others.report_missing("durable")
-        raise
-    waited = wait and others.wait(part)
-    return part.report(waited=waited), part.op_id
 
+    session: Session
+    role: ShardRole
+    name: str
+    step: int
+    repeat: int
+    durable: bool
+    wait: bool
+    threads: int | None
 
-def _look(
-    session: Session, surface: Callable[[], None], role: ShardRole, *, durable: bool
-) -> tuple[Collection[StoredPart], Exception | None]:
-    """Returns the parts in this node's memory, and this rank's error, to be raised once the other ranks know of it."""
-    held: Collection[StoredPart] = ()
-    try:
-        # First: the id of a run follows from the saves that are here.
-        held = session.open().tier.parts()
-        surface()
-        session.claims.check()
-        if role.shard == 0:
-            say_eager(session, OF_PARTS)
-            if durable:
-                session.claims.claim()
-    except Exception as error:
-        return held, error
-    return held, None
+    def save(self, surface: Callable[[], None], planned: Callable[[], Image]) -> tuple[SaveReport, str | None] | None:
+        """Captures the shard, and queues its upload.
 
+        Args:
+            surface: Raises failures of earlier saves, which stop this one. It is called here, as ``planned`` is, so
+                that the other ranks learn of a failure: they then remove nothing for this save.
+            planned: Plans the state's file.
 
-def _capture(part: PartSave, held: Collection[StoredPart], others: _OtherRanks) -> None:
-    """Captures a part, for which memory drops saves that other ranks have completed, too."""
-    scope = part.facts.scope(part.rank, part.session.place)
-    lacking = others.lacking({each.save_id for each in held if scope.covers(each) and scope.of_this_run(each)})
-    if lacking is None:
-        part.capture(held, Evidence(()), retained={each.save_id for each in held})
-    else:
-        part.capture(held, complete_here(held, scope, lacking))
+        Returns:
+            The report, and the drain's operation that uploads the part, if any. None if a memory-only save was skipped.
+
+        Raises:
+            SaveError: Neither memory nor the spill has room for a durable save; or, on all ranks that wait, the save
+                did not reach the durable tier.
+            ConfigError: The run's id could not be learnt; or another live run writes to the same dirpath.
+            Exception: Errors of ``surface`` or ``planned``.
+        """
+        session, started = self.session, self.session.clock.monotonic()
+        held, failure = self._look(surface)
+        try:
+            facts = _answered(session, lambda: self._facts(held))
+        except ConfigError as error:
+            raise (failure or error) from None
+        others = _OtherRanks(session, facts, self.role.shard)
+        try:
+            if failure is not None:
+                raise failure
+            facts = admit(session, facts, held)
+            if self.durable and not facts.durable:
+                others.report_missing("durable")
+            part = PartSave(session, facts, self.role.shard, planned(), self.threads, started)
+            scope = facts.scope(part.rank, session.place)
+            lacking = others.lacking({each.save_id for each in held if scope.covers(each) and scope.of_this_run(each)})
+            if lacking is None:
+                part.capture(held, Evidence(()), retained={each.save_id for each in held})
+            else:
+                part.capture(held, complete_here(held, scope, lacking))
+            part.complete()
+        except Exception as error:
+            others.report_missing("memory")
+            if isinstance(error, MemoryFullError):
+                skip(session, facts, error)
+                return None
+            if self.durable:
+                others.report_missing("durable")
+            raise
+        waited = self.wait and others.wait(part)
+        return part.report(waited=waited), part.op_id
+
+    def _look(self, surface: Callable[[], None]) -> tuple[Collection[StoredPart], Exception | None]:
+        """Returns the parts in this node's memory, and an error, to be raised once the other ranks know of it."""
+        session, held = self.session, list[StoredPart]()
+        try:
+            # First: the id of a run follows from the saves that are here.
+            held = session.open().tier.parts()
+            surface()
+            session.claims.check()
+            if self.role.shard == 0:
+                say_eager(session, OF_PARTS)
+                if self.durable:
+                    session.claims.claim()
+        except Exception as error:
+            return held, error
+        return held, None
+
+    def _facts(self, held: Collection[StoredPart]) -> SaveFacts:
+        """Returns the facts, with the save id that each rank derives; ConfigError if the run's id can't be asked."""
+        session, name, step = self.session, self.name, self.step
+        namespace, series = session.config.namespace, ids.series_of(name, step)
+        seen = [*(stored.save_id for stored in held), session.save_ids.newest]
+        save_id = current_run().save_id(namespace, series, step, self.repeat, lambda: session.save_ids.new_run(seen))
+        session.save_ids.follow(save_id)
+        return SaveFacts(
+            name, save_id, step, self.role.degree, self.durable, payload="local", series=series, coordinator=0
+        )
 
 
 def _answered(session: Session, ask: Callable[[], _T]) -> _T:
