@@ -173,7 +173,7 @@ _MAPPINGS = (dict, OrderedDict)
 
 
 class UncopiedError(Exception):
-    """The state holds an object that can't be copied."""
+    """The save is to be eager: the state holds an object that can't be copied, or too many."""
 
 
 class Snapshot:
@@ -276,6 +276,7 @@ CHECK = "TIERED_CHECKPOINT_CHECK_STAGING"
 _SLOW = "see whether the node is out of memory or of processor time; or use staging: eager"
 #: A sparse tensor, for one, has no memory of its own.
 _UNCOMMON = "it holds what can't be copied as it is: {}"
+_TOO_MUCH = "much of the state is changed by others than the optimizers"
 _NO_ROOM = "the GPU has no room for the copies that an overlapped save makes there"
 #: If a larger share of a file belongs to more than the optimizers, an eager copy into a slot is faster.
 _MOST_EAGER = 1 / 3
@@ -454,45 +455,18 @@ class Overlap:
         Returns:
             The file of these copies, and the capture that is left; None if all is captured before the save returns.
         """
-        overlapped = self._left_for_later()
-        if overlapped is None:
-            return None
-        storages = [region.storage for region in image.regions]
-        try:
-            begins, ends = spans_of(storages)
-            others = overlapped.find_others(storages, begins, ends)
-        except Exception as error:
-            say_eager(self._session, _UNCOMMON.format(error))
-            return None
-        copied = {storages[number]._cdata: storages[number] for number in others}
-        size = sum(map(torch.UntypedStorage.nbytes, copied.values()))
-        if size and size > Spans(begins, ends).size * _MOST_EAGER:
-            self._say_too_much()
-            return None
-        try:
-            overlapped.copies = {key: cast("Any", storage).clone() for key, storage in copied.items()}
-            overlapped.begin()
-        except torch.OutOfMemoryError:
-            say_eager(self._session, _NO_ROOM)
-            return None
-        self._current = overlapped
-        return overlapped.with_copies(image), overlapped
+        return self._begin(lambda overlapped: _copied_image(image, overlapped))
 
     def begin_state(self, state: dict[str, Any]) -> tuple[dict[str, Any], Overlapped] | None:
         """Begins as :meth:`begin` does, of a state that is planned in the background: dictionaries and lists."""
-        overlapped = self._left_for_later()
-        if overlapped is None:
-            return None
+        return self._begin(lambda overlapped: _copied_state(state, overlapped))
+
+    def _begin(self, copied: Callable[[Overlapped], _T]) -> tuple[_T, Overlapped] | None:
         try:
-            snapshot = Snapshot(state, overlapped.find_others)
-        except Exception as error:
-            say_eager(self._session, str(error))
-            return None
-        if snapshot.copied_size > _MOST_EAGER * snapshot.size:
-            self._say_too_much()
-            return None
-        try:
-            snapshot.copy(overlapped.tensors)
+            overlapped = self._left_for_later()
+            if overlapped is None:
+                return None
+            begun = copied(overlapped), overlapped
             overlapped.begin()
         except torch.OutOfMemoryError:
             say_eager(self._session, _NO_ROOM)
@@ -500,9 +474,8 @@ class Overlap:
         except UncopiedError as error:
             say_eager(self._session, str(error))
             return None
-        overlapped.size = snapshot.size
         self._current = overlapped
-        return snapshot.state, overlapped
+        return begun
 
     def forgo(self) -> None:
         """Leaves the capture that has begun, as the save is to be eager."""
@@ -517,17 +490,13 @@ class Overlap:
             addresses = _addresses(tensors)
         except Exception as error:
             # A layer that no batch has used yet has no tensors, for one.
-            say_eager(self._session, _UNCOMMON.format(error))
-            return None
+            raise UncopiedError(_UNCOMMON.format(error)) from error
         if not all(addresses):
             # A tensor that is empty, freed, or made of others, such as an 8-bit one, has no memory itself.
             tensors = [each for each, address in zip(tensors, addresses, strict=True) if address]
             addresses = list(filter(None, addresses))
         sharded = [] if tensors is held else [each for each in held if hasattr(each, "_local_tensor")]
         return Overlapped(tensors, addresses, sharded, is_checked=self._is_checked) if tensors else None
-
-    def _say_too_much(self) -> None:
-        say_eager(self._session, "much of the state is changed by others than the optimizers")
 
     def wait(self) -> None:
         """Waits until the live state is no longer needed; call this before the state may change.
@@ -552,6 +521,33 @@ class Overlap:
                 raise SaveError(text, operation="capture", tier="memory", hint=_SLOW)
             self._session.log.warning("%s: that checkpoint is given up, training continues — %s", text, _SLOW)
         self._current = None
+
+
+def _copied_image(image: Image, overlapped: Overlapped) -> Image:
+    storages = [region.storage for region in image.regions]
+    try:
+        begins, ends = spans_of(storages)
+        others = overlapped.find_others(storages, begins, ends)
+    except Exception as error:
+        raise UncopiedError(_UNCOMMON.format(error)) from error
+    copied = {storages[number]._cdata: storages[number] for number in others}
+    size = sum(map(torch.UntypedStorage.nbytes, copied.values()))
+    if size and size > Spans(begins, ends).size * _MOST_EAGER:
+        raise UncopiedError(_TOO_MUCH)
+    overlapped.copies = {key: cast("Any", storage).clone() for key, storage in copied.items()}
+    return overlapped.with_copies(image)
+
+
+def _copied_state(state: dict[str, Any], overlapped: Overlapped) -> dict[str, Any]:
+    try:
+        snapshot = Snapshot(state, overlapped.find_others)
+    except Exception as error:
+        raise UncopiedError(str(error)) from error
+    if snapshot.copied_size > _MOST_EAGER * snapshot.size:
+        raise UncopiedError(_TOO_MUCH)
+    snapshot.copy(overlapped.tensors)
+    overlapped.size = snapshot.size
+    return snapshot.state
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
