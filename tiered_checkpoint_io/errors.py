@@ -1,14 +1,16 @@
-"""Every error that this package raises on purpose.
+"""Every error that this package raises on purpose, and values of callers: checked, and without secrets in its text.
 
 An error says what failed (operation, tier, key, rank, step) and what to do (hint). Errors travel
-between ranks by pickle, so every one of them can be pickled. No text holds a password, a key or a token.
+between ranks by pickle, so every one of them can be pickled.
 """
 
 from __future__ import annotations
 
+import difflib
+import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypeGuard
 
 HIDDEN = "***"
@@ -197,3 +199,24 @@ class RestoreError(TieredCheckpointError, RuntimeError):
 def is_other_format(error: object) -> TypeGuard[CorruptCheckpointError]:
     """Returns True if a document has another format version than the one that this release reads."""
     return isinstance(error, CorruptCheckpointError) and error.reason == "format"
+
+
+def did_you_mean(name: object, known: Collection[str]) -> str:
+    """Returns the hint for an unknown name: the nearest known one, or all of them."""
+    plain = {each.replace("_", "").lower(): each for each in known}
+    near = difflib.get_close_matches(str(name).replace("_", "").lower(), plain, n=1)
+    return f"did you mean {plain[near[0]]!r}?" if near else f"known names: {', '.join(known)}"
+
+
+def seconds(key: str, value: Any, *, above: float | None = None) -> float:
+    """Returns a given time in seconds: from 0 on, maybe infinite, or finite and ``above`` a number.
+
+    Raises:
+        ConfigError: The value is no such number. A wait of nan seconds would never end.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    good = is_number and (value >= 0 if above is None else above < value < math.inf)
+    if not good:
+        allowed = "a number of seconds, from 0 on" if above is None else f"a number of seconds above {above:g}"
+        raise ConfigError(f"{key} is {value!r}", hint=f"allowed: {allowed}")
+    return float(value)

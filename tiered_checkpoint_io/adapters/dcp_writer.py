@@ -29,13 +29,12 @@ from tiered_checkpoint_io.engine.ranks.run import current_rank
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, agreed, arrived, expect_facts, vote, warn_at_first_save
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
-from tiered_checkpoint_io.errors import ConfigError, SaveError, TieredCheckpointError
+from tiered_checkpoint_io.errors import ConfigError, SaveError, TieredCheckpointError, seconds
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.shard_image import Item, Placed, TensorRow, plan_shard
 from tiered_checkpoint_io.logs import Logger, of_step
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig, check_positive
-from tiered_checkpoint_io.model.numbers import seconds
 
 
 class PlannedFile(NamedTuple):

@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from tiered_checkpoint_io.engine.ranks.run import current_world_size
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.errors import ConfigError, RestoreError
-from tiered_checkpoint_io.model.numbers import seconds
+from tiered_checkpoint_io.errors import ConfigError, RestoreError, seconds
 
 #: Part of the grace time that is left for the end of the interpreter and of the launcher.
 _MARGIN = 0.1

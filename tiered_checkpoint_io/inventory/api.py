@@ -19,11 +19,11 @@ from tiered_checkpoint_io.errors import (
     ConfigError,
     CorruptCheckpointError,
     StoreError,
+    seconds,
 )
 from tiered_checkpoint_io.inventory.rows import CheckpointInfo, Looker
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.numbers import seconds
 from tiered_checkpoint_io.stores import Store, open_store, place_of
 from tiered_checkpoint_io.stores.retry import answer_within
 

@@ -12,9 +12,8 @@ from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 from tiered_checkpoint_io.clock import DURABLE_TIMEOUT_S, PENDING_TIMEOUT_S, SWEEP_AGE_S, WAIT_TIMEOUT_S
-from tiered_checkpoint_io.errors import ConfigError, shown, without_secrets
+from tiered_checkpoint_io.errors import ConfigError, did_you_mean, shown, without_secrets
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.numbers import did_you_mean
 from tiered_checkpoint_io.model.retention import Policies, policies_from
 from tiered_checkpoint_io.model.s3_options import S3Options
 

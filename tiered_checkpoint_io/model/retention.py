@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, NoReturn, TypeAlias
 
-from tiered_checkpoint_io.errors import ConfigError
+from tiered_checkpoint_io.errors import ConfigError, did_you_mean
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.manifest import Kind, Manifest
-from tiered_checkpoint_io.model.numbers import did_you_mean
 
 _MOST = 1 << 40
 _EXAMPLE = "a mapping such as {latest: 3, every_steps: 1000, best: {best: 2, metric: val_loss, mode: min}}, or a list"

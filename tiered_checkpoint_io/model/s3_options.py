@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from tiered_checkpoint_io.errors import ConfigError, without_secrets
-from tiered_checkpoint_io.model.numbers import did_you_mean
+from tiered_checkpoint_io.errors import ConfigError, did_you_mean, without_secrets
 
 #: Objects of these classes have to be restored before they can be read, which takes hours.
 _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
