@@ -2,7 +2,6 @@
 
 import concurrent.futures
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from support.supporting import build, supported
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
-from tiered_checkpoint_io.engine.ranks.coordination import device_of
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.memory.node import release, try_lock
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -258,10 +256,3 @@ def test_a_failed_upload_is_shown_once(kind, shown_by, memory_dir, tmp_path):
     writer = build(dcp.TieredStorageWriter, **{key: value for key, value in options.items() if key != "kind"})
     assert writer.session.counts["failed"] == (0 if shown_by == "future" else 1)
     writer.close()
-
-
-def test_ranks_send_by_way_of_the_device_that_their_group_is_of():
-    groups = [
-        SimpleNamespace(_device_types=list(map(torch.device, each))) for each in (["cuda"], ["cpu", "cuda"], ["cpu"])
-    ]
-    assert [device_of(each) for each in groups] == ["cuda", "cpu", "cpu"]

@@ -9,8 +9,6 @@ from support.supporting import build
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tiered_checkpoint_io.engine.ranks import coordination
-
 ROWS = 37
 
 
@@ -101,17 +99,17 @@ class Refusing:
 @contextlib.contextmanager
 def gathered():
     """Yields the sizes of this rank's messages to all others."""
-    sizes, gather = [], coordination.RankGroup._all_gather
+    sizes, gather = [], dist.all_gather_object
 
-    def note(group, obj):
+    def note(object_list, obj, group=None):
         sizes.append(len(pickle.dumps(obj)))
-        return gather(group, obj)
+        gather(object_list, obj, group=group)
 
-    coordination.RankGroup._all_gather = note
+    dist.all_gather_object = note
     try:
         yield sizes
     finally:
-        coordination.RankGroup._all_gather = gather
+        dist.all_gather_object = gather
 
 
 def grown_state(seed, grown):

@@ -293,7 +293,7 @@ def test_what_loads_have_brought_makes_room_for_the_next(start, tmp_path, caplog
         io.teardown()
 
 
-@pytest.mark.parametrize("moment", ["fetch", "hold"])
+@pytest.mark.parametrize("moment", ["fetch_everywhere", "hold"])
 def test_what_one_process_is_about_to_load_another_one_does_not_remove(start, other_node, monkeypatch, moment):
     """Several evaluations on one node: what each has verified must be there until it has it."""
     saved(start(), range(1, 5))

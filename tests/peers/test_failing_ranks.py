@@ -17,11 +17,11 @@ FULL = [
 ]
 SHARDED = [
     (1, "engine.restore.shard_files:opened"),
-    (1, "engine.drain.client:DrainHandle.serve"),
+    (1, "engine.session:Session.serve"),
     (0, "memory.tier:MemoryTier.acquire"),
     (0, "memory.tier:MemoryTier.commit"),
     (2, "engine.restore.search:look"),
-    (1, "engine.restore.peers:moves_to_owners"),
+    (0, "engine.restore.shard_reading:moves_to_owners"),
     (0, "engine.restore.peers:Peers.copies"),
 ]
 

@@ -65,6 +65,32 @@ def test_a_full_checkpoint_goes_from_one_node_to_five(ranks, s3_url):
     assert found == [(True, "memory"), *[(True, "peer")] * 5], answers
 
 
+@pytest.mark.parametrize("nodes", ["aa", "ab"])
+def test_a_load_makes_at_most_four_exchanges_and_no_group(ranks, lose, nodes):
+    options = {"replication_factor": len(set(nodes))}
+    ranks(nodes, ["save_full", 1], ["save", 2], ["save_local", 3], ["close"], **options)
+    if nodes == "ab":
+        lose("a")
+    loads = ["counted", "load_full", 1, "step=1.ckpt"], ["counted", "load", 2], ["counted", "load_local"]
+    full, sharded, local, _ = ranks(nodes, *loads, ["close"], **options)
+    assert [each["answer"].get("matches") for each in (*full, *sharded)] == [True] * 4
+    assert [each["answer"].get("value") for each in local] == [[300.0], [301.0]]
+    first = ["gather_object", "broadcast_object_list"]
+    for each in (*full, *local):
+        assert (each["ours"], each["dcp"]) == ([*first, "all_gather_object", "all_gather_object"], [])
+    # A lost part first gets its owner back; DCP itself gathers plans, scatters them, and gathers errors.
+    back = ["all_gather_object"] * (nodes == "ab")
+    for each in sharded:
+        assert each["ours"] == [*first, *back, "all_gather_object"]
+        assert each["dcp"] == ["gather_object", "scatter_object_list", "all_gather_object"]
+
+
+def test_a_load_of_more_ranks_opens_no_more_sockets(ranks):
+    opened = [ranks("a" * count, ["save_local", 1], ["counted", "load_local"])[1] for count in (8, 16)]
+    assert [each["answer"]["value"] for each in opened[1]] == [[100.0 + rank] for rank in range(16)]
+    assert {each["sockets"] for answers in opened for each in answers} == {0}
+
+
 def test_a_rank_that_never_comes_to_a_load_is_named_within_the_bound(ranks):
     _, (alone, _) = ranks("ab", ["hurry", {"rendezvous_s": 1.0}], ["load_full", 1, {"absent": 1}])
     assert alone["error"] == "ConfigError"

@@ -1,5 +1,6 @@
 """One rank of a job whose parts have copies on peers; steps as in ``tests/dcp/worker.py``, which it builds on."""
 
+import contextlib
 import errno
 import importlib
 import json
@@ -31,6 +32,9 @@ from tiered_checkpoint_io.stores.peer import PeerStore
 
 IO = []
 SETTLE_S = 30.0
+#: Functions of torch.distributed in which ranks wait for each other.
+EXCHANGES = ["all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "new_group"]
+EXCHANGES += ["all_gather", "all_reduce", "barrier", "broadcast", "gather", "monitored_barrier", "reduce", "scatter"]
 #: Enough for a file of two chunks.
 ROWS = 260_000
 
@@ -310,6 +314,40 @@ def load_failing(job, kind, seed, rank, where, dies=False):
     finally:
         setattr(holder, name, real)
     return {**answer, "seconds": time.monotonic() - began, "failed": bool(calls)}
+
+
+def counted(job, step, *arguments):
+    """Runs a step; returns the package's exchanges in it, DCP's own, and how many sockets were opened until the last."""
+    dist.barrier()
+    calls, before = {"tiered_checkpoint_io": [], "torch": []}, sockets()
+    real, opened = {name: getattr(dist, name) for name in EXCHANGES}, []
+
+    def counting(name):
+        def call(*args, **options):
+            answer = real[name](*args, **options)
+            caller = sys._getframe(1).f_globals["__name__"].partition(".")[0]
+            calls.get(caller, []).append(name)
+            opened.append(sockets() - before)
+            return answer
+
+        return call
+
+    try:
+        for name in EXCHANGES:
+            setattr(dist, name, counting(name))
+        answer = globals()[step](job, *arguments)
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
+    return {"answer": answer, "ours": calls["tiered_checkpoint_io"], "dcp": calls["torch"], "sockets": max(opened)}
+
+
+def sockets():
+    found = 0
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += os.readlink(f"/proc/self/fd/{each}").startswith("socket:")
+    return found
 
 
 def close(job):

@@ -18,8 +18,6 @@ from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.coordination import (
     Group,
-    RankGroup,
-    agree,
     current_group,
     machine,
     node_of,
@@ -46,9 +44,14 @@ class Unpicklable(Exception):
         raise TypeError("stays here")
 
 
+def fails(error):
+    if error is not None:
+        raise error
+
+
 def test_all_ranks_raise_the_error_of_the_lowest_that_failed_if_any():
     def work(errors):
-        return lambda group: agree(group, errors.get(group.rank))
+        return lambda group: group.together(lambda: fails(errors.get(group.rank)))
 
     error = StoreError("slow down", key="k", hint="wait", reason="unavailable")
     raised = in_ranks(["n"] * 4, work({1: error, 2: Unpicklable("other")}))
@@ -63,47 +66,31 @@ def test_all_ranks_raise_the_error_of_the_lowest_that_failed_if_any():
     assert in_ranks(["n", "m", "m"], work({})) == [None] * 3
 
 
-def test_bytes_of_one_rank_reach_all_or_its_error_does():
-    def work(fails):
-        def share(group):
-            with group.failing_together():
-                if fails and group.rank == 1:
-                    raise StoreError("slow down", reason="unavailable")
-                return bytes(group.share_bytes(bytes(SMALL + 1) if group.rank == 1 else b"", 1))
+@pytest.mark.parametrize("failing", [None, "report", "choice"])
+def test_what_rank_0_chooses_from_all_reports_reaches_all_or_the_error_does(failing):
+    error = StoreError("slow down", reason="unavailable")
 
-        return share
+    def choice(reports):
+        fails(error if failing == "choice" else None)
+        return bytes(SMALL + 1), reports
 
-    assert in_ranks(["n", "n", "m"], work(fails=False)) == [bytes(SMALL + 1)] * 3
-    assert [str(error) for error in in_ranks(["n", "n", "m"], work(fails=True))] == ["slow down [tier=durable]"] * 3
+    def work(group):
+        return group.decide(lambda: fails(error if (failing, group.rank) == ("report", 1) else None), choice)
 
-
-def test_a_rank_whose_device_has_no_room_for_what_it_sends_is_lost_to_the_others(monkeypatch):
-    """Its error can't reach them by an exchange: they wait in the transfer."""
-
-    def full(_data):
-        raise RuntimeError("CUDA out of memory")
-
-    with rank_0():
-        group = RankGroup("n")
-        monkeypatch.setattr(coordination, "tensor_of", full)
-        exchanged = []
-        monkeypatch.setattr(group, "_all_gather", lambda size: exchanged.append(size) or [size, 0])
-        group.world_size = 2
-        with failing("lost_rank", match="out of memory"), group.failing_together():
-            group.share_bytes(b"x", 0)
-        assert exchanged == [1]
+    got = in_ranks(["n", "n", "m"], work)
+    assert list(map(str, got)) == [str(error if failing else (bytes(SMALL + 1), [None] * 3))] * 3
 
 
-def test_a_load_off_the_main_thread_is_refused(tmp_path):
+def test_a_load_off_the_main_thread_is_refused():
     refused = pytest.raises(ConfigError, match="from a thread .* call it on the main")
     with rank_0("fake", FakeStore, of=2), ThreadPoolExecutor() as threads, refused:
-        threads.submit(current_group, tmp_path, SYSTEM).result()
+        threads.submit(current_group, SYSTEM).result()
 
 
 def test_alone_an_error_is_raised_as_it_is(tmp_path):
     error = StoreError("no", reason="unavailable")
     with failing("unavailable") as caught:
-        agree(Group("n"), error)
+        Group().together(lambda: fails(error))
     assert caught.value is error
     assert "direct cause" not in "".join(traceback.format_exception(caught.value))
 
@@ -114,10 +101,9 @@ def test_nodes_are_told_apart_by_their_memory_and_one_process_needs_no_group(tmp
     two.mkdir()
     assert node_of(one) == node_of(tmp_path / "." / "1")
     assert node_of(one) != node_of(two)
-    group, unpicklable = current_group(one, SYSTEM), lambda: None
-    assert (group.rank, group.world_size, group.node) == (0, 1, node_of(one))
-    assert group.all_gather("x") == ["x"]
-    assert group.broadcast(unpicklable) is unpicklable
+    group, unpicklable = current_group(SYSTEM), lambda: None
+    assert (group.rank, group.world_size) == (0, 1)
+    assert group.decide(lambda: unpicklable, list) == [unpicklable]
     # A container of the same machine: it may see the same memory, and is lost with it.
     seen = machine(), memory_of(one), node_of(one)
     monkeypatch.setattr(coordination.socket, "gethostname", lambda: "gpt-worker-1")

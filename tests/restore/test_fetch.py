@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.failing import failing
 from support.faulty import FaultyStore
-from support.restoring import CHUNK, OneObject, flip, in_ranks, make_content
+from support.restoring import CHUNK, OneObject, flip, make_content
 
 from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.chunks import (
@@ -281,41 +281,10 @@ def test_nobody_waits_until_the_bytes_of_the_dead_are_gone(tmp_path, monkeypatch
 UNIT = MIN_CHUNK_SIZE // 8
 
 
-class Files:
-    """A checkpoint as a rank sees it: what its node holds, and what others there read."""
-
-    def __init__(self, *entries):
-        self.held = {entry.basename: entry for entry in entries}
-
-    def chunks_of(self, spans):
-        return {name: chunks_of(self.held[name], each) for name, each in spans.items()}
-
-    def share(self, others):
-        self.others = others
-
-
-def test_ranks_of_a_node_learn_which_chunks_the_others_there_read_however_many():
-    large = FileEntry("step_1/x", 5000 * MIN_CHUNK_SIZE, MIN_CHUNK_SIZE, ())
-    mine = [(MIN_CHUNK_SIZE * at, 9) for at in range(3000)], [(MIN_CHUNK_SIZE * 4000 - 1, 2)], [(0, 1)]
-
-    def work(group):
-        files = Files(large)
-        share_reads(group, files, {"x": mine[group.rank]})
-        return files.others
-
-    assert in_ranks("aab", work) == [{"x": {3999, 4000}}, {"x": set(range(3000))}, {}]
-
-
-def test_a_rank_asks_for_the_chunks_of_no_file_that_others_of_its_node_read_alone():
-    """Each such file would cost a request to the durable tier."""
-
-    def work(group):
-        own = "xy"[group.rank]
-        files = Files(*(FileEntry(f"step_1/{name}", 20, 10, ("",) * 2) for name in (own, "z")))
-        share_reads(group, files, {own: [(0, 20)], "z": [(10 * group.rank, 10)]})
-        return files.others
-
-    assert in_ranks("aa", work) == [{"z": {1}}, {"z": {0}}]
+def test_ranks_of_a_node_learn_what_the_others_there_read_of_the_files_that_they_read_too():
+    """Each other file would cost a request to the durable tier."""
+    spans = {"x": [(0, 20)], "z": [(0, 10)]}, {"y": [(0, 20)], "z": [(10, 10), (40, 1)]}, {"z": [(9, 9)]}
+    assert share_reads(spans, "aab") == [{"z": [(10, 10), (40, 1)]}, {"z": [(0, 10)]}, {}]
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 40)), max_size=12), st.sampled_from([1, 2, 8]))

@@ -381,7 +381,7 @@ def test_a_lost_part_gets_its_owner_back(nodes, memory_dir, holders):
     candidate = Candidate("x", content, held={node: {0: False} for node in holders}, files={"x.ckpt": 0})
     peers = Peers(tiers, candidate, {node: each.endpoint for node, each in made.items()}, "a")
     with contextlib.closing(peers):
-        restore_owners(tiers, candidate, ["a", "b"], 0, peers)
+        restore_owners(tiers, candidate, moves_to_owners(candidate, ["a", "b"])[:1], peers)
     (stored,) = memory.parts()
     assert not stored.is_replica
     assert stored.file("x.ckpt").read_bytes() == DATA

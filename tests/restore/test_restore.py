@@ -24,7 +24,6 @@ from support.restoring import (
     into_durable,
     into_memory,
     make_content,
-    read,
     save_id,
 )
 from support.supporting import build
@@ -114,14 +113,17 @@ def test_without_room_in_memory_a_temporary_file_serves_and_goes(world, tmp_path
     into_durable(world.store, "a.ckpt", NEW, 1)
     folder = aside_root(world.tier(budget_bytes=CHUNK)) / SLOTS
     (folder / "tiered-checkpoint-of-a-killed-one.ckpt").touch()
-    restored = world.restorer()(LATEST, Group("n"))
-    assert restored.path.parent == folder
-    assert folder.is_relative_to(tmp_path)
-    # Another load at the same time leaves it.
-    with temporary_file(folder, 10) as (path, _):
-        assert sorted(folder.iterdir()) == sorted([restored.path, path])
-    drop_temporary(path)
-    assert read(restored) == NEW
+
+    def read(restored):
+        assert restored.path.parent == folder
+        assert folder.is_relative_to(tmp_path)
+        # Another load at the same time leaves it.
+        with temporary_file(folder, 10) as (path, _):
+            assert sorted(folder.iterdir()) == sorted([restored.path, path])
+        drop_temporary(path)
+        return restored.path.read_bytes()
+
+    assert world.restorer(read=read)(LATEST, Group())[1] == NEW
     assert not list(folder.iterdir())
     assert not list((world.tier().root / "saves").rglob("*.ckpt"))
 
@@ -129,16 +131,21 @@ def test_without_room_in_memory_a_temporary_file_serves_and_goes(world, tmp_path
 @pytest.mark.parametrize("released", [False, True])
 def test_what_was_mapped_from_a_restored_file_is_never_written_over(world, released):
     path = into_memory(world.tier(), world.store.url, "a.ckpt", NEW, 1)
-    restored = world.restorer()(LATEST, Group("n"))
-    with open(restored.path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-        file.close()
-        if released:
-            restored.release()
+
+    def read(restored):
+        with open(restored.path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        return mapped if released else over(mapped)
+
+    def over(mapped):
         world.tier().remove(world.tier().parts()[0])
         slot = world.tier().acquire(len(NEW))
         slot.view[:4] = b"over"
         assert mapped[:] == NEW
-    restored.release()
+
+    _, mapped = world.restorer(read=read)(LATEST, Group())
+    if released:
+        over(mapped)
     assert not path.exists()
 
 
@@ -292,12 +299,8 @@ def test_a_checkpoint_of_others_is_read_once_per_node(world):
         world.tier(node)
 
     def work(group):
-        restorer = world.restorer(group.node, remote, "gs://bucket/run")
-        restored = restorer(Selector("name", "plain.ckpt"), group)
-        group.all_gather(None)
-        data = restored.path.read_bytes()
-        group.all_gather(None)
-        restored.release()
+        restorer = world.restorer(group.node, remote, "gs://bucket/run", lambda found: found.path.read_bytes())
+        restored, data = restorer(Selector("name", "plain.ckpt"), group)
         return data, restored.path
 
     got = in_ranks(["n", "n", "m", "m"], work)

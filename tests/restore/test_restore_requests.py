@@ -16,7 +16,6 @@ from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.restore.catalog import discover
 from tiered_checkpoint_io.engine.restore.choice import Selector
-from tiered_checkpoint_io.engine.restore.restore import restore
 from tiered_checkpoint_io.engine.restore.shard_reading import open_shards
 from tiered_checkpoint_io.errors import RestoreError
 from tiered_checkpoint_io.model import ids
@@ -33,7 +32,8 @@ def file_of(rank, number=STEPS, which=0):
 
 
 def opened(world, group=None, store=None):
-    return open_shards(world.tiers_of(store=store), LATEST, group or Group("n"))
+    tiers = world.tiers_of(store=store)
+    return open_shards(lambda: (tiers, LATEST), group or Group(), lambda _: None)
 
 
 class Asked(FaultyStore):
@@ -132,8 +132,8 @@ def test_a_full_one_behind_damaged_sharded_ones_is_loaded_by_a_caller_that_takes
         opened(world)
     rejected = pickle.loads(pickle.dumps(caught.value)).rejected
     assert sorted(rejected) == [op_id(number) for number in range(1, STEPS + 1)]
-    with restore(world.tiers_of(), LATEST, Group("n"), rejected) as restored:
-        assert restored.path.read_bytes() == data
+    restored, loaded = world.restorer()(LATEST, Group(), rejected=rejected)
+    assert loaded == data
     assert "this object is missing" in str(restored.rejected)
 
 

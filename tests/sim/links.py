@@ -189,10 +189,9 @@ class JobGroup(Group):
     """All ranks of a job, as RankGroup has them."""
 
     def __init__(self, process):
-        super().__init__("")
         self._process, self._job = process, process.job
         self.rank, self.world_size = process.rank, self._job.size
-        self.arrive = lambda *_: None  # The first exchange waits for all.
+        self.arrive = lambda what: None  # The first exchange waits for all.
 
     def _all_gather(self, obj):
         job, world = self._job, self._job.world

@@ -129,8 +129,8 @@ class Rank:
         """The newest save that the memories hold together, each rank its part."""
         from tiered_checkpoint_io.engine.replication import meeting
 
-        held, group = self._intact(), meeting.RankGroup("")
-        gathered = group.all_gather(held)
+        held, group = self._intact(), meeting.RankGroup()
+        gathered = group.all_gather(lambda: held)
         whole = Counter(save_id for save_id, _ in {each for theirs in gathered for each in theirs})
         chosen = max((save_id for save_id, count in whole.items() if count == self.job.size), default=None)
         self.judge.chosen(self, chosen)

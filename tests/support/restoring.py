@@ -1,6 +1,5 @@
 """Checkpoints made by hand, and ranks as threads, for tests of restore."""
 
-import functools
 import json
 import logging
 import os
@@ -104,10 +103,14 @@ class ThreadGroup(Group):
     """One rank of a group of threads; what it exchanges goes through pickle, as between processes."""
 
     def __init__(self, rank, node, shared):
-        super().__init__(node)
-        self.rank = rank
+        self.rank, self.node = rank, node
         self.world_size = shared["size"]
         self._shared = shared
+
+    def arrive(self, node="", what=""):
+        nodes = self._exchange(node)
+        self.is_first_here = nodes.index(node) == self.rank
+        self.has_other_nodes = len(set(nodes)) > 1
 
     def _all_gather(self, obj):
         data = pickle.dumps(obj)
@@ -115,12 +118,12 @@ class ThreadGroup(Group):
         assert len(data) <= SMALL, f"{len(data)} bytes go from each rank to all: {str(obj)[:200]}"
         return list(map(pickle.loads, self._exchange(data)))
 
-    def _gather(self, obj, to):
+    def gather(self, obj, to=0):
         gathered = self._exchange(pickle.dumps(obj))
         return list(map(pickle.loads, gathered)) if self.rank == to else None
 
-    def _share_bytes(self, data, size, source):
-        return memoryview(self._exchange(data)[source][:size])
+    def _broadcast(self, obj):
+        return pickle.loads(self._exchange(pickle.dumps(obj))[0])
 
     def _exchange(self, data):
         slots = self._shared["slots"]
@@ -155,6 +158,10 @@ def in_ranks(nodes, work, timeout_s=30.0):
     return results
 
 
+def bytes_of(restored):
+    return restored.path.read_bytes()
+
+
 class World:
     """Nodes, each with a memory of its own, and one durable tier."""
 
@@ -180,13 +187,14 @@ class World:
             config, tier, lambda: store or self.store, dirpath or self.store.url, log, serve=lambda: served(tier)
         )
 
-    def restorer(self, node="n", store=None, dirpath=None):
-        return functools.partial(restore, self.tiers_of(node, store, dirpath))
+    def restorer(self, node="n", store=None, dirpath=None, read=bytes_of):
+        """Returns a function that restores on one rank; it returns the restored checkpoint and what ``read`` does."""
+        tiers = self.tiers_of(node, store, dirpath)
+        return lambda selector, group, **more: restore(lambda: (tiers, selector), group, read, **more)
 
     def restore(self, selector=LATEST, node="n", store=None):
         """Restores on one rank; returns the restored checkpoint and its bytes."""
-        restored = self.restorer(node, store)(selector, Group(node))
-        return restored, read(restored)
+        return self.restorer(node, store)(selector, Group()) or (None, None)
 
     def restore_all(self, nodes, selector=LATEST, stores=None):
         """Restores on all ranks; returns each result or error."""
@@ -194,16 +202,7 @@ class World:
             self.tier(node)
 
         def work(group):
-            store = (stores or {}).get(group.rank)
-            restored = self.restorer(group.node, store)(selector, group)
-            return restored and (restored.content.save_id, restored.tier, read(restored))
+            found = self.restorer(group.node, (stores or {}).get(group.rank))(selector, group)
+            return found and (found[0].content.save_id, found[0].tier, found[1])
 
         return in_ranks(nodes, work)
-
-
-def read(restored):
-    if restored is None:
-        return None
-    data = restored.path.read_bytes()
-    restored.release()
-    return data

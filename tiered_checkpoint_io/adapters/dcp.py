@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -35,10 +36,9 @@ from tiered_checkpoint_io.adapters.state import fill, gathered, local_part, with
 from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
-from tiered_checkpoint_io.engine.ranks.coordination import ready_together
 from tiered_checkpoint_io.engine.ranks.run import current_run
 from tiered_checkpoint_io.engine.restore.catalog import tiers_of
-from tiered_checkpoint_io.engine.restore.restore import note_restore, restore_local
+from tiered_checkpoint_io.engine.restore.restore import Restored, note_restore, restore_local
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
 from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
 from tiered_checkpoint_io.engine.save.facts import ShardRole, check_attempt, warn_at_first_save
@@ -122,14 +122,13 @@ def load_local_state(
     began = session.clock.monotonic()
     # Sharding groups with replicas load together: all replicas need the same checkpoint.
     together = ranks.process_group if ranks.replication_group is None else None
-    with (
-        ready_together(
-            lambda: session.open().tier.root, session.clock, alone=ranks.no_dist, process_group=together
-        ) as group,
-        restore_local(tiers_of(session, config), reader.selector, group, role) as found,
-    ):
+
+    def read(found: Restored) -> None:
         loaded = found.load(Trust.of(config), map_location="cpu", rank=role.shard)
         fill(state_dict, loaded, where=f"{found.name}, shard {role.shard}")
+
+    group = coordination.current_group(session.clock, alone=ranks.no_dist, process_group=together)
+    found = restore_local(lambda: (tiers_of(session, config), reader.selector), group, role, read)
     content = found.content
     assert content is not None
     note_restore(session, found, found.tier, began)
@@ -418,31 +417,29 @@ def _save_full(
     writer.reset(checkpoint_id)
     coordinator = rank_in_group(process_group, coordinator_rank)
     # Only the group is needed to know a rank: the memory tier is the coordinator's business.
-    group: coordination.Group = coordination.Group("")
-    if world() is not None:
-        group = coordination.RankGroup("", process_group)
+    group = coordination.RankGroup(process_group) if world() is not None else coordination.Group()
     mine = group.rank == coordinator
     state, failed = prepared(with_state_dicts, state_dict)
-    coordination.agree(group, failed)
-    report = None
+    group.together(partial(coordination.raise_first, [failed]))
     whole, failed = gathered(state, lambda each: group.gather(each, coordinator), keep=mine)
-    coordination.agree(group, failed)
-    if mine:
+    group.together(partial(coordination.raise_first, [failed]))
+
+    def save_whole() -> SaveReport:
+        # An export is on no schedule: of a schedule, step 0 is always due.
         located, settings = writer.located, writer.settings
+        tiers = TIERS if settings.is_durable(0, writer.save_to_s3) else {"memory"}
+        checkpointer = Checkpointer(settings.config, session=writer.session)
         try:
-            # An export is on no schedule: of a schedule, step 0 is always due.
-            tiers = TIERS if settings.is_durable(0, writer.save_to_s3) else {"memory"}
-            checkpointer = Checkpointer(settings.config, session=writer.session)
             # The ranks can't load it as they save: as the newest, it would end each restart with an error.
             report = checkpointer.save(whole, str(writer.checkpoint_id), tiers=tiers, wait=wait, resumable=False)
         except Exception as error:
-            # The other ranks wait for this error.
-            failed = as_save_error(error)
-        if report is None and failed is None:
+            raise as_save_error(error) from error
+        if report is None:
             # A failed export is an error: on_save_error is about saves during training.
-            failed = SaveError(f"{located.name} was not saved: see the log", operation="save", key=writer.checkpoint_id)
-    coordination.agree(group, failed)
-    return report
+            raise SaveError(f"{located.name} was not saved: see the log", operation="save", key=writer.checkpoint_id)
+        return report
+
+    return group.together(lambda: save_whole() if mine else None)
 
 
 def _plain(state_dict: dict[str, Any]) -> dict[str, Any]:

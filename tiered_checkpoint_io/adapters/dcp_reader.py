@@ -10,7 +10,6 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +25,10 @@ from tiered_checkpoint_io.adapters import pinned_reads
 from tiered_checkpoint_io.adapters.calls import dcp_arguments
 from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Shared, close_shared, settings_of, shared_of
 from tiered_checkpoint_io.clock import SYSTEM
-from tiered_checkpoint_io.engine.chunks import Span
+from tiered_checkpoint_io.engine.chunks import Span, merged
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.views import address_of, at
-from tiered_checkpoint_io.engine.restore.catalog import tiers_of
+from tiered_checkpoint_io.engine.restore.catalog import Tiers, tiers_of
 from tiered_checkpoint_io.engine.restore.choice import ONE_FOLDER, Selector, Tier
 from tiered_checkpoint_io.engine.restore.restore import note_restore
 from tiered_checkpoint_io.engine.restore.search import DAMAGE
@@ -104,7 +103,7 @@ class TieredStorageReader(OverTiers, StorageReader):
         self.selector = Selector("latest", folder=ONE_FOLDER)
         self._rejected: dict[str, str] = {}
         self._metadata: Metadata | None = None
-        self._joined: coordination.Group | None = None
+        self._is_first = True
         #: The checkpoint that is, or was last, loaded.
         self.opened: OpenShards | None = None
         #: The tier from which this node had its bytes.
@@ -169,12 +168,20 @@ class TieredStorageReader(OverTiers, StorageReader):
         """Does nothing: :meth:`read_metadata` has set up all."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Returns the plan unchanged."""
-        return plan
+        """Returns the plan; with the spans that it reads, if the ranks of a node share their reads."""
+        if self.opened is None or not self.opened.sharing:
+            return plan
+        assert self._metadata is not None
+        return replace(plan, storage_data=spans_of(self._metadata, plan))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Returns the plans unchanged."""
-        return plans
+        """Returns the plans; with the spans that others of the rank's node read too, instead of its own."""
+        nodes, spans = self.opened.sharing if self.opened is not None else [], [each.storage_data for each in plans]
+        # A planner may have left the spans out.
+        if len(nodes) != len(plans) or not all(isinstance(each, dict) for each in spans):
+            return plans
+        shared = share_reads(spans, nodes)
+        return [replace(plan, storage_data=each) for plan, each in zip(plans, shared, strict=True)]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads the items of this rank's plan.
@@ -190,13 +197,11 @@ class TieredStorageReader(OverTiers, StorageReader):
         # If several nodes hold the checkpoint in memory, this node may hold none of it.
         self.tier = "memory" if opened.files.held else "peer" if opened.scattered else "durable"
         try:
-            if self._joined is None or self._joined.rank == 0:
+            if self._is_first:
                 self._warn_of_empty(getattr(planner, "original_state_dict", None), opened.name)
+            if opened.sharing and isinstance(plan.storage_data, dict):
+                opened.files.share(plan.storage_data)
             reader = PlanReader(self._metadata, opened.files, self._transforms, Trust.of(self.settings.config), log)
-            if opened.shared:
-                assert self._joined is not None
-                with self._joined.failing_together():
-                    share_reads(self._joined, opened.files, reader.spans(plan))
             reader.read(plan, planner)
             opened.rejected.extend(opened.files.rejected)
         except TieredCheckpointError as error:
@@ -262,28 +267,24 @@ class TieredStorageReader(OverTiers, StorageReader):
         self.opened = None
 
     def _open(self) -> Metadata:
-        session, config = self.session, self.settings.config
-        tier, failed, self.failed = None, self.failed, None
-        try:
-            tier = session.open().tier
-        except Exception as error:
-            # The other ranks wait in the first exchange: they must get the error there.
-            failed = error
-        root = tier.root if tier is not None else Path("/")
-        group = self._group(root)
-        with group.failing_together():
-            coordination.agree(group, failed)
-            assert tier is not None
-            opened = self.opened = open_shards(tiers_of(session, config), self.selector, group, self._rejected)
-            metadata = self._parse(opened)
+        failed, self.failed = self.failed, None
+        session, config, found = self.session, self.settings.config, list[Metadata]()
+
+        def ready() -> tuple[Tiers, Selector]:
+            coordination.raise_first([failed])
+            return tiers_of(session, config), self.selector
+
+        def take(opened: OpenShards) -> None:
+            found.append(self._parse(opened))
             # Of a large job these are hundreds of MB on each rank.
             del opened.small[METADATA]
-            opened.expect(_sizes(metadata))
-        # Reading may need it once more; every rank that has come so far comes there, or none does.
-        self._joined = group
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        return metadata
+            opened.expect(_sizes(found[-1]))
+
+        group = self._group()
+        self.opened, self._is_first = open_shards(ready, group, take, self._rejected), group.rank == 0
+        if getattr(found[-1], "storage_meta", None) is None:
+            found[-1].storage_meta = StorageMeta()
+        return found[-1]
 
     def _parse(self, opened: OpenShards) -> Metadata:
         if Trust.of(self.settings.config).is_full:
@@ -291,13 +292,13 @@ class TieredStorageReader(OverTiers, StorageReader):
             with contextlib.suppress(Exception):
                 trusted: Metadata = pickle.loads(opened.metadata)
                 return trusted
-        return parse_metadata(opened.metadata, tier="durable", where=str(self.checkpoint_id))
+        return parse_metadata(opened.metadata, tier="durable", where=opened.url)
 
-    def _group(self, root: Path) -> coordination.Group:
+    def _group(self) -> coordination.Group:
         alone, process_group = self._no_dist, self._process_group
         if alone is None and process_group is None:
             alone, process_group, _ = dcp_arguments("_load_state_dict") or (None, None, False)
-        return coordination.current_group(root, self.session.clock, alone=bool(alone), process_group=process_group)
+        return coordination.current_group(self.session.clock, alone=bool(alone), process_group=process_group)
 
 
 def _empty(state: Any, path: tuple[str, ...]) -> Iterator[str]:
@@ -445,13 +446,6 @@ class PlanReader:
                 whole = self._files.ensure(basename, [(info.offset, info.length)])
                 self._load(whole, item, info, planner)
 
-    def spans(self, plan: LoadPlan) -> dict[str, list[Span]]:
-        """Returns the ``(offset, length)`` spans of each file that the plan needs; whole items, for safety."""
-        return {
-            basename: [(info.offset, info.length) for _, info, _ in wanted]
-            for basename, wanted in self._by_file(plan).items()
-        }
-
     def _by_file(self, plan: LoadPlan) -> dict[str, list[_Wanted]]:
         by_file: dict[str, list[_Wanted]] = {}
         for item in plan.items:
@@ -495,6 +489,15 @@ class PlanReader:
         torch.save(self._trust.read(stream, "an object", {"key": item.storage_index.fqn}, map_location="cpu"), again)
         again.seek(0)
         return again
+
+
+def spans_of(metadata: Metadata, plan: LoadPlan) -> dict[str, list[Span]]:
+    """Returns the ``(offset, length)`` spans of each file that a plan needs; whole items, for safety."""
+    spans: dict[str, list[Span]] = {}
+    for item in plan.items:
+        info = metadata.storage_data[item.storage_index]
+        spans.setdefault(info.relative_path, []).append((info.offset, info.length))
+    return {basename: merged(each) for basename, each in spans.items()}
 
 
 def _descriptors(info: Any) -> Sequence[str]:

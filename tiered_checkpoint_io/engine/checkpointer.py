@@ -11,7 +11,7 @@ from typing import Any, Literal
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.run import current_rank
-from tiered_checkpoint_io.engine.restore.catalog import tiers_of
+from tiered_checkpoint_io.engine.restore.catalog import Tiers, tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored, note_restore, restore
 from tiered_checkpoint_io.engine.restore.unmanaged import Entries, plain_checkpoints, warn_of_later
@@ -283,39 +283,24 @@ class Checkpointer:
             alone: As :meth:`load` takes it.
             rejected: Ids of saves that are not to be taken, and the reasons.
         """
-        with coordination.ready_together(
-            lambda: self.session.open().tier.root, self.session.clock, alone=alone
-        ) as group:
-            dirpath, selector = self.select(os.fspath(path))
-            return self._restore(group, dirpath, replace(selector, companion=companion), read, rejected)
+        dirpath, selector, began = self.dirpath, Selector("latest"), self.session.clock.monotonic()
 
-    def _restore(
-        self,
-        group: coordination.Group,
-        dirpath: str,
-        selector: Selector,
-        read: Callable[[Restored], Any],
-        rejected: Mapping[str, str] | None,
-    ) -> Any:
-        began = self.session.clock.monotonic()
-        tiers = tiers_of(self.session, self.config, None if dirpath == self.dirpath else dirpath)
-        restored = restore(tiers, selector, group, rejected)
-        if restored is None and selector.kind == "best":
+        def ready() -> tuple[Tiers, Selector]:
+            nonlocal dirpath, selector
+            dirpath, selector = self.select(os.fspath(path))
+            there = tiers_of(self.session, self.config, None if dirpath == self.dirpath else dirpath)
+            return there, replace(selector, companion=companion)
+
+        group = coordination.current_group(self.session.clock, alone=alone)
+        found = restore(ready, group, read, rejected)
+        if found is None and selector.kind == "best":
             raise no_best(selector, dirpath)
-        if restored is None:
+        if found is None:
             self.session.log.info("%s", nothing_to_resume(selector, dirpath))
             if group.rank == 0:
                 self._say_unmanaged(selector)
             return NoCheckpoint()
-        state: Any = None
-        error: Exception | None = None
-        with restored:
-            try:
-                state = read(restored)
-            except Exception as caught:
-                error = caught
-            # No rank leaves before all have opened the file, and all fail if one does.
-            coordination.agree(group, error)
+        restored, state = found
         self.restored = restored
         if selector.kind == "latest" and dirpath == self.dirpath and group.rank == 0:
             self._latest = restored

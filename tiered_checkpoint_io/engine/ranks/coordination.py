@@ -1,33 +1,31 @@
-"""Communication between ranks during a restore: a few collectives, each with a bound.
+"""Exchanges between ranks that act together, over the caller's process group: a load makes at most four, and no group.
 
-Ranks gather only data that is small for any checkpoint: every rank gets the data of all ranks, padded to the largest.
-Data that grows with the checkpoint goes out from one rank, so each rank has it once; only the sender gathers it.
+In an exchange all ranks wait for each other. It carries errors, as in torch's own checkpoints: a rank whose work before
+the exchange fails sends its error, and all ranks raise the error of the lowest rank that has one. The timeout of the
+process group bounds an exchange, so it has to be longer than a node takes to fetch a checkpoint. A rank that never
+comes is noticed earlier, within ``rendezvous_s``: see :meth:`RankGroup.arrive`.
 
-Ranks that restore together exchange in a fixed order. If one raised in between, the others would wait for as long as a
-node may take to fetch. Inside ``with group.failing_together()`` the failed rank makes one more exchange, with its
-error: the other ranks get the error in their next exchange, and raise it. The block itself ends with an exchange, so
-every rank makes as many as any other.
+Ranks gather only data that is small for any checkpoint: it travels padded to the largest. Data that grows with the
+checkpoint goes out from rank 0, so each rank has it once; only rank 0 gathers it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pickle
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from tiered_checkpoint_io.clock import Clock
+from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.ranks.run import current_run, current_world_size
-from tiered_checkpoint_io.engine.ranks.views import tensor_of
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, TieredCheckpointError
 from tiered_checkpoint_io.memory.node import memory_of, this_boot
 
 _T = TypeVar("_T")
+_S = TypeVar("_S")
 
 #: Variable that names the machine if its boot id does not: virtual machines that fail as one, or simulated ones.
 MACHINE = "TIERED_CHECKPOINT_MACHINE"
@@ -38,109 +36,86 @@ class _Failed(NamedTuple):
 
 
 class Group:
-    """All ranks that restore together; without a process group, only this process.
+    """All ranks that act together; without a process group, only this process.
 
     Attributes:
         rank: This process.
         world_size: Number of ranks.
-        node: Id of this node; equal for processes that share a memory tier.
+        is_first_here: True for one rank of each node, from :meth:`arrive` on.
+        has_other_nodes: True if the ranks are on several nodes, from :meth:`arrive` on.
     """
 
     rank = 0
     world_size = 1
-    #: True if the ranks have nothing more to exchange: some rank has failed, or they lost each other.
-    _is_over = False
+    is_first_here = True
+    has_other_nodes = False
 
-    def __init__(self, node: str) -> None:
-        self.node = node
+    def arrive(self, node: str = "", what: str = "") -> None:
+        """Waits until all ranks have come here."""
 
-    @contextlib.contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """Returns a block in which all ranks fail if one fails."""
-        self._is_over = False
-        try:
-            yield
-            self.all_gather(None)
-        except Exception as error:
-            if not self._is_over and self.world_size > 1:
-                gathered: list[Any] = []
-                # A rank that is lost to this one learns of that when its connections end.
-                with contextlib.suppress(RestoreError):
-                    gathered = self._all_gather(_Failed(portable(error, self.rank)))
-                # If several ranks have failed, all raise the same error.
-                raise_first((each.error for each in gathered if isinstance(each, _Failed)), error)
-            raise
+    def decide(self, work: Callable[[], _T], choice: Callable[[list[_T]], _S]) -> _S:
+        """Returns rank 0's ``choice`` from each rank's result of ``work``; two exchanges, which raise as the others."""
+        mine, error = self._tried(work)
+        gathered = self.gather(mine)
+        return self.broadcast(lambda: choice(_checked(gathered or [])), error)
 
-    def all_gather(self, obj: Any) -> list[Any]:
-        """Returns each rank's ``obj``, by rank; it has to be small, see above.
+    def broadcast(self, work: Callable[[], _T], own: Exception | None = None) -> _T:
+        """Returns rank 0's result of ``work``; raises as :meth:`all_gather`, then with ``own`` as the cause."""
+        sent, error = self._tried(work) if self.rank == 0 else (None, None)
+        answer: _T = _checked([self._broadcast(sent)], own or error)[0]
+        return answer
+
+    def all_gather(self, work: Callable[[], _T]) -> list[_T]:
+        """Returns each rank's result of ``work``, by rank; it has to be small, see above.
 
         Raises:
             RestoreError: The ranks lost each other.
-            TieredCheckpointError: The error of a rank that has failed since the last exchange.
+            TieredCheckpointError: Error of the lowest rank whose work has failed.
         """
-        gathered = self._all_gather(obj)
-        failed = [each.error for each in gathered if isinstance(each, _Failed)]
-        if failed:
-            self._is_over = True
-            raise_first(failed)
-        return gathered
+        mine, error = self._tried(work)
+        return _checked(self._all_gather(mine), error)
 
-    def broadcast(self, obj: Any, source: int = 0) -> Any:
-        """Returns the ``obj`` of one rank; raises as :meth:`all_gather`."""
-        if self.world_size == 1:
-            return obj
-        data = self.share_bytes(pickle.dumps(obj) if self.rank == source else b"", source)
-        return obj if self.rank == source else pickle.loads(data)
+    def together(self, work: Callable[[], _T]) -> _T:
+        """Returns this rank's result of ``work``, which may be large; raises as :meth:`all_gather`."""
+        done = list[_T]()
+        self.all_gather(lambda: done.append(work()))
+        return done[0]
 
-    def share_bytes(self, data: bytes, source: int) -> bytes | memoryview:
-        """Returns the bytes of one rank, of which each other rank gets one copy; raises as :meth:`all_gather`."""
-        # The sending rank may have failed, and have nothing to share.
-        size = self.all_gather(len(data))[source]
-        return self._share_bytes(data, size, source) if size else b""
+    def gather(self, obj: Any, to: int = 0) -> list[Any] | None:  # noqa: ARG002
+        """Returns each rank's ``obj``, by rank, on the rank ``to``, None elsewhere."""
+        return [obj]
 
-    def gather(self, obj: Any, to: int = 0) -> list[Any] | None:
-        """Returns each rank's ``obj``, by rank, on the rank ``to``, None elsewhere; raises as :meth:`all_gather`.
-
-        The objects travel padded to the largest.
-        """
-        # Some rank may have failed, and have nothing to send.
-        self.all_gather(None)
-        return self._gather(obj, to)
+    def _broadcast(self, obj: Any) -> Any:
+        return obj
 
     def _all_gather(self, obj: Any) -> list[Any]:
         return [obj]
 
-    def _share_bytes(self, data: bytes, size: int, source: int) -> bytes | memoryview:  # noqa: ARG002
-        return data
-
-    def _gather(self, obj: Any, to: int) -> list[Any] | None:  # noqa: ARG002
-        return [obj]
+    def _tried(self, work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+        try:
+            return work(), None
+        except Exception as error:
+            return _Failed(portable(error, self.rank)), error
 
 
 class RankGroup(Group):
-    """The ranks of the caller's process group, whose timeout bounds each exchange; a load makes no group."""
+    """The ranks of a process group of torch.distributed."""
 
-    def __init__(self, node: str, process_group: Any = None) -> None:
-        """Takes the group.
-
-        Args:
-            node: See :class:`Group`.
-            process_group: Group of torch.distributed; None for all ranks.
-        """
+    def __init__(self, process_group: Any = None, clock: Clock = SYSTEM) -> None:
+        """Takes the group; by default all ranks. The clock bounds the wait for ranks that are still to come."""
         import torch.distributed as dist
 
-        super().__init__(node)
         self._dist: Any = dist
         self._group: Any = process_group or dist.group.WORLD
+        self._clock = clock
         self.rank = dist.get_rank(self._group)
         self.world_size = dist.get_world_size(self._group)
-        self._device = device_of(self._group)
 
-    def arrive(self, clock: Clock, what: str = "load_checkpoint") -> None:
+    def arrive(self, node: str = "", what: str = "load_checkpoint") -> None:
         """Waits until all ranks have come here, without an exchange: they count themselves in the group's store.
 
         Args:
-            clock: With the bound of the wait.
+            node: This node; equal for processes that share a memory tier.
             what: The ranks' common work, for errors.
 
         Raises:
@@ -149,21 +124,25 @@ class RankGroup(Group):
         from torch.distributed.distributed_c10d import _get_process_group_store
 
         store, count = _get_process_group_store(self._group), f"tiered/{current_run().attempt}/{self.world_size}"
-        rendezvous_s, began = clock.timing.rendezvous_s, clock.monotonic()
+        rendezvous_s, began = self._clock.timing.rendezvous_s, self._clock.monotonic()
         try:
             # No rank comes to the next load before all have come to this one.
             all_here = f"{count}/{store.add(count, 0) // self.world_size}"
+            here = f"{all_here}/{node}"
+            self.is_first_here = store.add(here, 1) == 1
             if store.add(count, 1) % self.world_size == 0:
                 store.set(all_here, "-")
             try:
                 store.wait([all_here], timedelta(seconds=rendezvous_s))
             except RuntimeError:
                 # This rank may come again.
-                store.add(count, -1)
+                for key in (count, here):
+                    store.add(key, -1)
                 raise
+            self.has_other_nodes = store.add(here, 0) < self.world_size
         except RuntimeError as error:
             # A connection that is refused fails at once.
-            bound = f" within {rendezvous_s:.0f} s" if clock.monotonic() - began >= rendezvous_s / 2 else ""
+            bound = f" within {rendezvous_s:.0f} s" if self._clock.monotonic() - began >= rendezvous_s / 2 else ""
             raise ConfigError(
                 f"not all {self.world_size} ranks came to {what}{bound}: {str(error).partition(chr(10))[0]}",
                 operation="load",
@@ -171,40 +150,26 @@ class RankGroup(Group):
                 hint=f"{what} is a collective call while torch.distributed is initialised: every rank has to make it",
             ) from error
 
+    def gather(self, obj: Any, to: int = 0) -> list[Any] | None:
+        """See :meth:`Group.gather`; raises RestoreError if the ranks lost each other."""
+        gathered: list[Any] | None = [None] * self.world_size if self.rank == to else None
+        self._do(self._dist.gather_object, obj, gathered, dst=self._dist.get_global_rank(self._group, to))
+        return gathered
+
+    def _broadcast(self, obj: Any) -> Any:
+        objects = [obj]
+        self._do(self._dist.broadcast_object_list, objects, src=self._dist.get_global_rank(self._group, 0))
+        return objects[0]
+
     def _all_gather(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.world_size
-        self._do(lambda: self._dist.all_gather_object(gathered, obj, group=self._group))
+        self._do(self._dist.all_gather_object, gathered, obj)
         return gathered
 
-    def _share_bytes(self, data: bytes, size: int, source: int) -> bytes | memoryview:
-        import torch
-
-        def share() -> torch.Tensor:
-            if self.rank == source:
-                shared = tensor_of(memoryview(data)).to(self._device)
-            else:
-                # Made here: a rank without room for the buffer is lost to the others, and they raise.
-                shared = torch.empty(size, dtype=torch.uint8, device=self._device)
-            self._dist.broadcast(shared, src=self._global(source), group=self._group)
-            return shared
-
-        shared = self._do(share)
-        return data if self.rank == source else shared.cpu().numpy().data
-
-    def _gather(self, obj: Any, to: int) -> list[Any] | None:
-        gathered: list[Any] | None = [None] * self.world_size if self.rank == to else None
-        self._do(lambda: self._dist.gather_object(obj, gathered, dst=self._global(to), group=self._group))
-        return gathered
-
-    def _global(self, rank: int) -> int:
-        found: int = self._dist.get_global_rank(self._group, rank)
-        return found
-
-    def _do(self, call: Callable[[], _T]) -> _T:
+    def _do(self, collective: Callable[..., None], *args: Any, **options: Any) -> None:
         try:
-            return call()
+            collective(*args, **options, group=self._group)
         except RuntimeError as error:
-            self._is_over = True
             raise RestoreError(
                 f"the ranks lost each other while restoring: {error}",
                 operation="load",
@@ -212,15 +177,6 @@ class RankGroup(Group):
                 hint="see the log of the rank that failed first",
                 reason="lost_rank",
             ) from error
-
-
-def device_of(process_group: Any) -> str:
-    """Returns the device of tensors that a group's ranks exchange: the CPU if possible; not for NCCL.
-
-    The group's own devices decide: the configuration may name a device that a mesh has not made.
-    """
-    devices: list[str] = [device.type for device in process_group._device_types]
-    return "cpu" if "cpu" in devices or not devices else devices[0]
 
 
 _thread = threading.local()
@@ -239,21 +195,19 @@ def trains_here() -> bool:
     return threading.current_thread() is threading.main_thread() or getattr(_thread, "trains", False)
 
 
-def current_group(root: Path, clock: Clock, *, alone: bool = False, process_group: Any = None) -> Group:
-    """Returns the ranks that act together, once all have come: those of a process group, or only this process.
+def current_group(clock: Clock, *, alone: bool = False, process_group: Any = None) -> Group:
+    """Returns the ranks that act together: those of a process group, or only this process.
 
     Args:
-        root: Root of the memory tier, which identifies the node.
-        clock: See :meth:`RankGroup.arrive`.
+        clock: See :class:`RankGroup`.
         alone: True if this process acts without the others.
         process_group: The ranks that act together; all of them if it is None.
 
     Raises:
-        ConfigError: As :meth:`RankGroup.arrive`; or this thread does not train, and all ranks act together.
+        ConfigError: All ranks act together, and this thread does not train.
     """
-    node = node_of(root)
     if alone or current_world_size() == 1:
-        return Group(node)
+        return Group()
     if process_group is None and not trains_here():
         raise ConfigError(
             "load_checkpoint was called from a thread while torch.distributed is initialised",
@@ -261,32 +215,8 @@ def current_group(root: Path, clock: Clock, *, alone: bool = False, process_grou
             hint="ranks do it together: call it on the main thread of every rank, or where its Trainer trains; if a"
             " loop of your own trains on a thread, as with Ray Train, call TieredCheckpointIO.train_here() first",
         )
-    group = RankGroup(node, process_group)
-    if group.world_size <= 1:
-        return Group(node)
-    group.arrive(clock)
-    return group
-
-
-@contextlib.contextmanager
-def ready_together(
-    open_root: Callable[[], Path], clock: Clock, *, alone: bool = False, process_group: Any = None
-) -> Iterator[Group]:
-    """Runs a block on all ranks once each has opened its memory tier; in the block, they fail together.
-
-    Args and errors: as :func:`current_group`, except that ``open_root`` opens this rank's memory tier, and returns its
-    root; errors of that and of the block are raised on all ranks.
-    """
-    root, error = Path("/"), None
-    try:
-        root = open_root()
-    except Exception as caught:
-        # The other ranks wait in the first exchange: they must get the error there.
-        error = caught
-    group = current_group(root, clock, alone=alone, process_group=process_group)
-    with group.failing_together():
-        agree(group, error)
-        yield group
+    group = RankGroup(process_group, clock)
+    return group if group.world_size > 1 else Group()
 
 
 def node_of(root: Path) -> str:
@@ -300,11 +230,6 @@ def node_of(root: Path) -> str:
 def machine() -> str:
     """Names the machine, with which all memory on it is lost; all its containers say the same."""
     return os.environ.get(MACHINE, "") or this_boot()
-
-
-def agree(group: Group, error: Exception | None) -> None:
-    """Has all ranks fail together: on every rank, raises the error of the lowest rank that has one."""
-    raise_first(group.all_gather(portable(error, group.rank)), error)
 
 
 def raise_first(errors: Iterable[Exception | None], own: Exception | None = None) -> None:
@@ -321,3 +246,8 @@ def portable(error: Exception | None, rank: int) -> TieredCheckpointError | None
     if error is None or isinstance(error, TieredCheckpointError):
         return error
     return RestoreError(f"{type(error).__name__}: {error}", operation="load", rank=rank)
+
+
+def _checked(results: list[Any], own: Exception | None = None) -> list[Any]:
+    raise_first((each.error for each in results if isinstance(each, _Failed)), own)
+    return results

@@ -27,9 +27,7 @@ from typing import Any, NamedTuple
 from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.ranks.coordination import (
     RankGroup,
-    agree,
     machine,
-    node_of,
     trains_here,
 )
 from tiered_checkpoint_io.engine.ranks.run import StoreClient
@@ -352,37 +350,36 @@ class Peering:
                 operation="replicate",
                 hint="make the first save, or session.meet_peers(), on the thread that trains, on every rank",
             )
-        tier, error = None, None
-        try:
-            tier = open_tier()
-            self._say_interface(store, logger)
-            self._serve()
-        except Exception as caught:
-            # The other ranks wait in the first exchange: they get the error there.
-            error = caught
-        node = node_of(tier.root if tier is not None else Path("/"))
         if process_group is None or dist.get_world_size(process_group) == dist.get_world_size():
             # All parts are of these ranks, in any series.
             process_group = series = None
-        group = RankGroup(node, process_group)
-        group.arrive(self._clock, "the set-up of replication")
-        with group.failing_together():
-            agree(group, error)
-            assert tier is not None
+        group = RankGroup(process_group, self._clock)
+        group.arrive(what="the set-up of replication")
+
+        tier: MemoryTier | None = None
+        parts: list[StoredPart] = []
+
+        def report() -> _Member:
+            nonlocal tier, parts
+            tier = open_tier()
+            self._say_interface(store, logger)
+            self._serve()
             parts, replicas = (_of_group(each.parts(), series) for each in (tier, tier.replicas))
             own = [each for each in parts if each.part.rank == group.rank]
-            gathered: list[_Member] = group.all_gather(
-                _Member(
-                    machine(),
-                    memory_of(tier.root),
-                    {(each.save_id, each.part.rank) for each in replicas},
-                    {(each.save_id, each.part.rank) for each in parts},
-                    "".join(each.save_id for each in own[-1:]),
-                    newest_replicated([*parts, *replicas]),
-                    self._clock.token(8),
-                )
+            return _Member(
+                machine(),
+                memory_of(tier.root),
+                {(each.save_id, each.part.rank) for each in replicas},
+                {(each.save_id, each.part.rank) for each in parts},
+                "".join(each.save_id for each in own[-1:]),
+                newest_replicated([*parts, *replicas]),
+                self._clock.token(8),
             )
-            peers = self._peers_of([each.machine for each in gathered])
+
+        gathered = group.all_gather(report)
+        assert tier is not None
+        own = [each for each in parts if each.part.rank == group.rank]
+        peers = self._peers_of([each.machine for each in gathered])
         # A machine may not have learnt of replicated saves before all ended.
         replicated = newest_of(known for each in gathered for known in each.replicated.items())
         member = self._member(tier, store, gathered[0].token, group.rank, logger)

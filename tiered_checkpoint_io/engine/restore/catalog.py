@@ -316,9 +316,8 @@ class NodeCatalog:
     #: Unreadable parts, and the errors; and parts that earlier restores found corrupt.
     damaged: list[str] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
-    #: Why a part can't be read, if a newer release wrote it; and why memory can't be looked at.
+    #: Why a part can't be read, if a newer release wrote it.
     newer: CorruptCheckpointError | None = None
-    error: TieredCheckpointError | None = None
     #: Aliases that are queued for the durable tier: the operation's id, and the target.
     aliases: dict[str, tuple[str, str]] = field(default_factory=dict)
     #: True if its newest checkpoint of another place is of this dirpath: the endpoint may have changed.

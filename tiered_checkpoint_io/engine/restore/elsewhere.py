@@ -1,16 +1,13 @@
 """Owner of a file: the run at any folder above the file may have saved it. Only that run's manifest can verify it.
 
-A restore looks at one dirpath. If neither its tier nor memory knows the name there, and a run at another dirpath has
-saved the file, all ranks look once more, at that one.
+A search looks at one dirpath. If neither its tier nor memory knows the name there, and a run at another dirpath has
+saved the file, all ranks search once more, at that one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
 
-from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.model import ids
@@ -18,29 +15,16 @@ from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import reservation_in
 from tiered_checkpoint_io.stores.base import Store
 
-if TYPE_CHECKING:
-    from tiered_checkpoint_io.engine.restore.catalog import Tiers
-
-_T = TypeVar("_T")
 #: Number of folders above a file that are asked for its manifest.
 _MOST_FOLDERS = 16
 
 
 class Elsewhere(Exception):  # noqa: N818 - no failure: names the dirpath to use
-    """Signal that the wanted checkpoint belongs to another dirpath; raised on all ranks."""
+    """Signal that the wanted checkpoint belongs to another dirpath; raised on rank 0, for all."""
 
     def __init__(self, split: ids.Split) -> None:
         super().__init__(split)
         self.split = split
-
-
-def at_its_place(tiers: Tiers, selector: Selector, find: Callable[[Tiers, Selector], _T]) -> _T:
-    """Returns the result of ``find``, at another dirpath if :class:`Elsewhere` names one."""
-    try:
-        return find(tiers, selector)
-    except Elsewhere as other:
-        dirpath, name = other.split
-    return find(tiers.at(dirpath), replace(selector, name=name))
 
 
 def other_names(place: Place, name: str) -> Mapping[tuple[Place, str], ids.Split]:

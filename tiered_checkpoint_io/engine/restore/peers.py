@@ -174,18 +174,16 @@ def moves_to_owners(candidate: Candidate, nodes: list[str]) -> list[PartMove]:
     return planned
 
 
-def restore_owners(tiers: Tiers, candidate: Candidate, nodes: list[str], rank: int, peers: Peers | None) -> None:
+def restore_owners(tiers: Tiers, candidate: Candidate, moves: Iterable[PartMove], peers: Peers) -> None:
     """Carries out a rank's moves of :func:`moves_to_owners`. A failure is logged: the replicas are still there."""
     drained = candidate.durable is not None
-    for move in moves_to_owners(candidate, nodes):
-        if move.target != rank:
-            continue
+    for move in moves:
         try:
             if move.adopts:
                 stored = tiers.memory.find(candidate.save_id, move.part)
                 if stored.is_replica:
                     tiers.memory.adopt(stored, drained=drained)
-            elif peers is not None:
+            else:
                 peers.fetch(move.part, partial(SlotDestination, tiers.memory, drained=drained))
         except Exception as error:
             tiers.log.warning("part %d of %s did not come back: %s", move.part, candidate.name, error)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.chunks import SlotDestination
@@ -23,11 +23,10 @@ from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.ranks.views import bytes_of, privately_mapped
 from tiered_checkpoint_io.engine.restore.aside import SLOTS, aside_root
 from tiered_checkpoint_io.engine.restore.catalog import Tiers
-from tiered_checkpoint_io.engine.restore.choice import Candidate, Selector, Tier
-from tiered_checkpoint_io.engine.restore.elsewhere import at_its_place
+from tiered_checkpoint_io.engine.restore.choice import Candidate, Tier
 from tiered_checkpoint_io.engine.restore.ending import Found
 from tiered_checkpoint_io.engine.restore.peers import Peers
-from tiered_checkpoint_io.engine.restore.search import Attempt, Search
+from tiered_checkpoint_io.engine.restore.search import Attempt, Ready, Search
 from tiered_checkpoint_io.engine.retention import retain_loaded, slot_for
 from tiered_checkpoint_io.engine.save.facts import ShardRole
 from tiered_checkpoint_io.engine.session import Session
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
     import torch
 
     from tiered_checkpoint_io.engine.trust import Trust
+
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,6 +97,7 @@ class FetchedPart:
     tier: Tier
     bytes_read: int = 0
     temporary: bool = False
+    is_durable: bool = False
 
     def brief(self) -> FetchedPart:
         """Returns the same without the hashes, of which a large file has many."""
@@ -110,39 +112,109 @@ class FetchedPart:
 class NodeFetcher:
     """Verifies and fetches for one node."""
 
-    def __init__(self, tiers: Tiers, *, part_rank: int | None = None) -> None:
-        """Takes the tiers, and the rank of the part if each rank has one file; None for one file in all."""
-        self.tiers = tiers
-        self._rank = part_rank
-        self._started = tiers.clock.monotonic()
+    def __init__(self, search: Search, role: ShardRole | None = None) -> None:
+        """Takes the search, and this rank's shard if each rank has one file; None for one file in all."""
+        self._search = search
+        self._role = role
+        self._rank = role.shard if role is not None else None
         #: File that was verified last in node memory, as it is mapped, and its identity; open until it is held.
         self._mapped: tuple[torch.UntypedStorage, os.stat_result] | None = None
         self._open = contextlib.ExitStack()
 
-    def fetch(
-        self, candidate: Candidate, tier: Tier, search: Search, peers: Peers | None = None, *, drained: bool = True
-    ) -> Attempt[FetchedPart]:
+    @property
+    def tiers(self) -> Tiers:
+        """This node's tiers."""
+        return self._search.tiers
+
+    def fetch_everywhere(self, candidate: Candidate) -> FetchedPart | None:
+        """Returns this rank's file, if all nodes have theirs intact, or all ranks their shards' files; else None."""
+        search, rank = self._search, self._search.group.rank
+        # If only replicas are left, one node takes over the lost node's work.
+        takes_over = (rank == 0 or self._role is not None) and candidate.is_orphaned(self._rank or 0)
+        mine = Attempt[FetchedPart]()
+
+        def fetch() -> Attempt[FetchedPart]:
+            nonlocal mine
+            self._check_degree(candidate)
+            if self._leads:
+                mine = self._fetch(candidate, takes_over=takes_over)
+            return Attempt(mine.value and mine.value.brief(), mine.rejected)
+
+        #: The rank that fetches for each rank.
+        fetching = [rank if self._role else search.leader_of(node) for rank, node in enumerate(search.nodes)]
+        everywhere = False
+        try:
+            found = search.share(fetch)
+            everywhere = all(found[rank] is not None for rank in fetching)
+        finally:
+            if not everywhere and mine.value is not None:
+                mine.value.drop()
+        here = found[fetching[rank]]
+        if here is None or not everywhere:
+            return None
+        here.is_durable = candidate.durable is not None
+        here.bytes_read = here.bytes_read if self._leads else 0
+        return here
+
+    def read_everywhere(self, found: FetchedPart, read: Callable[[Restored], _T]) -> tuple[Restored, _T]:
+        """Reads a file on all ranks; all fail if one does. No rank lets it go before all have opened it."""
+
+        def opened_and_read() -> tuple[Restored, _T]:
+            restored = held.enter_context(self.hold(found))
+            if self._search.group.rank == 0 or self._role is not None:
+                self._report(restored)
+            return restored, read(restored)
+
+        with contextlib.ExitStack() as held:
+            used = self._search.group.together(opened_and_read)
+        if self._leads:
+            self._retain(found)
+        return used
+
+    @property
+    def _leads(self) -> bool:
+        return self._role is not None or self._search.leads
+
+    def _check_degree(self, candidate: Candidate) -> None:
+        shards, role = candidate.content.world_size, self._role
+        if role is not None and shards != role.degree:
+            raise RestoreError(
+                f"{candidate.name} is a local checkpoint of {shards} shards, and {role.degree} are to load it",
+                operation="load",
+                key=ids.join_url(self.tiers.dirpath, candidate.name),
+                rank=role.shard,
+                step=candidate.content.step,
+                hint="the shard degree has to stay as it was; the number of replicas may change. To go on with"
+                " another one, save by kind='sharded'",
+            )
+
+    def _fetch(self, candidate: Candidate, *, takes_over: bool) -> Attempt[FetchedPart]:
         """Returns the file from this node's memory, from that of peers, or from the durable tier.
 
-        ``drained`` is true if this node need not upload a part that comes from peers.
+        ``takes_over`` is true if only replicas are left, and this node is to own the part from now on.
         """
+        mine, part = Attempt[FetchedPart](), self._rank or 0
+        with contextlib.closing(self._search.peers(candidate)) as peers:
+            for tier in candidate.sources(self._search.node, part):
+                if mine.value is None:
+                    read = partial(self._read, candidate, tier, peers, takes_over=takes_over)
+                    mine = mine.then(self._search.attempt(candidate, tier, read))
+            notes = [f"rank {self._search.group.rank}: {note}" for note in peers.rejected]
+        return Attempt(mine.value, notes + mine.rejected)
 
-        def read() -> FetchedPart:
-            # Files of several ranks do not wait for each other.
-            with self.tiers.lock("" if self._rank is None else f"-{self._rank}"):
-                if tier == "memory":
-                    return self._from_memory(candidate.save_id)
-                # Another process of this node may have fetched it while we waited for the lock.
-                with contextlib.suppress(CheckpointNotFoundError, CorruptCheckpointError):
-                    return self._from_memory(candidate.save_id)
-                if peers is not None:
-                    return peers.fetch(self._rank or 0, partial(SlotOrFile, self.tiers, tier=tier, drained=drained))
-                return self._from_durable(candidate)
-
-        attempt = search.attempt(candidate, tier, read)
-        if peers is not None:
-            attempt.rejected = [f"rank {search.group.rank}: {note}" for note in peers.rejected] + attempt.rejected
-        return attempt
+    def _read(self, candidate: Candidate, tier: Tier, peers: Peers, *, takes_over: bool) -> FetchedPart:
+        # Files of several ranks do not wait for each other.
+        with self.tiers.lock("" if self._rank is None else f"-{self._rank}"):
+            if tier == "memory":
+                fetched = self._from_memory(candidate.save_id)
+                return self._adopt(candidate.save_id) if takes_over else fetched
+            # Another process of this node may have fetched it while we waited for the lock.
+            with contextlib.suppress(CheckpointNotFoundError, CorruptCheckpointError):
+                return self._from_memory(candidate.save_id)
+            if tier == "peer":
+                place = partial(SlotOrFile, self.tiers, tier=tier, drained=not takes_over)
+                return peers.fetch(self._rank or 0, place)
+            return self._from_durable(candidate)
 
     def _from_memory(self, save_id: str) -> FetchedPart:
         stored = self.find(save_id)
@@ -161,7 +233,7 @@ class NodeFetcher:
             raise
         return fetched_from(stored, "memory")
 
-    def adopt(self, save_id: str) -> FetchedPart:
+    def _adopt(self, save_id: str) -> FetchedPart:
         """Returns the file in this node's memory, which is its own from now on and not a replica."""
         stored = self.find(save_id)
         if stored.is_replica:
@@ -211,16 +283,9 @@ class NodeFetcher:
         """Returns the part of a save in this node's memory, or the replica of it that this node keeps."""
         return self.tiers.memory.find(save_id, self._rank)
 
-    def hold(self, fetched: FetchedPart, search: Search, *, keep: bool, is_durable: bool = False) -> Restored:
-        """Holds a file that is on this node until it is loaded.
-
-        Args:
-            fetched: The file.
-            search: Search that found it.
-            keep: True if mappings of it may outlive the block.
-            is_durable: True if the durable tier has it too, if it came from another tier.
-        """
-        part = fetched.part
+    def hold(self, fetched: FetchedPart) -> Restored:
+        """Holds a file that is on this node until it is loaded."""
+        part, search = fetched.part, self._search
         restored = Restored(
             name=part.name,
             content=part.content if part.save_id else None,
@@ -228,14 +293,14 @@ class NodeFetcher:
             newest_save_id=max(filter(None, (search.newest, part.save_id)), default=None),
             dirpath=self.tiers.dirpath,
             tier=fetched.tier,
-            is_durable=is_durable or fetched.tier == "durable",
+            is_durable=fetched.is_durable or fetched.tier == "durable",
             path=fetched.path,
             bytes_read=fetched.bytes_read,
-            seconds=self.tiers.clock.monotonic() - self._started,
+            seconds=self.tiers.clock.monotonic() - search.began,
         )
         if part.save_id and not fetched.temporary:
             with self._open, contextlib.ExitStack() as held:
-                descriptors = held.enter_context(opened(self.find(part.save_id), keep=keep))
+                descriptors = held.enter_context(opened(self.find(part.save_id), keep=self._rank is None))
                 descriptor, (mapped, self._mapped) = descriptors[fetched.path.name], (self._mapped, None)
                 if mapped is not None and os.path.samestat(mapped[1], os.fstat(descriptor)):
                     restored.mapped = mapped[0]
@@ -245,7 +310,7 @@ class NodeFetcher:
         restored._held.callback(fetched.drop)
         return restored
 
-    def retain(self, fetched: FetchedPart) -> None:
+    def _retain(self, fetched: FetchedPart) -> None:
         """Removes checkpoints that earlier loads have copied to this node, beyond its limit; never raises."""
         try:
             if fetched.part.save_id:
@@ -254,7 +319,7 @@ class NodeFetcher:
             # The load does not fail because of this.
             self.tiers.log.warning("earlier checkpoints that were loaded stay in memory: %s", error)
 
-    def report(self, restored: Restored) -> None:
+    def _report(self, restored: Restored) -> None:
         """Logs the checkpoint from which training resumes."""
         if restored.content is not None:
             is_spilled = restored.tier == "memory" and self.tiers.memory.is_spilled(restored.path)
@@ -342,112 +407,47 @@ class SlotOrFile:
 
 
 def restore(
-    tiers: Tiers, selector: Selector, group: Group, rejected: Mapping[str, str] | None = None
-) -> Restored | None:
-    """Fetches the full checkpoint that ``selector`` wants to every node.
+    ready: Ready, group: Group, read: Callable[[Restored], _T], rejected: Mapping[str, str] | None = None
+) -> tuple[Restored, _T] | None:
+    """Fetches a full checkpoint to every node, and reads it on every rank.
 
-    Every rank of ``group`` calls this, and all return the same checkpoint or raise the same
-    error. ``rejected`` has the ids of saves that this rank can't take, and why.
+    Every rank of ``group`` calls this, and all return the same checkpoint or raise the same error.
+
+    Args:
+        ready: Opens this rank's tiers, and returns them and the request.
+        group: The ranks that load together.
+        read: Called with the checkpoint, which is held until it returns.
+        rejected: Ids of saves that this rank can't take, and the reasons.
 
     Returns:
-        The checkpoint, to be released once it is loaded; None if no tier holds one, and all tiers have answered.
+        The checkpoint and the result of ``read``; None if no tier holds one, and all tiers have answered.
 
     Raises:
         CheckpointNotFoundError: There is none of the wanted name.
         RestoreError: There are some, but none is intact.
-        TieredCheckpointError: As :meth:`Search.run`.
+        TieredCheckpointError: As :meth:`Search.run`; or ``read`` has failed on some rank.
     """
-
-    def find(tiers: Tiers, selector: Selector) -> Restored | None:
-        fetcher, search = NodeFetcher(tiers), Search(tiers, selector, "full", group)
-        search.look(rejected)
-        restored = search.run(lambda candidate: _try(fetcher, candidate, search))
-        if restored is not None and group.rank == 0:
-            fetcher.report(restored)
-        if restored is None and (selector.kind == "name" or not isinstance(search.nothing, CheckpointNotFoundError)):
-            raise search.nothing
-        return restored
-
-    return at_its_place(tiers, selector, find)
+    search = Search("full", group)
+    fetcher = NodeFetcher(search)
+    found = search.run(ready, fetcher.fetch_everywhere, rejected)
+    if found is not None:
+        return fetcher.read_everywhere(found, read)
+    if search.selector.kind == "name" or not isinstance(search.nothing, CheckpointNotFoundError):
+        raise search.nothing
+    return None
 
 
-def restore_local(tiers: Tiers, selector: Selector, group: Group, role: ShardRole) -> Restored:
-    """Fetches the file of each rank's shard of the local checkpoint that ``selector`` wants; else as :func:`restore`.
+def restore_local(ready: Ready, group: Group, role: ShardRole, read: Callable[[Restored], None]) -> Restored:
+    """Fetches the file of each rank's shard of a local checkpoint, and reads it; else as :func:`restore`.
 
     Raises:
         CheckpointNotFoundError: There is none.
         RestoreError: None is intact, another number of shards made it, or the ranks want different checkpoints.
-        TieredCheckpointError: As :meth:`Search.run`.
+        TieredCheckpointError: As :func:`restore`.
     """
-
-    def find(tiers: Tiers, selector: Selector) -> Restored:
-        fetcher, search = NodeFetcher(tiers, part_rank=role.shard), Search(tiers, selector, "local", group)
-        search.look()
-        if len(asked := set(search.asked)) > 1:
-            raise RestoreError(
-                f"the ranks ask for different checkpoints: {sorted(each.name + each.terms for each in asked)}",
-                operation="load",
-                key=tiers.dirpath,
-                rank=role.shard,
-                hint="ranks that load different ones need a process_group each",
-            )
-
-        def attempt(candidate: Candidate) -> Restored | None:
-            shards = candidate.content.world_size
-            if shards != role.degree:
-                raise RestoreError(
-                    f"{candidate.name} is a local checkpoint of {shards} shards, and {role.degree} are to load it",
-                    operation="load",
-                    key=ids.join_url(tiers.dirpath, candidate.name),
-                    rank=role.shard,
-                    step=candidate.content.step,
-                    hint="the shard degree has to stay as it was; the number of replicas may change. To go on with"
-                    " another one, save by kind='sharded'",
-                )
-            return _try(fetcher, candidate, search, role.shard)
-
-        restored = search.run(attempt)
-        if restored is None:
-            raise search.nothing
-        fetcher.report(restored)
-        return restored
-
-    return at_its_place(tiers, selector, find)
-
-
-def _try(fetcher: NodeFetcher, candidate: Candidate, search: Search, shard: int | None = None) -> Restored | None:
-    """Fetches a candidate to every node, or each rank's shard of it; None if some rank could not get it intact."""
-    fetches, part = search.leads or shard is not None, shard or 0
-    # If only replicas are left, one node takes over the lost node's work.
-    takes_over = candidate.is_orphaned(part) and (search.group.rank == 0 or shard is not None)
-    sources = candidate.sources(search.group.node, part)
-    mine = Attempt[FetchedPart]()
-    if fetches and "memory" in sources:
-        mine = fetcher.fetch(candidate, "memory", search)
-        if takes_over and mine.value is not None:
-            mine = search.attempt(candidate, "memory", lambda: fetcher.adopt(candidate.save_id))
-    if candidate.held and len(set(search.nodes)) > 1:
-        with contextlib.closing(search.peers(candidate)) as peers:
-            if fetches and mine.is_open and "peer" in sources:
-                mine = mine.then(fetcher.fetch(candidate, "peer", search, peers, drained=not takes_over))
-    if fetches and mine.is_open and "durable" in sources:
-        mine = mine.then(fetcher.fetch(candidate, "durable", search))
-    #: The rank that fetches for each rank.
-    fetching = [search.leader_of(node) if shard is None else rank for rank, node in enumerate(search.nodes)]
-    everywhere = False
-    try:
-        found = search.share(mine, FetchedPart.brief)
-        everywhere = all(found[rank] is not None for rank in fetching)
-    finally:
-        if not everywhere and mine.value is not None:
-            mine.value.drop()
-    here = found[fetching[search.group.rank]]
-    if here is None or not everywhere:
-        return None
-    if not fetches:
-        here.bytes_read = 0
-    keep, is_durable = shard is None, candidate.durable is not None
-    restored = search.together(lambda: fetcher.hold(here, search, keep=keep, is_durable=is_durable), Restored.release)
-    if fetches:
-        fetcher.retain(here)
-    return restored
+    search = Search("local", group)
+    fetcher = NodeFetcher(search, role)
+    found = search.run(ready, fetcher.fetch_everywhere)
+    if found is None:
+        raise search.nothing
+    return fetcher.read_everywhere(found, read)[0]

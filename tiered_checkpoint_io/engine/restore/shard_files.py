@@ -27,7 +27,7 @@ from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.parts import StoredPart, mapped, opened
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import FileEntry
+from tiered_checkpoint_io.model.manifest import METADATA, FileEntry
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class ShardFiles:
     """All files of one save, as this rank reads them."""
 
     def __init__(self, tiers: Tiers, candidate: Candidate, *, readers: int = 1, peers: Peers | None = None) -> None:
-        """Joins the other readers of this node, and keeps its memory's parts of the save until :meth:`close`.
+        """Joins the other readers of this node until :meth:`close`; memory's parts are read after :meth:`hold`.
 
         Args:
             tiers: This node's memory, and the durable tier.
@@ -68,17 +68,17 @@ class ShardFiles:
         #: Folder for chunks without room in memory.
         self._aside: SharedFolder | None = None
         url = ids.join_url(tiers.dirpath, candidate.name)
-        key = candidate.save_id or hashlib.sha256(url.encode()).hexdigest()[:32]
-        self._key = key
-        self._folder = SharedFolder(tiers.memory.root, key, tiers.clock)
+        self._save_id = candidate.save_id
+        self._key = candidate.save_id or hashlib.sha256(url.encode()).hexdigest()[:32]
+        self._folder = SharedFolder(tiers.memory.root, self._key, tiers.clock)
         self._exits.callback(self._folder.close)
-        try:
-            for stored in tiers.memory.held():
-                if stored.save_id == candidate.save_id:
-                    self._hold(stored)
-        except BaseException:
-            self.close()
-            raise
+
+    def hold(self) -> None:
+        """Keeps the parts of the save that this node's memory has now, until :meth:`close`."""
+        known = {file.stored.part.rank for file in self._held.values()}
+        for stored in self._tiers.memory.held():
+            if stored.save_id == self._save_id and stored.part.rank not in known:
+                self._hold(stored)
 
     def _hold(self, stored: StoredPart) -> None:
         try:
@@ -101,6 +101,15 @@ class ShardFiles:
     def held(self) -> dict[str, FileEntry]:
         """The files in this node's memory, by basename."""
         return {basename: file.entry for basename, file in self._held.items()}
+
+    def small(self, names: Iterable[str]) -> dict[str, int]:
+        """Returns the sizes of the files that every rank needs, by basename: of the names, else on the durable tier."""
+        entries = {name: self.held.get(name) or self._entry(name) for name in names if _is_small(name)}
+        if METADATA in entries:
+            return {name: entry.size for name, entry in entries.items() if entry is not None}
+        there = self.durable.sizes if self.durable is not None else {}
+        sizes = {path.rpartition("/")[2]: size for path, size in there.items()}
+        return {name: size for name, size in sizes.items() if _is_small(name)}
 
     @functools.cached_property
     def durable(self) -> Files | None:
@@ -178,14 +187,12 @@ class ShardFiles:
         file = self._with_room(basename, lambda file: file.ensure_shared(chunks_of(file.entry, spans), alone=alone))
         return file.entry, self._concurrency
 
-    def chunks_of(self, spans: Mapping[str, Iterable[Span]]) -> dict[str, list[int]]:
-        """Returns the chunks, by file of the durable tier, in which spans lie."""
+    def share(self, spans: Mapping[str, Iterable[Span]]) -> None:
+        """Takes the spans that other ranks of this node will read: only their chunks need a shared place."""
         entries = {basename: self._entry(basename) for basename in spans}
-        return {name: chunks_of(entry, spans[name]) for name, entry in entries.items() if entry is not None}
-
-    def share(self, others: Mapping[str, Collection[int]]) -> None:
-        """Takes the chunks that other ranks of this node will read: only these chunks need a shared place."""
-        self._also_read = others
+        self._also_read = {
+            name: set(chunks_of(entry, spans[name])) for name, entry in entries.items() if entry is not None
+        }
 
     def _reads_alone(self, basename: str, index: int) -> bool:
         if self._also_read is None:
@@ -265,3 +272,7 @@ class ShardFiles:
         self._held.clear()
         self._fetched.clear()
         self._exits.close()
+
+
+def _is_small(basename: str) -> bool:
+    return not basename.endswith(".distcp")
