@@ -181,17 +181,23 @@ def to_safetensors(source: Source, folder: Path, *, prefix: str | None = None) -
     is_full, path = source.is_full, folder / "safetensors"
     source.fetch_to(folder)
     with local_work(), _writing(path), path.open("xb") as file:
-        tensors: _Tensors = _full(source, folder) if is_full else _Sharded(source, folder)
-        named = _named(tensors, prefix, source.where)
-        file.write(_header({name: tensors[whole] for name, whole in named.items()}, source.where))
-        for whole in named.values():
+        if is_full:
+            found = _full(source, folder)
+            named = _named(found, prefix, source.where)
+        else:
+            sharded = _Sharded(source, folder)
+            named = _named(sharded.tensors, prefix, source.where)
+            found = sharded.load(named.values())
+        tensors = {name: found[whole] for name, whole in named.items()}
+        file.write(_header(tensors, source.where))
+        for tensor in tensors.values():
             source.count(0)
-            plain = tensors.load(whole).contiguous().resolve_conj().resolve_neg()
+            plain = tensor.contiguous().resolve_conj().resolve_neg()
             file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
     return path
 
 
-def _named(tensors: _Tensors, prefix: str | None, where: str) -> dict[str, str]:
+def _named(tensors: Iterable[str], prefix: str | None, where: str) -> dict[str, str]:
     """Returns the names to write, and the tensors that they mean."""
     if prefix is None:
         prefix = _MODEL_PREFIX if any(name.startswith(_MODEL_PREFIX) for name in tensors) else ""
@@ -227,54 +233,46 @@ def _header(tensors: Mapping[str, torch.Tensor], where: str) -> bytes:
 
 
 # ----------------------------------------------------------------------------------------- tensors
-class _Tensors(dict[str, torch.Tensor]):
-    """Tensors of a checkpoint by DCP's names; their elements are read by :meth:`load`."""
-
-    def load(self, name: str) -> torch.Tensor:
-        return self[name]
-
-
-def _full(source: Source, folder: Path) -> _Tensors:
-    """Returns the tensors of a file of ``torch.save``."""
+def _full(source: Source, folder: Path) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a file of ``torch.save``, by DCP's names."""
     file = folder / source.files[0].basename
     state = source.trust.read(str(file), "the file", {"key": source.where}, map_location="cpu", mmap=True)
     if not isinstance(state, dict):
         text = f"the file holds a {type(state).__name__}, no dictionary"
         raise SaveError(text, operation="get", tier="durable", key=source.where)
     flat, _ = flatten_state_dict(state)
-    return _Tensors({name: each.detach() for name, each in flat.items() if isinstance(each, torch.Tensor)})
+    return {name: each.detach() for name, each in flat.items() if isinstance(each, torch.Tensor)}
 
 
-class _Sharded(_Tensors):
-    """The tensors of a sharded checkpoint, read by DCP's plans through the reader of the restore."""
+class _Sharded:
+    """A sharded checkpoint, read by DCP's plans through the reader of the restore.
+
+    Attributes:
+        tensors: Type and shape of its tensors, by DCP's names.
+    """
 
     def __init__(self, source: Source, folder: Path) -> None:
         """Reads ``.metadata``; raises CorruptCheckpointError if the file is damaged."""
         data = (folder / METADATA).read_bytes()
         self._metadata: Metadata = parse_metadata(data, tier="durable", where=f"{source.where}/{METADATA}")
-        described = {
-            name: torch.empty(each.size, dtype=each.properties.dtype, device="meta")
-            for name, each in self._metadata.state_dict_metadata.items()
-            if isinstance(each, TensorStorageMetadata)
-        }
-        super().__init__(described)
+        described = self._metadata.state_dict_metadata
+        self.tensors = {name: each for name, each in described.items() if isinstance(each, TensorStorageMetadata)}
         # Not in torch 2.6, whose files need none.
         transforms: Any = getattr(filesystem, "_StorageReaderTransforms", lambda: None)()
         log, files = logging.getLogger("tiered_checkpoint_io.export"), _Here(folder, source.count)
         self._reader = PlanReader(self._metadata, files, transforms, source.trust, log)  # type: ignore[arg-type]
 
-    def load(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._load([name])[name]
-        return tensor
-
     def state(self) -> dict[str, Any]:
         """Loads the whole state; raises RestoreError if an object is not trusted."""
-        flat = self._load(self._metadata.state_dict_metadata)
-        paths = self._metadata.planner_data
+        flat, paths = self.load(self._metadata.state_dict_metadata), self._metadata.planner_data
         return unflatten_state_dict(flat, paths) if paths else flat
 
-    def _load(self, names: Iterable[str]) -> dict[str, Any]:
-        found = {name: torch.empty_like(self[name], device="cpu") if name in self else None for name in names}
+    def load(self, names: Iterable[str]) -> dict[str, Any]:
+        """Loads some items, by DCP's names."""
+        found: dict[str, Any] = dict.fromkeys(names)
+        for name, each in self.tensors.items():
+            if name in found:
+                found[name] = torch.empty(each.size, dtype=each.properties.dtype, device="cpu")
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(found, self._metadata, is_coordinator=True)
         self._reader.read(planner.create_local_plan(), planner)

@@ -167,7 +167,9 @@ def test_what_other_nodes_upload_or_commit_is_not_called_durable(node, memory_di
     }
     assert command("ls", *where).exit_code == 0, "nothing is damaged"
     # With the durable tier asked, there is no such doubt.
-    assert {row["problem"] for row in rows_of(command("ls", node.dirpath, *where, "--json")).values()} == {""}
+    asked = rows_of(command("ls", node.dirpath, *where, "--json"))
+    assert {row["problem"] for row in asked.values()} == {""}
+    assert (asked["sent"]["state"], asked["ours"]["state"]) == ("incomplete", "memory_only")
     shown = {name: state_of(command("ls", node.dirpath, name, *where)) for name in rows}
     assert shown == {
         "full.ckpt": "not known here",

@@ -86,10 +86,8 @@ def test_a_checkpoint_is_durable_only_once_it_has_taken_the_place_of_the_one_bef
     # A restart, too, takes the one before until then.
     latest = find_latest(store.url)
     assert (latest.name, latest.step, latest.state) == ("a", 1, "durable")
-    rows = {(each.name, each.step): each for each in list_checkpoints(store.url)}
-    states = {key: (each.state, each.resumable) for key, each in rows.items()}
-    assert states == {("a", 2): ("incomplete", False), ("a", 1): ("durable", True), ("last", 1): ("durable", True)}
-    assert "takes the place of step 1" in rows["a", 2].problem
+    rows = [(each.name, each.step, each.state) for each in list_checkpoints(store.url)]
+    assert rows == [("a", 1, "durable"), ("last", 1, "durable")]
     committing.save(store, "a", 2, kind=kind)
     assert [each.step for each in new_checkpoints(store.url, after=op_id(1), idle_timeout_s=0)] == [2]
     assert [(each.name, each.step, each.state) for each in list_checkpoints(store.url)] == [
@@ -106,7 +104,7 @@ def test_a_checkpoint_whose_overwrite_is_under_way_on_this_node_is_uploading_fro
     committing.begin_overwrite(store, "a.ckpt", 2)
     rows = list_checkpoints(node.dirpath, memory_dir=str(node.root.parent.parent))
     assert [(each.step, each.state, each.where, each.is_latest) for each in rows] == [
-        (2, "waiting", ("memory", "durable"), True),
+        (2, "waiting", ("memory",), True),
         (1, "durable", ("durable",), False),
     ]
 

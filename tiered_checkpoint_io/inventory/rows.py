@@ -29,7 +29,7 @@ from tiered_checkpoint_io.inventory.node import BrokenPart, HeldPart, NodeMemory
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import Place
-from tiered_checkpoint_io.model.manifest import Content, Kind, Manifest, Metric
+from tiered_checkpoint_io.model.manifest import Content, Kind, Metric
 from tiered_checkpoint_io.stores import Store
 
 CheckpointState = Literal["durable", "memory_only", "waiting", "uploading", "incomplete", "corrupt", "newer_release"]
@@ -46,10 +46,10 @@ class CheckpointInfo:
         dirpath: The durable tier that it belongs to.
         save_id: Id of the save that made it; as text, ids sort in the order of the saves. "" if it is not known.
         state: ``durable``: committed on the durable tier. ``memory_only``: in node memory, and not to be uploaded.
-            ``waiting``, ``uploading``: in node memory, on its way to the durable tier. ``incomplete``: it is being
-            overwritten there, its files were deleted, or the durable tier was not asked. ``corrupt``: it can't be read,
-            or was found damaged, and no intact copy is known. ``newer_release``: a newer release of this package wrote
-            it.
+            ``waiting``, ``uploading``: in node memory, on its way to the durable tier. ``incomplete``: other nodes
+            have to send or commit the rest, its files were deleted there, or the durable tier was not asked.
+            ``corrupt``: it can't be read, or was found damaged, and no intact copy is known. ``newer_release``: a newer
+            release of this package wrote it.
         where: The tiers that have it, or parts of it, without damaged copies. ``memory``: this node's; ``spill``: on
             its disk; ``replicas``: kept for other nodes.
         step: The training step; None if it is not known.
@@ -154,7 +154,6 @@ class Look:
     def checkpoints(self) -> list[CheckpointInfo]:
         """One row for each checkpoint of the durable tier, the latest save first; unreadable ones are last."""
         rows = [self._durable(each) for each in self.found or ()]
-        rows += [self._overwriting(each) for each in self.manifests.values() if each.previous and not each.alias_of]
         rows += self._queued()
         seen = {row.save_id for row in rows if not row.alias_of}
         rows += [self._in_memory(save) for save in self.held if save not in seen]
@@ -189,12 +188,6 @@ class Look:
         content = self.manifests.get(manifest.alias_of or "", manifest).settled
         return self._row(manifest.name, content, "durable", is_durable=True, alias_of=manifest.alias_of)
 
-    def _overwriting(self, manifest: Manifest) -> CheckpointInfo:
-        """Returns the row of a save that is about to take the place of the content that a name has."""
-        before = f"step {manifest.settled.step}" if manifest.settled.step >= 0 else "the checkpoint before"
-        problem = f"it takes the place of {before} once its upload is complete"
-        return self._begun(manifest.name, manifest.content, problem)
-
     def _queued(self) -> Iterable[CheckpointInfo]:
         """Yields aliases and copies that wait for the durable tier, unless their name is there already."""
         contents = {each.name: each.content for each in self.manifests.values()}
@@ -213,26 +206,20 @@ class Look:
         held = self.held[save_id]
         state, part = self._memory_state(held), held[0].stored.part
         row = self._row(part.name, part.content, state, size_bytes=sum(each.size_bytes for each in held))
-        return replace(row, problem=_NOT_KNOWN) if state == "incomplete" and not row.problem else row
+        return replace(row, problem=row.problem or _NOT_KNOWN) if state == "incomplete" and self.found is None else row
 
     def _memory_state(self, held: Sequence[HeldPart]) -> CheckpointState:
         states = {each.state for each in held}
         if "waiting" in states:
             return "uploading" if held[0].name in self.node.working_on else "waiting"
+        if self.found is not None and "sent" in states:
+            # Other nodes have to send the rest, or to commit it.
+            return "incomplete"
         if self.found is not None or "memory_only" in states:
             # The durable tier does not have it: not for that tier, or removed there, or the upload was given up.
             return "memory_only"
         # Else others upload it, or commit it; they may have died before.
         return "durable" if "durable" in states else "incomplete"
-
-    def _begun(self, name: str, content: Content, problem: str) -> CheckpointInfo:
-        """Returns the row of a save that has begun to arrive on the durable tier: from this node, or from others."""
-        held = self.held.get(content.save_id, [])
-        if any(each.is_pending for each in held):
-            row = self._in_memory(content.save_id)
-            return replace(row, where=(*row.where, "durable"), problem="")
-        resumable = content.resumable and bool(held)
-        return self._row(name, content, "incomplete", is_durable=True, resumable=resumable, problem=problem)
 
     def _damaged(self, each: BrokenPart) -> CheckpointInfo:
         state: CheckpointState = "newer_release" if each.is_newer else "corrupt"
