@@ -130,6 +130,8 @@ def small(*, full):
         stack.enter_context(mock.patch.object(process, "subprocess", types.SimpleNamespace(Popen=Idle, DEVNULL=None)))
         if full:
             stack.enter_context(mock.patch.object(tier, "memory_left", lambda: 0))
+            # The spill is on a disk.
+            stack.enter_context(mock.patch.object(tier, "is_tmpfs", lambda path: "/spill/" not in path))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         level = logging.root.manager.disable
