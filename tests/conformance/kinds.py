@@ -17,6 +17,7 @@ from support.supporting import build
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO, TieredStorageReader, TieredStorageWriter, dcp
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.manifest import Metric
 
 #: Abilities of a kind; a story for another ability is skipped.
 SENTINELS, METRICS, PARTS = "tiered:last", "best", "parts"
@@ -161,7 +162,7 @@ class Shards(Job):
     def save(self, number, name="", *, durable=True, wait=True, size=SIZE, metric=None):
         state = {"w": torch.full((size,), float(number))}
         writer = build(TieredStorageWriter, **self.logged, save_to_s3=durable, wait=wait, require_step=False)
-        writer.facts = {"metric": metric}
+        writer.facts = {"metric": metric and Metric(*metric)}
         save = dcp.save if wait else dcp.async_save
         save(state, checkpoint_id=name or self.name_of(number), storage_writer=writer, kind=self.kind)
 

@@ -59,11 +59,11 @@ def same(one, other):
 def test_what_a_gpu_copies_at_once_is_copied_before_another_stream_takes_it(runs, monkeypatch):
     states, save, clone = {}, FullSaver.save, torch.UntypedStorage.clone
 
-    def saving(saver, state, name, **options):
-        states[name] = copy.deepcopy(state)
+    def saving(saver, state, wanted, **options):
+        states[wanted.name] = copy.deepcopy(state)
         with monkeypatch.context() as patch:
             patch.setattr(torch.UntypedStorage, "clone", slow)
-            return save(saver, state, name, **options)
+            return save(saver, state, wanted, **options)
 
     def slow(storage):
         if storage.is_cuda:

@@ -168,7 +168,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         self._save, self._of_thread = Save(settings_of(self._given, self._options)), threading.local()
         self.step = step
         self.save_to_s3 = save_to_s3
-        #: Further facts of a save: epoch, metric, resumable; see :meth:`CoordinatedSaver.issue`.
+        #: Further facts of a save: epoch, metric, resumable; see :class:`SaveFacts`.
         self.facts: dict[str, Any] = {}
         #: The name and content of a small file next to the shards.
         self.extra: tuple[str, bytes] | None = None
@@ -289,14 +289,14 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         with self._counting("beginning") as save:
             located, settings = self.located, save.settings
             settings.check_world_size(len(plans), self.checkpoint_id)
+            durable, dirpath = settings.is_durable(located.step, self.save_to_s3), settings.durable_dirpath
             save.facts = self.saver.issue(
-                located.name,
-                step=located.step,
-                world_size=len(plans),
-                durable=settings.is_durable(located.step, self.save_to_s3),
-                rank=save.rank,
-                dirpath=settings.durable_dirpath,
-                **self.facts,
+                SaveFacts(
+                    *(located.name, "", located.step, len(plans), durable),
+                    coordinator=save.rank,
+                    dirpath=dirpath,
+                    **self.facts,
+                )
             )
         return [dataclasses.replace(plan, storage_data=save.facts) for plan in plans]
 

@@ -52,6 +52,7 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.logs import of_step
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.manifest import Metric
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -322,6 +323,7 @@ class TieredSharding(_Base):
         shared, is_async = self._shared, isinstance(self.checkpoint_io, AsyncCheckpointIO)
         state, begun, pickled, failed = self._take(checkpoint, shared.saver, is_async=is_async)
         resumable, is_durable = self._tiered_io.is_resumable(checkpoint, path), "durable" in tiers
+        rated = Metric(*metric) if metric is not None else None
         # Training waits for this method, so an overlapped save makes its writer in the background.
         writer = functools.partial(
             StrategyWriter,
@@ -329,7 +331,7 @@ class TieredSharding(_Base):
             ids.Located(session.dirpath, name, step),
             durable=is_durable,
             wait=may_wait and is_durable and not is_async,
-            facts={"epoch": checkpoint.get("epoch", -1), "metric": metric, "resumable": resumable},
+            facts={"epoch": checkpoint.get("epoch", -1), "metric": rated, "resumable": resumable},
             rest=pickled,
             failed=failed,
         )

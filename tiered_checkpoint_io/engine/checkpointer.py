@@ -15,6 +15,7 @@ from tiered_checkpoint_io.engine.restore.catalog import Tiers, tiers_of
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.engine.restore.restore import Restored, note_restore, restore
 from tiered_checkpoint_io.engine.restore.unmanaged import Entries, plain_checkpoints, warn_of_later
+from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.save.saver import FullSaver
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.trust import Trust
@@ -23,6 +24,7 @@ from tiered_checkpoint_io.logs import Logger, names_text
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.manifest import Metric
 from tiered_checkpoint_io.stores.fallbacks import children_of
 from tiered_checkpoint_io.stores.retry import answer_within
 
@@ -145,9 +147,9 @@ class Checkpointer:
             raise ConfigError(
                 f"tiers is {sorted(wanted)}", operation="save", hint="allowed: 'memory', 'durable', or both"
             )
-        name = ids.name_in(self.dirpath, path)
-        durable = "durable" in wanted
-        return self.saver.save(state, name, durable=durable, wait=wait, metric=metric, resumable=resumable)
+        name, rated = ids.name_in(self.dirpath, path), Metric(*metric) if metric is not None else None
+        facts = SaveFacts(name, "", -1, 1, "durable" in wanted, payload="full", metric=rated, resumable=resumable)
+        return self.saver.save(state, facts, wait=wait)
 
     def prepare(self, size: int) -> None:
         """Makes room in node memory for a first save of about ``size`` bytes, in the background.

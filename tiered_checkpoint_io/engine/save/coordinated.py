@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import NoReturn
 
 from tiered_checkpoint_io.engine.retention import Evidence
@@ -27,7 +28,7 @@ from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.formats.image import Image, Segment
 from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import METADATA, Metric
+from tiered_checkpoint_io.model.manifest import METADATA
 
 #: Number of remembered saves that are of no use to memory: a part on its way to the durable tier stays until then.
 _LACKING = 64
@@ -92,38 +93,18 @@ class CoordinatedSaver(Saver):
             self._session.failed(*failed)
 
     # ------------------------------------------------------------------------------- coordinator
-    def issue(
-        self,
-        name: str,
-        *,
-        step: int,
-        world_size: int,
-        durable: bool,
-        rank: int = 0,
-        epoch: int = -1,
-        metric: tuple[str, float] | None = None,
-        resumable: bool = True,
-        dirpath: str = "",
-    ) -> SaveFacts:
-        """Makes the facts that the ranks of a save have to agree on; only the coordinator calls this.
+    def issue(self, wanted: SaveFacts) -> SaveFacts:
+        """Completes the facts that the ranks of a save have to agree on; only the coordinator calls this.
 
         Waits for room in the queue, as the configuration says.
 
         Args:
-            name: The checkpoint's name.
-            step: The training step.
-            world_size: Number of ranks that contribute.
-            durable: True to save it to the durable tier, if there is room.
-            rank: The coordinator's rank.
-            epoch: The epoch.
-            metric: Value that a ModelCheckpoint monitored, and its name.
-            resumable: True if training can resume from it.
-            dirpath: The durable tier of all ranks; empty if none is named.
+            wanted: The facts that the coordinator knows: no save id, and nothing about other saves.
 
         Raises:
             ConfigError: Another live run writes to the same dirpath.
         """
-        session = self._session
+        session, name, step, durable = self._session, wanted.name, wanted.step, wanted.durable
         session.claims.check()
         if durable:
             session.claims.claim()
@@ -136,20 +117,12 @@ class CoordinatedSaver(Saver):
             # Some rank has failed, or its node has no room: the other ranks' parts of it are of no use.
             self._lacking.append(self._incomplete)
         series = self._series(name, step)
-        facts = SaveFacts(
-            name,
-            session.save_ids.next(),
-            step,
-            world_size,
-            durable,
+        facts = replace(
+            wanted,
+            save_id=session.save_ids.next(),
             taken=may_be_taken(session, name, step, durable=durable),
             completed=tuple(self._completed.get(series, ())),
-            epoch=epoch,
-            metric=Metric(*metric) if metric is not None else None,
             series=series,
-            coordinator=rank,
-            resumable=resumable,
-            dirpath=dirpath,
             lacking=tuple(self._lacking),
         )
         self._incomplete = facts.save_id

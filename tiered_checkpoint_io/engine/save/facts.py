@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tiered_checkpoint_io.engine.drain.operations import Request
-from tiered_checkpoint_io.engine.ranks.run import LeftBehindError, current_run, current_world_size
+from tiered_checkpoint_io.engine.ranks.run import LeftBehindError, current_rank, current_run, current_world_size
 from tiered_checkpoint_io.engine.retention import Scope
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.trust import Trust
@@ -224,30 +224,17 @@ def agreed(facts: object, located: ids.Located, dirpath: str, rank: int) -> Save
 
 
 # -------------------------------------------------------------------------------- how to obtain them
-def alone(
-    session: Session,
-    name: str,
-    state: Any,
-    *,
-    rank: int,
-    durable: bool,
-    metric: Metric | None = None,
-    resumable: bool = True,
-) -> SaveFacts:
-    """Returns the facts of a save of one rank that has the whole state; ConfigError for a name that is not allowed."""
-    check_file_name(ids.validate_new_name(name))
-    step, epoch = position(state, name)
-    return SaveFacts(
-        name,
-        session.save_ids.next(),
-        step,
-        current_world_size(),
-        durable,
-        payload="full",
+def alone(session: Session, wanted: SaveFacts, state: Any) -> SaveFacts:
+    """Completes the facts of a rank that has the whole state; ConfigError for a name that is not allowed."""
+    check_file_name(ids.validate_new_name(wanted.name))
+    step, epoch = position(state, wanted.name)
+    return dataclasses.replace(
+        wanted,
+        save_id=session.save_ids.next(),
+        step=step,
         epoch=epoch,
-        metric=metric,
-        coordinator=rank,
-        resumable=resumable,
+        world_size=current_world_size(),
+        coordinator=current_rank(),
     )
 
 

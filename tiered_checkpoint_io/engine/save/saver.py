@@ -43,7 +43,7 @@ from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.slots import Slot
 from tiered_checkpoint_io.memory.tier import AUTO
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import FileEntry, Metric, Part
+from tiered_checkpoint_io.model.manifest import FileEntry, Part
 
 _T = TypeVar("_T")
 
@@ -365,17 +365,9 @@ class FullSaver(Saver):
         self._errors: list[Exception] = []
         self._has_looked = False
 
-    def save(
-        self,
-        state: Any,
-        name: str,
-        *,
-        durable: bool,
-        wait: bool,
-        metric: tuple[str, float] | None,
-        resumable: bool,
-    ) -> SaveReport | None:
-        """Saves a state: see :meth:`Checkpointer.save`."""
+    def save(self, state: Any, wanted: SaveFacts, *, wait: bool) -> SaveReport | None:
+        """Saves a state, of the facts that its caller knows: see :meth:`Checkpointer.save`."""
+        name, durable = wanted.name, wanted.durable
         session, started = self._session, self._session.clock.monotonic()
         with session.turn.taken(name):
             try:
@@ -390,15 +382,13 @@ class FullSaver(Saver):
             session.claims.check()
             if durable and current_rank() == 0:
                 session.claims.claim()
-        rated, facts = Metric(*metric) if metric is not None else None, None
+        facts: SaveFacts | None = None
         try:
             with session.turn.taken(name):
                 # Another thread may have had the turn meanwhile.
                 session.background.wait()
-                rank = current_rank()
-                facts = alone(session, name, state, rank=rank, durable=durable, metric=rated, resumable=resumable)
-                facts = admit(session, facts)
-                part = PartSave(session, facts, rank, None, started=started)
+                facts = admit(session, alone(session, wanted, state))
+                part = PartSave(session, facts, facts.coordinator, None, started=started)
                 is_eager = (wait and facts.durable) or not self.may_overlap()
                 part.image = plan(state)
                 part.reserve()
