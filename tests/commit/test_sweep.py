@@ -18,6 +18,7 @@ from tiered_checkpoint_io.engine.durable.sweep import Survey, refresh, sweep
 from tiered_checkpoint_io.engine.durable.sweep import delete as remove
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
+from tiered_checkpoint_io.engine.save.saver import PartSave
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
 from tiered_checkpoint_io.formats.image import Image, Segment
@@ -207,7 +208,8 @@ def test_what_others_read_has_its_own_name_where_no_other_save_can_have_it(memor
         """Saves as Lightning's strategies do, shards and ``meta.pt``; returns the name of the latter."""
         facts = saver.issue(SaveFacts(name, "", step, 1, durable, coordinator=0, dirpath=session.dirpath))
         shard = memoryview(b"shard of %d" % step)
-        saver.capture(facts, 0, Image(len(shard), (Segment(0, shard),), (), planned=True))
+        image = Image(len(shard), (Segment(0, shard),), (), planned=True)
+        saver.capture(PartSave(session, facts, 0, image))
         saver.finish(facts.save_id, lambda: b"metadata", wait=False, extra=("meta.pt", b"the rest of %d" % step))
         files = session.open().tier.parts()[-1].part.content.files
         (found,) = [each.basename for each in files if each.basename.startswith("meta")]

@@ -29,6 +29,7 @@ from tiered_checkpoint_io.engine.ranks.run import current_rank
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts, agreed, arrived, expect_facts, vote, warn_at_first_save
 from tiered_checkpoint_io.engine.save.overlap import Overlapped
+from tiered_checkpoint_io.engine.save.saver import PartSave
 from tiered_checkpoint_io.errors import ConfigError, SaveError, TieredCheckpointError, seconds
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.shard_image import Item, Placed, TensorRow, plan_shard
@@ -420,14 +421,12 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         settings, rank = save.settings, save.rank
         facts = agreed(save.facts or arrived() or plan.storage_data, self.located, settings.durable_dirpath, rank)
         file = file_of(plan, planner, self._transforms, settings.config, self._warn_of_objects)
-        in_memory = self.saver.capture(
-            facts,
-            rank,
-            file.image if plan.items else None,
-            threads=self.threads,
-            background=self.seals_in_background and not self.waits,
+        part = PartSave(
+            *(self.session, facts, rank, file.image if plan.items else None, self.threads),
             overlapped=self.overlapped,
+            is_sealed_later=self.seals_in_background and not self.waits,
         )
+        in_memory = self.saver.capture(part)
         # One text for all of them, which is pickled once.
         name = facts.file_name(rank)
         return [

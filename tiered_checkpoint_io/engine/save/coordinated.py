@@ -21,7 +21,6 @@ from typing import NoReturn
 
 from tiered_checkpoint_io.engine.retention import Evidence
 from tiered_checkpoint_io.engine.save.facts import OF_PARTS, SaveFacts, admit, arrived_votes, may_be_taken, skip
-from tiered_checkpoint_io.engine.save.overlap import Overlapped
 from tiered_checkpoint_io.engine.save.saver import PartSave, Saver
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import SaveError
@@ -139,12 +138,12 @@ class CoordinatedSaver(Saver):
     ) -> None:
         """Makes the checkpoint exist; called by the coordinator once every rank has reported.
 
-        A part that was captured with ``background`` is left to :meth:`seal_in_background`.
+        A part that is sealed later is left to :meth:`seal_in_background`.
 
         Args:
             save_id: Id of the save.
             metadata: Makes the content of ``.metadata``; in the background, if the part is sealed there.
-            wait: True to return only when a durable save is committed there; not with ``background``.
+            wait: True to return only when a durable save is committed there; not of a part that is sealed later.
             extra: The name and content of a small file that goes with it; see :meth:`SaveFacts.name_beside`.
             in_memory: True if all ranks have their parts on their nodes.
 
@@ -193,28 +192,11 @@ class CoordinatedSaver(Saver):
         return "" if self._one_series else ids.series_of(name, step)
 
     # ------------------------------------------------------------------------------------- ranks
-    def capture(
-        self,
-        facts: SaveFacts,
-        rank: int,
-        image: Image | None,
-        *,
-        threads: int | None = None,
-        background: bool = False,
-        overlapped: Overlapped | None = None,
-    ) -> bool:
+    def capture(self, part: PartSave) -> bool:
         """Captures this rank's items; later changes to them are not in the checkpoint.
 
         The part is sealed as well, except the coordinator's, which :meth:`finish` seals, and parts that
         :meth:`seal_in_background` seals.
-
-        Args:
-            facts: Facts from the coordinator.
-            rank: This rank, in the group that saves.
-            image: The rank's planned file; None if it has none.
-            threads: Number of threads that copy.
-            background: True if the part is hashed and sealed by :meth:`seal_in_background`.
-            overlapped: The overlapped capture in progress, if any.
 
         Returns:
             True if this node has it. Without room, a memory-only save is skipped, with one warning.
@@ -224,19 +206,19 @@ class CoordinatedSaver(Saver):
         """
         self.give_up()
         self.op_id = None
-        if image is not None and not image.size:
-            image = Image(1, (Segment(0, memoryview(b"\0")),), (), planned=True)  # An empty file can't be mapped.
-        if overlapped is not None and facts.left_out:
+        facts = part.facts
+        if part.image is not None and not part.image.size:
+            part.image = Image(1, (Segment(0, memoryview(b"\0")),), (), planned=True)  # An empty file can't be mapped.
+        if part.overlapped is not None and facts.left_out:
             # The save's caller takes the save for queued, and so may delete others for it, or save no other.
             self._session.background.lost.add(facts.name)
-        part = PartSave(self._session, facts, rank, image, threads, overlapped=overlapped, is_sealed_later=background)
-        if rank == facts.coordinator:
+        if part.rank == facts.coordinator:
             # Until the other ranks have reported.
             part.small = None
         evidence = Evidence(facts.completed, frozenset(facts.lacking))
         try:
             part.capture(self._session.open().tier.parts(), evidence)
-            if part.small is None or background:
+            if part.small is None or part.is_sealed_later:
                 with self._lock:
                     self._captured = part
             else:
