@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import os
-import re
 import signal
 import threading
 import time
@@ -14,7 +13,7 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch import callbacks
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from support.clocks import quick
 from support.training import LogBook, Model, Stop, Told
@@ -128,26 +127,6 @@ def test_loggers_hear_of_checkpoints_only_once_they_are_durable(runs, asynchrono
     # If a save waits for the commit, its stall includes this time.
     assert ("checkpoint/drain_s" in seen) == asynchronous
     assert [step for step, metrics in book.metrics if "checkpoint/stall_s" in metrics] == [*range(2, 21, 2)]
-
-
-@pytest.mark.parametrize("bar", [TQDMProgressBar, pytest.param(RichProgressBar, marks=pytest.mark.matrix)])
-def test_progress_bars_show_a_line(runs, bar):
-    shown = []
-
-    class Spy(Callback):
-        def on_train_batch_end(self, trainer, module, *_):
-            shown.append(trainer.progress_bar_callback.get_metrics(trainer, module).get("ckpt"))
-
-        on_train_end = on_train_batch_end
-
-    trainer, model = runs.fit(
-        every(), every(s3_every_n_train_steps=10, filename="other-{step}"), Spy(), bar(), enable_progress_bar=True
-    )
-    assert shown[3].startswith("mem 2 ")
-    assert any("durable " in line for line in shown if line)
-    # Uploads may end after the bar, which then shows none that waits.
-    assert re.fullmatch(r"mem 20 \S+s( \| durable \d+)?", shown[-1])
-    assert "ckpt" not in trainer.progress_bar_callback.get_metrics(trainer, model)
 
 
 @pytest.mark.parametrize(("mode", "step"), [pytest.param("min", 4, marks=pytest.mark.matrix), ("max", 8)])

@@ -214,8 +214,6 @@ class TieredModelCheckpoint(DurableEnd):
         # Not in setup: a checkpoint restored since then may be of another step.
         if self._last_global_step_saved != trainer.global_step:
             self._last_global_step_saved = 0
-        if trainer.is_global_zero:
-            self._reporter.start(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -236,18 +234,12 @@ class TieredModelCheckpoint(DurableEnd):
             with contextlib.suppress(DrainError):
                 self._engine.session.wait()
         self._look_after(trainer)
-        self._reporter.stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # An exception in another callback's setup leaves this one without its IO.
         if self._io is not None:
             super().on_exception(trainer, pl_module, exception)
-        self._reporter.stop()
         say_summary_last(trainer, self, exception)
-
-    def _save_end(self, trainer: Trainer, module: LightningModule) -> None:
-        super()._save_end(trainer, module)
-        self._reporter.close(trainer, self._engine.session.progress())
 
     # ----------------------------------------------------------- ModelCheckpoint's hooks, our way
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
@@ -322,13 +314,12 @@ class TieredModelCheckpoint(DurableEnd):
         self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
     ) -> SaveReport | None:
         """Saves on all ranks, or raises the same error on all; None if that failed, and on ranks other than 0."""
-        before = self._engine.session.progress().last_save if trainer.is_global_zero else None
+        session, before = self._engine.session, self._engine.session.last_save
         save_together(trainer, filepath, options, weights_only=weights_only)
         if not trainer.is_global_zero:
             return None
-        progress = self._engine.session.progress()
-        report = progress.last_save if progress.last_save is not before else None
-        self._reporter.saved(trainer, progress, report)
+        report = session.last_save if session.last_save is not before else None
+        self._reporter.saved(trainer, session.progress(), report)
         return report
 
     def _save_passed_step(self, trainer: Trainer) -> None:
@@ -375,10 +366,10 @@ class TieredModelCheckpoint(DurableEnd):
         """Reads the drain's outcomes, and passes them on to every callback of this kind."""
         session = self._engine.session
         if trainer.is_global_zero:
-            outcomes, progress = session.poll(), session.progress()
+            outcomes = session.poll()
             log_drain(trainer, outcomes)
             for each in self._siblings(trainer):
-                each._reporter.publish(trainer, outcomes, progress, is_shown=each._shows, is_pending=session.is_pending)
+                each._reporter.publish(trainer, outcomes, is_shown=each._shows, is_pending=session.is_pending)
         # After the work: however long it takes, it is not done at every batch.
         self._polled = session.clock.monotonic()
 

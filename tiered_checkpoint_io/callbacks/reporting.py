@@ -1,4 +1,4 @@
-"""Shows saves and uploads: to loggers, in the progress bar, and in a summary at the end of a training."""
+"""Shows saves and uploads: to loggers, and in a summary at the end of a training."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 from weakref import WeakSet, proxy
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -28,7 +27,7 @@ _warned: WeakSet[Logger] = WeakSet()
 
 
 class Reporter:
-    """Speaks for one callback, on rank 0: to the loggers, and by a line ``ckpt=...`` in the progress bar."""
+    """Speaks for one callback to the loggers, on rank 0."""
 
     def __init__(self, callback: ModelCheckpoint) -> None:
         self._callback = callback
@@ -36,39 +35,6 @@ class Reporter:
         self._expected: dict[str, str] = {}
         #: True if something became durable since the loggers were notified.
         self._news = False
-        self._line = ""
-        self._bar: Any = None
-        self._durable_step = -1
-
-    def start(self, trainer: Trainer) -> None:
-        """Shows the line in the trainer's progress bar, if it has one that shows none yet."""
-        bar: Any = trainer.progress_bar_callback
-        if bar is None or "get_metrics" in vars(bar):
-            return
-        metrics = bar.get_metrics
-
-        def with_line(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            shown: dict[str, Any] = metrics(*args, **kwargs)
-            return {**shown, "ckpt": self._line} if self._line else shown
-
-        # On the instance: the bar's class stays as it was.
-        bar.get_metrics = with_line
-        self._bar = bar
-
-    def close(self, trainer: Trainer, progress: Progress) -> None:
-        """Shows only lasting facts, because uploads end after the progress bar."""
-        bar, module = self._bar, trainer.lightning_module
-        self._line = progress.line(self._durable_step, lasting=True)
-        if isinstance(bar, TQDMProgressBar):
-            bar.train_progress_bar.set_postfix(bar.get_metrics(trainer, module))
-        elif isinstance(bar, RichProgressBar):
-            bar._update_metrics(trainer, module)
-
-    def stop(self) -> None:
-        """Leaves the progress bar as it was."""
-        if self._bar is not None:
-            vars(self._bar).pop("get_metrics", None)
-            self._bar = None
 
     def expect(self, name: str, path: str, *, pending: bool) -> None:
         """Notes a name of the callback, with its path, and whether it is durable yet."""
@@ -79,7 +45,6 @@ class Reporter:
 
     def saved(self, trainer: Trainer, progress: Progress, report: SaveReport | None) -> None:
         """Logs a save that has just returned; without a report, one that failed."""
-        self._line = progress.line(self._durable_step)
         log(trainer, progress.metrics(report))
         if report is not None and "durable" in report.tiers and not report.queued:
             log(trainer, {"checkpoint/durable_step": float(report.step)})
@@ -88,7 +53,6 @@ class Reporter:
         self,
         trainer: Trainer,
         outcomes: Sequence[Outcome],
-        progress: Progress,
         *,
         is_shown: Callable[[str], bool],
         is_pending: Callable[[str], bool],
@@ -98,8 +62,6 @@ class Reporter:
             if outcome.name in self._expected and outcome.state != "failed" and not is_pending(outcome.name):
                 del self._expected[outcome.name]
                 self._news |= outcome.state == "committed"
-        self._durable_step = max([self._durable_step, *(outcome.step for outcome in _durable_saves(outcomes))])
-        self._line = progress.line(self._durable_step)
         if self._news and not any(map(is_shown, self._expected.values())):
             self._news = False
             _say(trainer, lambda logger: logger.after_save_checkpoint(proxy(self._callback)))

@@ -97,7 +97,7 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A view of background work for progress bars and metrics.
+    """A view of background work for metrics.
 
     Attributes:
         pending: Operations that wait for the drain.
@@ -111,24 +111,6 @@ class Progress:
     drain: DrainProgress
     last_save: SaveReport | None
     counters: dict[str, int] = field(default_factory=dict)
-
-    def line(self, durable_step: int = -1, *, lasting: bool = False) -> str:
-        """Returns ``mem 90 0.06s | durable 50 62% | 1 waiting | 2 failed``; if ``lasting``, without present work."""
-        words, drain = [], self.drain
-        if self.last_save is not None:
-            words.append(f"mem {self.last_save.step} {self.last_save.stall_s:.2f}s")
-        if drain.name and drain.bytes_total and not lasting:
-            step = ids.step_in_name(drain.name)
-            words.append(
-                f"durable {drain.name if step is None else step} {100 * drain.bytes_done // drain.bytes_total}%"
-            )
-        elif durable_step >= 0:
-            words.append(f"durable {durable_step}")
-        if self.pending and not lasting:
-            words.append(f"{self.pending} waiting")
-        if self.counters.get("failed"):
-            words.append(f"{self.counters['failed']} failed")
-        return " | ".join(words)
 
     def metrics(self, report: SaveReport | None) -> dict[str, float]:
         """Returns the metrics of a save that has returned; without a report, of one that failed."""
