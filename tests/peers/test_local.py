@@ -35,9 +35,11 @@ def test_a_node_that_comes_back_with_an_old_memory_does_not_take_all_back(ranks)
 
 @pytest.mark.matrix
 def test_where_no_rank_has_anything_and_a_peer_does_not_load_ranks_say_so_soon(ranks):
-    hurried = ["hurry", {"rendezvous_s": 2.0}]
-    (loaded, _, (alone, _)) = ranks("ab", ["load_local"], hurried, ["load_local", {"absent": 1}], replication_factor=2)
-    assert [answer["error"] for answer in loaded] == ["CheckpointNotFoundError"] * 2
+    steps = ["load_local"], ["hurry", {"rendezvous_s": 2.0}], ["load_local", {"absent": 1}]
+    late = ["hurry", {"rendezvous_s": 60.0}], ["load_local", {"late": [1, 4]}]
+    loaded, _, (alone, _), _, again = ranks("ab", *steps, *late, replication_factor=2)
+    # A rank that has waited in vain may come again.
+    assert [answer["error"] for answer in (*loaded, *again)] == ["CheckpointNotFoundError"] * 4
     assert alone["error"] == "ConfigError"
     assert "not all 2 ranks came" in alone["message"]
     assert all(answer["seconds"] < 10 for answer in (*loaded, alone))
