@@ -23,13 +23,6 @@ def at(view: bytearray | memoryview, offset: int, length: int) -> ctypes.Array[c
     return (ctypes.c_char * length).from_address(address_of(view) + offset)
 
 
-def tensor_of(view: bytearray | memoryview) -> torch.Tensor:
-    """Returns all bytes of a view; the tensor does not keep them alive."""
-    import torch
-
-    return torch.frombuffer(at(view, 0, len(view)), dtype=torch.uint8)
-
-
 def privately_mapped(descriptor: int, size: int) -> torch.UntypedStorage:
     """Returns a file's bytes as ``torch.load`` maps them: writes there never get into the file."""
     import torch
