@@ -98,6 +98,22 @@ def raising(exception: type[BaseException]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
+@contextlib.contextmanager
+def deferring() -> Iterator[None]:
+    """Has SIGTERM and Ctrl-C wait for the end of the block, such as while a process is started."""
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGINT) if is_main else ()
+    before = {number: signal.signal(number, lambda told, _: came.append(told)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for told in came:
+        signal.raise_signal(told)
+
+
 # ----------------------------------------------------------------------------------------- lease
 @contextlib.contextmanager
 def claimed(

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tiered_checkpoint_io.cli.answers import raising
+from tiered_checkpoint_io.cli.answers import deferring, raising
 from tiered_checkpoint_io.cli.options import Dirpath, Output, Server
 from tiered_checkpoint_io.cli.output import Columns, row_writer, say, write_json
 from tiered_checkpoint_io.inventory.api import NewCheckpoints, Tiers
@@ -85,19 +85,22 @@ def _run(command: str, each: CheckpointInfo, *, as_json: bool) -> int:
 
     With ``as_json`` its output goes to stderr, and its outcome to stdout. Returns its status.
     """
-    began = time.monotonic()
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", command, "tiered-ckpt", each.url],
-        env={**os.environ, **_variables(each)},
-        stdin=subprocess.DEVNULL,
-        stdout=_STDERR if as_json else None,
-        # Ctrl-C at a terminal is for this process, which ends the command.
-        start_new_session=True,
-    )
+    began, process = time.monotonic(), None
     try:
+        # A signal amid the start would leave the command running.
+        with deferring():
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", command, "tiered-ckpt", each.url],
+                env={**os.environ, **_variables(each)},
+                stdin=subprocess.DEVNULL,
+                stdout=_STDERR if as_json else None,
+                # Ctrl-C at a terminal is for this process, which ends the command.
+                start_new_session=True,
+            )
         status = process.wait()
     except BaseException:
-        _end(process)
+        if process is not None:
+            _end(process)
         raise
     if status:
         how = f"ended with status {status}" if status > 0 else f"was killed by signal {-status}"
