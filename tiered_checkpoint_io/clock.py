@@ -53,8 +53,6 @@ class Timing:
     half_made_s: float = 60.0
     #: Interval at which a run that has its lease looks whether another asks for it: one list of a few objects.
     lease_beat_s: float = 15.0
-    #: Interval at which a lease is written again if no run asks: a bucket with versions keeps each.
-    lease_rest_s: float = 3600.0
     #: A lease that is asked for, and not renewed for so long, has expired: four looks, so that a late request is none.
     lease_ttl_s: float = 60.0
     #: Interval at which another run's lease is read while it is unknown whether that run is alive.

@@ -18,8 +18,6 @@ import xxhash
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError
 from tiered_checkpoint_io.version import __version__
 
-#: Least size of every part of an upload but the last.
-MIN_PART = 5 << 20
 #: Largest size of every part of an upload.
 MAX_PART = 5 << 30
 #: Parts of one upload.
