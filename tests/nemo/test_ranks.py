@@ -131,7 +131,7 @@ def test_ranks_with_files_of_their_own_go_on_from_the_newest_step_that_all_have(
     assert [answer["from"] for answer in answers] == [
         [name, 5, "durable"] for name in folders("gpt--val_loss=6.00-step=5-last.ckpt")
     ], said(ranks.folder, 0)
-    assert [answer["asked"].get("requests.list", 0) for answer in answers] == [5, 0]
+    assert [answer["asked"].get("requests.list", 0) for answer in answers] == [6, 0]
     assert set(best) <= set(ranks.objects())
     # Nor does any count as lost, though there is no file by the name that the callback knows it by.
     assert {f"{ranks.dirpath}/{without_rank(name)}" for name in best} <= set(answers[0]["best"])
