@@ -12,7 +12,6 @@ from support.supporting import build
 from support.training import Model, Runs, durable
 
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
-from tiered_checkpoint_io.nemo import checkpoint
 from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
 from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO, S3CheckpointIO
@@ -73,12 +72,12 @@ def test_the_constructor_is_nemos_keyword_for_keyword():
 
 @pytest.fixture
 def held(monkeypatch):
-    """Yields an event until which no upload of a name with ``held`` or ``step=10`` in it comes to an end."""
+    """Yields an event until which no upload of a name with ``held`` in it comes to an end."""
     free = threading.Event()
 
     def waiting(upload):
         def waits(store, key, *args, **options):
-            assert not ("held" in key or "step=10" in key) or free.wait(30)
+            assert "held" not in key or free.wait(30)
             return upload(store, key, *args, **options)
 
         return waits
@@ -115,38 +114,6 @@ def test_finalize_fn_is_called_once_the_checkpoint_is_committed_and_never_for_on
         io.save_checkpoint({}, "d.ckpt", storage_options={"finalize_fn": 3})
     io.teardown()
     assert called[2:] == []
-
-
-@pytest.mark.parametrize("whose", ["own", "another's"])
-def test_old_files_stay_while_the_new_one_of_any_rank_is_only_queued(job, held, monkeypatch, whose):
-    monkeypatch.setattr(checkpoint, "ranks_with_files", lambda: 2)
-    removed = []
-
-    class Watching(TieredNeMoCheckpoint):
-        def setup(self, trainer, pl_module, stage):
-            super().setup(trainer, pl_module, stage)
-            remove = self._io.remove_checkpoint
-            self._io.remove_checkpoint = lambda path: (removed.append((trainer.global_step, path)), remove(path))
-            if whose == "another's":
-                held.set()
-                trainer.strategy.reduce_boolean_decision = lambda mine, **how: (
-                    mine if how.get("all", True) else mine or trainer.global_step == 10
-                )
-
-        def on_train_batch_start(self, trainer, *_):
-            if trainer.global_step == 12:
-                held.set()
-                # A save that follows at once finds the queue still full, and stays in memory.
-                self._engine.session.open().drain.flush(30)
-
-    callback = job.callback(save_top_k=1)
-    callback.__class__ = Watching
-    job.train(20, rules=FRESH, callback=callback, pending_timeout_s=1, drain="thread")
-    # Once all ranks have what step 10 saved.
-    old = [f"{job.dirpath}/score=8.0-step=5{end}.ckpt" for end in ("", "-last")]
-    assert removed[:2] == [(15, path) for path in old]
-    assert "score=3.0-step=10.ckpt" in durable(job.dirpath)
-    assert "score=8.0-step=5.ckpt" not in durable(job.dirpath)
 
 
 def test_checkpoints_with_omegaconfs_objects_load_and_those_that_would_run_code_do_not(job):

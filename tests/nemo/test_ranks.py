@@ -11,9 +11,6 @@ from support.fault_proxy import FaultProxy
 from support.launch import launch, said
 from support.nemo_training import NeMoRuns
 
-from tiered_checkpoint_io.nemo import S3CheckpointIO
-from tiered_checkpoint_io.nemo.layouts import without_rank
-
 WORKER = Path(__file__).with_name("worker.py")
 pytestmark = pytest.mark.timeout(300)
 EMA = {"exp_manager": {"ema": {"enable": True, "decay": 0.5}}}
@@ -105,51 +102,6 @@ def test_an_error_of_rank_0_ends_all_ranks_with_its_text(ranks):
     answers = ranks.launch(2, 5, config, way="connector")
     assert [re.match(r"CheckpointNotFoundError: there is no checkpoint at", answer["error"]) is not None
             for answer in answers] == [True, True]  # fmt: skip
-
-
-def test_ranks_with_files_of_their_own_go_on_from_the_newest_step_that_all_have(ranks):
-    """The layout of model-parallel strategies before NeMo 3.0."""
-
-    def folders(name):
-        return [f"mp_rank_{rank:02d}/{name}" for rank in range(2)]
-
-    ranks.launch(2, 15, parallel=True, stop_at=13, how="SIGKILL")
-    best = [*folders("gpt--val_loss=1.00-step=10.ckpt"), *folders("gpt--val_loss=6.00-step=5.ckpt")]
-    last = folders("gpt--val_loss=1.00-step=10-last.ckpt")
-    # One rank's shard of the newest is lost: neither rank takes it, and no rank starts from scratch.
-    io = S3CheckpointIO(ranks.dirpath, **ranks.io)
-    io.remove_checkpoint(last[1])
-    # Behind what the killed ranks had queued.
-    io.teardown()
-    assert ranks.objects() == sorted([*best, last[0]])
-    ranks.wipe()
-    for name in folders("gpt--val_loss=6.00-step=5.ckpt"):
-        io.save_checkpoint(io.load_checkpoint(name), name.replace(".ckpt", "-last.ckpt"))
-    io.teardown()
-    ranks.wipe()
-    answers = ranks.launch(2, 10, parallel=True)
-    assert [answer["from"] for answer in answers] == [
-        [name, 5, "durable"] for name in folders("gpt--val_loss=6.00-step=5-last.ckpt")
-    ], said(ranks.folder, 0)
-    assert [answer["asked"].get("requests.list", 0) for answer in answers] == [6, 0]
-    assert set(best) <= set(ranks.objects())
-    # Nor does any count as lost, though there is no file by the name that the callback knows it by.
-    assert {f"{ranks.dirpath}/{without_rank(name)}" for name in best} <= set(answers[0]["best"])
-
-
-@pytest.mark.parametrize("save_last", [True, False])
-def test_ranks_with_files_of_their_own_go_on_from_the_latest_save_whatever_it_is_called(ranks, save_last):
-    """NeMo's default names have no step, and sort the best first; with save_last off, none is called "last"."""
-    names = {"filename": "gpt--{val_loss:.4f}-{epoch}", "save_last": save_last}
-    config = {"exp_manager": {"checkpoint_callback_params": names}}
-    for steps in (5, 10, 15):
-        answers = ranks.launch(2, steps, config, parallel=True, falling=True)
-        assert [answer["steps"][0] for answer in answers] == [steps - 5] * 2, said(ranks.folder, 0)
-    name = "gpt--val_loss=0.1000-epoch=0" + ("-last.ckpt" if save_last else ".ckpt")
-    assert [answer["from"] for answer in answers] == [[f"mp_rank_{rank:02d}/{name}", 10, "memory"] for rank in range(2)]
-    kept = [{key for key in ranks.objects() if key.startswith(f"mp_rank_{rank:02d}/")} for rank in range(2)]
-    assert f"mp_rank_00/{name.replace('0.1000', '0.0667')}" in kept[0]
-    assert {key.replace("mp_rank_00", "mp_rank_01") for key in kept[0]} == kept[1], "no rank keeps more than another"
 
 
 def test_a_preempted_training_saves_and_goes_on_from_there(ranks):

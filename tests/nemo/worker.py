@@ -7,7 +7,7 @@ import sys
 
 import torch
 from omegaconf import OmegaConf
-from support.nemo_training import Falling, Model, NeMoRuns, PerRank, become_model_parallel, callback_of, io_of, restored
+from support.nemo_training import Model, NeMoRuns, callback_of, io_of, restored
 
 from tiered_checkpoint_io.nemo import checkpoint
 
@@ -32,16 +32,13 @@ if __name__ == "__main__":
     config = runs.config(*told.get("config", []))
     if told.get("no_folder"):
         checkpoint.tempfile.TemporaryDirectory = no_folder
-    strategy = {"strategy": PerRank() if told.get("parallel") else "ddp"} if told["ranks"] > 1 else {}
+    strategy = {"strategy": "ddp"} if told["ranks"] > 1 else {}
     module = None
     try:
         trainer = runs.trainer(
             config, way=told["way"], max_steps=told["steps"], devices=told["ranks"], limit_train_batches=100, **strategy
         )
-        if told.get("parallel"):
-            become_model_parallel(told["ranks"], int(os.environ["RANK"]))
-        kind = Falling if told.get("falling") else Model
-        module = kind(OmegaConf.create(config["model"]), trainer, stop_at=told.get("stop_at", 0), how=told.get("how"))
+        module = Model(OmegaConf.create(config["model"]), trainer, stop_at=told.get("stop_at", 0), how=told.get("how"))
         trainer.fit(module)
     except Exception as error:
         write(told["answer"], {"error": f"{type(error).__name__}: {error}"})

@@ -6,11 +6,8 @@ import signal
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from nemo.core import ModelPT
-from nemo.utils.app_state import AppState
 from nemo.utils.exp_manager import exp_manager
-from nemo.utils.model_utils import inject_model_parallel_rank
 from omegaconf import OmegaConf
 from support.supporting import build
 from support.training import Runs, Stop
@@ -21,26 +18,6 @@ from tiered_checkpoint_io.stores import open_store
 
 #: Training steps between two validations, by which NeMo saves.
 EVERY = 5
-
-
-class PerRank(DDPStrategy):
-    """A strategy like NeMo's before 3.0: each model-parallel rank has a file of its own."""
-
-    def save_checkpoint(self, checkpoint, filepath, storage_options=None):
-        self.checkpoint_io.save_checkpoint(checkpoint, inject_model_parallel_rank(filepath), storage_options)
-
-    def load_checkpoint(self, checkpoint_path):
-        return self.checkpoint_io.load_checkpoint(inject_model_parallel_rank(checkpoint_path))
-
-    def remove_checkpoint(self, filepath):
-        self.checkpoint_io.remove_checkpoint(inject_model_parallel_rank(filepath))
-
-
-def become_model_parallel(ranks, rank):
-    """Sets the state of NeMo that a model-parallel model sets."""
-    state = AppState()
-    state.tensor_model_parallel_size = state.model_parallel_size = ranks
-    state.tensor_model_parallel_rank, state.data_parallel_rank = rank, 0
 
 
 class Model(ModelPT):
@@ -83,13 +60,6 @@ class Model(ModelPT):
     @classmethod
     def list_available_models(cls):
         return []
-
-
-class Falling(Model):
-    """Each checkpoint is better than all before it, as in most trainings."""
-
-    def validation_step(self, *_):
-        self.log("val_loss", torch.tensor(1.0 / self.global_step), sync_dist=True)
 
 
 #: The configuration in NeMo's documents, except that it ends soon.

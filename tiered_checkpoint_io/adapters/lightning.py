@@ -273,13 +273,7 @@ class TieredCheckpointIO(CheckpointIO):
             trust, where = Trust.of(self.config, weights_only), {"key": str(path)}
             state: dict[str, Any] = trust.read(path, "the scratch file", where, verified=False, map_location=place)
             return state
-        state = self.checkpointer.load(
-            path,
-            map_location=place,
-            weights_only=weights_only,
-            companion=self.companion,
-            alone=self._is_of_one_rank(path),
-        )
+        state = self.checkpointer.load(path, map_location=place, weights_only=weights_only, companion=self.companion)
         self.found_nothing = isinstance(state, NoCheckpoint)
         if self.found_nothing:
             return FreshStart(self.config.dirpath)
@@ -293,10 +287,6 @@ class TieredCheckpointIO(CheckpointIO):
             TorchCheckpointIO().remove_checkpoint(str(path))
             return
         self.checkpointer.remove(path)
-
-    def _is_of_one_rank(self, path: str | os.PathLike[str]) -> bool:  # noqa: ARG002
-        """Returns True if a path names a checkpoint that only one rank loads."""
-        return False
 
     def _is_scratch(self, path: str | os.PathLike[str]) -> bool:
         """Returns True for a temporary file outside dirpath, of Lightning's launchers that spawn or of its tuner."""

@@ -241,7 +241,6 @@ class Checkpointer:
         map_location: Any = None,
         weights_only: bool | None = None,
         companion: str = "",
-        alone: bool = False,
     ) -> Any:
         """Loads a full checkpoint; while torch.distributed is initialised, every rank has to call this.
 
@@ -251,7 +250,6 @@ class Checkpointer:
             map_location: As ``torch.load`` takes it.
             weights_only: As ``torch.load`` takes it.
             companion: For sentinels: see :class:`Selector`.
-            alone: True if only this rank loads the checkpoint; it then waits for no other rank.
 
         Returns:
             The state; a falsy :class:`NoCheckpoint` if a sentinel finds no checkpoint at all.
@@ -265,7 +263,7 @@ class Checkpointer:
         def read(found: Restored) -> Any:
             return found.load(Trust.of(self.config, weights_only), map_location=map_location, rank=current_rank())
 
-        return self.load_by(path, read, companion=companion, alone=alone)
+        return self.load_by(path, read, companion=companion)
 
     def load_by(
         self,
@@ -273,7 +271,6 @@ class Checkpointer:
         read: Callable[[Restored], Any],
         *,
         companion: str = "",
-        alone: bool = False,
         rejected: Mapping[str, str] | None = None,
     ) -> Any:
         """Restores as :meth:`load` does, for callers that read the file themselves.
@@ -282,7 +279,6 @@ class Checkpointer:
             path: As :meth:`load` takes it.
             read: Called on every rank with the restored checkpoint, whose file is intact; its answer is returned.
             companion: As :meth:`load` takes it.
-            alone: As :meth:`load` takes it.
             rejected: Ids of saves that are not to be taken, and the reasons.
         """
         dirpath, selector, began = self.dirpath, Selector("latest"), self.session.clock.monotonic()
@@ -293,7 +289,7 @@ class Checkpointer:
             there = tiers_of(self.session, self.config, None if dirpath == self.dirpath else dirpath)
             return there, replace(selector, companion=companion)
 
-        group = coordination.current_group(self.session.clock, alone=alone)
+        group = coordination.current_group(self.session.clock)
         found = restore(ready, group, read, rejected)
         if found is None and selector.kind == "best":
             raise no_best(selector, dirpath)

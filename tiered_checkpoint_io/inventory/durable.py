@@ -22,7 +22,7 @@ from tiered_checkpoint_io.errors import (
 )
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import Kind, Manifest
+from tiered_checkpoint_io.model.manifest import Manifest
 from tiered_checkpoint_io.stores import Store
 
 _log = logging.getLogger("tiered_checkpoint_io.inventory")
@@ -117,8 +117,6 @@ def resumable(
     held: Iterable[StoredPart] = (),
     *,
     aliases: Mapping[str, str] | None = None,
-    accepts: Kind | None = None,
-    companion: str = "",
 ) -> list[Candidate]:
     """Returns the checkpoints that training can resume from, the latest save first, by the engine's own choice.
 
@@ -128,8 +126,6 @@ def resumable(
         found: All that the durable tier has.
         held: Parts of it in this node's memory.
         aliases: The targets of those that are queued.
-        accepts: See :func:`choose`.
-        companion: See :class:`Selector`.
 
     Raises:
         CorruptCheckpointError: See :func:`newer`; a restart is refused as well.
@@ -144,10 +140,10 @@ def resumable(
         for each in held
     ]
     catalog = Catalog({"here": parts}, manifests, aliases or {})
-    return choose(catalog, Selector("latest", companion=companion), accepts, replicas=True)
+    return choose(catalog, Selector("latest"), None, replicas=True)
 
 
-def find(store: Store, name: str, *, operation: str, accepts: Kind | None = None) -> Manifest | None:
+def find(store: Store, name: str, *, operation: str) -> Manifest | None:
     """Returns the checkpoint of a name, an alias, or ``tiered:latest``; None if there is none.
 
     Raises:
@@ -155,15 +151,15 @@ def find(store: Store, name: str, *, operation: str, accepts: Kind | None = None
         CorruptCheckpointError: Its manifest can't be understood; or a newer release may have written the latest.
         StoreError: The tier could not be read.
     """
-    manifest = latest_manifest(store, operation, accepts) if name == ids.LATEST else read_manifest(store, name)
+    manifest = latest_manifest(store, operation) if name == ids.LATEST else read_manifest(store, name)
     target = read_manifest(store, manifest.alias_of) if manifest is not None and manifest.alias_of else manifest
     return target if target is not None and target.alias_of is None else None
 
 
-def latest_manifest(store: Store, operation: str, accepts: Kind | None = None) -> Manifest:
+def latest_manifest(store: Store, operation: str) -> Manifest:
     """Returns the manifest that a restart would take; raises as :func:`find`, and logs skipped checkpoints."""
     listed = read_all(store)
-    meant = next(iter(resumable(listed, accepts=accepts)), None)
+    meant = next(iter(resumable(listed)), None)
     for each in listed:
         if each.error is not None:
             _log.warning("skipping this checkpoint: %s", each.error)

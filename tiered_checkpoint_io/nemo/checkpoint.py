@@ -19,11 +19,11 @@ from tiered_checkpoint_io.adapters.lightning import tiered_io_of
 from tiered_checkpoint_io.callbacks.guard import note_other_weights
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.trainer import failing_together, nemo_averages, on_rank_0
-from tiered_checkpoint_io.engine.drain.status import SaveReport, looking
+from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, SaveError, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
-from tiered_checkpoint_io.nemo.layouts import ranks_with_files, step_of, without_rank
+from tiered_checkpoint_io.nemo.layouts import step_of
 from tiered_checkpoint_io.nemo.s3_utils import upload_file
 
 _STEP_OR_EPOCH = re.compile(r"(?:step|epoch)[=_-](\d+)")
@@ -66,10 +66,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         self.save_best_model = save_best_model
         self.prefix = prefix or "default"
         self.postfix = postfix
-        #: Number of ranks that save a file of their own of each checkpoint.
-        self._shards = 1
-        #: The names of this rank's queued files, and the ids of their saves, until they are committed.
-        self._uploads: dict[str, str] = {}
         if self.filename is not None:
             self.CHECKPOINT_NAME_LAST = f"{self.filename}-last"
 
@@ -93,10 +89,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         if ema is not None:
             # On the instance: the class, which may be derived from NeMo's, stays as it was.
             ema.on_load_checkpoint = partial(_load_averages, ema)
-        self._shards, self._uploads = ranks_with_files(), {}
-        if self._shards > 1 and isinstance(self._io, NeMoCheckpointIO) and self._io.async_checkpointing:
-            rank_zero_warn("saves are synchronous: old files may be deleted only when all ranks' new ones are durable")
-            self._io.async_checkpointing = False
         self._io.companion = ids.EMA if ema is not None else ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -150,9 +142,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
     # ------------------------------------------------------------------------------------- saves
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        if self._shards > 1:
-            # An alias names one file; here each rank has its own.
-            self._durable_save = None
         before = self._durable_save
         super()._save_checkpoint(trainer, filepath)
         if self.always_save_nemo and self._durable_save != before:
@@ -172,73 +161,22 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
     def _save(
         self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
     ) -> SaveReport | None:
-        report = self._save_files(trainer, filepath, options, weights_only=weights_only)
-        if report is not None and report.queued and self._shards > 1:
-            # A file queued on one rank may fail only there: the ranks must not delete the file that it replaces.
-            return replace(report, tiers=report.tiers - {"durable"})
-        return report
-
-    def _save_files(
-        self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
-    ) -> SaveReport | None:
-        """Saves the averages, then the checkpoint; the report is ``queued`` if any file of any rank is."""
+        """Saves the averages, then the checkpoint; the report is ``queued`` if either is."""
         ema = nemo_averages(trainer)
         if ema is None:
-            return self._save_one(trainer, filepath, options, weights_only=weights_only)
+            return super()._save(trainer, filepath, options, weights_only=weights_only)
         # NeMo saves after a validation, without gradients; here it may be any step.
         with torch.no_grad(), ema.save_ema_model(trainer):
-            averages = self._save_one(trainer, ids.companion_of(filepath, ids.EMA), options, weights_only=weights_only)
+            averages = super()._save(trainer, ids.companion_of(filepath, ids.EMA), options, weights_only=weights_only)
         tiers = trainer.strategy.broadcast(sorted(averages.tiers) if averages is not None else [])
         if not tiers:
             # Without its averages, the checkpoint must not look complete.
             return None
         with ema.save_original_optimizer_state(trainer):
-            report = self._save_one(trainer, filepath, {**options, "tiers": tiers}, weights_only=weights_only)
+            report = super()._save(trainer, filepath, {**options, "tiers": tiers}, weights_only=weights_only)
         if report is not None and averages is not None and averages.queued:
             return replace(report, queued=True)
         return report
-
-    def _save_one(
-        self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
-    ) -> SaveReport | None:
-        """Saves one file of each rank; the report is rank 0's, and ``queued`` if that of any rank is."""
-        if self._shards == 1:
-            return super()._save(trainer, filepath, options, weights_only=weights_only)
-        session = self._engine.session
-        before, failed = session.last_save, session.counts["failed"]
-        report = super()._save(trainer, filepath, options, weights_only=weights_only)
-        mine = session.last_save
-        # Data-parallel copies of a rank do not save.
-        saved = mine if mine is not before else None
-        reached = saved is None or saved.tiers >= set(options["tiers"])
-        good = trainer.strategy.reduce_boolean_decision(reached and session.counts["failed"] == failed)
-        self._uploads.update({filepath: saved.save_id} if saved is not None and saved.queued else {})
-        queued = trainer.strategy.reduce_boolean_decision(saved is not None and saved.queued, all=False)
-        return replace(report, queued=queued) if report is not None and good else None
-
-    def _is_restored(self, path: str) -> bool:
-        restored = self._engine.restored
-        return restored is not None and path == without_rank(restored.url)
-
-    def _due(self, trainer: Trainer) -> list[str]:
-        if self._shards == 1:
-            return super()._due(trainer)
-        # Replaced files stay until all ranks' files are committed: no rank learns of saves that others give up.
-        waits = trainer.strategy.reduce_boolean_decision(self._awaits_uploads(), all=False)
-        # Each rank deletes a file of its own.
-        return trainer.strategy.broadcast([] if waits else super()._due(trainer))
-
-    def _awaits_uploads(self) -> bool:
-        """Returns True if a file of this rank, of a kept checkpoint, is not committed."""
-        session, named = self._engine.session, {self.best_model_path, self.last_model_path, *self.best_k_models} - {""}
-        named |= {ids.companion_of(path, ids.EMA) for path in named}
-
-        def is_open(path: str, save_id: str) -> bool:
-            outcome = looking(session.log, lambda: session.outcome(save_id), None)
-            return path in named and (outcome is None or outcome.state != "committed")
-
-        self._uploads = {path: save_id for path, save_id in self._uploads.items() if is_open(path, save_id)}
-        return bool(self._uploads)
 
     def _delete(self, trainer: Trainer, path: str) -> None:
         super()._delete(trainer, path)
@@ -256,8 +194,8 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
                 raise
             engine.session.log.warning('could not look for the "last" checkpoints of earlier runs: %s', error)
             names = frozenset()
-        paths = {ids.join_url(engine.dirpath, without_rank(name)) for name in names} | {self.last_model_path}
-        paths |= {without_rank(engine.restored.url)} if engine.restored is not None else set()
+        paths = {ids.join_url(engine.dirpath, name) for name in names} | {self.last_model_path}
+        paths |= {engine.restored.url} if engine.restored is not None else set()
         return sorted((path for path in paths if pattern.match(path.removeprefix(f"{self.dirpath}/"))), key=_progress)
 
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -310,7 +248,6 @@ def _load_averages(ema: Any, trainer: Trainer, pl_module: LightningModule, check
     if ids.is_companion(str(trainer.ckpt_path), ids.EMA):
         # The same as in NeMo: training continues with the averages as weights.
         return
-    # From the loaded checkpoint: with files of each rank, each has averages of its own.
     beside = ids.companion_of(restored.url, ids.EMA)
     found = io.load_checkpoint(beside)
     # The run resumed from the checkpoint, not from its averages.

@@ -9,18 +9,10 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.states import TrainerFn
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, require_tiered_io
-from tiered_checkpoint_io.callbacks.trainer import failing_together, on_rank_0
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError, StoreError
-from tiered_checkpoint_io.inventory.durable import read_all, resumable
+from tiered_checkpoint_io.callbacks.trainer import on_rank_0
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.nemo.layouts import (
-    Rules,
-    check_not_completed,
-    choose,
-    complete_checkpoints,
-    newest_of_ranks,
-    ranks_with_files,
-)
+from tiered_checkpoint_io.nemo.layouts import Rules, check_not_completed, choose
 
 #: The value of ``trainer.ckpt_path`` until the process group exists and rank 0 can look for a checkpoint.
 RESUME = "tiered:nemo"
@@ -73,38 +65,17 @@ class NeMoCheckpointConnector(_CheckpointConnector):
 
     def _resume_by(self, rules: Rules, *args: Any, **kwargs: Any) -> None:
         io = require_tiered_io(self.trainer.strategy, "resuming by NeMo's rules")
-        shards = ranks_with_files()
-        if shards == 1:
-            super().resume_start(ids.LATEST, *args, **kwargs)
-        restored = None if shards > 1 or io.found_nothing else io.checkpointer.restored
-        path = on_rank_0(self.trainer, lambda: find_checkpoint(io, rules, shards, restored=restored is not None))
+        super().resume_start(ids.LATEST, *args, **kwargs)
+        restored = None if io.found_nothing else io.checkpointer.restored
+        path = on_rank_0(self.trainer, lambda: find_checkpoint(io, rules, restored=restored is not None))
         if restored is not None:
             self._ckpt_path = ids.join_url(io.config.dirpath, restored.name)
-        elif path is None or shards == 1:
+        else:
             # Without a path, Lightning skips all of a restore.
             super().resume_start(path, *args, **kwargs)
-        else:
-            with failing_together(self.trainer):
-                super().resume_start(path, *args, **kwargs)
-            self._check_steps(path)
-
-    def _check_steps(self, path: str) -> None:
-        """Refuses files of different steps: by its name, a rank takes the newest that its own node has."""
-        mine = self._loaded_checkpoint.get("global_step")
-        first = self.trainer.strategy.broadcast(mine)
-        with failing_together(self.trainer):
-            if mine != first:
-                raise RestoreError(
-                    f"the ranks have files of different steps: this one's is of step {mine}, rank 0's of step {first}",
-                    operation="load",
-                    key=path,
-                    rank=self.trainer.global_rank,
-                    hint="wait until what nodes have in memory is uploaded (tiered-ckpt status), or name another"
-                    " checkpoint by resume_from_checkpoint",
-                )
 
 
-def find_checkpoint(io: TieredCheckpointIO, rules: Rules, shards: int, *, restored: bool) -> str | None:
+def find_checkpoint(io: TieredCheckpointIO, rules: Rules, *, restored: bool) -> str | None:
     """Finds the path to load, if the engine restored no checkpoint; else only checks the rules."""
     dirpath, session = io.config.dirpath, io.checkpointer.session
     if restored:
@@ -118,21 +89,12 @@ def find_checkpoint(io: TieredCheckpointIO, rules: Rules, shards: int, *, restor
             names = frozenset()
         check_not_completed(names, rules, dirpath=dirpath)
         return None
-    path, incomplete = None, frozenset[str]()
-    if shards > 1:
-        # Each rank's file is a checkpoint of its own to the engine, so the choice among them is made here.
-        path, incomplete = _newest_of_ranks(io, shards)
-        passed_by = session.known.all()
-        ended = complete_checkpoints(((name, 0.0) for name in passed_by), shards=shards)
-        check_not_completed(ended, rules, dirpath=dirpath)
-    else:
-        # The engine has found no resumable checkpoint: the rest are weights-only, or lack their averages.
-        passed_by = session.known.all() if not io.companion else frozenset()
-        check_not_completed(passed_by, rules, dirpath=dirpath)
-    if path is None:
-        listed = session.durable().list("")
-        written_by_nemo = ((entry.key, entry.modified) for entry in listed if entry.key not in passed_by)
-        path = choose(written_by_nemo, rules, dirpath=dirpath, shards=shards, incomplete=incomplete)
+    # The engine has found no resumable checkpoint: the rest are weights-only, or lack their averages.
+    passed_by = session.known.all() if not io.companion else frozenset()
+    check_not_completed(passed_by, rules, dirpath=dirpath)
+    listed = session.durable().list("")
+    written_by_nemo = ((entry.key, entry.modified) for entry in listed if entry.key not in passed_by)
+    path = choose(written_by_nemo, rules, dirpath=dirpath)
     if path is not None:
         return ids.join_url(dirpath, path)
     if not rules.resume_ignore_no_checkpoint:
@@ -144,22 +106,3 @@ def find_checkpoint(io: TieredCheckpointIO, rules: Rules, shards: int, *, restor
             hint="set exp_manager.resume_ignore_no_checkpoint: true to start from scratch where there is none",
         )
     return rules.resume_from_checkpoint
-
-
-def _newest_of_ranks(io: TieredCheckpointIO, shards: int) -> tuple[str | None, frozenset[str]]:
-    """Returns the path of the latest checkpoint of all ranks, and the names of all candidates.
-
-    Of those in node memory, the ones whose upload is queued count: steps of memory only are on each node by itself.
-    """
-    session = io.checkpointer.session
-    found = read_all(session.durable(), clock=session.clock)
-    session.known.remember(each.name for each in found)
-    for each in found:
-        if each.error is not None:
-            session.log.warning("skipping this checkpoint: %s", each.error)
-    held = [each for each in session.open().tier.parts() if each.part.durable and each.part.place == session.place]
-    saved = [(each.name, each.content.step) for each in resumable(found, held, companion=io.companion)]
-    path = newest_of_ranks(saved, shards=shards)
-    # Includes checkpoints without averages: if there are only such, training must not start from scratch.
-    names = frozenset(each.name for each in resumable(found, held) if not ids.is_companion(each.name, ids.EMA))
-    return path, names

@@ -13,7 +13,7 @@ from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, read_sto
 from tiered_checkpoint_io.errors import ConfigError, DrainError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import GETS_PER_SECOND, HEADROOM, PUTS_PER_SECOND, TieredCheckpointConfig
-from tiered_checkpoint_io.nemo.layouts import rank_folder_of
+from tiered_checkpoint_io.nemo.layouts import refuse_file_of_rank
 
 _FULL_STATE = ("optimizer_states", "lr_schedulers")
 #: NeMo's own default behaviour: which steps are saved is a matter of its callback, and saves wait.
@@ -28,8 +28,7 @@ class NeMoCheckpointIO(TieredCheckpointIO):
     """A TieredCheckpointIO that understands the arguments of NeMo's callbacks and strategies.
 
     ``storage_options`` may hold ``finalize_fn``, called on the ranks that saved once each requested tier has the
-    checkpoint, never if a tier fails, and ``include_optimizer``. A path in a folder such as ``mp_rank_00/`` belongs to
-    one rank.
+    checkpoint, never if a tier fails, and ``include_optimizer``.
     """
 
     #: NeMo's callback reads them from its IO.
@@ -48,6 +47,7 @@ class NeMoCheckpointIO(TieredCheckpointIO):
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         """Saves as :meth:`TieredCheckpointIO.save_checkpoint`; also takes NeMo's ``storage_options``."""
+        refuse_file_of_rank(os.fspath(path), "save")
         finalize: Any = None
         if isinstance(storage_options, Mapping):
             ours = dict(storage_options)
@@ -97,9 +97,6 @@ class NeMoCheckpointIO(TieredCheckpointIO):
         self.maybe_finalize_save_checkpoint(blocking=True)
         self._to_finalize.clear()
         super().teardown()
-
-    def _is_of_one_rank(self, path: str | os.PathLike[str]) -> bool:
-        return rank_folder_of(os.fspath(path)) is not None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_to_finalize": {}}

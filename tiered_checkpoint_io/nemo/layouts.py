@@ -1,19 +1,11 @@
-"""Finds the files that make a checkpoint in NeMo's layouts, and the checkpoints to resume from (pure).
+"""NeMo's names of checkpoints, and its rules of resuming (pure).
 
-::
-
-    name.ckpt                                full
-    mp_rank_01/name.ckpt                     tensor parallel
-    mp_rank_01_fsdp_shard_00002/name.ckpt    tensor parallel, sharded optimizer
-    tp_rank_01_pp_rank_002/name.ckpt         tensor and pipeline parallel
-    fsdp_shard_00002/name.ckpt               sharded
-    name/metadata.json, name/...             a distributed checkpoint: a folder
+A distributed checkpoint is a folder with ``metadata.json``; any other is a file.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -23,9 +15,8 @@ from tiered_checkpoint_io.model import ids
 _EXTENSION = ".ckpt"
 #: NeMo's marker of a checkpoint that was not finished.
 _UNFINISHED = "-unfinished"
-_RANK_FOLDER = re.compile(
-    r"(?:mp_rank_\d+(?:_fsdp_shard_\d+)?|tp_rank_\d+_pp_rank_\d+(?:_fsdp_shard_\d+)?|fsdp_shard_\d+)\Z"
-)
+#: Folders of ``NLPDDPStrategy``, which NeMo 2.7.3 has removed: each model-parallel rank saves a file of its own.
+_RANK_FOLDER = re.compile(r"(?:^|/)(?:mp_rank_\d+|tp_rank_\d+_pp_rank_\d+|fsdp_shard_\d+)(?:_fsdp_shard_\d+)?/[^/]*\Z")
 #: The last file that Megatron, or torch, writes into the folder of a distributed checkpoint.
 _FOLDER_MARKS = ("metadata.json", ".metadata")
 _END = re.compile(r"(?:^|[/_-])end(?:\.ckpt)?\Z")
@@ -40,100 +31,58 @@ class Rules:
     resume_from_checkpoint: str | None = None
 
 
-def ranks_with_files() -> int:
-    """Returns the number of ranks that save a file of their own of each checkpoint, once NeMo has made the model."""
-    nemo = sys.modules.get("nemo.utils.app_state")
-    return int(nemo.AppState().model_parallel_size or 1) if nemo is not None else 1
+def refuse_file_of_rank(path: str, operation: str) -> None:
+    """Raises ConfigError for a file that only one rank of a model-parallel strategy saves, as in ``mp_rank_01/``."""
+    if _RANK_FOLDER.search(path):
+        raise ConfigError(
+            f"{path} is a file of one model-parallel rank",
+            operation=operation,
+            key=path,
+            hint="train with a strategy of tiered_checkpoint_io.strategies, whose checkpoints all ranks make together",
+        )
 
 
-def rank_folder_of(path: str) -> str | None:
-    """Returns the folder of the rank that a path belongs to, such as ``mp_rank_01``; None if there is none."""
-    parent = path.rstrip("/").rpartition("/")[0].rpartition("/")[2]
-    return parent if _RANK_FOLDER.match(parent) else None
+def complete_checkpoints(keys: Iterable[tuple[str, float]]) -> list[str]:
+    """Lists complete checkpoints: by step, and within a step by time.
 
-
-def without_rank(path: str) -> str:
-    """Returns the path that all ranks share: ``dir/name.ckpt`` for ``dir/mp_rank_01/name.ckpt``."""
-    folder = rank_folder_of(path)
-    if folder is None:
-        return path
-    parent, _, name = path.rpartition("/")
-    return parent.removesuffix(folder) + name
-
-
-def complete_checkpoints(keys: Iterable[tuple[str, float]], *, shards: int = 1) -> list[str]:
-    """Lists complete checkpoints, without the folder of any rank: by step, and within a step by time.
-
-    One of several ranks is complete with ``shards`` files, or, if that is 1 (not known), with one for each rank folder
-    in which any checkpoint lies. One with NeMo's marker is not, and averaged weights are no checkpoint by themselves.
-    Keys are relative to dirpath, and come with the time of the write.
+    One with NeMo's marker is not complete, and averaged weights are no checkpoint by themselves. Keys are relative to
+    dirpath, and come with the time of the write.
     """
     listed = [(key, modified) for key, modified in keys if not key.startswith(ids.META_PREFIX)]
     unfinished = {key.removesuffix(_UNFINISHED) for key, _ in listed if key.endswith(_UNFINISHED)}
     folders = {key.rpartition("/")[0] for key, _ in listed if key.rpartition("/")[2] in _FOLDER_MARKS} - {""}
-    # By path: the rank folders that hold a shard, none for a full checkpoint or a folder; and the last write.
-    ranks: dict[str, set[str]] = {}
     written: dict[str, float] = {}
     for key, modified in listed:
         paths = [folder for folder in folders if key.startswith(folder + "/")]
         if not paths and key.endswith(_EXTENSION) and not ids.is_companion(key, ids.EMA):
-            paths = [without_rank(key)]
-            ranks.setdefault(paths[0], set()).update({rank_folder_of(key) or ""} - {""})
+            paths = [key]
         for path in paths:
             written[path] = max(modified, written.get(path, modified))
-    needed = shards if shards > 1 else len(set().union(*ranks.values()))
-    complete = [
-        path
-        for path in written
-        if path.removesuffix(_EXTENSION) not in unfinished and (not ranks.get(path) or len(ranks[path]) >= needed)
-    ]
+    complete = [path for path in written if path.removesuffix(_EXTENSION) not in unfinished]
     return sorted(complete, key=lambda path: (step_of(path), written[path], path))
 
 
-def newest_of_ranks(saved: Iterable[tuple[str, int]], *, shards: int) -> str | None:
-    """Returns the path of the latest checkpoint of which each rank has a shard, all of one step; None if there is none.
-
-    ``saved`` holds name and step of each resumable shard, the latest save first. One in no rank's folder is complete.
-    """
-    # By path, the latest first: the step of what each rank has under it.
-    steps: dict[str, dict[str | None, int]] = {}
-    for name, step in saved:
-        steps.setdefault(without_rank(name), {}).setdefault(rank_folder_of(name), step)
-    complete = (path for path, of in steps.items() if None in of or len(of) >= shards)
-    return next((path for path in complete if len({*steps[path].values()}) == 1), None)
-
-
-def choose(
-    keys: Iterable[tuple[str, float]],
-    rules: Rules,
-    *,
-    dirpath: str,
-    shards: int = 1,
-    incomplete: Collection[str] = (),
-) -> str | None:
+def choose(keys: Iterable[tuple[str, float]], rules: Rules, *, dirpath: str) -> str | None:
     """Chooses the checkpoint to resume from by NeMo's rules, which look at names only; None if there is none.
 
     Of several called "last", as after a crash, it is the one of the greatest step; a completed training continues from
-    its end. ``incomplete`` names checkpoints that lack shards of other ranks.
+    its end.
 
     Raises:
-        ConfigError: The training has completed.
+        ConfigError: The training has completed, or each rank has a file of its own.
         CheckpointNotFoundError: There are some, and none of them is complete.
     """
     listed = list(keys)
-    complete = complete_checkpoints(listed, shards=shards)
+    complete = complete_checkpoints(listed)
     check_not_completed(complete, rules, dirpath=dirpath)
     wanted = [path for path in complete if _is_end(path)] or [path for path in complete if ids.is_last(path)]
     if wanted:
+        refuse_file_of_rank(wanted[-1], "resume")
         return wanted[-1]
-    broken = sorted({key for key, _ in (*listed, *((name, 0.0) for name in incomplete)) if _would_resume(key)})
-    if len({*map(without_rank, incomplete)}) > 1:
-        # A single one is an interrupted first save: there has never been a checkpoint to resume from.
-        broken = sorted({*broken, *incomplete})
+    broken = sorted({key for key, _ in listed if _would_resume(key)})
     if broken:
         raise CheckpointNotFoundError(
-            f"{', '.join(broken)}: each is unfinished, or lacks the shards of some ranks or their averages, and there"
-            " is no other to resume from",
+            f"{', '.join(broken)}: each is unfinished, or lacks its averages, and there is no other to resume from",
             operation="resume",
             tier="durable",
             key=dirpath,
@@ -160,8 +109,7 @@ def _is_end(path: str) -> bool:
 
 
 def _would_resume(key: str) -> bool:
-    name = without_rank(key)
-    return name.endswith(_EXTENSION) and not name.startswith(ids.META_PREFIX) and (ids.is_last(name) or _is_end(name))
+    return key.endswith(_EXTENSION) and not key.startswith(ids.META_PREFIX) and (ids.is_last(key) or _is_end(key))
 
 
 def step_of(path: str) -> int:
