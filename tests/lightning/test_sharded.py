@@ -29,7 +29,7 @@ def those_of(whole, answer):
 
 @pytest.mark.matrix
 def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(fits, s3_url, memory_dir):
-    """From memory, from S3, on fewer and on more ranks; with gradient accumulation and a sharded average."""
+    """From memory, from S3, on fewer and on more ranks; with gradient accumulation and an average of the weights."""
     more = {"dirpath": s3_url, "accumulate": 2, "average": True, "config": {"drain": "process"}}
     ((whole, _),) = fits({"steps": 12}, **{**more, "dirpath": s3_url + "-whole"})
     wipe(memory_dir)
@@ -96,7 +96,7 @@ def test_what_too_many_uploads_leave_out_beside_training_replaces_nothing(saves_
 @pytest.mark.parametrize(
     ("odd", "why"),
     [
-        ("undescribed", "failed on ranks [0, 1]: a callback's state holds a sharded tensor"),
+        ("sharded", "failed on ranks [0]: the state of a callback or loop holds a sharded tensor"),
         ("unpicklable", "failed on ranks [0]: TypeError: cannot pickle '_thread.lock' object"),
     ],
 )
@@ -110,11 +110,8 @@ def test_what_one_rank_cannot_save_fails_the_save_on_all_ranks_and_training_goes
 
 
 @pytest.mark.parametrize("grid", ["tensor parallel", pytest.param("the module's", marks=pytest.mark.matrix)])
-def test_a_callbacks_average_goes_on_where_two_dimensions_of_a_mesh_cut_the_weights(grid, fits, whole):
-    """FSDP2 on top of tensor parallel cuts one dimension twice; a module may shard over a mesh that it has made itself.
-
-    Over another mesh the average is computed with the weights, and has their placements.
-    """
+def test_training_goes_on_where_two_dimensions_of_a_mesh_cut_the_weights(grid, fits, whole):
+    """FSDP2 on top of tensor parallel cuts one dimension twice; a module may shard over a mesh that it has made itself."""
     begun, here = {"steps": 5, "wipe": True}, {"steps": 8, "ckpt_path": "step=4.ckpt"}
     other = {**here, "grid": "", "wipe": True}
     (whole, _), _, (last, _), (moved, _) = fits(whole, begun, here, other, grid=grid, average=True)

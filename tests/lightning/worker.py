@@ -130,14 +130,18 @@ class Moments(Callback):
 
 
 class Average(Callback):
-    # A moving average of the weights, sharded as they are.
+    # A moving average of the weights, gathered.
     def on_fit_start(self, trainer, module):
         if not hasattr(self, "mean"):
-            self.mean = {name: value.detach().clone() for name, value in module.named_parameters()}
+            self.mean = {name: self.whole(value) for name, value in module.named_parameters()}
+
+    @staticmethod
+    def whole(value):
+        return value.detach().full_tensor().clone()
 
     def on_train_batch_end(self, trainer, module, *_):
         for name, value in module.named_parameters():
-            self.mean[name].mul_(0.9).add_(value.detach(), alpha=0.1)
+            self.mean[name].mul_(0.9).add_(self.whole(value), alpha=0.1)
 
     def state_dict(self):
         return {"mean": self.mean, "kind": "average"}
@@ -153,7 +157,7 @@ class First(Callback):
 
 
 class Odd(Callback):
-    # Its state can't be saved at one step: a lock, which only rank 0 saves; a sharded tensor of a mesh without names.
+    # Its state can't be saved at one step: a lock, which only rank 0 saves; or a sharded tensor.
     step = 0
 
     def on_train_batch_start(self, trainer, *_):
@@ -162,7 +166,7 @@ class Odd(Callback):
     def state_dict(self):
         if self.step == told.get("unpicklable"):
             return {"lock": threading.Lock()}
-        if self.step == told.get("undescribed"):
+        if self.step == told.get("sharded"):
             mesh = init_device_mesh("cpu", (told["ranks"],))
             return {"mean": distribute_tensor(torch.zeros(4), mesh, [Shard(0)])}
         return {}
@@ -264,7 +268,7 @@ def fit():
     named = {"filename": "{step}", "save_last": True, "save_top_k": 2, "monitor": "step", "mode": "max"}
     callbacks = [build(TieredModelCheckpoint.from_config, block, **{**named, **told.get("callback", {})})]
     callbacks += [made() for name, made in (("average", Average), ("first", First)) if told.get(name)]
-    callbacks += [Odd()] if "unpicklable" in told or "undescribed" in told else []
+    callbacks += [Odd()] if "unpicklable" in told or "sharded" in told else []
     if "signals" in told:
         grace = {"grace_seconds": told.get("grace", 20.0), "signals": ("SIGTERM", "SIGUSR1"), "requeue": False}
         callbacks += [PreemptionCheckpoint(**grace), Moments()]
@@ -311,7 +315,7 @@ def fit():
     }
     if told.get("average"):
         mean = callbacks[1].mean
-        answer["mean"] = {name: value.full_tensor().sum().item() for name, value in mean.items()}
+        answer["mean"] = {name: value.sum().item() for name, value in mean.items()}
     return answer
 
 

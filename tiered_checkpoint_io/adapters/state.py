@@ -1,9 +1,6 @@
-"""States with sharded tensors: a rank's own part of one, the whole, and such tensors taken out of a callback's state.
+"""States with sharded tensors: a rank's own part of one, the whole, and the rest of a sharded state of Lightning's.
 
-A local checkpoint holds a rank's own part, and needs no collective. The sharded tensors in the state of a callback of
-Lightning's, which a pickle would cut to one rank's shard, are saved with the model's, and leave a note.
-
-All else that Lightning saves is pickled before the save returns, and made a file later.
+A local checkpoint holds a rank's own part, and needs no collective.
 """
 
 from __future__ import annotations
@@ -11,26 +8,20 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from tiered_checkpoint_io.adapters.calls import as_save_error
 from tiered_checkpoint_io.errors import ConfigError, RestoreError, TieredCheckpointError
 
-#: The key that marks a note, and below which the tensors are saved.
-SHARDED = "tiered_sharded"
 #: Containers that are looked into, besides dictionaries; others are pickled whole.
 _LISTS = (list, tuple)
-_SHARDED = (DTensor, ShardedTensor)
-_PLAIN = {bool, int, float, str, type(None)}
 
 
 def _mapped(value: Any, replace: Callable[[Any], Any]) -> Any:
@@ -235,181 +226,24 @@ def _assembled(value: ShardedTensor, parts: Sequence[Any]) -> torch.Tensor:
 
 
 # ----------------------------------------------------------------------------------------- sharded
-def part_off(state: Any, model: Mapping[str, Any]) -> tuple[Any, dict[str, DTensor]]:
-    """Returns the same state with a note for each sharded tensor, and these; ``model`` has the model's, by names.
-
-    Raises:
-        ConfigError: A tensor is sharded in a way that can't be made again from a note.
-    """
-    tensors: dict[str, DTensor] = {}
-    found = {id(tensor): path for tensor, path in _sharded_in(state, ())}
-    if not found:
-        return state, tensors
-    named: dict[Any, dict[str, None]] = {}
-    for name, each in model.items():
-        if isinstance(each, DTensor):
-            named.setdefault(_layout(each), {})[name] = None
-
-    def part(value: Any) -> Any:
-        if not isinstance(value, _SHARDED):
-            return value
-        note = _note(value, tensors)
-        # A run on another mesh lays it out like the parameter with which it is computed.
-        alike = named.get(_layout(tensors[note[SHARDED]]), {})
-        return {**note, "as": next((name for name in found[id(value)] if name in alike), next(iter(alike), None))}
-
-    return _mapped(state, part), tensors
-
-
-def _sharded_in(value: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """Yields each sharded tensor in a state, with the keys that lead to it."""
-    # Training waits for this at each save, and nearly all is plain.
-    if isinstance(value, dict):
-        for key, each in value.items():
-            if type(each) not in _PLAIN:
-                yield from _sharded_in(each, (*path, str(key)))
-    elif type(value) in _LISTS:
-        for each in value:
-            if type(each) not in _PLAIN:
-                yield from _sharded_in(each, path)
-    elif isinstance(value, _SHARDED):
-        yield value, path
-
-
-def _layout(tensor: DTensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.device_mesh, tuple(tensor.placements)
-
-
-def make_again(state: Any, meshes: Sequence[DeviceMesh], model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Makes tensors to load into, for each note of :func:`part_off`; raises ConfigError if no mesh of the run fits."""
-    made: dict[str, torch.Tensor] = {}
-    _with_notes(state, lambda note: made.setdefault(note[SHARDED], _like(note, meshes, model)))
-    return made
-
-
-def put_back(state: Any, tensors: Mapping[str, Any]) -> Any:
-    """Returns the state with the tensors for their notes."""
-    return _with_notes(state, lambda note: tensors[note[SHARDED]])
-
-
-def _with_notes(state: Any, replace: Callable[[Any], Any]) -> Any:
-    def put(value: Any) -> Any:
-        return replace(value) if type(value) is dict and SHARDED in value else value
-
-    return _mapped(state, put)
-
-
-def _note(tensor: DTensor | ShardedTensor, tensors: dict[str, DTensor]) -> dict[str, Any]:
-    placements = tensor.placements if isinstance(tensor, DTensor) else ()
-    known = all(type(placement) in (Shard, Replicate, _StridedShard) for placement in placements)
-    if not isinstance(tensor, DTensor) or not known or not tensor.device_mesh.mesh_dim_names:
-        raise ConfigError(
-            "a callback's state holds a sharded tensor that can't be described, such as FSDP1's ShardedTensor",
-            operation="save",
-            hint="let it hold DTensors over a mesh whose dimensions have names, or gather it before it is saved",
-        )
-    name = str(len(tensors))
-    tensors[name] = tensor
-    return {
-        SHARDED: name,
-        "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "mesh": list(tensor.device_mesh.mesh_dim_names),
-        # None: a copy on each rank of that dimension of the mesh.
-        "dims": [getattr(placement, "dim", None) for placement in placements],
-        # Of FSDP2 on top of tensor parallel: into how many pieces that has cut the same dimension before.
-        "cut": [getattr(placement, "split_factor", None) for placement in placements],
-    }
-
-
-def _like(note: Mapping[str, Any], meshes: Sequence[DeviceMesh], model: Mapping[str, Any]) -> torch.Tensor:
-    twin, dtype = model.get(note.get("as") or ""), getattr(torch, note["dtype"])
-    if isinstance(twin, torch.Tensor) and list(twin.shape) == note["shape"]:
-        return torch.zeros_like(twin.detach(), dtype=dtype)
-    names = tuple(note["mesh"])
-    part = next((mesh for mesh in meshes if mesh.mesh_dim_names == names), None)
-    if part is None:
-        whole = next((mesh for mesh in meshes if set(names) <= set(mesh.mesh_dim_names or ())), None)
-        if whole is None:
-            raise ConfigError(
-                f"a callback's state is sharded over {names}, which no mesh of this strategy and model has",
-                operation="load",
-            )
-        part = whole[names]
-    placements = [_placement(dim, cut) for dim, cut in zip(note["dims"], note["cut"], strict=True)]
-    shape = torch.Size(note["shape"])
-    made: DTensor = torch.distributed.tensor.zeros(shape, dtype=dtype, device_mesh=part, placements=placements)
-    return made
-
-
-def _placement(dim: int | None, cut: int | None) -> Placement:
-    if dim is None:
-        return Replicate()
-    strided: Placement = _StridedShard(dim, split_factor=cut) if cut is not None else Shard(dim)
-    return strided
-
-
-#: The protocol of torch.save.
-_PROTOCOL = 2
-#: Types that torch.save writes apart from its pickle.
-_APART = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
-
-
-class _ApartError(Exception):
-    """Raised by a pickler that finds a tensor."""
-
-
-class _PlainPickler(pickle.Pickler):
+class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, _APART):
-            raise _ApartError
+        if isinstance(value, DTensor | ShardedTensor):
+            raise ConfigError(
+                "the state of a callback or loop holds a sharded tensor",
+                operation="save",
+                hint="let on_save_checkpoint gather it: only those of the model and the optimizers are saved as shards",
+            )
         return NotImplemented
 
 
-class _Written:
-    """A placeholder of a pickler, which writes the output of another pickler."""
+def pickled_rest(rest: dict[str, Any]) -> bytes:
+    """Returns the file of ``torch.save`` for all that Lightning saves beside the model and the optimizers.
 
-    def __init__(self, file: BinaryIO, **_: Any) -> None:
-        self._file = file
-
-    def dump(self, pickled: bytes) -> None:
-        self._file.write(pickled)
-
-
-class Rest:
-    """A copy of a state as it is now, unaffected by later changes.
-
-    Attributes:
-        sharded: The sharded tensors in it, which are saved together with the model's.
+    Raises:
+        ConfigError: It holds a sharded tensor, which would be cut to one rank's shard.
+        Exception: Errors of ``torch.save``.
     """
-
-    def __init__(self, rest: dict[str, Any], model: Mapping[str, Any]) -> None:
-        """Pickles the state.
-
-        Args:
-            rest: Anything.
-            model: The model's own tensors, by their names.
-
-        Raises:
-            ConfigError: A sharded tensor can't be described.
-            Exception: Errors of ``torch.save`` for the state.
-        """
-        self.sharded: dict[str, DTensor] = {}
-        self._pickled: bytes | None = None
-        self._file = io.BytesIO()
-        data = io.BytesIO()
-        # Training waits for this, and mostly there are no tensors: then no other code has to look through it.
-        try:
-            _PlainPickler(data, _PROTOCOL).dump(rest)
-            self._pickled = data.getvalue()
-        except _ApartError:
-            parted, self.sharded = part_off(rest, model)
-            torch.save(parted, self._file)
-
-    def file(self) -> bytes:
-        """Returns the file that ``torch.save`` writes."""
-        if self._pickled is not None:
-            module: Any = SimpleNamespace(Pickler=_Written, __name__="pickle")
-            torch.save(self._pickled, self._file, pickle_module=module)
-            self._pickled = None
-        return self._file.getvalue()
+    file, module = io.BytesIO(), SimpleNamespace(Pickler=_Pickler, __name__="pickle")
+    torch.save(rest, file, pickle_module=module)
+    return file.getvalue()

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint import state_dict as sharded_state
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from tiered_checkpoint_io.adapters import dcp
 from tiered_checkpoint_io.adapters.calls import as_save_error, first_failure, save_planner
@@ -35,7 +34,7 @@ from tiered_checkpoint_io.adapters.lightning import (
     require_tiered_io,
 )
 from tiered_checkpoint_io.adapters.optimizers import by_name, optimizer_state, set_optimizer_state, take_full
-from tiered_checkpoint_io.adapters.state import SHARDED, Rest, make_again, part_off, put_back
+from tiered_checkpoint_io.adapters.state import pickled_rest
 from tiered_checkpoint_io.engine.checkpointer import no_best, nothing_to_resume
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.restore.choice import Selector
@@ -91,27 +90,18 @@ class StrategyWriter(_OfStrategy, TieredStorageWriter):
         durable: bool,
         wait: bool,
         facts: dict[str, Any],
-        rest: Rest | None,
+        rest: bytes | None,
         failed: Exception | None,
         seals_in_background: bool = False,
         overlapped: Overlapped | None = None,
     ) -> None:
-        """Takes the data for the small file, on rank 0, as ``rest``."""
+        """Takes the small file, on rank 0, as ``rest``."""
         super().__init__(shared.session.config, save_to_s3=durable, wait=wait, require_step=False)
         self._of_strategy = shared
         self._save = self._of_thread.save = Save(self.settings, located)
-        self._rest = rest
+        self.extra = (ids.REST, rest) if rest is not None else None
         self.facts, self.failed = facts, failed
         self.seals_in_background, self.overlapped = seals_in_background, overlapped
-
-    def storage_meta(self) -> StorageMeta:
-        """Returns :meth:`TieredStorageWriter.storage_meta`."""
-        try:
-            if self._rest is not None:
-                self.extra = (ids.REST, self._rest.file())
-        except Exception as error:
-            self.failed = as_save_error(error)
-        return super().storage_meta()
 
 
 class StrategyReader(_OfStrategy, TieredStorageReader):
@@ -140,7 +130,6 @@ class StrategyPlanner(DefaultLoadPlanner):
     def __init__(
         self,
         module: torch.nn.Module,
-        mesh: Any,
         reader: StrategyReader,
         optimizers: list[Optimizer],
         trust: Trust,
@@ -149,7 +138,6 @@ class StrategyPlanner(DefaultLoadPlanner):
     ) -> None:
         super().__init__(allow_partial_load=not strict)
         self._reader = reader
-        self._mesh = mesh
         self._trust = trust
         self.model = sharded_state.get_model_state_dict(module)
         self._whole: list[Any] = [sharded_state.get_optimizer_state_dict(module, each) for each in optimizers]
@@ -158,7 +146,6 @@ class StrategyPlanner(DefaultLoadPlanner):
         #: The parameters of each optimizer without a state in the checkpoint: it had not changed them yet.
         self.unchanged: list[list[str]] = [[] for _ in optimizers]
         self.rest: dict[str, Any] = {}
-        self.sharded: dict[str, Any] = {}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -185,13 +172,9 @@ class StrategyPlanner(DefaultLoadPlanner):
                 else "it was not saved by a strategy of Lightning's",
             )
         self.rest = self._read_rest(opened.small)
-        # The module may have made meshes of its own, which only its parameters know.
-        own = [each.device_mesh for each in self.model.values() if isinstance(each, DTensor)]
-        self.sharded = make_again(self.rest, [*([self._mesh] if self._mesh is not None else []), *own], self.model)
         self._leave_out_unchanged(metadata)
         state_dict[key] = self.model
         state_dict.update({f"optimizer_{i}": each for i, each in enumerate(self.optimizers)})
-        state_dict.update({SHARDED: self.sharded} if self.sharded else {})
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def _leave_out_unchanged(self, metadata: Metadata) -> None:
@@ -352,20 +335,18 @@ class TieredSharding(_Base):
 
     def _take(
         self, checkpoint: dict[str, Any], saver: CoordinatedSaver, *, is_async: bool
-    ) -> tuple[dict[str, Any], tuple[Any, Overlapped] | None, Rest | None, Exception | None]:
+    ) -> tuple[dict[str, Any], tuple[Any, Overlapped] | None, bytes | None, Exception | None]:
         """Returns the state to save, its overlapped capture if all ranks begin one, rank 0's rest, and an error.
 
         The other ranks get this rank's error when they save: otherwise they would wait for this rank.
         """
-        model, overlap = checkpoint["state_dict"], saver.overlap if is_async else None
+        overlap = saver.overlap if is_async else None
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        state: dict[str, Any] = {self._model_key: model}
+        state: dict[str, Any] = {self._model_key: checkpoint["state_dict"]}
         state.update({f"optimizer_{i}": each for i, each in enumerate(checkpoint.get("optimizer_states", []))})
         begun = pickled = failed = None
         try:
-            pickled = Rest(rest, model) if self.is_global_zero else None
-            sharded = pickled.sharded if pickled is not None else part_off(rest, model)[1]
-            state.update({SHARDED: sharded} if sharded else {})
+            pickled = pickled_rest(rest) if self.is_global_zero else None
             begun = overlap.begin_state(state) if overlap is not None else None
         except Exception as error:
             failed = as_save_error(error)
@@ -491,9 +472,7 @@ class TieredSharding(_Base):
         assert module is not None
         optimizers = self._trained_optimizers
         trust = Trust.of(reader.settings.config, weights_only)
-        planner = StrategyPlanner(
-            self._wrapped, getattr(self, "_device_mesh", None), reader, optimizers, trust, strict=module.strict_loading
-        )
+        planner = StrategyPlanner(self._wrapped, reader, optimizers, trust, strict=module.strict_loading)
         # The planner adds the targets, once it knows the checkpoint's content.
         try:
             dcp.load({}, storage_reader=reader, planner=planner)
@@ -511,8 +490,7 @@ class TieredSharding(_Base):
         sharded_state.set_model_state_dict(self._wrapped, planner.model, options=options)
         for optimizer, state, unchanged in zip(optimizers, planner.optimizers, planner.unchanged, strict=True):
             set_optimizer_state(self._wrapped, optimizer, state, unchanged)
-        rest: dict[str, Any] = put_back(planner.rest, planner.sharded)
-        return rest
+        return planner.rest
 
     @property
     def _trained_optimizers(self) -> list[Optimizer]:
