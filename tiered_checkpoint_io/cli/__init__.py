@@ -97,9 +97,6 @@ def main() -> None:
         status = 1
     if asking():
         # For a server that may never answer: the interpreter would wait for it, too.
-        if sys.stderr.isatty():
-            # A bar may have hidden the cursor.
-            sys.stderr.write("\x1b[?25h")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status if isinstance(status, int) else 1)

@@ -199,17 +199,17 @@ class _Fetch:
             fetched = [part for part in parts if not _has(tier, part)]
         entries = [entry for part in fetched for entry in part.content.files]
         size = sum(entry.size for entry in entries)
-        with progress("get", size, silent=options.as_json) as add:
-            trust, count = Trust(weights_only=not options.trust), counter("get", store.url, self.stop, add)
-            source = Source(store, name, content, entries, trust, config.read_concurrency(), count)
-            if to is None:
-                assert tier is not None
-                with _slots(tier, fetched) as views:
-                    source.fetch(views)
-            else:
-                # The switch gets its name last.
-                entries.sort(key=lambda each: each.basename == content.switch)
-                self._to_files(source, to)
+        count = counter("get", store.url, self.stop, progress("get", size, silent=options.as_json))
+        trust = Trust(weights_only=not options.trust)
+        source = Source(store, name, content, entries, trust, config.read_concurrency(), count)
+        if to is None:
+            assert tier is not None
+            with _slots(tier, fetched) as views:
+                source.fetch(views)
+        else:
+            # The switch gets its name last.
+            entries.sort(key=lambda each: each.basename == content.switch)
+            self._to_files(source, to)
         files = [File(str(to), to.stat().st_size)] if is_file and to is not None else []
         ranks = [] if is_file else [part.rank for part in parts]
         return Got(

@@ -10,7 +10,7 @@ import typer
 
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.options import AnyDirpath, Memory, Name, Output, Server, name_of
-from tiered_checkpoint_io.cli.output import Columns, cells_of, is_terminal, say, show, write_json
+from tiered_checkpoint_io.cli.output import Columns, say, show, write_json
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, without_secrets
 from tiered_checkpoint_io.inventory.node import PartState, look_at_node
 from tiered_checkpoint_io.inventory.rows import CheckpointInfo, CheckpointState, Details, Look, Looker, details_of, iso
@@ -121,9 +121,9 @@ def _details(wanted: str, config: TieredCheckpointConfig, look: Look, error: Sto
 
 # ------------------------------------------------------------------------------------------ text
 def columns_of(rows: Sequence[CheckpointInfo], *, with_dirpath: bool = False) -> Columns:
-    """Returns the columns of a table of checkpoints; on a terminal, without empty columns."""
+    """Returns the columns of a table of checkpoints."""
     names = names_of(rows)
-    columns: Columns = {
+    return {
         "name": "name",
         "step": lambda each: "?" if each.step is None and each.kind is None else each.step,
         "size": lambda each: size_text(each.size_bytes) if each.kind is not None else "?",
@@ -135,11 +135,6 @@ def columns_of(rows: Sequence[CheckpointInfo], *, with_dirpath: bool = False) ->
         "note": lambda each: note_of(each, names),
         **({"dirpath": "dirpath"} if with_dirpath else {}),
     }
-    if not (rows and is_terminal()):
-        return columns
-    cells = [cells_of(row, columns) for row in rows]
-    said = [any(row[index] not in ("", "full") for row in cells) for index in range(len(columns))]
-    return {name: columns[name] for name, is_said in zip(columns, said, strict=True) if is_said}
 
 
 def names_of(rows: Iterable[CheckpointInfo]) -> dict[str, str]:

@@ -1,8 +1,7 @@
-"""The output of commands: tables and progress on a terminal, tabs in a pipe, and JSON for programs."""
+"""The output of commands: tables on a terminal, tabs in a pipe, progress on stderr, and JSON for programs."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -10,25 +9,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiered_checkpoint_io.inventory.rows import iso
 from tiered_checkpoint_io.logs import size_text
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 #: Exit statuses as in a shell, for a process that a signal has ended.
 INTERRUPTED, READER_GONE = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 #: Raised when a key of a document changes its meaning or goes; keys that are added leave it.
 JSON_VERSION = 1
-#: On a terminal of so many columns, cells of so many characters, and names of so many, are not folded.
-_WIDE, _SHORT, _NAME = 100, 11, 30
-#: Between two lines of progress in a pipe, seconds.
+#: Between two lines of progress, seconds.
 EVERY_S = 5.0
 
 #: The columns of a table: an attribute of the row, or a function that makes a cell of the row.
@@ -101,99 +95,52 @@ def cells_of(row: object, columns: Columns) -> list[str]:
 
 
 def show(rows: Iterable[object], columns: Columns, title: str = "") -> None:
-    """Prints a table: for people on a terminal, else the columns' names and the rows, separated by tabs."""
-    cells = [cells_of(row, columns) for row in rows]
-    if is_terminal():
-        from rich.console import Console
-
-        Console().print(rich_table(title, cells, columns))
-    else:
-        # Names are never cut or folded here.
-        write("\n".join("\t".join(line) for line in [list(columns), *cells]))
+    """Prints a table: on a terminal below a title and without empty columns; in a pipe with tabs."""
+    lines = [list(columns), *(cells_of(row, columns) for row in rows)]
+    if title and is_terminal():
+        say(title)
+    # A column is as wide as its longest cell; one without any is left out.
+    widths = [max(map(len, column)) if any(column[1:]) else 0 for column in zip(*lines, strict=True)]
+    for line in lines:
+        _print_line(line, widths)
 
 
 def row_writer(columns: Columns, *widths: int) -> Callable[[object], None]:
-    """Returns a function that prints one row at a time: in a pipe with tabs below a header, else in columns.
+    """Returns a function that prints one row at a time, the first one below a header.
 
     Args:
         columns: The columns.
-        widths: The least widths of the first columns on a terminal, which shows no empty cells.
+        widths: Their least widths on a terminal.
     """
     began = False
 
     def add(row: object) -> None:
         nonlocal began
-        cells = cells_of(row, columns)
-        if is_terminal():
-            least = (*widths, *[0] * len(cells))
-            say("  ".join(cell.ljust(width) for cell, width in zip(cells, least, strict=False) if cell))
-            return
         if not began:
-            write("\t".join(columns))
+            _print_line(list(columns), widths)
         began = True
-        write("\t".join(cells))
+        _print_line(cells_of(row, columns), widths)
 
     return add
 
 
-def rich_table(title: str, cells: Sequence[Sequence[str]], columns: Iterable[str]) -> Table:
-    """Returns a table for a terminal."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    # Text, not markup: names may look like it.
-    name = Text(printable(title)) if title else None
-    table = Table(title=name, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    # On a narrow terminal all cells are folded, so that none is cut.
-    is_wide = Console().width >= _WIDE
-    for index, column in enumerate(columns):
-        longest = max((len(row[index]) for row in cells), default=0)
-        table.add_column(column, overflow="fold", no_wrap=is_wide and longest <= (_SHORT if index else _NAME))
-    for row in cells:
-        table.add_row(*map(Text, row))
-    return table
+def _print_line(cells: Sequence[str], widths: Sequence[int]) -> None:
+    # Names are never cut or folded in a pipe.
+    if is_terminal():
+        say("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True) if width).rstrip())
+    else:
+        write("\t".join(cells))
 
 
 # ---------------------------------------------------------------------------------------- progress
-@contextlib.contextmanager
-def progress(what: str, total: int, *, silent: bool) -> Iterator[Callable[[int], None]]:
-    """Shows the progress of a transfer on stderr while the block runs.
+def progress(what: str, total: int, *, silent: bool) -> Callable[[int], None]:
+    """Returns a function for many threads, called with the bytes that were done, which prints a line every 5 s.
 
     Args:
         what: The transfer, in a word or two.
         total: Bytes in all.
-        silent: Show nothing, as with ``--json``.
-
-    Yields:
-        A function for many threads, called with the number of further bytes that are done.
+        silent: Print nothing, as with ``--json``.
     """
-    if silent:
-        yield lambda _: None
-    elif not sys.stderr.isatty():
-        yield _lines(what, total)
-    else:
-        from rich import progress as rich
-
-        columns = (
-            rich.TextColumn("{task.description}", markup=False),
-            rich.BarColumn(),
-            rich.DownloadColumn(binary_units=True),
-            rich.TransferSpeedColumn(),
-            rich.TimeRemainingColumn(),
-        )
-        from rich.console import Console
-
-        # Lines of a terminal go above the bar.
-        with rich.Progress(
-            *columns, console=Console(stderr=True), transient=True, redirect_stdout=is_terminal()
-        ) as shown:
-            task = shown.add_task(printable(what), total=total)
-            yield lambda count: shown.advance(task, count)
-
-
-def _lines(what: str, total: int) -> Callable[[int], None]:
     lock, done = threading.Lock(), 0
     started = last = time.monotonic()
 
@@ -202,7 +149,7 @@ def _lines(what: str, total: int) -> Callable[[int], None]:
         with lock:
             done += count
             now = time.monotonic()
-            if count and now - last >= EVERY_S:
+            if count and not silent and now - last >= EVERY_S:
                 last, speed = now, done / max(now - started, 1e-9)
                 left = f", {(total - done) / speed:.0f} s left" if total >= done else ""
                 say(f"{what}: {size_text(done)} of {size_text(total)}, {size_text(int(speed))}/s{left}", err=True)

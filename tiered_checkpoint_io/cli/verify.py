@@ -11,7 +11,7 @@ import typer
 
 from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.options import AnyDirpath, Name, Nodes, Output, Server, name_of
-from tiered_checkpoint_io.cli.output import Columns, is_terminal, progress, row_writer, write_json
+from tiered_checkpoint_io.cli.output import Columns, progress, row_writer, write_json
 from tiered_checkpoint_io.engine import chunks
 from tiered_checkpoint_io.engine.drain.stores import tier_at
 from tiered_checkpoint_io.engine.durable.damage import Damage, content_or_damage
@@ -98,7 +98,7 @@ class Verify(Output, Server, Nodes):
         config = self.config(self.dirpath) if self.dirpath is not None else None
         wanted = name_of(config, self.name) if config is not None and self.name is not None else None
         rows: list[Checked] = []
-        write = row_writer(_COLUMNS, 8, 8)
+        write = row_writer(_COLUMNS, 8, 7, 40, 4, 7, 4)
 
         def report(row: Checked) -> None:
             rows.append(row)
@@ -193,9 +193,9 @@ def check_part(tier: MemoryTier, stored: StoredPart, count: Callable[[int], None
 
 
 def _check_memory(tiers: Sequence[MemoryTier], held: _Parts, report: Report, *, silent: bool) -> None:
-    with progress("memory", sum(stored.part.content.size for _, stored in held), silent=silent) as count:
-        for tier, stored in held:
-            report(check_part(tier, stored, count))
+    count = progress("memory", sum(stored.part.content.size for _, stored in held), silent=silent)
+    for tier, stored in held:
+        report(check_part(tier, stored, count))
     for tier in tiers:
         for folder, error in tier.unreadable():
             state: CopyState = "newer" if is_other_format(error) else "damaged"
@@ -205,9 +205,9 @@ def _check_memory(tiers: Sequence[MemoryTier], held: _Parts, report: Report, *, 
 def check_durable(store: Store, found: Sequence[DurableCheckpoint], report: Report, *, silent: bool) -> None:
     sizes = {each.manifest.content.save_id: each.manifest.settled.size for each in found if each.manifest is not None}
     known: dict[str, Content | Damage] = {}
-    with progress("durable tier", sum(sizes.values()), silent=silent) as count:
-        for each in found:
-            report(_checked(store, each, known, count))
+    count = progress("durable tier", sum(sizes.values()), silent=silent)
+    for each in found:
+        report(_checked(store, each, known, count))
 
 
 def _checked(
@@ -253,8 +253,7 @@ _COLUMNS: Columns = {
     "state": lambda row: _WORDS.get(row.state, row.state),
     "tier": "tier",
     "name": "name",
-    # A terminal shows no header.
-    "rank": lambda row: row.rank if row.rank is None or not is_terminal() else f"rank {row.rank}",
+    "rank": "rank",
     "copy": "copy",
     "note": _note,
 }

@@ -62,7 +62,7 @@ class Watch(Output, Server):
         """Shows the checkpoints and runs the command until the end; the status is 1 if the command failed."""
         if self.after and not ids.is_save_id(self.after):
             raise typer.BadParameter(f"--after {self.after!r} is no save id; tiered-ckpt ls DIRPATH NAME prints them")
-        tiers, write = Tiers(self.config(self.dirpath)), row_writer(_COLUMNS)
+        tiers, write = Tiers(self.config(self.dirpath)), row_writer(_COLUMNS, 24, 5, 40, 8, 10)
         news = NewCheckpoints(tiers, self.after, lambda line: say(f"warning: {line}", err=True))
         failed = 0
         # Raised while this waits, which is in the main thread only.
@@ -87,7 +87,7 @@ def _run(command: str, each: CheckpointInfo, *, as_json: bool) -> int:
     """
     began, process = time.monotonic(), None
     try:
-        # A signal amid the start would leave the command running.
+        # A signal during the start would leave the command running.
         with deferring():
             process = subprocess.Popen(
                 ["/bin/sh", "-c", command, "tiered-ckpt", each.url],
