@@ -250,68 +250,6 @@ def save_by(job, number, ranks, coordinator, **more):
     }
 
 
-def save_whole(job, number, coordinator=None, refuses=None):
-    model, optimizer = worker.fsdp_job(number)
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    weights, states = get_state_dict(model, optimizer)
-    report = build(
-        dcp.save,
-        {"model": weights, "optim": states, "step": number, "of": {"loader": worker.Refusing(refuses)}},
-        checkpoint_id="export/model.pt",
-        kind="full",
-        coordinator_rank=coordinator,
-        **job["options"],
-    )
-    return {"saved": report is not None, "totals": worker.totals(model, optimizer)}
-
-
-def save_shards(job, ranks, coordinator, breaks=(), takes_part=None):
-    """Saves a full checkpoint of ShardedTensors that some ranks hold; on ranks of ``breaks``, memory ends meanwhile."""
-    from torch.distributed._shard.sharded_tensor import Shard as OfRank
-    from torch.distributed._shard.sharded_tensor import init_from_local_shards
-
-    group, saving = dist.new_group(ranks), dist.new_group(takes_part or ranks)
-    if (rank := dist.get_rank()) not in ranks:
-        return None
-    row = ranks.index(rank)
-
-    def sharded(value, dtype):
-        # A view, as FSDP has them: what lies around it is not sent.
-        own = torch.full((4, 2), value, dtype=dtype)[1:3]
-        shards = [OfRank.from_tensor_and_offsets(own, [2 * row, 0], rank)]
-        return init_from_local_shards(shards, 2 * len(ranks), 2, process_group=group)
-
-    state = {
-        "double": sharded(0.1 + row, torch.float64),
-        "long": sharded(2**53 + 1 + row, torch.int64),
-        "complex": sharded(1 + 2j * row, torch.complex64),
-    }
-    if takes_part and rank not in takes_part:
-        return None
-    copied = torch.Tensor.copy_
-
-    def fails(into, *arguments, **named):
-        if into.dtype == torch.int64:
-            raise RuntimeError("can't allocate memory")
-        return copied(into, *arguments, **named)
-
-    torch.Tensor.copy_ = fails if rank in breaks else copied
-    try:
-        report = build(
-            dcp.save,
-            state,
-            checkpoint_id="export/shards.pt",
-            kind="full",
-            process_group=saving,
-            coordinator_rank=coordinator,
-            **job["options"],
-        )
-    finally:
-        torch.Tensor.copy_ = copied
-    return report is not None
-
-
 def fsdp_local(job, number):
     """Saves and loads an FSDP2 model and its optimizer, each rank its own part."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,10 +19,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from tiered_checkpoint_io.adapters.calls import (
     AsyncSave,
     Ranks,
-    as_save_error,
     first_failure,
     prepared,
-    rank_in_group,
     register,
     save_planner,
     shard_role_of,
@@ -32,8 +29,7 @@ from tiered_checkpoint_io.adapters.calls import (
 )
 from tiered_checkpoint_io.adapters.dcp_reader import TieredStorageReader
 from tiered_checkpoint_io.adapters.dcp_writer import TieredStorageWriter
-from tiered_checkpoint_io.adapters.state import fill, gathered, local_part, with_state_dicts
-from tiered_checkpoint_io.engine.checkpointer import TIERS, Checkpointer
+from tiered_checkpoint_io.adapters.state import fill, local_part
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks import coordination
 from tiered_checkpoint_io.engine.ranks.run import current_run
@@ -44,7 +40,7 @@ from tiered_checkpoint_io.engine.restore.shard_reading import OpenShards
 from tiered_checkpoint_io.engine.save.facts import ShardRole, check_attempt, warn_at_first_save
 from tiered_checkpoint_io.engine.save.saver import LocalSaver
 from tiered_checkpoint_io.engine.trust import Trust
-from tiered_checkpoint_io.errors import ConfigError, RestoreError, SaveError, TieredCheckpointError
+from tiered_checkpoint_io.errors import ConfigError, RestoreError, TieredCheckpointError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.formats.torch_file import plan
 from tiered_checkpoint_io.model import ids
@@ -144,8 +140,6 @@ def load_local_state(
 
 
 Kind = Literal["sharded", "local"]
-#: Kinds that :func:`save` takes: ``full`` gathers the state on one rank.
-SaveKind = Literal["sharded", "local", "full"]
 
 #: More damaged checkpoints than this in a row are no accident.
 _MAX_ATTEMPTS = 64
@@ -160,7 +154,7 @@ def save(
     process_group: Any = None,
     no_dist: bool = False,
     coordinator_rank: int | None = None,
-    kind: SaveKind = "sharded",
+    kind: Kind = "sharded",
     replication_group: Any = None,
     wait: bool | None = None,
     **options: Any,
@@ -172,7 +166,6 @@ def save(
 
     ``sharded``: as ``torch.distributed.checkpoint.save`` does; any number of ranks can load it.
     ``local``: each rank's part as one file, without any collective; as many shards have to load it.
-    ``full``: gathered on one rank as one file of ``torch.save``, for the end of training: a restart skips it.
 
     Args:
         state_dict: The state; later changes to it are not in the checkpoint. Tensors of any shape, dtype and device.
@@ -183,7 +176,7 @@ def save(
         process_group: As DCP takes it. For kind ``local``: the ranks that have one shard each; all by default.
         no_dist: As DCP takes it.
         coordinator_rank: The global rank that coordinates, or of ``replication_group`` saves; the first by default.
-        kind: ``sharded``, ``local`` or ``full``.
+        kind: ``sharded`` or ``local``.
         replication_group: For kind ``local``: the ranks that hold the same as this one, as a process group
             or as global ranks. Only one of them saves, the lowest by default; the others do not wait for it.
         wait: False to return once node memory has the checkpoint. By default the writer's ``wait``, or True.
@@ -200,10 +193,6 @@ def save(
         CheckpointException: A ``sharded`` save failed in DCP itself or in the user's own code, likewise.
         ConfigError: Arguments that do not go together.
     """
-    if kind == "full":
-        if any(each is not None for each in (storage_writer, planner, replication_group)) or no_dist:
-            raise ConfigError("a full checkpoint takes no writer, planner or replication group", operation="call")
-        return _save_full(state_dict, checkpoint_id, process_group, coordinator_rank, {"wait": wait, **options})
     writer = storage_writer or TieredStorageWriter(**options)
     before, writer.wait_option = writer.wait_option, writer.wait_option if wait is None else wait
     try:
@@ -404,44 +393,6 @@ def load(
     raise RestoreError(f"{_MAX_ATTEMPTS} checkpoints in a row are damaged", operation="load", key=reader.checkpoint_id)
 
 
-def _save_full(
-    state_dict: dict[str, Any],
-    checkpoint_id: str | os.PathLike[str] | None,
-    process_group: Any,
-    coordinator_rank: int | None,
-    options: dict[str, Any],
-) -> SaveReport | None:
-    """Gathers a sharded state on one rank, and saves it there; the other ranks wait in a collective of the group."""
-    wait = options.pop("wait") is not False
-    writer = TieredStorageWriter(**options, require_step=False)
-    writer.reset(checkpoint_id)
-    coordinator = rank_in_group(process_group, coordinator_rank)
-    # Only the group is needed to know a rank: the memory tier is the coordinator's business.
-    group = coordination.RankGroup(process_group) if world() is not None else coordination.Group()
-    mine = group.rank == coordinator
-    state, failed = prepared(with_state_dicts, state_dict)
-    group.together(partial(coordination.raise_first, [failed]))
-    whole, failed = gathered(state, lambda each: group.gather(each, coordinator), keep=mine)
-    group.together(partial(coordination.raise_first, [failed]))
-
-    def save_whole() -> SaveReport:
-        # An export is on no schedule: of a schedule, step 0 is always due.
-        located, settings = writer.located, writer.settings
-        tiers = TIERS if settings.is_durable(0, writer.save_to_s3) else {"memory"}
-        checkpointer = Checkpointer(settings.config, session=writer.session)
-        try:
-            # The ranks can't load it as they save: as the newest, it would end each restart with an error.
-            report = checkpointer.save(whole, str(writer.checkpoint_id), tiers=tiers, wait=wait, resumable=False)
-        except Exception as error:
-            raise as_save_error(error) from error
-        if report is None:
-            # A failed export is an error: on_save_error is about saves during training.
-            raise SaveError(f"{located.name} was not saved: see the log", operation="save", key=writer.checkpoint_id)
-        return report
-
-    return group.together(lambda: save_whole() if mine else None)
-
-
 def _plain(state_dict: dict[str, Any]) -> dict[str, Any]:
     # In the same order on all ranks, which may meet in it.
     values = {key: state_dict[key] for key in sorted(state_dict)}
@@ -463,7 +414,7 @@ def _is_stateful(value: Any) -> bool:
 
 def _is_local(kind: str, planner: Any, replication_group: Any) -> bool:
     if kind not in get_args(Kind):
-        raise ConfigError(f"kind is {kind!r}", operation="call", hint="allowed: 'sharded', 'local'; or 'full'")
+        raise ConfigError(f"kind is {kind!r}", operation="call", hint="allowed: 'sharded', 'local'")
     if kind == "local" and planner is not None:
         raise ConfigError("a planner for a local checkpoint", operation="call", hint="planners are for kind='sharded'")
     if kind == "sharded" and replication_group is not None:

@@ -1,4 +1,4 @@
-"""States with sharded tensors: a rank's own part of one, the whole, and the rest of a sharded state of Lightning's.
+"""States with sharded tensors: a rank's own part of one, and the rest of a sharded state of Lightning's.
 
 A local checkpoint holds a rank's own part, and needs no collective.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +17,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from tiered_checkpoint_io.adapters.calls import as_save_error
-from tiered_checkpoint_io.errors import ConfigError, RestoreError, TieredCheckpointError
+from tiered_checkpoint_io.errors import ConfigError, RestoreError
 
 #: Containers that are looked into, besides dictionaries; others are pickled whole.
 _LISTS = (list, tuple)
@@ -154,75 +153,6 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
     file.seek(0)
     copied: torch.Tensor = torch.load(file, weights_only=False)
     return copied
-
-
-# -------------------------------------------------------------------------------------------- full
-def with_state_dicts(state: Any) -> Any:
-    """Returns the state, with its ``state_dict()`` for each ``Stateful``."""
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, Stateful) and not isinstance(value, torch.Tensor | dict):
-            return with_state_dicts(value.state_dict())
-        return value
-
-    return _mapped(state, replaced)
-
-
-def gathered(
-    state: Any, take: Callable[[Any], list[Any] | None], *, keep: bool
-) -> tuple[Any, TieredCheckpointError | None]:
-    """Gathers whole tensors on the rank that keeps them; the other ranks get None for each.
-
-    ``take`` gathers an object of each rank on that rank. Also returns this rank's error, if any: the rank still makes
-    the following collectives, because the other ranks do.
-    """
-    failed: list[Exception] = []
-
-    def tried(make: Callable[[], Any]) -> Any:
-        try:
-            return make() if not failed else None
-        except Exception as error:
-            failed.append(error)
-            return None
-
-    def whole(value: Any) -> Any:
-        if isinstance(value, DTensor):
-            full = value.full_tensor()
-            return tried(lambda: full.detach().cpu()) if keep else None
-        if isinstance(value, ShardedTensor):
-            parts = take(tried(lambda: [_on_cpu(each) for each in value.local_shards()]))
-            return tried(lambda: _assembled(value, parts)) if parts is not None else None
-        return value
-
-    mapped = _mapped(state, whole)
-    return mapped, as_save_error(failed[0]) if failed else None
-
-
-def _on_cpu(shard: Any) -> tuple[list[int], torch.Tensor]:
-    """Returns a shard's offsets, and a copy without the memory around it, which would be sent as well."""
-    tensor = shard.tensor.detach()
-    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
-    return shard.metadata.shard_offsets, copied
-
-
-def _assembled(value: ShardedTensor, parts: Sequence[Any]) -> torch.Tensor:
-    # torch's own gather() takes all numbers for float32 on its way.
-    whole = torch.empty(value.size(), dtype=value.dtype, device="cpu")
-    # Of a rank that has failed there are none; the error says why, and no part is saved.
-    here = [each for part in parts for each in part or ()]
-    wanted = {tuple(shard.shard_offsets) for shard in value.metadata().shards_metadata}
-    if None not in parts and wanted - {tuple(offsets) for offsets, _ in here}:
-        raise ConfigError(
-            "a ShardedTensor lies on ranks that do not take part",
-            operation="save",
-            hint="give all ranks that hold the state as process_group",
-        )
-    for offsets, tensor in here:
-        place = whole
-        for dim, (start, length) in enumerate(zip(offsets, tensor.shape, strict=True)):
-            place = place.narrow(dim, start, length)
-        place.copy_(tensor)
-    return whole
 
 
 # ----------------------------------------------------------------------------------------- sharded
