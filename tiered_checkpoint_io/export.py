@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 import torch
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -257,10 +256,8 @@ class _Sharded:
         self._metadata: Metadata = parse_metadata(data, tier="durable", where=f"{source.where}/{METADATA}")
         described = self._metadata.state_dict_metadata
         self.tensors = {name: each for name, each in described.items() if isinstance(each, TensorStorageMetadata)}
-        # Not in torch 2.6, whose files need none.
-        transforms: Any = getattr(filesystem, "_StorageReaderTransforms", lambda: None)()
         log, files = logging.getLogger("tiered_checkpoint_io.export"), _Here(folder, source.count)
-        self._reader = PlanReader(self._metadata, files, transforms, source.trust, log)  # type: ignore[arg-type]
+        self._reader = PlanReader(self._metadata, files, source.trust, log)  # type: ignore[arg-type]
 
     def state(self) -> dict[str, Any]:
         """Loads the whole state; raises RestoreError if an object is not trusted."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import math
 import os
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -27,7 +25,6 @@ from tiered_checkpoint_io.adapters.dcp_settings import OverTiers, Shared, close_
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.chunks import Span, merged
 from tiered_checkpoint_io.engine.ranks import coordination
-from tiered_checkpoint_io.engine.ranks.views import address_of, at
 from tiered_checkpoint_io.engine.restore.catalog import Tiers, tiers_of
 from tiered_checkpoint_io.engine.restore.choice import ONE_FOLDER, Selector, Tier
 from tiered_checkpoint_io.engine.restore.restore import note_restore
@@ -66,7 +63,6 @@ class TieredStorageReader(OverTiers, StorageReader):
         world_size: int | None = None,
         logger: Logger | None = None,
         checkpoint_config: Any = None,
-        _extension_registry: Any = None,
         **options: Any,
     ) -> None:
         """Validates; opens nothing.
@@ -81,7 +77,6 @@ class TieredStorageReader(OverTiers, StorageReader):
             world_size: As the writer takes it; a checkpoint of any other world size loads.
             logger: Logger to use instead of the package's own.
             checkpoint_config: Another name for ``config``.
-            _extension_registry: Stream transformations, as ``FileSystemReader`` takes them.
             options: Single keys of the configuration.
 
         Raises:
@@ -96,9 +91,6 @@ class TieredStorageReader(OverTiers, StorageReader):
         self._began = 0.0
         self._no_dist = no_dist
         self._process_group = process_group
-        # Not in torch 2.6, whose files need none.
-        known: Any = getattr(filesystem, "_StorageReaderTransforms", None)
-        self._transforms = known and known(_extension_registry)
         #: The wanted checkpoint.
         self.selector = Selector("latest", folder=ONE_FOLDER)
         self._rejected: dict[str, str] = {}
@@ -201,8 +193,7 @@ class TieredStorageReader(OverTiers, StorageReader):
                 self._warn_of_empty(getattr(planner, "original_state_dict", None), opened.name)
             if opened.sharing and isinstance(plan.storage_data, dict):
                 opened.files.share(plan.storage_data)
-            reader = PlanReader(self._metadata, opened.files, self._transforms, Trust.of(self.settings.config), log)
-            reader.read(plan, planner)
+            PlanReader(self._metadata, opened.files, Trust.of(self.settings.config), log).read(plan, planner)
             opened.rejected.extend(opened.files.rejected)
         except TieredCheckpointError as error:
             self.error = error
@@ -409,12 +400,11 @@ class _Direct:
 class PlanReader:
     """Carries out one rank's load plan."""
 
-    def __init__(self, metadata: Metadata, files: ShardFiles, transforms: Any, trust: Trust, log: Logger) -> None:
-        """Takes an open checkpoint, and DCP's ``_StorageReaderTransforms``; None if torch has none."""
+    def __init__(self, metadata: Metadata, files: ShardFiles, trust: Trust, log: Logger) -> None:
+        """Takes an open checkpoint."""
         self._log = log
         self._storage: dict[MetadataIndex, Any] = metadata.storage_data
         self._files = files
-        self._transforms = transforms
         self._trust = trust
         self._tensors: dict[tuple[str, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]] = {}
         for name, stored in metadata.state_dict_metadata.items():
@@ -432,31 +422,34 @@ class PlanReader:
         reads = pinned_reads.PinnedReads(self._files, self._log)
         for basename, wanted in self._by_file(plan).items():
             direct, rest = _split(wanted, planner)
-            view = self._files.ensure(basename, [span for each in rest for span in _spans(*each)])
+            self._files.ensure(basename, [(info.offset, info.length) for _, info, _ in rest])
             targets = [target for each in direct for target in each.targets]
             reads.fill(basename, targets, [target for each in direct for target in each.on_device])
             for each in direct:
                 each.commit(planner)
             # If the bytes do not lie as expected, tensors that were filled with them are filled again.
-            for item, info, layout in (*rest, *((*each.wanted[:2], None) for each in direct if not each.fits)):
-                if layout is not None and layout.fits(view[info.offset : info.offset + info.length]):
-                    _copy(view, item, info, layout, planner)
-                    continue
-                # After damage, ``view`` may be another source's, and only its requested bytes were verified.
-                whole = self._files.ensure(basename, [(info.offset, info.length)])
-                self._load(whole, item, info, planner)
+            for item, info, _ in (*rest, *(each.wanted for each in direct if not each.fits)):
+                # After damage, the view may be another source's, and only its requested bytes were verified.
+                self._load(self._files.ensure(basename, [(info.offset, info.length)]), item, info, planner)
 
     def _by_file(self, plan: LoadPlan) -> dict[str, list[_Wanted]]:
         by_file: dict[str, list[_Wanted]] = {}
         for item in plan.items:
             info = self._storage[item.storage_index]
+            # Files of older releases of torch do not have the field.
+            if getattr(info, "transform_descriptors", None):
+                raise RestoreError(
+                    f"{item.storage_index.fqn} was saved with the stream transformations {info.transform_descriptors}",
+                    operation="load",
+                    hint="load it by torch's FileSystemReader with the same _extension_registry",
+                )
             by_file.setdefault(info.relative_path, []).append((item, info, self._layout(item, info)))
         for wanted in by_file.values():
             wanted.sort(key=lambda each: int(each[1].offset))
         return by_file
 
     def _layout(self, item: ReadItem, info: Any) -> _Layout | None:
-        if item.type == LoadItemType.BYTE_IO or _descriptors(info) or item.storage_index.offset is None:
+        if item.type == LoadItemType.BYTE_IO or item.storage_index.offset is None:
             return None
         known = self._tensors.get((item.storage_index.fqn, tuple(item.storage_index.offset)))
         if known is None:
@@ -469,12 +462,7 @@ class PlanReader:
 
     def _load(self, view: memoryview, item: ReadItem, info: Any, planner: LoadPlanner) -> None:
         """Loads as FileSystemReader does: for files of other layouts, and for all items except plain tensors."""
-        raw = io.BytesIO(view[info.offset : info.offset + info.length])
-        stream: Any = raw
-        if _descriptors(info):
-            stream = self._transforms.transform_load_stream(item, _descriptors(info), raw)
-        if not stream.seekable() or item.type == LoadItemType.BYTE_IO:
-            stream = io.BytesIO(stream.read(-1))
+        stream = io.BytesIO(view[info.offset : info.offset + info.length])
         if item.type == LoadItemType.BYTE_IO:
             planner.load_bytes(item, self._checked(item, stream, planner))
             return
@@ -498,11 +486,6 @@ def spans_of(metadata: Metadata, plan: LoadPlan) -> dict[str, list[Span]]:
         info = metadata.storage_data[item.storage_index]
         spans.setdefault(info.relative_path, []).append((info.offset, info.length))
     return {basename: merged(each) for basename, each in spans.items()}
-
-
-def _descriptors(info: Any) -> Sequence[str]:
-    """Returns the transformations of an item's bytes; files of older releases of torch do not have the field."""
-    return getattr(info, "transform_descriptors", None) or ()
 
 
 def _split(wanted: Sequence[_Wanted], planner: LoadPlanner) -> tuple[list[_Direct], list[_Wanted]]:
@@ -534,33 +517,6 @@ def _split(wanted: Sequence[_Wanted], planner: LoadPlanner) -> tuple[list[_Direc
             return [], list(wanted)
         end = one.tensor.data_ptr() + one.tensor.nbytes
     return direct, rest
-
-
-def _spans(item: ReadItem, info: Any, layout: _Layout | None) -> list[Span]:
-    if layout is None:
-        return [(info.offset, info.length)]
-    offset, length = layout.span(item.storage_offsets, item.lengths)
-    return [(info.offset, len(layout.skeleton.head)), (info.offset + offset, length)]
-
-
-def _copy(view: memoryview, item: ReadItem, info: Any, layout: _Layout, planner: LoadPlanner) -> None:
-    """Copies straight from the mapped file into the tensor."""
-    dtype, shape = layout.dtype, layout.shape
-    count = math.prod(shape)
-    if not count:
-        _into(planner, item, torch.empty(shape, dtype=dtype, device="cpu"))
-        return
-    start, nbytes = info.offset + layout.skeleton.data_offset, layout.skeleton.data_nbytes
-    if (address_of(view) + start) % dtype.itemsize:
-        # Other writers do not align tensors. Bytes that were not requested may be missing.
-        offset, length = layout.span(item.storage_offsets, item.lengths)
-        aligned = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        inside = offset - layout.skeleton.data_offset
-        ctypes.memmove(aligned.data_ptr() + inside, address_of(view) + start + inside, length)
-        source = aligned.view(dtype)
-    else:
-        source = torch.frombuffer(at(view, start, nbytes), dtype=dtype)
-    _into(planner, item, narrow_tensor_by_index(source.view(shape), item.storage_offsets, item.lengths))
 
 
 def _into(planner: LoadPlanner, item: ReadItem, source: torch.Tensor) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import io
 import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -45,13 +43,11 @@ class PlannedFile(NamedTuple):
         image: The file.
         indexes: DCP's index of each item, in their order.
         placed: Place of each item in the file.
-        names: Transforms of each item's bytes, as ``_StorageInfo`` takes them.
     """
 
     image: Image
     indexes: Sequence[MetadataIndex]
     placed: Sequence[Placed]
-    names: Sequence[list[list[str]]]
 
 
 class FileLayout:
@@ -78,7 +74,7 @@ class FileLayout:
             state: A flattened state, of the structure that the plan was made for.
         """
         image, placed = self._row.plan(objects, [local_of(state[key]) for key in self._keys])
-        return PlannedFile(image, self._indexes, placed, list(repeat([], len(placed))))
+        return PlannedFile(image, self._indexes, placed)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -131,7 +127,6 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         require_step: bool = True,
         logger: Logger | None = None,
         checkpoint_config: Any = None,
-        _extensions: Sequence[Any] | None = None,
         **options: Any,
     ) -> None:
         """Validates; opens nothing.
@@ -155,7 +150,6 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             require_step: True if a checkpoint without a step is refused.
             logger: Logger to use instead of the package's own.
             checkpoint_config: Another name for ``config``.
-            _extensions: Stream transformations, as ``FileSystemWriter`` takes them.
             options: Single keys of the configuration.
 
         Raises:
@@ -186,7 +180,6 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         self._path = path
         self._require_step = require_step
         check_positive("thread_count", thread_count)
-        self._transforms = transforms_of(_extensions)
         self._newest_seen: str | None = None
         if step is not None:
             ids.locate(self.settings.config.dirpath, path, step)
@@ -420,7 +413,7 @@ class TieredStorageWriter(OverTiers, StorageWriter):
     def _write(self, save: Save, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         settings, rank = save.settings, save.rank
         facts = agreed(save.facts or arrived() or plan.storage_data, self.located, settings.durable_dirpath, rank)
-        file = file_of(plan, planner, self._transforms, settings.config, self._warn_of_objects)
+        file = file_of(plan, planner, settings.config, self._warn_of_objects)
         part = PartSave(
             *(self.session, facts, rank, file.image if plan.items else None, self.threads),
             overlapped=self.overlapped,
@@ -430,9 +423,8 @@ class TieredStorageWriter(OverTiers, StorageWriter):
         # One text for all of them, which is pickled once.
         name = facts.file_name(rank)
         return [
-            # Earlier releases of torch have no field for the names.
-            WriteResult(index, length, (filesystem._StorageInfo(name, offset, length, *names), in_memory))
-            for index, (offset, length), names in zip(file.indexes, file.placed, file.names, strict=True)
+            WriteResult(index, length, (filesystem._StorageInfo(name, offset, length), in_memory))
+            for index, (offset, length) in zip(file.indexes, file.placed, strict=True)
         ]
 
     def _warn_of_objects(self, written: list[Any]) -> None:
@@ -442,23 +434,9 @@ class TieredStorageWriter(OverTiers, StorageWriter):
             warn_at_first_save(self.session, name, files)
 
 
-def transforms_of(extensions: Sequence[Any] | None) -> Any:
-    """Returns DCP's stream transformations by ``_extensions``; None if there are none.
-
-    Raises:
-        ConfigError: This torch has no stream transformations.
-    """
-    if not extensions:
-        return None
-    if not hasattr(filesystem, "_StorageWriterTransforms"):
-        raise ConfigError("_extensions need torch 2.7", hint="upgrade torch, or leave them out")
-    return filesystem._StorageWriterTransforms(extensions)
-
-
 def file_of(
     plan: SavePlan,
     planner: SavePlanner,
-    transforms: Any,
     config: TieredCheckpointConfig,
     warn: Callable[[list[Any]], None],
 ) -> PlannedFile:
@@ -467,12 +445,11 @@ def file_of(
     Args:
         plan: Its items.
         planner: Planner that returns the items' data; this package's planner may keep the layout for the next save.
-        transforms: Transforms of each item's bytes; see :func:`transforms_of`.
         config: Configuration with the classes that a load accepts.
         warn: Called with the bytes of all objects.
     """
-    # The layout of another planner, or with transforms, is not kept.
-    known = planner if isinstance(planner, CheckingSavePlanner) and transforms is None else None
+    # The layout of another planner is not kept.
+    known = planner if isinstance(planner, CheckingSavePlanner) else None
     structure = known.structure if known is not None else None
     layout: FileLayout | None = structure.layout if structure is not None else None
     if known is not None and layout is not None and layout.plan is plan:
@@ -483,28 +460,19 @@ def file_of(
     # The order of FileSystemWriter.
     ordered = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
     kinds = KindsCheck(config)
-    items = [_item(item, planner, transforms, kinds) for item in ordered]
-    warn([data for data, names in items if not (names or isinstance(data, torch.Tensor))])
+    items = [_item(item, planner, kinds) for item in ordered]
+    warn([data for data in items if not isinstance(data, torch.Tensor)])
     if structure is not None:
         # An item that can't be kept is planned again each time.
         with contextlib.suppress(ValueError):
-            structure.layout = FileLayout(plan, ordered, [data for data, _ in items])
-    image, placed = plan_shard([data for data, _ in items])
-    names_of = [[names] if names else [] for _, names in items]
-    return PlannedFile(image, [item.index for item in ordered], placed, names_of)
+            structure.layout = FileLayout(plan, ordered, items)
+    image, placed = plan_shard(items)
+    return PlannedFile(image, [item.index for item in ordered], placed)
 
 
-def _item(item: WriteItem, planner: SavePlanner, transforms: Any, kinds: KindsCheck) -> tuple[Item, list[str]]:
+def _item(item: WriteItem, planner: SavePlanner, kinds: KindsCheck) -> Item:
     data = planner.resolve_data(item)
-    if isinstance(data, torch.Tensor):
-        kinds.check(item.index.fqn, data)
-    if transforms is None:
-        return (data.detach() if isinstance(data, torch.Tensor) else data.getvalue()), []
-    buffer = io.BytesIO()
-    stream, names = transforms.transform_save_stream(item, buffer)
-    if isinstance(data, torch.Tensor):
-        torch.save(data.detach().cpu().clone(), stream)
-    else:
-        stream.write(data.getbuffer())
-    stream.close()
-    return buffer.getvalue(), names
+    if not isinstance(data, torch.Tensor):
+        return data.getvalue()
+    kinds.check(item.index.fqn, data)
+    return data.detach()

@@ -5,22 +5,10 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from tiered_checkpoint_io.memory.slots import Mapped
 
 if TYPE_CHECKING:
     import torch
-
-
-def address_of(view: bytearray | memoryview) -> int:
-    """Returns the address of a view's bytes, also of a read-only view."""
-    return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
-
-
-def at(view: bytearray | memoryview, offset: int, length: int) -> ctypes.Array[ctypes.c_char]:
-    """Returns bytes of a view as an object that torch maps without a copy, and without asking whether it may write."""
-    return (ctypes.c_char * length).from_address(address_of(view) + offset)
 
 
 def privately_mapped(descriptor: int, size: int) -> torch.UntypedStorage:
