@@ -390,7 +390,7 @@ class _Direct:
         return self.wanted[2].fits(self._head)
 
     def commit(self, planner: LoadPlanner) -> None:
-        """Has the planner take the tensor, once it is filled."""
+        """Hands the tensor to the planner, once it is filled."""
         if self.fits:
             # Tensor.copy_ does the same: values of the tensor that autograd has saved are outdated.
             torch.autograd.graph.increment_version(self.tensor)

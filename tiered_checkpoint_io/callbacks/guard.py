@@ -279,7 +279,7 @@ def ensure_guard(trainer: Trainer) -> None:
 
 
 def _count_as_last(trainer: Trainer, io: TieredCheckpointIO) -> None:
-    """Has ``ckpt_path="last"`` also mean checkpoints of OnExceptionCheckpoint; warns of those that save elsewhere."""
+    """Makes ``ckpt_path="last"`` also mean checkpoints of OnExceptionCheckpoint; warns of those that save elsewhere."""
     engine, names = io.checkpointer, set()
     for each in trainer.callbacks:  # type: ignore[attr-defined]
         if not isinstance(each, OnExceptionCheckpoint):

@@ -288,7 +288,7 @@ class PreemptionCheckpoint(Callback):
 
 
 def requeue(log: Logger, timeout_s: float) -> None:
-    """Has Slurm queue this job again; a failure is logged, because the job ends all the same."""
+    """Makes Slurm queue this job again; a failure is logged, because the job ends all the same."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
     command = ["scontrol", "requeue", job]

@@ -83,7 +83,7 @@ def ask(
 
 @contextlib.contextmanager
 def raising(exception: type[BaseException]) -> Iterator[None]:
-    """Has SIGTERM raise an exception in the block; does nothing off the main thread, where Python can't."""
+    """Raises an exception in the block at SIGTERM; does nothing off the main thread, where Python can't."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -100,7 +100,7 @@ def raising(exception: type[BaseException]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferring() -> Iterator[None]:
-    """Has SIGTERM and Ctrl-C wait for the end of the block, such as while a process is started."""
+    """Holds SIGTERM and Ctrl-C back until the end of the block, such as while a process is started."""
     came: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGTERM, signal.SIGINT) if is_main else ()
