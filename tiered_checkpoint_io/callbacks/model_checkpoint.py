@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import Never
 
-from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, FreshStart, TieredCheckpointIO, require_tiered_io
-from tiered_checkpoint_io.callbacks.ending import DurableEnd, EndOfTraining, progress_of
+from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO, require_tiered_io
+from tiered_checkpoint_io.callbacks.ending import NAME, EndOfTraining, Resumable, is_in_memory_alone, progress_of
 from tiered_checkpoint_io.callbacks.places import SentinelFileSystem, check_dirpath, check_places, check_retention
 from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain, say_summary_last
-from tiered_checkpoint_io.callbacks.trainer import check_strategy, failing_together, if_known, on_rank_0, save_together
-from tiered_checkpoint_io.engine.checkpointer import passes, tiers_for_step
+from tiered_checkpoint_io.callbacks.trainer import (
+    all_failed,
+    check_strategy,
+    failing_together,
+    if_known,
+    is_below,
+    of_rank_0,
+    on_rank_0,
+    save_together,
+    trained_weights,
+)
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer, passes, tiers_for_step
 from tiered_checkpoint_io.engine.drain.status import SaveReport
+from tiered_checkpoint_io.engine.save.facts import last_saves
 from tiered_checkpoint_io.errors import ConfigError, DrainError, StoreError
 from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping, check_positive, refuse_keys_of_others
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig, check_positive, refuse_keys_of_others
 from tiered_checkpoint_io.model.config import keys as config_keys
 
 #: Keys of the configuration that it reads.
@@ -36,14 +46,21 @@ _KEYS = ("dirpath", "memory_every_n_train_steps", "s3_every_n_train_steps", "sav
 _TRIGGERS = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
 #: A durable tier that was silent is asked again for names after so many times ``durable_timeout_s``.
 _REST = 10
+#: The key that our state has, and Lightning's has not.
+_WITHHELD = "withheld"
 
 
-class TieredModelCheckpoint(DurableEnd):
+class TieredModelCheckpoint(ModelCheckpoint):
     """A ModelCheckpoint whose own checkpoints are durable, with cheap memory steps in between.
 
     All that ModelCheckpoint does (monitor, top-k, save_last, triggers, on_exception) holds for the durable tier. Memory
     steps are never in the top-k, and hold the whole training state even with ``save_weights_only``. Until a run begins,
     ``best_model_path`` is a URL that loads the best existing checkpoint.
+
+    A checkpoint is deleted only once its replacement is on the durable tier. A delete names the newest save, and the
+    drain deletes once this save is committed. If a save is given up, the old checkpoint stays: one too many, which
+    ``tiered-ckpt prune`` finds, and never one too few. A later run deletes the checkpoint that this run resumed from;
+    checkpoints outside dirpath are never deleted.
 
     Args:
         dirpath: The IO's by default; otherwise a folder below it.
@@ -148,7 +165,19 @@ class TieredModelCheckpoint(DurableEnd):
         self._links_last = self.save_last == "link"
         if self._links_last:
             self.save_last = True
-        super()._begin()
+        self._io: TieredCheckpointIO | None = None
+        #: True if the newest save is on the durable tier, or queued for it; and then its id.
+        self._landed, self._landed_as = False, ""
+        #: On rank 0, paths that are to be deleted once a save has landed.
+        self._withheld: list[str] = []
+        #: Best checkpoints that never landed: too many saves waited, or the save failed.
+        self._lost: set[str] = set()
+        #: On rank 0, the saved steps of this training, and the step that it began with.
+        self._resumable, self._began_at = Resumable(), 0
+        #: True if training validates just now, perhaps with averaged weights.
+        self._is_validating = False
+        #: All ranks, to meet after an exception: a group that is made then may wait for ever for a dead one.
+        self._group: Any = None
         self._last_memory_step = -1
         #: The step that the batch before has ended with.
         self._reached = 0
@@ -178,6 +207,22 @@ class TieredModelCheckpoint(DurableEnd):
         if "s3_every_n_train_steps" not in keys and any(overrides.get(each) is not None for each in _TRIGGERS):
             del own["s3_every_n_train_steps"]
         return cls(**own, **{key: value for key, value in overrides.items() if key not in keys})
+
+    # ------------------------------------------------------------------------------------ state
+    @property
+    def state_key(self) -> str:
+        """Names the state as Lightning's own callback with the same arguments does: a run may change over and back."""
+        return ModelCheckpoint.__qualname__ + super().state_key.removeprefix(type(self).__qualname__)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), _WITHHELD: [*self._withheld]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # State of Lightning's own callback counts, wherever it is. Files elsewhere are never deleted.
+        state_dict = state_dict if _WITHHELD in state_dict else {**state_dict, "dirpath": self.dirpath}
+        super().load_state_dict(state_dict)
+        if state_dict.get("dirpath") == self.dirpath:
+            self._withheld = [*state_dict.get(_WITHHELD, ())]
 
     # ------------------------------------------------------------------------------------ hooks
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
@@ -227,6 +272,10 @@ class TieredModelCheckpoint(DurableEnd):
         if clock.monotonic() - self._polled > clock.timing.outcome_poll_s:
             self._look_after(trainer)
 
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_epoch_start(trainer, pl_module)
+        self._is_validating = trainer.state.fn == TrainerFn.FITTING
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         # EndOfTraining has saved by now.
         if trainer.is_global_zero:
@@ -238,7 +287,7 @@ class TieredModelCheckpoint(DurableEnd):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # An exception in another callback's setup leaves this one without its IO.
         if self._io is not None:
-            super().on_exception(trainer, pl_module, exception)
+            self._save_on_exception(trainer, pl_module, exception)
         say_summary_last(trainer, self, exception)
 
     # ----------------------------------------------------------- ModelCheckpoint's hooks, our way
@@ -270,15 +319,20 @@ class TieredModelCheckpoint(DurableEnd):
         self._last_checkpoint_saved = filepath
         self._look_after(trainer)
 
+    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
+        super()._save_topk_checkpoint(trainer, of_rank_0(trainer, monitor_candidates))
+
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             # Upstream saves it when any training ends.
             return
         self._naming_last = True
         try:
-            super()._save_last_checkpoint(trainer, monitor_candidates)
+            super()._save_last_checkpoint(trainer, of_rank_0(trainer, monitor_candidates))
         finally:
             self._naming_last = False
+        # After "last" points elsewhere: an alias goes with its target.
+        self._remove_withheld(trainer)
 
     def file_exists(self, filepath: Any, trainer: Trainer) -> bool:
         """Answers from rank 0's knowledge: a LIST of each folder at first use, none later."""
@@ -305,7 +359,147 @@ class TieredModelCheckpoint(DurableEnd):
         self._fs = get_filesystem(filepath or self.dirpath or "")
         super().to_yaml(filepath)
 
+    # ---------------------------------------------------------------------------------- deletes
+    def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:  # noqa: ARG002
+        """Returns True: :meth:`_due` chooses the checkpoints to delete. The replacement is the newest save."""
+        return True
+
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        if trainer.is_global_zero and filepath not in self._withheld:
+            # A checkpoint that never landed goes first: it can't replace another.
+            self._withheld.insert(0 if filepath in self._lost else len(self._withheld), filepath)
+            self._lost.discard(filepath)
+
+    def _remove_withheld(self, trainer: Trainer) -> None:
+        """Deletes the due checkpoints, if the newest save has landed; all ranks call this."""
+        with failing_together(trainer):
+            for path in self._due(trainer):
+                self._delete(trainer, path)
+
+    def _due(self, trainer: Trainer) -> list[str]:
+        """Returns the checkpoints to delete once the newest save is committed; on rank 0, which notes them.
+
+        For each best checkpoint that never landed, one to be deleted stays; so does the one that was resumed from.
+        """
+        if not (trainer.is_global_zero and self._landed):
+            return []
+        # A checkpoint that was saved again under its name, or is outside dirpath (another run's), is not deleted.
+        there = [path for path in self._withheld if not self._shows(path) and is_below(path, self._engine.dirpath)]
+        count = max(0, len(there) - sum(map(self._shows, self._lost)))
+        due = [path for path in there[:count] if not self._is_restored(path)]
+        self._withheld = [path for path in there if path not in due]
+        return due
+
+    def _delete(self, trainer: Trainer, path: str) -> None:
+        """Deletes a checkpoint that is no longer needed; if there are retention policies, only they decide."""
+        if self._engine.config.retention:
+            return
+        if self._landed_as:
+            self._engine.remove(path, replaced_by=self._landed_as)
+        else:
+            super()._remove_checkpoint(trainer, path)
+
+    def _note_saved(self, path: str, report: SaveReport | None, *, among_best: bool) -> None:
+        """Takes note on rank 0 of a save that has returned; without a report, of one that failed."""
+        self._landed = report is not None and "durable" in report.tiers
+        self._landed_as = report.save_id if report is not None and report.queued else ""
+        self._lost.discard(path)
+        if among_best and not (self._landed or self._landed_as):
+            self._lost.add(path)
+
+    # ---------------------------------------------------------------------------------- the end
+    def _save_on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Saves as upstream does, with the trained weights."""
+        saves = getattr(self, "save_on_exception", False) and self._should_save_on_exception(trainer)
+        is_validating, self._is_validating = self._is_validating, False
+        with trained_weights(trainer) if saves and is_validating else contextlib.nullcontext():
+            if not saves or self._group is None or all_failed(self._engine.session, self._group, exception):
+                super().on_exception(trainer, pl_module, exception)
+            elif trainer.is_global_zero and not hasattr(trainer.strategy, "_saves_shards"):
+                # A full checkpoint needs no other rank, and Trainer.save_checkpoint would wait for them.
+                name = f"{self.dirpath}/epoch={trainer.current_epoch}-step={trainer.global_step}{self.FILE_EXTENSION}"
+                state = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
+                trainer.strategy.save_checkpoint(state, name)
+
+    def _should_save_on_exception(self, trainer: Trainer) -> bool:
+        # Lightning asks since 2.6. An evaluation may have loaded weights of another step.
+        return trainer.state.fn == TrainerFn.FITTING and super()._should_save_on_exception(trainer)
+
+    def _begin_training(self, trainer: Trainer) -> None:
+        restored, step = self._engine.restored, trainer.global_step
+        self._resumable, self._began_at = Resumable(), step
+        if restored is None or restored.step != step:
+            return
+        if restored.name in self._engine.also_last:
+            # Lightning has it removed when this fit ends.
+            self._resumable = Resumable(step, -1)
+        elif not restored.is_durable:
+            parts = [each.part for each in self._engine.session.open().tier.parts() if each.part.name == restored.name]
+            self._resumable = Resumable(step, step if any(part.durable for part in parts) else -1)
+
+    def _has_stepped(self, trainer: Trainer) -> bool:
+        """Returns True if the ending batch made a step: a save after any other lacks accumulated gradients."""
+        return trainer.global_step > self._began_at and not trainer.fit_loop._should_accumulate()
+
+    def _save_state(self, trainer: Trainer, name: str, *tiers: str) -> SaveReport | None:
+        """Saves the whole training state below the IO's dirpath; ModelCheckpoint does not count this checkpoint."""
+        report: SaveReport | None = self._save(
+            trainer, ids.join_url(self._engine.dirpath, name), {"tiers": tiers}, weights_only=False
+        )
+        self._resumable = self._resumable.after(trainer.global_step, report)
+        return report
+
+    def _save_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Saves the last state to the durable tier, if the newest is only in memory; all ranks call this."""
+        # If nothing else was saved, upstream saves "last" now.
+        super().on_train_end(trainer, module)
+        self._save_what_is_in_memory_alone(trainer)
+
+    def _save_where_it_left(self, trainer: Trainer, module: LightningModule) -> None:
+        """Saves a training that has left a batch; all ranks call this."""
+        if self._has_stepped(trainer) and not self._is_validating:
+            self._save_end(trainer, module)
+        elif trainer.is_global_zero and is_in_memory_alone(each._resumable for each in self._siblings(trainer)):
+            self._engine.session.log.warning(
+                "training was ended during accumulated gradients or a validation, and its newest checkpoint is in node"
+                " memory alone; upload it before the node goes: tiered-ckpt flush"
+            )
+
+    def _save_what_is_in_memory_alone(self, trainer: Trainer) -> None:
+        wanted = self.save_on_train_end and self._io is not None and self._io.config.save_on_train_end
+        if wanted and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            missing = is_in_memory_alone(each._resumable for each in self._siblings(trainer))
+            # Rank 0 knows the outcomes of the saves, and each rank its later losses.
+            lost = trainer.strategy.reduce_boolean_decision(self._has_lost(), all=False)
+            if trainer.strategy.broadcast(missing or lost):
+                with last_saves(self._engine.session):
+                    made = self._save_state(trainer, NAME + self.FILE_EXTENSION, "memory", "durable")
+                    # A sharded save after one that failed in the background is not made, and the next one is.
+                    if trainer.strategy.broadcast(lost and made is None):
+                        self._save_state(trainer, NAME + self.FILE_EXTENSION, "memory", "durable")
+
+    def _has_lost(self) -> bool:
+        """Returns True if the last durable save has failed since, in the background."""
+        background = self._engine.session.background
+        with contextlib.suppress(DrainError):
+            background.wait()
+        return bool(background.lost)
+
     # ----------------------------------------------------------------------------------- inside
+    @property
+    def _engine(self) -> Checkpointer:
+        if self._io is None:
+            raise ConfigError(f"{type(self).__name__} is used before setup", operation="save")
+        return self._io.checkpointer
+
+    def _is_restored(self, path: str) -> bool:
+        restored = self._engine.restored
+        return restored is not None and path == ids.join_url(self._engine.dirpath, restored.name)
+
+    def _shows(self, path: str) -> bool:
+        """Returns True if the callback names a path; quick even for many names."""
+        return path in self.best_k_models or path in (self.best_model_path, self.last_model_path)
+
     def _promise_best(self) -> None:
         # In a process that has not trained, ckpt_path="best" finds saves of earlier ones.
         self.best_model_path = self.best_model_path or ids.best_url(self.monitor, self.mode)
@@ -380,33 +574,15 @@ def from_config(
     """Makes the IO and the callback that a configuration block describes, for a Trainer's plugins and callbacks.
 
     Args:
-        block: ``s3_checkpointing``: a mapping, an OmegaConf block or a TieredCheckpointConfig. With ``enabled: false``
-            in it, both are Lightning's own, and save to Lightning's folder.
+        block: ``s3_checkpointing``: a mapping, an OmegaConf block or a TieredCheckpointConfig.
         logger: The IO's logger, instead of the package's own.
         overrides: Keys that replace keys of the block, and arguments of :class:`TieredModelCheckpoint`.
 
     Raises:
         ConfigError: A key or value is not allowed.
     """
-    enabled = True
-    if isinstance(block, Mapping) and "enabled" in block:
-        block = as_mapping(block)
-        enabled = block.pop("enabled")
     given = {key: value for key, value in overrides.items() if key in config_keys()}
     config = TieredCheckpointConfig.from_any(block, **given)
     # An override for the callback is passed as an argument, so that other triggers do not replace it.
     arguments = {key: value for key, value in overrides.items() if key not in given or key in _KEYS}
-    callback = TieredModelCheckpoint.from_config(config, **arguments)
-    if enabled is True:
-        return TieredCheckpointIO.from_config(config, logger=logger), callback
-    if enabled is not False:
-        raise ConfigError(f"s3_checkpointing.enabled is {enabled!r}", hint="allowed: true or false")
-    rank_zero_warn("s3_checkpointing is off (enabled: false): Lightning saves to its own folder, from scratch")
-    own = {key: value for key, value in arguments.items() if key not in _KEYS}
-    return _LightningIO(), ModelCheckpoint(**{"every_n_train_steps": callback.s3_every_n_train_steps, **own})  # type: ignore[return-value]
-
-
-class _LightningIO(TorchCheckpointIO):
-    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        """Returns the state of a file; an empty one for ``tiered:latest``, by which a script resumes."""
-        return FreshStart("off") if str(path).startswith("tiered:") else super().load_checkpoint(path, *args, **options)
+    return TieredCheckpointIO.from_config(config, logger=logger), TieredModelCheckpoint.from_config(config, **arguments)
