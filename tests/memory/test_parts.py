@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from support.failing import failing
 
-from tiered_checkpoint_io.engine.retention import acquire_for
+from tiered_checkpoint_io.engine.retention import Rules, acquire
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, MemoryTierError
 from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.memory.node import MemoryFullError
@@ -25,7 +25,7 @@ from tiered_checkpoint_io.memory.parts import opened, reading
 from tiered_checkpoint_io.memory.slots import Mapped
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.documents import hash_bytes
+from tiered_checkpoint_io.model.documents import Place, hash_bytes
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
 
 MIB = 1 << 20
@@ -367,20 +367,14 @@ def test_who_registers_a_slots_pages_is_told_that_it_loses_some(memory_dir):
     assert told[2:] == [(capacity, 0)]
 
 
-def test_no_part_goes_for_a_slot_that_has_room_once_the_free_ones_are_given_up():
-    class Tier:
-        tries, find_room = 0, lambda *_: ""
-
-        def acquire(self, size):
-            self.tries += 1
-            if self.tries == 1:
-                raise MemoryFullError("no room")
-            return size
-
-        def room(self):
-            return 8 << 20
-
-    assert acquire_for(Tier(), 1 << 20, lambda _missing: pytest.fail("nothing is missing")) == 1 << 20
+def test_no_part_goes_for_a_slot_that_has_room_once_the_free_ones_are_given_up(tier):
+    old, *free = (save(tier, b"x" * size, number) for number, size in enumerate((MIB, 3 * MIB, 3 * MIB), start=1))
+    for stored in free:
+        tier.remove(stored)
+    tier.budget = tier.usage() + MIB // 2
+    # A free slot is large enough, but has space for 3 MiB only.
+    acquire(tier, 4 * MIB, Rules(ids.save_id(RUN, 4), 0, "full", Place("elsewhere")))
+    assert tier.parts() == [old]
 
 
 # --------------------------------------------------------------------------- folders, deaths, and the node

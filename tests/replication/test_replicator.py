@@ -21,7 +21,7 @@ from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.engine.ranks.run import PeerError, StoreClient
 from tiered_checkpoint_io.engine.replication.meeting import node_peers, peers_of_ranks, sender_of
 from tiered_checkpoint_io.engine.replication.replicator import _MAX_DECIDED, Fates, Keeper, Offers, form_key
-from tiered_checkpoint_io.engine.retention import Scope
+from tiered_checkpoint_io.engine.retention import Rules
 from tiered_checkpoint_io.engine.staging import Capturer
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory.node import MemoryFullError
@@ -341,12 +341,12 @@ def test_a_save_without_room_takes_that_of_what_waits_but_not_of_what_is_on_its_
         offers.add(each)
         begun.wait(10)
     capturer = Capturer(rank.tier)
-    scope = Scope(ids.save_id(RUN, 4), 0, "local", stored[0].part.dirpath)
+    rules = Rules(ids.save_id(RUN, 4), 0, "local", stored[0].part.place)
     rank.tier._left = lambda: 0
     try:
         # Other processes have taken the freed space.
         with contextlib.suppress(MemoryFullError):
-            capturer.acquire(500_000, scope)
+            capturer.acquire(500_000, rules)
     finally:
         stuck.set()
         offers.close(5.0)

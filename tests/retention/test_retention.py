@@ -2,25 +2,15 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered_checkpoint_io.engine import retention
-from tiered_checkpoint_io.engine.retention import (
-    Evidence,
-    Scope,
-    all_complete,
-    complete_here,
-    outdated_replicas,
-    removable,
-    room_for,
-    spill_room_for,
-)
+from tiered_checkpoint_io.engine.retention import Rules, complete_here, may_drop, outdated_replicas
 from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import Content, FileEntry, Part
 
 RUNS = [ids.new_run_id(now=1_700_000_000 + number) for number in range(2)]
@@ -41,11 +31,11 @@ def part(
     return StoredPart(Part(name, rank, content, dirpath, pending), Path(f"/saves/{number}/{rank}"), False, replicated)
 
 
-def scope(rank=0, series=SERIES, **more):
-    return Scope(NOW, rank, "local", "d", series, **more)
+def rules(rank=0, payload="local", series=SERIES, **more):
+    return Rules(NOW, rank, payload, Place("d"), series, **more)
 
 
-def parts(ranks=2):
+def parts(ranks=2, payload="local"):
     built = st.builds(
         part,
         st.integers(1, 6),
@@ -55,14 +45,20 @@ def parts(ranks=2):
         pending=st.booleans(),
         replicated=st.booleans(),
         dirpath=st.sampled_from("dde"),
+        payload=st.just(payload),
     )
     return st.lists(built, unique_by=lambda each: (each.save_id, each.part.rank))
 
 
-def evidences(held, lacking):
-    """Returns the three kinds of evidence."""
-    done = sorted({each.save_id for each in held})[1::2]
-    return [all_complete(held, scope()), complete_here(held, scope(), lacking), Evidence(tuple(done))]
+def evidences(held, lacking, keep):
+    """Returns the rules with the three kinds of evidence, and the saves that each takes for complete."""
+    own = {each.save_id for each in held if rules().covers(each) and each.part.rank == 0}
+    done, known = sorted({each.save_id for each in held})[1::2], complete_here(held, rules(keep=keep), lacking)
+    return [
+        (rules(keep=keep), sorted(own)),
+        (known, known.completed),
+        (rules(keep=keep, completed=tuple(done)), done),
+    ]
 
 
 def numbers(held):
@@ -72,28 +68,29 @@ def numbers(held):
 # ------------------------------------------------------------------------------------------ properties
 @given(parts(), st.integers(1, 4), st.sets(st.builds(save_id, st.integers(1, 6))))
 def test_what_is_complete_stays_until_a_newer_one_is(held, keep, lacking):
-    for known in evidences(held, lacking):
-        gone = removable(held, scope(), keep, known)
-        covered = [each for each in held if scope().covers(each)]
+    for known, completed in evidences(held, lacking, keep):
+        gone = may_drop(held, known)
+        covered = [each for each in held if known.covers(each)]
         safe = max((each.save_id for each in covered if each.replicated), default="")
         newest = max((each.save_id for each in covered), default="")
         for each in gone:
             assert each in covered, "of another job"
             assert not each.pending
-            assert each.part.rank == 0 or not scope().of_this_run(each), "another rank's"
-            assert each.save_id not in known.completed[-keep:]
+            assert each.part.rank == 0 or each.save_id < RUNS[1], "another rank's"
+            assert each.save_id not in completed[-keep:]
             # A complete save may also be one that a restore has loaded from elsewhere.
-            assert each.save_id != newest or newest < known.completed[-1]
+            assert each.save_id != newest or newest < completed[-1]
             # Either memory will never have all of it, or a newer one is complete.
-            assert each.save_id in known.lacking or each.save_id < known.completed[-1]
+            assert each.save_id in known.lacking or each.save_id < completed[-1]
             assert each.save_id in known.lacking or each.save_id != safe
-            assert known.covers_earlier_runs or scope().of_this_run(each)
+            # The first complete save of a run may be incomplete on other nodes.
+            assert each.save_id in known.lacking or completed != [save_id(1)] or each.save_id > RUNS[1]
         assert len({id(each) for each in gone}) == len(gone)
 
 
-@given(parts(1), st.integers(1, 5))
+@given(parts(1, "full"), st.integers(1, 5))
 def test_of_saves_of_one_part_the_newest_stay_and_nothing_else(held, keep):
-    gone = removable(held, scope(own_rank_only=True), keep, all_complete(held, scope()))
+    gone = may_drop(held, rules(payload="full", keep=keep))
     covered = sorted((each for each in held if each.part.dirpath == "d"), key=lambda each: each.save_id, reverse=True)
     safe = max((each.save_id for each in covered if each.replicated), default="")
     kept = [each for each in covered[keep:] if each.pending or each.save_id == safe]
@@ -104,10 +101,11 @@ def test_of_saves_of_one_part_the_newest_stay_and_nothing_else(held, keep):
 
 @given(parts(), st.integers(1, 400), st.sets(st.builds(save_id, st.integers(1, 6))))
 def test_room_is_made_from_the_oldest_never_from_the_newest_and_all_or_nothing(held, missing, retained):
-    gone = room_for(missing, held, scope(), retained)
-    own = [each for each in held if each.part.dirpath == "d" and (each.part.rank == 0 or not scope().of_this_run(each))]
+    gone = may_drop(held, rules(retained=retained, completed=(save_id(3),)), missing=missing)
+    own = [each for each in held if each.part.dirpath == "d" and (each.part.rank == 0 or each.save_id < RUNS[1])]
     assert not {each.save_id for each in gone} & {
         *retained,
+        save_id(3),
         *(each.save_id for each in own if each.pending),
         max((each.save_id for each in own), default=""),
         max((each.save_id for each in own if each.replicated), default=""),
@@ -115,27 +113,28 @@ def test_room_is_made_from_the_oldest_never_from_the_newest_and_all_or_nothing(h
     order = [each.save_id for each in gone]
     assert order == sorted(order)
     if gone:
-        last = order[-1]
         assert sum(each.part.content.size for each in gone) >= missing
-        assert sum(each.part.content.size for each in gone if each.save_id != last) < missing, "no more than needed"
+        assert sum(each.part.content.size for each in gone[:-1]) < missing, "no more than needed"
 
 
 @given(parts(), st.integers(1, 400))
 def test_room_in_the_spill_is_made_from_what_the_durable_tier_has_even_the_newest(held, missing):
     drained = [replace(each, part=replace(each.part, durable=True), drained=True) for each in held[::2]]
     held = sorted([*drained, *held[1::2]], key=lambda each: each.save_id)
-    gone = spill_room_for(missing, held, scope())
+    gone = may_drop(held, rules(), missing=missing, is_spill=True)
     assert not any(each.pending for each in gone)
     assert not gone or sum(each.part.content.size for each in gone) >= missing
-    may_go = [each for each in drained if each in held and scope().may_make_room(each)]
-    assert bool(gone) >= (sum(each.part.content.size for each in may_go) >= missing)
+    others = [each for each in drained if each.part.dirpath == "d" and each.part.rank and each.save_id > RUNS[1]]
+    assert not any(each in others for each in gone), "another rank's"
+    enough = sum(each.part.content.size for each in drained if each not in others) >= missing
+    assert bool(gone) >= enough
     newest = max((each.save_id for each in held if each.part.dirpath == "d"), default="")
     assert not [each for each in gone if each.save_id == newest and not each.part.durable and each.part.dirpath == "d"]
 
 
 # -------------------------------------------------------------------------------------------- examples
 def left(held, completed, keep):
-    gone = removable(held, scope(), keep, Evidence(tuple(map(save_id, completed))))
+    gone = may_drop(held, rules(keep=keep, completed=tuple(map(save_id, completed))))
     return numbers(each for each in held if each not in gone)
 
 
@@ -161,59 +160,59 @@ def test_as_many_complete_saves_stay_as_are_asked_for(held, completed, keep, sta
 def test_what_was_saved_for_another_durable_tier_does_not_count_but_makes_room():
     held = [part(1, dirpath="e"), part(2), part(3)]
     assert left(held, [2, 3], 1) == [1, 3]
-    assert numbers(room_for(10, held, scope())) == [1]
-    assert numbers(room_for(20, held, scope())) == [1, 2]
-    assert room_for(30, held, scope()) == [], "the newest of this one stays"
+    assert numbers(may_drop(held, rules(), missing=10)) == [1]
+    assert numbers(may_drop(held, rules(), missing=20)) == [1, 2]
+    assert may_drop(held, rules(), missing=30) == [], "the newest of this one stays"
 
 
 def test_what_other_ranks_save_alone_is_not_removed_and_makes_no_room():
     """Each has a session, and so a run id, of its own."""
-    held = [part(1), part(2, rank=1, run=0), part(3, rank=1, run=0), part(4), part(5)]
-    alone = scope(own_rank_only=True)
-    assert numbers(removable(held, alone, 2, all_complete(held, alone))) == [1]
-    assert numbers(room_for(10, held[1:], alone)) == [4]
-    assert room_for(20, held[1:], alone) == []
+    full = {"payload": "full"}
+    held = [part(1, **full), *(part(n, rank=1, run=0, **full) for n in (2, 3)), part(4, **full), part(5, **full)]
+    assert numbers(may_drop(held, rules(keep=2, **full))) == [1]
+    assert numbers(may_drop(held[1:], rules(**full), missing=10)) == [4]
+    assert may_drop(held[1:], rules(**full), missing=20) == []
 
 
 def test_averages_of_the_newest_step_stay_with_it():
     """NeMo saves two checkpoints of one step, and training resumes from both together."""
     held = [part(1, name="x-EMA"), part(2, name="x")]
     held = [replace(each, part=replace(each.part, content=replace(each.part.content, step=7))) for each in held]
-    assert room_for(10, held, scope(series="")) == []
+    assert may_drop(held, rules(series=""), missing=10) == []
     older = part(0, name="step_0")
-    assert room_for(10, [older, *held], scope(series="")) == [older]
+    assert may_drop([older, *held], rules(series=""), missing=10) == [older]
 
 
 def test_an_earlier_run_with_another_payload_makes_room():
     old = [part(1, run=0, payload="sharded"), part(2, run=0, payload="sharded")]
-    assert room_for(10, old, scope()) == [], "before this run has saved, all of it stays"
+    assert may_drop(old, rules(), missing=10) == [], "before this run has saved, all of it stays"
     held = [*old, part(3)]
-    assert numbers(room_for(10, held, scope())) == [1]
-    assert room_for(20, held, scope()) == [], "this run's first may not be complete yet"
+    assert numbers(may_drop(held, rules(), missing=10)) == [1]
+    assert may_drop(held, rules(), missing=20) == [], "this run's first may not be complete yet"
     held = [*old, part(3), part(4)]
-    assert numbers(room_for(20, held, scope())) == [1, 2]
-    assert numbers(room_for(30, held, scope())) == [1, 2, 3]
-    assert removable(held, scope(), 1, complete_here(held, scope())) == [held[2]], "they do not count"
+    assert numbers(may_drop(held, rules(), missing=20)) == [1, 2]
+    assert numbers(may_drop(held, rules(), missing=30)) == [1, 2, 3]
+    assert may_drop(held, complete_here(held, rules())) == [held[2]], "they do not count"
     waiting = [replace(old[0], part=replace(old[0].part, durable=True)), *held[1:]]
-    assert numbers(room_for(10, waiting, scope())) == [2]
+    assert numbers(may_drop(waiting, rules(), missing=10)) == [2]
 
 
 def test_a_process_group_beside_this_one_makes_room_only_of_what_is_durable():
     """The group may be of this run: each group has ids of its own."""
     other = [part(n, run=0, name=f"tp1/step_{n}") for n in (1, 2)]
-    assert room_for(10, [*other, part(4)], scope()) == []
+    assert may_drop([*other, part(4)], rules(), missing=10) == []
     durable = [replace(each, part=replace(each.part, durable=True), drained=True) for each in other]
-    assert numbers(room_for(10, [*durable, part(4)], scope())) == [1]
-    assert room_for(20, [*durable, part(4)], scope()) == [], "its newest stays"
+    assert numbers(may_drop([*durable, part(4)], rules(), missing=10)) == [1]
+    assert may_drop([*durable, part(4)], rules(), missing=20) == [], "its newest stays"
 
 
 def test_a_save_that_some_node_has_no_room_for_lets_no_older_one_go():
     held = [part(n) for n in (1, 2, 3)]
     lacking = {save_id(2), save_id(3)}
-    assert numbers(removable(held, scope(), 1, complete_here(held, scope()))) == [1, 2]
-    known = complete_here(held, scope(), lacking)
+    assert numbers(may_drop(held, complete_here(held, rules()))) == [1, 2]
+    known = complete_here(held, rules(), lacking)
     assert known.completed == (save_id(1),)
-    assert numbers(removable(held, scope(), 1, known)) == [2], "of no use"
+    assert numbers(may_drop(held, known)) == [2], "of no use"
 
 
 def test_names_that_differ_by_step_and_epoch_are_one_series():
@@ -243,16 +242,14 @@ def test_a_number_that_is_the_step_tells_no_series_apart():
             assert len({ids.series_of(name.format(number, step), step) for step in steps}) == 1, (name, number)
 
 
-def test_a_load_makes_no_room_at_the_cost_of_another_payload(monkeypatch):
+def test_a_load_makes_no_room_at_the_cost_of_another_payload():
     """An evaluation may load full checkpoints during a training that saves sharded ones."""
     shards = {"run": 1, "payload": "sharded"}
     held = [part(1, run=0, payload="full"), part(8, **shards), part(9, **shards), part(3, dirpath="e")]
-    tier = SimpleNamespace(parts=lambda: held, is_spilled=lambda _: False, awaited=lambda _: ())
-    monkeypatch.setattr(retention, "_may_go", lambda _: True)
-    monkeypatch.setattr(retention, "acquire_for", lambda _, size, going_for: going_for(size))
-    coming = part(2, run=0, payload="full").part
-    assert sorted(numbers(retention.slot_for(tier, coming, 20))) == [1, 3]
-    assert retention.slot_for(tier, coming, 30) == []
+    known = Rules.of_load(part(2, run=0, payload="full").part)
+    assert sorted(numbers(may_drop(held, known, missing=20))) == [1, 3]
+    assert may_drop(held, known, missing=30) == []
+    assert may_drop(held, known, missing=30, is_spill=True) == []
 
 
 # -------------------------------------------------------------------------------------------- replicas
@@ -301,5 +298,5 @@ def test_the_newest_safe_copy_of_a_rank_goes_only_if_a_newer_save_is_safe(told, 
 def test_weights_alone_do_not_replace_what_training_can_resume_from():
     held = [part(1), part(2), part(3, resumable=False), part(4, resumable=False)]
     for keep, gone in ((1, {1, 3}), (2, {1, 3}), (3, {1})):
-        assert {each.part.content.step for each in removable(held, scope(), keep, all_complete(held, scope()))} == gone
-    assert {each.part.content.step for each in room_for(20, held, scope())} == {1, 3}
+        assert {each.part.content.step for each in may_drop(held, rules(keep=keep))} == gone
+    assert {each.part.content.step for each in may_drop(held, rules(), missing=20)} == {1, 3}

@@ -120,8 +120,8 @@ DEFECTS = [
     (
         "retention frees what is not durable yet",
         RETENTION,
-        "if scope.may_remove(each) and not each.pending and",
-        "if scope.may_remove(each) and",
+        "if rules.may_remove(each) and not each.pending]",
+        "if rules.may_remove(each)]",
     ),
     (
         "a save is reported durable before it is",
@@ -168,8 +168,8 @@ DEFECTS = [
     (
         "a rank removes its part of a save that may become replicated, or is",
         RETENTION,
-        "and not each.pending and each.save_id not in retained]",
-        "and not each.pending]",
+        "if each.save_id not in rules.retained]",
+        "if each]",
     ),
 ]
 

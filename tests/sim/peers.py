@@ -32,12 +32,13 @@ from tiered_checkpoint_io.engine.chunks import SlotDestination, verify
 from tiered_checkpoint_io.engine.replication.meeting import Peering
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.engine.restore.peers import Peers
-from tiered_checkpoint_io.engine.retention import Scope, complete_here, removable
+from tiered_checkpoint_io.engine.retention import Rules, complete_here, retain
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, TieredCheckpointError
 from tiered_checkpoint_io.memory.parts import reading
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
+from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.stores.peer import Endpoint
 
 LOG = logging.getLogger("simulation.peers")
@@ -185,9 +186,8 @@ class Rank:
     def _save(self, number):
         step = 100 * self.job.number + number
         save_id = ids.save_id(self.job.run, step)
-        scope, held = Scope(save_id, self.rank, "local", "d"), self.tier.parts()
-        for stored in removable(held, scope, KEEP, complete_here(held, scope), self.tier.awaited(False)):
-            self.tier.remove(stored)
+        held = self.tier.parts()
+        retain(self.tier, held, complete_here(held, Rules(save_id, self.rank, "local", Place("d"), keep=KEEP)))
         part, files = make_part(
             f"step={step}.ckpt", step, self.rank, world_size=self.job.size, kind="local", run=self.job.run, size=1200
         )

@@ -159,18 +159,18 @@ def options_of(order):
 
 def run_trainer(order, counter):
     """Runs a life of :data:`LIVES`; reports each operation that is done."""
-    from tiered_checkpoint_io.engine.staging import Capturer
+    from tiered_checkpoint_io.engine.save import saver
 
     name_operations(counter)
     if order["drain"] == "process":
         fork_drains(order, counter)
-    retain = Capturer.retain
+    retain = saver.retain
 
     def retaining(*args, **options):
         with counter.during("prune"):
             retain(*args, **options)
 
-    Capturer.retain = retaining
+    saver.retain = retaining
     life = (FullLife if order["kind"] == "full" else ShardedLife)(order)
     seen = set()
     for number, (action, name, what) in enumerate(LIVES[order["kind"]], start=1):

@@ -1,8 +1,6 @@
-"""Retention: which parts a rank may remove from a node's memory. Pure functions of the parts that memory holds.
+"""Retention: which parts a rank may remove from a node's memory. :func:`may_drop` decides, for all payloads.
 
-One rule for all payloads. Only the evidence differs between ways to save: the saves that are known to be complete.
-
-A node or a process that only loads has no save that would remove anything. So a load applies the rule to loaded parts:
+A node or a process that only loads has no save that would remove anything. So a load applies the rules to loaded parts:
 of its own payload and series, and none that another process reads, that only this node has saved, or that waits for its
 upload.
 """
@@ -11,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiered_checkpoint_io.memory.node import MemoryFullError
@@ -20,7 +19,7 @@ from tiered_checkpoint_io.memory.parts import PINNED, StoredPart, is_read
 from tiered_checkpoint_io.memory.slots import BusyError, Slot
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.documents import AtPlace, Place, Server
+from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import Kind, Part
 
 #: Number of saves that a node holds, of which the oldest is complete: ranks that train together are one save apart.
@@ -30,61 +29,202 @@ _ROUND = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Scope(AtPlace):
-    """Scope of retention for one save of one rank.
+class Rules:
+    """Rules for one save or load of one rank: parts that may go for it, and saves that must stay.
 
     Attributes:
         save_id: The save.
         rank: The rank that saves.
         payload: Its payload format.
-        dirpath: Its durable tier.
+        place: Its durable tier.
         series: Key of the names to which the count applies, see :func:`ids.series_of`; empty for all names.
-        own_rank_only: True if parts of other ranks stay, of any run; by default parts of earlier runs, whose ranks may
-            be gone, do not.
-        server: Server of the durable tier, see :class:`Place`.
+        keep: Number of checkpoints that stay, one at least. Earlier saves fill up for those that are not complete.
+        completed: Saves that are complete, the oldest first; None if all are of which this rank has a part.
+        lacking: Saves of which the memory of some node has no part, so that it will never hold all of them.
+        retained: Saves that stay as well.
+        arriving: The part that a load copies to this node, which counts as if it were there.
     """
 
     save_id: str
     rank: int
-    payload: str
-    dirpath: str
+    payload: Kind
+    place: Place
     series: str = ""
-    own_rank_only: bool = False
-    server: Server | None = None
+    keep: int = 1
+    completed: tuple[str, ...] | None = None
+    lacking: Collection[str] = ()
+    retained: Collection[str] = ()
+    arriving: StoredPart | None = None
+
+    @classmethod
+    def of_load(cls, part: Part, keep: int = 1) -> Rules:
+        """Returns the rules for a load of ``part``, as those of a save of the payload."""
+        series = "" if part.content.kind == "full" else ids.series_of(part.name, part.content.step)
+        arriving = StoredPart(part, Path(), drained=True)
+        return cls(part.save_id, part.rank, part.content.kind, part.place, series, keep, arriving=arriving)
 
     def covers(self, stored: StoredPart) -> bool:
         """Returns True if a part counts as one of the same job's checkpoints."""
-        return self._matches(stored) and stored.part.place == self.place
+        return stored.part.place == self.place and self._matches(stored)
 
     def _matches(self, stored: StoredPart) -> bool:
-        return stored.part.content.kind == self.payload and self.series in ("", series_of(stored))
+        return stored.part.content.kind == self.payload and self.series in ("", _series_of(stored))
 
-    def of_this_run(self, stored: StoredPart) -> bool:
-        """Returns True if this run saved the part."""
-        return ids.line_of(stored.save_id) == ids.line_of(self.save_id)
+    def of_this_run(self, save_id: str) -> bool:
+        """Returns True if this run made a save."""
+        return ids.line_of(save_id) == ids.line_of(self.save_id)
 
     def may_remove(self, stored: StoredPart) -> bool:
-        """Returns True if this rank may remove the part: one of its own, or of an earlier run."""
-        return stored.part.rank == self.rank or (not self.own_rank_only and not self.of_this_run(stored))
+        """Returns True if a covered part is this rank's own, or of an earlier run, whose ranks may be gone.
+
+        Full saves of other ranks have ids of other runs; and other ranks load for themselves.
+        """
+        is_alone = self.payload == "full" or self.arriving is not None
+        return stored.part.rank == self.rank or not (is_alone or self.of_this_run(stored.save_id))
 
     def may_make_room(self, stored: StoredPart) -> bool:
         """Returns True if the part may be removed when room is needed.
 
-        A part for another durable tier may go. So may one of another payload or series that another run has left.
-        Process groups that save side by side may look like other runs: a part of another series must be on the durable
-        tier first.
+        A part for another durable tier may go. So may, for a save, one of another payload or series that another run
+        has left. Process groups that save side by side may look like other runs: a part of another series must be on
+        the durable tier first.
         """
         if stored.part.place != self.place:
             return True
         if self._matches(stored):
             return self.may_remove(stored)
-        is_durable = stored.part.durable and not stored.pending
-        return not self.of_this_run(stored) and (stored.part.content.kind != self.payload or is_durable)
+        if self.arriving is not None or self.of_this_run(stored.save_id):
+            return False
+        return stored.part.content.kind != self.payload or _is_uploaded(stored)
 
 
-def series_of(stored: StoredPart) -> str:
-    """See :func:`ids.series_of`."""
-    return ids.series_of(stored.part.name, stored.part.content.step)
+def may_drop(
+    held: Collection[StoredPart], rules: Rules, *, missing: int = 0, is_spill: bool = False
+) -> list[StoredPart]:
+    """Returns the parts that a rank removes from memory, in the order in which they go. A pure function.
+
+    A part that waits for the durable tier stays, and so does the newest save that is safe with peers.
+
+    By default, memory is to hold ``keep`` checkpoints of the series. All parts as new as the newest complete save, or
+    newer, stay: other ranks may be finishing it. A save that memory will never hold completely goes once there is a
+    newer one. A weights-only checkpoint does not replace the newest resumable one.
+
+    If bytes are missing, the oldest saves go first. The newest complete save of the series and the newest resumable one
+    stay, or else the newest; with all saves of its step. The same holds for another run's saves of another payload,
+    until this run has saved twice, and of another series; before this run has saved, all of them stay. For a save in
+    the spill, even the newest may go once it is uploaded.
+
+    Args:
+        held: The parts in memory, or those in the spill.
+        rules: Rules of the save or load.
+        missing: Bytes that are needed; then no part goes if that is not enough.
+        is_spill: True for the parts in the spill.
+    """
+    covered = [each for each in held if rules.covers(each)]
+    if not missing:
+        mine = [each for each in covered if rules.may_remove(each) and not each.pending]
+        free = [each for each in mine if each.save_id not in rules.retained]
+        replaced = _replaced(free, covered, rules) - _newest_safe(covered)
+        return [each for each in free if each.save_id in replaced]
+    free = [each for each in held if rules.may_make_room(each)]
+    ours = [each for each in free if rules.covers(each)]
+    stays = {*rules.retained, *(rules.completed or ())[-1:], *(each.save_id for each in free if each.pending)}
+    stays |= _newest(ours if rules.arriving is None else [*ours, rules.arriving])
+    saved = {each.save_id for each in covered if rules.of_this_run(each.save_id)}
+    others: defaultdict[tuple[str, str], list[StoredPart]] = defaultdict(list)
+    for each in free:
+        if each.part.place == rules.place and not rules.covers(each):
+            others[each.part.content.kind, _series_of(each)].append(each)
+    for (kind, _), of_series in others.items():
+        if kind == rules.payload or len(saved) < _COMPLETE:
+            stays |= _newest(of_series) if saved else {each.save_id for each in of_series}
+    order = sorted((each for each in free if each.save_id not in stays), key=lambda each: each.save_id)
+    if is_spill and rules.arriving is None:
+        order += [each for each in free if each.save_id in stays and _is_uploaded(each)]
+    going: list[StoredPart] = []
+    for each in order:
+        if missing > 0:
+            going.append(each)
+            missing -= each.part.content.size
+    return going if missing <= 0 else []
+
+
+def _replaced(free: Iterable[StoredPart], covered: Iterable[StoredPart], rules: Rules) -> set[str]:
+    """Returns the saves that newer ones replace: see :func:`may_drop`."""
+    ours, newest = {each.save_id for each in free}, max((each.save_id for each in covered), default="")
+    useless = {each for each in ours.intersection(rules.lacking) if each < newest}
+    completed = rules.completed
+    if completed is None:
+        completed = tuple(sorted({each.save_id for each in covered if each.part.rank == rules.rank}))
+    if not completed:
+        return useless
+    # The first save of a run may not be complete on other nodes yet.
+    replaces_earlier = len(completed) >= _COMPLETE or not rules.of_this_run(completed[-1])
+    older = {
+        each
+        for each in ours.difference(rules.lacking)
+        if each < completed[-1] and (replaces_earlier or rules.of_this_run(each))
+    }
+    resumable = {each.save_id for each in covered if each.part.content.resumable}
+    known = resumable.intersection(completed) or resumable & older
+    by_worth = dict.fromkeys([*sorted(known)[-1:], *reversed(completed), *sorted(older, reverse=True)])
+    return useless | older.difference([*by_worth][: rules.keep])
+
+
+def complete_here(held: Iterable[StoredPart], rules: Rules, lacking: Collection[str] = ()) -> Rules:
+    """Returns the rules of one node, if ranks do not talk: a save is complete if each rank seen here has its part.
+
+    Ranks that train together are never more than one save apart, since each step needs all of them.
+
+    Args:
+        held: All parts in this node's memory.
+        rules: Rules of the save that begins.
+        lacking: See :class:`Rules`.
+    """
+    ranks: defaultdict[str, set[int]] = defaultdict(set)
+    for each in held:
+        if rules.covers(each) and rules.of_this_run(each.save_id):
+            ranks[each.save_id].add(each.part.rank)
+    seen = set().union(*ranks.values())
+    completed = sorted(save_id for save_id, have in ranks.items() if have == seen and save_id not in lacking)
+    return replace(rules, completed=tuple(completed), lacking=lacking)
+
+
+def outdated_replicas(held: Iterable[StoredPart], *, keep: int) -> list[StoredPart]:
+    """Returns the replicas that a node removes: each rank's newest ``keep``, and newest safe one, stay.
+
+    Replicas of ranks that send here no longer (the job has other nodes now) go once a newer save is safe.
+
+    Args:
+        held: Replicas of one durable tier.
+        keep: Number of saves that stay.
+    """
+    forms: defaultdict[tuple[Kind, str], list[StoredPart]] = defaultdict(list)
+    for each in held:
+        forms[each.part.content.kind, form_of(each.part)].append(each)
+    outdated: list[StoredPart] = []
+    for (kind, _), of_form in forms.items():
+        for rank in {each.part.rank for each in of_form}:
+            replicas = [each for each in of_form if each.part.rank == rank]
+            newest = max(each.save_id for each in replicas)
+            rules = Rules(newest, rank, kind, replicas[0].part.place, keep=keep)
+            is_left = newest < max(_newest_safe(of_form), default="")
+            outdated += replicas if is_left else may_drop(replicas, rules)
+    return sorted(outdated, key=lambda each: (each.save_id, each.part.rank))
+
+
+def only_here(held: Iterable[StoredPart], there: Mapping[tuple[Place, str], str]) -> list[StoredPart]:
+    """Returns the parts without which a restart would lose steps.
+
+    Args:
+        held: All parts in a node's memory.
+        there: The newest save on the durable tier, by its name.
+    """
+    groups: defaultdict[tuple[Place, Kind], list[StoredPart]] = defaultdict(list)
+    for each in held:
+        groups[each.part.place, each.part.content.kind].append(each)
+    parts = [each for group in groups.values() for kept in [_newest(group)] for each in group if each.save_id in kept]
+    return [each for each in parts if there.get((each.part.place, each.part.name), "") < each.save_id]
 
 
 def form_of(part: Part) -> str:
@@ -98,189 +238,16 @@ def form_of(part: Part) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """Facts about the saves whose parts memory holds.
-
-    Attributes:
-        completed: Saves that are complete, the oldest first.
-        lacking: Saves of which the memory of some node has no part, so that it will never hold all of them.
-        covers_earlier_runs: True if it is enough to remove the parts of earlier runs.
-    """
-
-    completed: tuple[str, ...]
-    lacking: frozenset[str] = frozenset()
-    covers_earlier_runs: bool = True
+def _series_of(stored: StoredPart) -> str:
+    return ids.series_of(stored.part.name, stored.part.content.step)
 
 
-def all_complete(held: Iterable[StoredPart], scope: Scope) -> Evidence:
-    """Returns the evidence if each save has one part: all that this rank has in memory is complete."""
-    return Evidence(
-        tuple(sorted({each.save_id for each in held if scope.covers(each) and each.part.rank == scope.rank}))
-    )
+def _is_uploaded(stored: StoredPart) -> bool:
+    return stored.part.durable and not stored.pending
 
 
-def complete_here(held: Iterable[StoredPart], scope: Scope, lacking: Collection[str] = ()) -> Evidence:
-    """Returns the evidence of one node, if ranks do not talk: saves of which each rank seen here has its part.
-
-    Ranks that train together are never more than one save apart, since each step needs all of them. Saves of earlier
-    runs go only once this run has completed two.
-
-    Args:
-        held: All parts in this node's memory.
-        scope: Scope of the save that begins.
-        lacking: See :class:`Evidence`.
-    """
-    ranks: dict[str, set[int]] = {}
-    for each in held:
-        if scope.covers(each) and scope.of_this_run(each):
-            ranks.setdefault(each.save_id, set()).add(each.part.rank)
-    seen = set().union(*ranks.values())
-    completed = sorted(save_id for save_id, have in ranks.items() if have == seen and save_id not in lacking)
-    return Evidence(tuple(completed), frozenset(lacking), covers_earlier_runs=len(completed) > 1)
-
-
-def removable(
-    held: Iterable[StoredPart], scope: Scope, keep: int, evidence: Evidence, retained: Collection[str] = ()
-) -> list[StoredPart]:
-    """Returns the parts that a rank removes so that memory holds ``keep`` checkpoints.
-
-    A part that waits for the durable tier stays, and so do all parts as new as the newest complete save, or
-    newer: other ranks may be finishing it. The newest save that is safe with peers stays until a newer one is. A save
-    that memory will never hold completely goes once there is a newer one. A weights-only checkpoint does not
-    replace the newest resumable one.
-
-    Args:
-        held: The parts in memory.
-        scope: Scope of the retention.
-        keep: Number of checkpoints that stay, one at least. Earlier saves fill up for those that are not complete.
-        evidence: Facts about complete saves.
-        retained: Ids of saves that stay as well.
-    """
-    covered = [each for each in held if scope.covers(each)]
-    free = [each for each in covered if scope.may_remove(each) and not each.pending and each.save_id not in retained]
-    newest = max((each.save_id for each in covered), default="")
-    useless = [each for each in free if each.save_id in evidence.lacking and each.save_id < newest]
-    if not evidence.completed:
-        return useless
-    older = [
-        each
-        for each in free
-        if each.save_id < evidence.completed[-1]
-        and each.save_id not in evidence.lacking
-        and (evidence.covers_earlier_runs or scope.of_this_run(each))
-    ]
-    kept = set(evidence.completed[-keep:])
-    resumable = {each.save_id for each in covered if each.part.content.resumable}
-    if not kept & resumable:
-        known = resumable.intersection(evidence.completed) or resumable.intersection(each.save_id for each in older)
-        if known:
-            kept = {max(known), *evidence.completed[max(0, len(evidence.completed) - keep + 1) :]}
-    if len(kept) < keep:
-        others = sorted({each.save_id for each in older} - kept)
-        kept.update(others[len(kept) - keep :])
-    kept |= _newest_safe(covered)
-    return useless + [each for each in older if each.save_id not in kept]
-
-
-def room_for(
-    missing: int, held: Iterable[StoredPart], scope: Scope, retained: Collection[str] = ()
-) -> list[StoredPart]:
-    """Returns parts to remove, the oldest saves first, to free ``missing`` bytes; none if that is not enough.
-
-    The newest resumable save of this durable tier always stays, or else the newest; with all saves of its step; and the
-    newest that is safe with peers. The same holds for another run's saves of another payload, until this run has saved
-    twice, and of another series; before this run has saved, all of them stay.
-
-    Args:
-        missing: Bytes.
-        held: The parts in memory.
-        scope: Scope of the save that needs room.
-        retained: Ids of saves that stay as well.
-    """
-    held = list(held)
-    candidates = [each for each in held if scope.may_make_room(each)]
-    kept = {*retained, *(each.save_id for each in candidates if each.pending)}
-    kept |= _newest([each for each in candidates if scope.covers(each)])
-    saved = {each.save_id for each in held if scope.covers(each) and scope.of_this_run(each)}
-    left = [each for each in candidates if each.part.place == scope.place and not scope.covers(each)]
-    for kind, series in {(each.part.content.kind, series_of(each)) for each in left}:
-        of_series = [each for each in left if (each.part.content.kind, series_of(each)) == (kind, series)]
-        if not saved:
-            kept.update(each.save_id for each in of_series)
-        elif kind == scope.payload or len(saved) < _COMPLETE:
-            kept |= _newest(of_series)
-    removed: list[StoredPart] = []
-    for save_id in sorted({each.save_id for each in candidates} - kept):
-        if sum(each.part.content.size for each in removed) >= missing:
-            break
-        removed += [each for each in candidates if each.save_id == save_id]
-    return removed if sum(each.part.content.size for each in removed) >= missing else []
-
-
-def spill_room_for(
-    missing: int, held: Iterable[StoredPart], scope: Scope, retained: Collection[str] = ()
-) -> list[StoredPart]:
-    """Does :func:`room_for` in the spill; there, even the newest may go once its upload is not pending.
-
-    Args:
-        missing: Bytes.
-        held: The parts in the spill.
-        scope: Scope of the save that needs room.
-        retained: Ids of saves that stay, except for such parts.
-    """
-    held = list(held)
-    going = room_for(missing, held, scope, retained)
-    if not going:
-        done = [each for each in held if scope.may_make_room(each) and each.part.durable and not each.pending]
-        for each in done:
-            if sum(other.part.content.size for other in going) < missing:
-                going.append(each)
-    return going if sum(each.part.content.size for each in going) >= missing else []
-
-
-def outdated_replicas(held: Iterable[StoredPart], *, keep: int) -> list[StoredPart]:
-    """Returns the replicas that a node removes: each rank's newest ``keep``, and newest safe one, stay.
-
-    Replicas of ranks that send here no longer (the job has other nodes now) go once a newer save is safe.
-
-    Args:
-        held: Replicas of one durable tier.
-        keep: Number of saves that stay.
-    """
-    held = list(held)
-    outdated: list[StoredPart] = []
-    for form, payload, rank in {(form_of(each.part), each.part.content.kind, each.part.rank) for each in held}:
-        of_payload = [each for each in held if each.part.content.kind == payload]
-        of_form = [each for each in of_payload if form_of(each.part) == form]
-        replicas = [each for each in of_form if each.part.rank == rank]
-        newest = max(each.save_id for each in replicas)
-        if newest < max(_newest_safe(of_form), default=""):
-            outdated += replicas
-            continue
-        place = replicas[0].part.place
-        scope = Scope(newest, rank, payload, place.dirpath, server=place.server)
-        outdated += removable(replicas, scope, keep, all_complete(replicas, scope))
-    return sorted(outdated, key=lambda each: (each.save_id, each.part.rank))
-
-
-def only_here(held: Iterable[StoredPart], there: Mapping[tuple[Place, str], str]) -> list[StoredPart]:
-    """Returns the parts without which a restart would lose steps.
-
-    Args:
-        held: All parts in a node's memory.
-        there: The newest save on the durable tier, by its name.
-    """
-    groups: dict[tuple[Place, Kind], list[StoredPart]] = {}
-    for each in held:
-        groups.setdefault((each.part.place, each.part.content.kind), []).append(each)
-    parts = [each for group in groups.values() for kept in [_newest(group)] for each in group if each.save_id in kept]
-    return [each for each in parts if there.get((each.part.place, each.part.name), "") < each.save_id]
-
-
-def _newest(held: Iterable[StoredPart]) -> set[str]:
+def _newest(held: Collection[StoredPart]) -> set[str]:
     """Returns the newest save to resume from, or else the newest; all of its step; the newest safe one."""
-    held = list(held)
     resumable = [each for each in held if each.part.content.resumable]
     newest = max(resumable or held, key=lambda each: each.save_id, default=None)
     kept = _newest_safe(held)
@@ -301,111 +268,90 @@ def _newest_safe(held: Iterable[StoredPart]) -> set[str]:
     return set() if newest is None else {newest}
 
 
-def acquire_for(tier: MemoryTier, size: int, going_for: Callable[[int], list[StoredPart]]) -> Slot:
-    """Returns a slot of ``size`` bytes; if there is no room, the parts that ``going_for`` returns are removed.
+def retain(tier: MemoryTier, held: Collection[StoredPart], rules: Rules, *, size: int | None = None) -> None:
+    """Removes the parts that memory need not keep any longer.
 
-    Raises:
-        MemoryFullError: There is no room even then.
+    Args:
+        tier: The memory tier.
+        held: All parts in it.
+        rules: Rules of a save; or of a load, once all ranks of this node have opened its part.
+        size: The file that needs the room, bytes: nothing goes for one that does not fit even then, nor is spilled.
     """
-    try:
-        return tier.acquire(size)
-    except BusyError:
-        raise
-    except MemoryFullError as full:
-        advice = tier.find_room(size + _ROUND)
-        # The pool has just given up its free slots, so the number of missing bytes is known exactly.
-        missing = size + _ROUND - tier.room()
-        if missing <= 0:
-            # These parts were enough, or other processes have given back the missing bytes.
-            with contextlib.suppress(MemoryFullError):
-                return tier.acquire(size)
-            missing = size + _ROUND - tier.room()
-        going = going_for(max(1, missing))
-        if not going:
-            if advice:
-                raise full.reworded(full.message, hint=f"{full.hint}; {advice}") from full
-            raise
-        for stored in going:
-            tier.remove(stored)
-        return tier.acquire(size)
+    going = _going(tier, held, rules)
+    freed = sum(each.part.content.size for each in going)
+    if size is None or freed >= size or tier.spill is not None or (going and freed + tier.room() >= size):
+        for each in going:
+            tier.remove(each)
 
 
-def acquire(
-    tier: MemoryTier,
-    size: int,
-    going_for: Callable[[int, list[StoredPart], bool], list[StoredPart]],
-    *,
-    spills: bool = True,
-) -> Slot:
-    """Does :func:`acquire_for` in memory or, if it ``spills``, in the spill.
+def acquire(tier: MemoryTier, size: int, rules: Rules, *, spills: bool = True) -> Slot:
+    """Returns a slot of ``size`` bytes; if there is no room, the parts that may go for it are removed.
 
     Args:
         tier: The memory tier.
         size: Bytes of the slot.
-        going_for: Returns the parts that go, by the missing bytes, the parts held there, and True for the spill.
-        spills: True if the slot may be one of the spill.
+        rules: Rules of the save or load.
+        spills: True if it goes to the spill when memory has no room.
 
     Raises:
-        MemoryFullError: There is no room in either.
+        MemoryFullError: No room even so, in either; all parts that memory need not give up are still there.
     """
-
-    def held(spilled: bool) -> list[StoredPart]:
-        # Listed only when room is missing.
-        return [each for each in tier.parts() if tier.is_spilled(each.folder) == spilled]
-
     try:
-        return acquire_for(tier, size, lambda missing: going_for(missing, held(False), False))
+        return _acquire_in(tier, tier, size, rules)
     except MemoryFullError as full:
         spill = tier.open_spill() if spills else None
         if spill is None:
             raise
         try:
-            return acquire_for(spill, size, lambda missing: going_for(missing, held(True), True))
+            return _acquire_in(spill, tier, size, rules)
         except OSError as no_disk:
             both = f"{full.message}; and neither in the spill: {getattr(no_disk, 'message', no_disk)}"
             hint = "give memory_dir more space, lower memory_keep_last, or name a spill_dir with more space"
             raise MemoryFullError(both, operation="stage", tier="memory", key=full.key, hint=hint) from no_disk
 
 
-def slot_for(tier: MemoryTier, part: Part, size: int) -> Slot:
-    """Returns a slot of ``size`` bytes for a loaded part; if there is no room, parts of earlier loads go.
+def _acquire_in(root: MemoryTier, tier: MemoryTier, size: int, rules: Rules) -> Slot:
+    """Returns a slot in one root of a memory tier: the tier itself, or its spill."""
+    try:
+        return root.acquire(size)
+    except BusyError:
+        raise
+    except MemoryFullError as full:
+        advice, needed = root.find_room(size + _ROUND), size + _ROUND
+        # The pool has just given up its free slots, so the number of missing bytes is known exactly.
+        if root.room() >= needed:
+            # These parts were enough, or other processes have given back the missing bytes.
+            with contextlib.suppress(MemoryFullError):
+                return root.acquire(size)
+        held = [each for each in root.parts() if not root.is_spilled(each.folder)]
+        going = _going(tier, held, rules, missing=max(1, needed - root.room()), is_spill=root is not tier)
+        if not going:
+            if advice:
+                raise full.reworded(full.message, hint=f"{full.hint}; {advice}") from full
+            raise
+        for stored in going:
+            root.remove(stored)
+        return root.acquire(size)
 
-    If memory has no room even so, the slot is one of the spill.
 
-    Raises:
-        MemoryFullError: There is no room there either.
+def _going(
+    tier: MemoryTier, held: Collection[StoredPart], rules: Rules, *, missing: int = 0, is_spill: bool = False
+) -> list[StoredPart]:
+    """Does :func:`may_drop`; also parts that are being replicated stay, and for a load, parts that others may use.
+
+    Other machines may already remove earlier saves for a part that is being replicated.
     """
-    scope = _scope_of(part)
+    used = {each.save_id for each in held if rules.arriving is not None and _may_be_used(each)}
 
-    def going_for(missing: int, held: list[StoredPart], _: bool) -> list[StoredPart]:
-        # A part of another payload or series of this job may be the newest.
-        ours = [each for each in held if scope.covers(each) or each.part.place != scope.place]
-        # The new part counts as if it were there: older ones may go for it, even the newest that this node has.
-        coming = StoredPart(part, Path(), drained=True)
-        going = [*filter(_may_go, ours), coming]
-        return room_for(missing, going, scope, {part.save_id, *tier.awaited(True)})
+    def going(*, is_urgent: bool) -> list[StoredPart]:
+        retained = {rules.save_id, *rules.retained, *used, *tier.awaited(is_urgent)}
+        return may_drop(held, replace(rules, retained=retained), missing=missing, is_spill=is_spill)
 
-    return acquire(tier, size, going_for)
+    return going(is_urgent=False) or (going(is_urgent=True) if missing else [])
 
 
-def retain_loaded(tier: MemoryTier, part: Part, keep: int) -> None:
-    """Removes loaded parts beyond ``keep``, now that all ranks of this node have opened ``part``."""
-    held, scope = tier.parts(), _scope_of(part)
-    retained = {part.save_id, *tier.awaited(False)}
-    for stored in removable(held, scope, max(1, keep), all_complete(held, scope), retained):
-        if _may_go(stored):
-            tier.remove(stored)
-
-
-def _may_go(stored: StoredPart) -> bool:
+def _may_be_used(stored: StoredPart) -> bool:
     # A checkpoint of one part that is not pinned yet may be one that another process has fetched and is about to open;
     # of a shard, only the processes of one rank after the other do so.
     was_opened = stored.part.content.parts > 1 or (stored.folder / PINNED).exists()
-    return stored.drained and was_opened and not is_read(stored)
-
-
-def _scope_of(part: Part) -> Scope:
-    kind, place = part.content.kind, part.place
-    # The same as in saves of the payload: the names of full checkpoints are one series.
-    series = "" if kind == "full" else ids.series_of(part.name, part.content.step)
-    return Scope(part.save_id, part.rank, kind, place.dirpath, series, own_rank_only=True, server=place.server)
+    return not stored.drained or not was_opened or is_read(stored)

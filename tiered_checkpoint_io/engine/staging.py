@@ -13,26 +13,17 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
-from tiered_checkpoint_io.engine.retention import (
-    Evidence,
-    Scope,
-    acquire,
-    removable,
-    room_for,
-    spill_room_for,
-)
+from tiered_checkpoint_io.engine.retention import Rules, acquire
 from tiered_checkpoint_io.errors import ConfigError, DrainError, SaveError
 from tiered_checkpoint_io.formats.image import PINNED_PIECE, Image, Untouched, is_plain
 from tiered_checkpoint_io.logs import Logger
-from tiered_checkpoint_io.memory.parts import StoredPart
 from tiered_checkpoint_io.memory.slots import Slot, are_slow
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
@@ -391,7 +382,7 @@ _LOOK_S = 0.05
 
 
 class Capturer:
-    """Fills slots of one process' memory tier, and removes the parts that retention gives up for them."""
+    """Takes, fills and prepares slots of one process' memory tier."""
 
     def __init__(self, tier: MemoryTier, pins: HostPins | None = None, clock: Clock = SYSTEM) -> None:
         """Takes an open tier.
@@ -407,33 +398,10 @@ class Capturer:
         self._preparing: threading.Thread | None = None
         self._stopped = threading.Event()
 
-    def acquire(self, size: int, scope: Scope, *, retained: Collection[str] = (), spills: bool = False) -> Slot:
-        """Returns a slot for a file.
-
-        Args:
-            size: Size of the file, bytes.
-            scope: The save; if there is no room, parts that it may remove go, the oldest first.
-            retained: Ids of saves that must not go for it.
-            spills: True if it goes to the spill when memory has no room.
-
-        Returns:
-            The slot, for the caller to fill or to give back.
-
-        Raises:
-            MemoryFullError: No room even so; all parts that memory need not give up are still there.
-        """
-        # A slot that is prepared by now is taken.
+    def acquire(self, size: int, rules: Rules, *, spills: bool = False) -> Slot:
+        """Does :func:`retention.acquire`; a slot that is prepared by now is taken."""
         self._stopped.set()
-        tier = self._tier
-
-        def going_for(missing: int, held: list[StoredPart], spilled: bool) -> list[StoredPart]:
-            if spilled:
-                return spill_room_for(missing, held, scope, retained)
-            # Parts that are being replicated stay: other machines may already remove earlier saves for them.
-            room = partial(room_for, missing, held, scope)
-            return room({*retained, *tier.awaited(False)}) or room({*retained, *tier.awaited(True)})
-
-        return acquire(tier, size, going_for, spills=spills)
+        return acquire(self._tier, size, rules, spills=spills)
 
     def fill(self, image: Image, slot: Slot, *, threads: int | None = None, hashed: bool = True) -> tuple[str, ...]:
         """Copies a planned file into a slot, which is given back if that fails.
@@ -460,27 +428,6 @@ class Capturer:
         if untouched is None:
             slot.touched = max(slot.touched, image.size)
         return hashes
-
-    def retain(
-        self, parts: Collection[StoredPart], scope: Scope, keep: int, evidence: Evidence, *, size: int | None = None
-    ) -> None:
-        """Removes the parts that memory need not keep any longer.
-
-        Args:
-            parts: All parts in this node's memory.
-            scope: See :func:`removable`, as for the next two.
-            keep: Number of checkpoints that stay.
-            evidence: Facts about the saves in memory.
-            size: The file that needs the room, bytes: nothing goes for one that does not fit even then, nor is spilled.
-        """
-        going = removable(parts, scope, keep, evidence, self._tier.awaited(False))
-        here = [stored for stored in going if not self._tier.is_spilled(stored.folder)]
-        freed = sum(stored.part.content.size for stored in here)
-        fits = size is None or freed >= size or self._tier.spill is not None or freed + self._tier.room() >= size
-        if here and not fits:
-            going = [stored for stored in going if stored not in here]
-        for stored in going:
-            self._tier.remove(stored)
 
     def prepare(self, size: int, *, first: bool = False) -> None:
         """Makes a slot for the next file of this size, in the background; the next save takes it as far as it is made.

@@ -27,7 +27,7 @@ from tiered_checkpoint_io.engine.restore.choice import Candidate, Tier
 from tiered_checkpoint_io.engine.restore.ending import Found
 from tiered_checkpoint_io.engine.restore.peers import Peers
 from tiered_checkpoint_io.engine.restore.search import Attempt, Ready, Search
-from tiered_checkpoint_io.engine.retention import retain_loaded, slot_for
+from tiered_checkpoint_io.engine.retention import Rules, acquire, retain
 from tiered_checkpoint_io.engine.save.facts import ShardRole
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, MemoryTierError, RestoreError
@@ -314,7 +314,8 @@ class NodeFetcher:
         """Removes checkpoints that earlier loads have copied to this node, beyond its limit; never raises."""
         try:
             if fetched.part.save_id:
-                retain_loaded(self.tiers.memory, fetched.part, self.tiers.config.memory_keep_last)
+                memory, keep = self.tiers.memory, self.tiers.config.memory_keep_last
+                retain(memory, memory.parts(), Rules.of_load(fetched.part, keep))
         except Exception as error:
             # The load does not fail because of this.
             self.tiers.log.warning("earlier checkpoints that were loaded stay in memory: %s", error)
@@ -368,7 +369,7 @@ class SlotOrFile:
         if self._tiers.memory.is_taken(self._part.save_id, self._part.rank):
             # A part of another format version, for one, is not ours to remove.
             raise MemoryTierError("memory holds something of this save that can't be used", key=self._part.save_id)
-        return slot_for(self._tiers.memory, self._part, size)
+        return acquire(self._tiers.memory, size, Rules.of_load(self._part))
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Mapping[str, memoryview]]:

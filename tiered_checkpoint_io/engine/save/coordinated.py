@@ -19,7 +19,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import NoReturn
 
-from tiered_checkpoint_io.engine.retention import Evidence
 from tiered_checkpoint_io.engine.save.facts import OF_PARTS, SaveFacts, admit, arrived_votes, may_be_taken, skip
 from tiered_checkpoint_io.engine.save.saver import PartSave, Saver
 from tiered_checkpoint_io.engine.session import Session
@@ -215,9 +214,8 @@ class CoordinatedSaver(Saver):
         if part.rank == facts.coordinator:
             # Until the other ranks have reported.
             part.small = None
-        evidence = Evidence(facts.completed, frozenset(facts.lacking))
         try:
-            part.capture(self._session.open().tier.parts(), evidence)
+            part.capture(self._session.open().tier.parts(), part.rules)
             if part.small is None or part.is_sealed_later:
                 with self._lock:
                     self._captured = part

@@ -23,7 +23,7 @@ import torch
 
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.ranks.run import LeftBehindError, current_rank, current_run, current_world_size
-from tiered_checkpoint_io.engine.retention import Scope
+from tiered_checkpoint_io.engine.retention import Rules
 from tiered_checkpoint_io.engine.session import Session
 from tiered_checkpoint_io.engine.trust import Trust
 from tiered_checkpoint_io.errors import ConfigError, SaveError, StoreError
@@ -119,13 +119,10 @@ class SaveFacts:
         stem, dot, ending = basename.partition(".")
         return f"{stem}-{self.mark}{dot}{ending}" if self.taken else basename
 
-    def scope(self, rank: int, place: Place) -> Scope:
-        """Returns the scope of retention in memory for a rank's part."""
-        # Full saves of other ranks have ids of other runs; this rank does not remove them.
-        alone = self.payload == "full"
-        return Scope(
-            self.save_id, rank, self.payload, place.dirpath, self.series, own_rank_only=alone, server=place.server
-        )
+    def rules(self, rank: int, place: Place) -> Rules:
+        """Returns the rules of retention in memory for a rank's part."""
+        completed = self.completed if self.payload == "sharded" else None
+        return Rules(self.save_id, rank, self.payload, place, self.series, completed=completed, lacking=self.lacking)
 
     def describe(
         self, rank: int, place: Place, files: tuple[FileEntry, ...], *, created: float, namespace: str = ""

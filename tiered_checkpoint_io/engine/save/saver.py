@@ -11,13 +11,13 @@ of the commit: sharded parts wait until all ranks have captured theirs, see :mod
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from tiered_checkpoint_io.engine.drain.operations import RETENTION
 from tiered_checkpoint_io.engine.drain.status import SaveReport, StandstillError
 from tiered_checkpoint_io.engine.ranks.run import LeftBehindError, Where, current_rank, current_run
-from tiered_checkpoint_io.engine.retention import Evidence, all_complete, complete_here
+from tiered_checkpoint_io.engine.retention import Rules, complete_here, retain
 from tiered_checkpoint_io.engine.save.facts import (
     FOUND_CHANGED,
     OF_PARTS,
@@ -93,24 +93,17 @@ class PartSave:
         return ids.part_op_id(self.facts.save_id, self.rank, commits=self.rank == self.facts.coordinator)
 
     # ---------------------------------------------------------------------------------- capture
-    def retain(self, held: Collection[StoredPart], keep: int, evidence: Evidence, *, size: int | None = None) -> None:
-        """Removes parts that memory need not keep; see :meth:`Capturer.retain`."""
-        scope = self.facts.scope(self.rank, self.session.place)
-        self.session.open().capturer.retain(held, scope, keep, evidence, size=size)
+    @property
+    def rules(self) -> Rules:
+        """Rules of retention for this save, as far as its facts tell."""
+        return self.facts.rules(self.rank, self.session.place)
 
-    def capture(
-        self,
-        held: Collection[StoredPart],
-        evidence: Evidence,
-        *,
-        retained: Collection[str] | None = None,
-    ) -> None:
+    def capture(self, held: Collection[StoredPart], rules: Rules) -> None:
         """Makes room for the state, and copies it; later changes to the tensors do not affect the checkpoint.
 
         Args:
             held: All parts in this node's memory.
-            evidence: Facts about the saves that memory holds, of which older ones go.
-            retained: Ids of saves that must not make room for it; by default the newest complete one.
+            rules: Rules by which older ones go.
 
         Raises:
             MemoryFullError: Neither memory nor the spill has room; the save is memory-only.
@@ -118,11 +111,12 @@ class PartSave:
         """
         # This save adds one checkpoint; memory keeps at least two, because this save may fail.
         keep = max(1, self.session.config.memory_keep_last - 1)
-        self.retain(held, keep, evidence, size=self.image.size if self.image is not None else 0)
-        self.reserve(retained=evidence.completed[-1:] if retained is None else retained)
+        size = self.image.size if self.image is not None else 0
+        retain(self.session.open().tier, held, replace(rules, keep=keep), size=size)
+        self.reserve(rules)
         self.fill(hashed=not self.is_sealed_later)
 
-    def reserve(self, *, retained: Collection[str] = ()) -> None:
+    def reserve(self, rules: Rules) -> None:
         """Takes a slot for the state, unless the part has one; raises as :meth:`capture`."""
         if self.image is None or self.slot is not None:
             return
@@ -135,8 +129,7 @@ class PartSave:
             (drain.start if durable else drain.queue.open)()
             self.slot = capturer.acquire(
                 size,
-                self.facts.scope(self.rank, session.place),
-                retained=retained,
+                rules,
                 spills=durable or self.facts.left_out or session.config.spill_dir not in (AUTO, None),
             )
         self.capture_s = session.clock.monotonic() - began
@@ -220,8 +213,7 @@ class PartSave:
         if facts.payload == "full":
             # Before the next save's slot is prepared: a part that goes may free that slot.
             held = session.open().tier.parts()
-            evidence = all_complete(held, facts.scope(self.rank, session.place))
-            self.retain(held, session.config.memory_keep_last, evidence)
+            retain(session.open().tier, held, replace(self.rules, keep=session.config.memory_keep_last))
         if self.image is not None and not self.spilled:
             session.open().capturer.prepare(self.image.size)
         session.background.saved(facts.name, durable=facts.durable)
@@ -391,7 +383,7 @@ class FullSaver(Saver):
                 part = PartSave(session, facts, facts.coordinator, None, started=started)
                 is_eager = (wait and facts.durable) or not self.may_overlap()
                 part.image = plan(state)
-                part.reserve()
+                part.reserve(part.rules)
                 if not is_eager and self._begin(part):
                     return self._leave(part)
                 part.fill()
@@ -547,12 +539,13 @@ class LocalSaver:
             if self.durable and not facts.durable:
                 others.report_missing("durable")
             part = PartSave(session, facts, self.role.shard, planned(), self.threads, started)
-            scope = facts.scope(part.rank, session.place)
-            lacking = others.lacking({each.save_id for each in held if scope.covers(each) and scope.of_this_run(each)})
-            if lacking is None:
-                part.capture(held, Evidence(()), retained={each.save_id for each in held})
+            rules = part.rules
+            ours = {each.save_id for each in held if rules.covers(each) and rules.of_this_run(each.save_id)}
+            if (lacking := others.lacking(ours)) is None:
+                rules = replace(rules, completed=(), retained={each.save_id for each in held})
             else:
-                part.capture(held, complete_here(held, scope, lacking))
+                rules = complete_here(held, rules, lacking)
+            part.capture(held, rules)
             part.complete()
         except Exception as error:
             others.report_missing("memory")
