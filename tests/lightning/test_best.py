@@ -2,19 +2,17 @@
 
 import os
 import random
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from support.training import Model, Runs, durable
+from support.training import Model, Runs
 
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.errors import ConfigError, StoreError
-from tiered_checkpoint_io.stores.directory import DirectoryStore
+from tiered_checkpoint_io.errors import ConfigError
 
 
 def best(**options):
@@ -49,47 +47,6 @@ def test_as_many_stay_as_are_wanted_whichever_saves_find_the_queue_full(runs, mo
     assert len(runs.durable()) == 3 and not all(landed)
     best = [path.rpartition("/")[2] for path in kept.best_k_models]
     assert len(set(best) & set(runs.durable())) == sum(runs.io().checkpointer.exists(path) for path in best)
-
-
-@pytest.fixture
-def refusals(monkeypatch):
-    """Has so many uploads of the better checkpoint fail; other uploads succeed."""
-    left = [0]
-
-    def failing(upload):
-        def failed_or_done(self, key, *arguments, **options):
-            if key.endswith("best-step=10.ckpt") and left[0] > 0:
-                left[0] -= 1
-                raise StoreError("slow down", operation="put", key=key, reason="unavailable")
-            return upload(self, key, *arguments, **options)
-
-        return failed_or_done
-
-    for name in ("upload", "upload_if"):
-        monkeypatch.setattr(DirectoryStore, name, failing(getattr(DirectoryStore, name)))
-    return left
-
-
-class Patient(Model):
-    """Trains on only once the better one is there, or late."""
-
-    def on_train_batch_end(self, *_):
-        callbacks, deadline = self.trainer.checkpoint_callbacks, time.monotonic() + 20
-        while self.global_step == 16 and "best-step=10.ckpt" not in durable(callbacks[0].dirpath):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-
-
-@pytest.mark.parametrize(("failures", "max_pending", "step"), [(1, 4, 10), (1000, 1, 5)], ids=["retried", "given-up"])
-def test_what_others_save_does_not_take_the_place_of_the_best(runs, refusals, failures, max_pending, step):
-    """If S3 fails for one checkpoint, its predecessor stays until the checkpoint is there, or for good."""
-    refusals[0] = failures
-    newest, kept = TieredModelCheckpoint(s3_every_n_train_steps=5), best()
-    model = Patient() if step == 10 else Model()
-    io = runs.io(max_pending=max_pending)
-    runs.fit(newest, kept, io=io, ckpt_path=None, max_steps=17, model=model)
-    assert runs.durable() == [f"best-step={step}.ckpt", "epoch=0-step=15.ckpt"]
 
 
 # -------------------------------------------------------------------- policies of the durable tier
@@ -160,42 +117,12 @@ def test_last_is_an_object_that_boto3_and_torch_load_and_of_which_nothing_was_se
     assert 4 * size <= drain.counters["bytes.sent"] < 5 * size
 
 
-@pytest.mark.parametrize(("before", "after"), [("link", True), (True, "link")])
-def test_each_replaces_the_other_and_resumes_from_it(runs, before, after):
-    runs.fit(newest(save_last=before), max_steps=5, ckpt_path=None)
-    runs.wipe()
-    callback = newest(save_last=after)
-    trainer, model = runs.fit(callback, ckpt_path="last", max_steps=20, max_epochs=9)
-    assert (trainer.io.checkpointer.restored.step, trainer.global_step) == (5, 20)
-    assert {"epoch=0-step=20.ckpt", "last.ckpt"} <= set(runs.durable())
-    # A link is an alias that loads only through this package.
-    assert os.path.exists(callback.last_model_path) == (after is True)
-    trainer.io.teardown()
-    runs.wipe()
-    for name in (callback.last_model_path, "last.ckpt"):
-        assert torch.equal(model.layer.weight, weight(runs.io().load_checkpoint(name)))
-
-
 def test_a_restart_reads_the_checkpoint_in_memory_and_not_its_copy(runs):
     runs.fit(newest(), ckpt_path=None)
     for sentinel in ("last", "tiered:latest"):
         trainer, _ = runs.fit(newest(), ckpt_path=sentinel, max_steps=20)
         restored = trainer.io.checkpointer.restored
         assert (restored.name, restored.tier) == ("epoch=0-step=20.ckpt", "memory")
-
-
-def test_of_a_checkpoint_and_its_copy_the_one_that_is_intact_is_resumed_from(runs, tmp_path):
-    runs.fit(newest(), ckpt_path=None)
-    runs.wipe()
-    path = os.path.join(runs.dirpath, "epoch=0-step=20.ckpt")
-    with open(path, "rb") as file:
-        data = bytearray(file.read())
-    data[len(data) // 2] ^= 1
-    with open(path, "wb") as file:
-        file.write(data)
-    trainer, _ = runs.fit(newest(), ckpt_path="tiered:latest", max_steps=20)
-    assert trainer.io.checkpointer.restored.name == "last.ckpt"
-    assert trainer.global_step == 20
 
 
 @pytest.mark.parametrize("save_last", [None, True])

@@ -235,14 +235,6 @@ def test_a_second_fit_with_the_same_callback_is_a_training_of_its_own(runs):
     assert again.io.checkpointer.restored.step == 10
 
 
-def test_a_second_fit_that_ends_before_the_durable_step_of_the_first_saves_its_own_end(runs):
-    callback = every(save_last=None)
-    runs.fit(callback, max_steps=10, ckpt_path=None)
-    runs.fit(callback, max_steps=6, ckpt_path=None)
-    assert runs.durable() == ["end_of_training.ckpt", "epoch=0-step=10.ckpt"]
-    assert runs.io().load_checkpoint("tiered:latest")["global_step"] == 6
-
-
 def test_last_is_no_copy_of_what_was_saved_before_the_batch_counted(runs):
     """NeMo's preemption and its time limit count the batch that ends, and save "last" then."""
 

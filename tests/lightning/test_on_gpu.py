@@ -1,11 +1,5 @@
 """Trainings on a GPU, killed and resumed: by each strategy, and by NCCL if there are ranks."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -50,18 +44,3 @@ def test_a_killed_training_resumes_on_the_gpu_as_if_nothing_had_happened(strateg
     late = staging == "overlapped" or strategy == "fsdp1"
     assert resumed["from"][1:] in [[16, "memory"]] + [[14, "memory"]] * late
     assert resumed["losses"] == {step: whole["losses"][step] for step in resumed["losses"]}
-
-
-def test_a_killed_loop_of_plain_fsdp2_resumes_on_the_gpu_as_if_nothing_had_happened(tmp_path, memory_dir):
-    def train(folder, **job):
-        job |= {"dirpath": str(tmp_path / folder), "memory_dir": f"{memory_dir}/{folder}", "steps": 23}
-        os.makedirs(job["memory_dir"], exist_ok=True)
-        worker = str(Path(__file__).with_name("gpu_worker.py"))
-        command = [sys.executable, "-W", "ignore", worker, json.dumps(job)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=150)
-        assert done.returncode == (-9 if "die_after" in job else 0), done.stderr[-4000:]
-        return json.loads(done.stdout.splitlines()[-1]) if done.stdout else None
-
-    whole = train("whole")
-    train("killed", die_after=17)
-    assert train("killed") == {"weights": whole["weights"], "from": [16, "memory"]}

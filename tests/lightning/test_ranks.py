@@ -1,10 +1,7 @@
 """Several ranks: real processes, as Lightning launches them."""
 
-import contextlib
-
 import pytest
 from support.as_lightning import INSTALLED
-from support.running import Run, runner
 from support.training import durable
 
 pytestmark = pytest.mark.timeout(360)
@@ -64,15 +61,3 @@ def test_ranks_whose_names_differ_go_on_together(fits, tmp_path):
     ]
     answers = fits(*jobs, strategy="ddp", steps=6, config=EVERY)
     assert [first["durable"] for first, _ in answers] == [saved for *_, saved in cases]
-
-
-@pytest.mark.matrix
-def test_a_second_run_is_refused_on_all_ranks_before_it_trains(fits, s3_url, tmp_path):
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    with runner() as path, contextlib.closing(Run(path, s3_url, str(tmp_path / "elsewhere"))) as first:
-        assert first.do("save a.ckpt") == "ok"
-        (answers,) = fits({"steps": 4, "dirpath": s3_url}, strategy="ddp", fails=True)
-        refusal = f"ConfigError: another run writes to the same dirpath: process {first.pid} on"
-        assert all(answer["error"].startswith(refusal) for answer in answers), answers
-        assert first.do("save b.ckpt") == "ok"
-        assert durable(s3_url) == ["a.ckpt", "b.ckpt"]

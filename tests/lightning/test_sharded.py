@@ -122,15 +122,6 @@ def test_training_goes_on_where_two_dimensions_of_a_mesh_cut_the_weights(grid, f
 
 
 @pytest.mark.matrix
-def test_a_last_save_that_one_rank_lost_in_the_background_is_made_up_for(fits):
-    """Its rank 0 takes it for saved; and the save after one that failed is not made, but the next is."""
-    lost = {"steps": 8, "unsealed": "step=8.ckpt", "config": {"on_save_error": "warn"}}
-    (begun, _), (first, _) = fits(lost, {"steps": 9, "wipe": True})
-    assert "end_of_training.ckpt" in begun["durable"]
-    assert first["from"] == ["end_of_training.ckpt", 8, "durable"]
-
-
-@pytest.mark.matrix
 def test_full_checkpoints_of_a_sharded_model_and_sharded_ones_replace_each_other(fits, whole, tmp_path):
     stages = {"steps": 4, "full": True, "wipe": True}, {"steps": 8}, {"steps": 12, "full": True, "wipe": True}
     (whole, _), _, (sharded, _), (full, _) = fits({**whole, "steps": 12}, *stages)

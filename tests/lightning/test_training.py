@@ -17,9 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from support.clocks import quick
 from support.training import LogBook, Model, Stop, Told
-from support.waiting import until
 
-from tiered_checkpoint_io.adapters.optimizers import size_here
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.preemption import Preempted
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
@@ -129,26 +127,6 @@ def test_loggers_hear_of_checkpoints_only_once_they_are_durable(runs, asynchrono
     assert [step for step, metrics in book.metrics if "checkpoint/stall_s" in metrics] == [*range(2, 21, 2)]
 
 
-@pytest.mark.parametrize(("mode", "step"), [pytest.param("min", 4, marks=pytest.mark.matrix), ("max", 8)])
-def test_best_is_found_by_a_process_that_has_not_trained(runs_on_each, mode, step):
-    def watching(**more):
-        return TieredModelCheckpoint(s3_every_n_train_steps=2, monitor="score", mode=mode, save_top_k=3, **more)
-
-    trained = watching(memory_every_n_train_steps=1)
-    runs_on_each.fit(trained, max_steps=15)
-    runs_on_each.wipe()
-    trainer = runs_on_each.trainer([watching()])
-    for _ in range(2):
-        trainer.test(Model(), ckpt_path="best", verbose=False)
-        assert trainer.io.checkpointer.restored.step == step
-    assert trained.best_model_path.endswith(f"step={step}.ckpt")
-    resumed, _ = runs_on_each.fit(watching(), ckpt_path="best", max_steps=step + 1)
-    assert resumed.io.checkpointer.restored.step == step
-    other = TieredModelCheckpoint(monitor="unknown")
-    with pytest.raises(CheckpointNotFoundError, match="tells a value of 'unknown'"):
-        runs_on_each.fit(other, ckpt_path="best")
-
-
 @pytest.mark.parametrize("on_save_error", ["warn", "raise"])
 def test_what_fails_behind_training_is_told_while_it_goes_on(on_save_error, runs):
     """However often the callback looks what became of saves."""
@@ -176,30 +154,6 @@ def test_what_fails_behind_training_is_told_while_it_goes_on(on_save_error, runs
         with contextlib.suppress(SaveError):
             fit()
         assert counted == [1]
-
-
-def test_an_upload_that_fails_is_logged_once_with_what_to_do(runs, caplog):
-    caplog.set_level("INFO", "tiered_checkpoint_io")
-    (runs.root / "durable" / "step=20.ckpt" / "in the way").mkdir(parents=True)
-    runs.drain, io, owner = "process", runs.io(namespace="gpt-1"), Callback()
-    # The drain is ready before the first batch, and before the first save.
-    owner.on_train_start = lambda *_: until(lambda: io.checkpointer.session.progress().drain.pid)
-    owner.teardown = lambda *_, **__: os.remove(f"{runs.dirpath}/step=10.ckpt")
-    runs.fit(owner, every(s3_every_n_train_steps=10, filename="{step}"), io=io, ckpt_path=None)
-    command = f"tiered-ckpt flush --namespace gpt-1 --memory-dir {runs.memory_dir}"
-    failure, left = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert failure.startswith("Step 20: step=20.ckpt did not reach the durable tier: put failed: Is a directory")
-    assert failure.endswith(f"it stays in node memory and is tried again; by hand: {command}")
-    again = f"it stays in node memory; retry with: {command}"
-    assert left == f"1 queued checkpoint was not uploaded (step=20.ckpt) — {again}", "why is said once"
-    newest, deleted, pending, resume = caplog.messages[-4:]
-    assert newest == f"newest checkpoints: step=20.ckpt in node memory; none on {runs.dirpath}"
-    assert (deleted[:21], deleted.partition("by: ")[2]) == ("step=10.ckpt was dele", f"{command} step=10.ckpt")
-    assert pending.startswith(
-        f"1 checkpoint is not on {runs.dirpath} yet (step=20.ckpt): uploaded by a drain that runs, "
-    )
-    assert pending.endswith(f"or by: {command}")
-    assert resume == 'to resume: trainer.fit(..., ckpt_path="tiered:latest")'
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.matrix), signal.SIGTERM])
@@ -269,18 +223,6 @@ def test_a_small_state_and_one_that_no_callback_saves_are_not_prepared(runs, pre
     prepared.clear()
     runs.fit(TieredModelCheckpoint(save_top_k=0), max_steps=2)
     assert prepared == []
-
-
-def test_what_is_shared_or_has_no_bytes_here_does_not_count():
-    model = Model(ballast=1000)
-    model.tied = model.layer.weight
-    model.later = torch.nn.LazyLinear(7)
-    model.register_buffer("nowhere", torch.ones(1000, device="meta"))
-    optimizer = torch.optim.Adam(model.layer.parameters())
-    assert size_here(model, [optimizer]) == 4 * (1000 + 8 * 4 + 4)
-    model.layer(torch.ones(8)).sum().backward()
-    optimizer.step()
-    assert size_here(model, [optimizer]) == 4 * (1000 + 3 * (8 * 4 + 4) + 2)
 
 
 class Accumulating(Model):

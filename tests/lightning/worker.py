@@ -43,7 +43,6 @@ from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelChec
 from tiered_checkpoint_io.callbacks.preemption import Preempted
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.save.overlap import Overlap, Overlapped
-from tiered_checkpoint_io.engine.save.saver import PartSave
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.strategies import TieredFSDPStrategy, TieredModelParallelStrategy
 
@@ -183,7 +182,7 @@ class Ended(Callback):
 
 def patches(ended):
     """Yields patches of our own functions: they count, are late, or fail on one rank."""
-    seal, begin, upload = PartSave.seal, Overlap.begin_state, DirectoryStore._upload
+    begin, upload = Overlap.begin_state, DirectoryStore._upload
 
     def held(store, key, *args, **options):
         assert "step" not in key or ended.wait(30)
@@ -194,17 +193,11 @@ def patches(ended):
         noted["overlapped"] = noted.get("overlapped", 0) + 1
         overlapped.wanted.wait(0.005 if "gpu" in told else 10)
 
-    def unsealed(part, *args, **options):
-        if (part.facts.name, part.rank) == (told.get("unsealed"), 1):
-            raise OSError("no such device")
-        seal(part, *args, **options)
-
     def refusing(overlap, state):
         return None if told.get("refuses") == dist.get_rank() else begin(overlap, state)
 
     yield patch.object(DirectoryStore, "_upload", held if told.get("held") else upload)
     yield patch.object(Overlapped, "let_caller_return", late)
-    yield patch.object(PartSave, "seal", unsealed)
     yield patch.object(Overlap, "begin_state", refusing)
     # The toy's state is too small for it.
     yield patch.object(Checkpointer, "prepare", lambda _, size: noted.setdefault("prepared", []).append(size))
