@@ -2,12 +2,15 @@
 
 import contextlib
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import fields
 
 from tiered_checkpoint_io.model.config import VARIABLE, Support, TieredCheckpointConfig
 
 NAMES = {each.name for each in fields(Support)}
+#: Threads that build at the same time would give the variable back in another order than they set it.
+_TURN = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -36,5 +39,5 @@ def build(make, *arguments, **options):
         blocks.append(each)
     # A configuration that is there keeps its settings.
     blocks = [each.with_support(**settings) if isinstance(each, TieredCheckpointConfig) else each for each in blocks]
-    with supported(**settings):
+    with _TURN, supported(**settings):
         return make(*blocks, **options)
