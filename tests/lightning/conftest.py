@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,15 @@ from support.training import Runs
 
 WORKER = Path(__file__).with_name("worker.py")
 LAUNCH_S = 100
+
+
+@pytest.fixture(autouse=True)
+def _handlers():
+    """Gives the signal handlers back, which Lightning leaves where the end of a strategy fails."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
