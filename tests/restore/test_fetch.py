@@ -28,7 +28,6 @@ from tiered_checkpoint_io.engine.chunks import (
     merged,
     temporary_file,
     unverified,
-    verify,
     writer_to,
 )
 from tiered_checkpoint_io.engine.restore import targets
@@ -105,32 +104,12 @@ def test_fresh_pages_are_written_with_the_same_bytes_and_verified(store, tmp_pat
             fetch(store, ENTRY, view, concurrency=3, write=writer_to(file.fileno()))
 
 
-def test_a_short_object_is_corrupt(store, tmp_path):
-    os.truncate(tmp_path / "d" / "a.ckpt", len(DATA) - 1)
-    with pytest.raises(CorruptCheckpointError, match="ends at"):
-        fetch(store, ENTRY, memoryview(bytearray(len(DATA))), concurrency=4)
-
-
 @pytest.mark.parametrize("concurrency", [1, 12])
 def test_the_first_failure_stops_the_rest(store, concurrency):
     faulty = FaultyStore(store, fail_at=3)
     with failing("unavailable", match="injected at operation"):
         fetch(faulty, ENTRY, memoryview(bytearray(len(DATA))), concurrency=concurrency)
     assert 3 <= faulty.operations < 3 + concurrency
-
-
-def test_the_ranges_of_a_huge_file_are_worked_out_once():
-    class Counting(type(ENTRY)):
-        asked = 0
-
-        @property
-        def chunks(self):
-            Counting.asked += 1
-            return super().chunks
-
-    entry = Counting(ENTRY.path, ENTRY.size, ENTRY.chunk_size, ENTRY.hashes)
-    verify(entry, memoryview(DATA), where="here")
-    assert Counting.asked == 1
 
 
 def test_a_temporary_file_goes_where_its_filling_fails(tmp_path):

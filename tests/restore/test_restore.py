@@ -11,7 +11,6 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from support.clocks import hurried
 from support.failing import failing
 from support.faulty import FaultyStore
 from support.restoring import (
@@ -147,26 +146,6 @@ def test_what_was_mapped_from_a_restored_file_is_never_written_over(world, relea
     if released:
         over(mapped)
     assert not path.exists()
-
-
-def test_a_store_that_never_answers_is_an_error_after_the_bound_that_is_told(world, caplog):
-    """Requests to a folder of a file server that is gone have no bound of their own."""
-    gone = threading.Event()
-
-    class Gone(DirectoryStore):
-        def list(self, prefix):
-            gone.wait(30)
-            return super().list(prefix)
-
-    try:
-        with hurried(retry_deadline_s=0.3, s3_read_s=0.3, silence_line_s=0.1):
-            started = time.monotonic()
-            with failing("unavailable", match="has not answered for 1 s"):
-                world.restore(store=Gone(world.store.url))
-            assert time.monotonic() - started < 10
-    finally:
-        gone.set()
-    assert "giving up in" in caplog.text
 
 
 @pytest.mark.parametrize("reason", ["access", "config", "credentials"])
