@@ -3,7 +3,6 @@
 import os
 import shutil
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -15,12 +14,10 @@ from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
 from tiered_checkpoint_io.engine.durable.lease import holder_of
 from tiered_checkpoint_io.engine.durable.manifests import names_of, read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, DrainError
 from tiered_checkpoint_io.inventory.node import to_flush
-from tiered_checkpoint_io.memory.node import is_locked
 from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
@@ -104,18 +101,6 @@ def test_a_part_is_durable_only_once_the_other_nodes_have_sent_theirs(node):
     assert "the parts of ranks 0 are not on this node: run tiered-ckpt flush on theirs" in line
     committing.save(store, "s", 2, kind="sharded")
     assert flushed(node)[1] == {"s": "durable"}
-
-
-@pytest.mark.matrix
-def test_the_coordinator_waits_for_the_other_nodes_only_so_long(node):
-    in_memory_alone(node, "s", 1)
-    done, states = flushed(node, "--timeout", "2")
-    assert states == {"s": "queued"}
-    assert "not durable after 2 s" in str(done.exception)
-    node.cancel(node.tier.parts()[0].save_id)
-    # The drain that works for the command gives the save up, and ends.
-    ended = (not is_locked(node.tier.root / LOCK_FILE) or time.sleep(0.1) for _ in range(300))
-    assert any(ended)
 
 
 def test_what_is_not_on_the_durable_tier_any_more_is_uploaded_again(node):

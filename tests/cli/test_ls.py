@@ -262,23 +262,3 @@ def test_what_is_overwritten_while_it_is_read_is_not_damaged(tier, monkeypatch):
     monkeypatch.setattr(DirectoryStore, "read_pieces", overwritten)
     done = command("verify", tier.dirpath, "z.ckpt", "--tier", "durable")
     assert done.stdout.splitlines()[1].startswith("changed\tdurable\tz.ckpt")
-
-
-def test_on_a_real_server(s3_server, s3_bucket, memory_dir, monkeypatch):
-    """Options suffice; an empty bucket or prefix is an error, and so is a missing profile."""
-    url = f"s3://{s3_bucket}/run"
-    options = ("--endpoint-url", s3_server.endpoint_url, "--region", "us-east-1")
-    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION", "AWS_REGION"):
-        monkeypatch.delenv(name, raising=False)
-    node = Node(memory_dir, url, endpoint_url=s3_server.endpoint_url)
-    node.save("b.ckpt", b"B" * 5_000_000)
-    node.save("a.ckpt", b"A")
-    node.drain()
-    assert list(table(command("ls", url, *options))) == ["a.ckpt", "b.ckpt"]
-    assert command("verify", url, *options).stdout == verified(
-        ("intact", "durable", "a.ckpt"), ("intact", "durable", "b.ckpt")
-    )
-    assert command("verify", url, "tiered:latest", *options).stdout == verified(("intact", "durable", "a.ckpt"))
-    assert isinstance(command("ls", url + "-mistyped", *options).exception, CheckpointNotFoundError)
-    assert command("ls", "s3://no-such-bucket-here/run", *options).exception.reason == "config"
-    assert "nobody" in str(command("ls", url, *options, "--profile", "nobody").exception)

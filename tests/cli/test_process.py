@@ -45,15 +45,6 @@ def silent():
         yield server
 
 
-def test_ctrl_c_is_one_line_and_ends_at_once(silent):
-    endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-    process = start("verify", "s3://bucket/run", "--endpoint-url", endpoint, "--timeout", "3600")
-    connection, _ = silent.accept()
-    with connection:
-        process.send_signal(signal.SIGINT)
-        assert end(process) == (130, "", "interrupted\n")
-
-
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_drain_that_waits_for_a_server_ends_soon_after_a_signal(number, expected, silent, memory_dir):
     assert GRACE_S <= 5, "with the rest of a process' end it is less than ten seconds"
@@ -70,14 +61,6 @@ def test_a_drain_that_waits_for_a_server_ends_soon_after_a_signal(number, expect
         status, _, err = end(process)
     assert (status, err.count("queued operations stay queued")) == (expected, 1), err
     assert [each.op_id for each in node.queue.look(node.tier)] == [save]
-
-
-def test_a_pipe_that_nothing_reads_is_silent(dirpath, memory_dir):
-    reader, writer = os.pipe()
-    os.close(reader)
-    process = start("ls", dirpath, "--memory-dir", memory_dir, stdout=writer)
-    os.close(writer)
-    assert end(process) == (141, None, "")
 
 
 @pytest.mark.parametrize("closed", [1, 2])
@@ -139,25 +122,6 @@ import tiered_checkpoint_io.cli
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == f"ImportError: tiered_checkpoint_io runs on Linux only; this is {platform}"
-
-
-def test_on_a_terminal_it_is_a_table(dirpath):
-    main, terminal = pty.openpty()
-    try:
-        process = start("ls", dirpath, stdout=terminal)
-        os.close(terminal)
-        shown = b""
-        # At the end of the process reading fails.
-        while not shown.endswith(b"\0"):
-            try:
-                shown += os.read(main, 1 << 16)
-            except OSError:
-                break
-        assert end(process)[0] == 0
-    finally:
-        os.close(main)
-    assert "c[/b].ckpt" in shown.decode()
-    assert "\t" not in shown.decode()
 
 
 def watch(node, run, after=""):
