@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import logging
 import os
 import pickle
 import threading
@@ -10,7 +9,6 @@ import threading
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.blocks import SageMakerCheckpointConfig
 
 from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
 from tiered_checkpoint_io import dcp as ours
@@ -83,23 +81,6 @@ def test_a_save_without_any_step_is_refused(memory_dir):
 def test_bad_configurations_are_refused_and_say_what_is_allowed(options, says):
     with pytest.raises(ConfigError, match=says):
         TieredStorageWriter(**options)
-
-
-def test_a_sagemaker_configuration_saves_and_loads(memory_dir):
-    config = SageMakerCheckpointConfig(namespace="sagemaker-test", world_size=1)
-    for step in (0, 10):
-        config.save_to_s3 = False
-        writer = TieredStorageWriter(checkpoint_config=config, step=step, memory_dir=memory_dir)
-        dcp.save({"t": torch.full((3,), float(step)), "step": step}, storage_writer=writer)
-    state = {"t": torch.zeros(3), "step": -1}
-    dcp.load(state, storage_reader=TieredStorageReader(checkpoint_config=config, memory_dir=memory_dir))
-    assert (state["t"].tolist(), state["step"]) == ([10.0] * 3, 10)
-    dcp.load(state, storage_reader=TieredStorageReader(checkpoint_config=config, step=0, memory_dir=memory_dir))
-    assert (state["t"].tolist(), state["step"]) == ([0.0] * 3, 0)
-    config.save_to_s3 = True
-    with pytest.raises(BaseException, match="no durable tier is named"):
-        dcp.save({"t": torch.ones(2)}, checkpoint_id="step_11", storage_writer=writer)
-    writer.close()
 
 
 def test_which_steps_go_to_the_durable_tier(memory_dir, tmp_path):
@@ -208,14 +189,4 @@ def test_who_looks_at_a_writer_or_reader_begins_and_ends_nothing(memory_dir, tmp
     dcp.load(state, storage_reader=reader, **given)
     look()
     assert state["t"].tolist() == [1.0] * 9
-    writer.close()
-
-
-def test_a_writer_survives_a_pickle(memory_dir, tmp_path):
-    options = {"dirpath": str(tmp_path / "durable"), "memory_dir": memory_dir, "save_to_s3": False}
-    writer = TieredStorageWriter(**options, step=3, logger=logging.getLogger("mine"))
-    dcp.save({"t": torch.ones(2)}, storage_writer=writer)
-    again = pickle.loads(pickle.dumps(writer))
-    assert again.checkpoint_id == writer.checkpoint_id
-    assert again.settings == writer.settings
     writer.close()

@@ -171,28 +171,6 @@ def close(job):
     dist.barrier()
 
 
-def fsdp_save(job, seed):
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    model, optimizer = fsdp_job(seed)
-    weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optim": states}, checkpoint_id=f"step_{seed}", storage_writer=writer(job))
-    return totals(model, optimizer)
-
-
-def fsdp_load(job, seed):
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    from tiered_checkpoint_io import TieredStorageReader
-
-    model, optimizer = fsdp_job(seed + 1)
-    weights, states = get_state_dict(model, optimizer)
-    state = {"model": weights, "optim": states}
-    dcp.load(state, storage_reader=build(TieredStorageReader, **reading(job)))
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    return totals(model, optimizer)
-
-
 def save_and_die(job, seed, rank):
     """Saves; one rank dies between its part and the commit."""
     mine = writer(job)
