@@ -206,13 +206,6 @@ def test_a_vpc_endpoint_lets_through_what_trains_and_no_more(job):
         job(everything, endpoint, prefix="others").trains()
 
 
-def test_doctor_is_content_with_the_rights_to_train(job, memory_dir):
-    training = job(document("iam/train.json"))
-    given = ["--memory-dir", memory_dir, "--endpoint-url", training.options["endpoint_url"]]
-    done = CliRunner().invoke(app, ["doctor", training.url, *given])
-    assert (done.exit_code, "fail" in done.stdout) == (0, False), done.stdout
-
-
 def test_the_readme_tells_of_each_file_and_each_name_to_fill_in():
     said = (DEPLOY / "README.md").read_text()
     for file in (*DEPLOY.glob("*.json"), *(DEPLOY / "iam").glob("*.json")):

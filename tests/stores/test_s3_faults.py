@@ -1,14 +1,11 @@
 """Bad days of a server, as S3Store meets them; what is repeated, for how long, and what is not."""
 
-import contextlib
 import errno
 import functools
-import gc
 import os
 import socket
 import threading
 import time
-import weakref
 
 import pytest
 from support.clocks import VirtualClock, quick
@@ -27,7 +24,7 @@ from support.fault_proxy import (
 )
 from support.store_contract import MemoryJournal
 
-from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.stores import s3_bodies
 from tiered_checkpoint_io.stores.base import Metrics
 from tiered_checkpoint_io.stores.directory import DirectoryStore
@@ -291,23 +288,6 @@ class Flaky:
 QUICK = quick(retry_first_wait_s=0.001, retry_max_wait_s=0.01)
 
 
-def test_what_may_pass_is_repeated_and_counted(caplog):
-    metrics, flaky = Metrics(), Flaky(5)
-    assert Retry(metrics, QUICK)(flaky) == "done"
-    assert flaky.calls == 6
-    assert metrics.snapshot() == {"retries": 5, "answers": 1}
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-
-
-@pytest.mark.parametrize("kind", [StoreError, StoreNotFoundError, ValueError])
-def test_what_will_not_pass_is_raised_at_once(kind):
-    metrics, flaky = Metrics(), Flaky(1, kind)
-    with pytest.raises(kind, match="failure 1"):
-        Retry(metrics, QUICK)(flaky)
-    assert flaky.calls == 1
-    assert metrics.snapshot() == {"answers": 1}
-
-
 def test_the_deadline_ends_it_with_the_last_error():
     flaky = Flaky(10**9)
     begun = time.monotonic()
@@ -340,32 +320,6 @@ def test_a_wait_can_be_cut_short():
     with failing("unavailable", match="failure 1"):
         Retry(Metrics(), VirtualClock())(fail_then_cancel, cancelled=cancelled)
     assert flaky.calls == 1
-
-
-@pytest.mark.parametrize("error", [None, StoreNotFoundError])
-def test_what_a_call_and_its_error_hold_is_free_at_once(error):
-    """The collector, which may come late, is not needed."""
-
-    class Held:
-        pass
-
-    def ask():
-        held = Held()
-
-        def call():
-            assert held
-            if error is not None:
-                raise error("x")
-
-        with contextlib.suppress(StoreError):
-            Retry(Metrics())(call)
-        return weakref.ref(held)
-
-    gc.disable()
-    try:
-        assert ask()() is None
-    finally:
-        gc.enable()
 
 
 def test_an_upload_to_a_directory_that_was_interrupted_is_repeated_and_told_once(tmp_path, monkeypatch):

@@ -15,14 +15,12 @@ from support.documented import command, verified
 from support.draining import Node
 from support.failing import failing
 from support.store_contract import ContentOnDemand, StoreContract
-from support.supporting import build
 
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.documents import MAX_OBJECT, MAX_PART, MAX_PARTS
 from tiered_checkpoint_io.model.manifest import FileEntry
 from tiered_checkpoint_io.stores import GROUP, open_store
-from tiered_checkpoint_io.stores.base import Store
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.stores.remote import RemoteStore
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
@@ -117,15 +115,6 @@ def test_what_is_above_the_limit_is_refused_and_no_manifest_has_it():
     assert FileEntry.from_json(largest).size == MAX_OBJECT
     with pytest.raises(CorruptCheckpointError, match="size"):
         FileEntry.from_json({**largest, "size": MAX_OBJECT + 1})
-
-
-def test_open_store_picks_by_url(tmp_path, s3_url, s3_server):
-    urls = {str(tmp_path): DirectoryStore, s3_url: S3Store, "memory://x/y": RemoteStore}
-    for url, kind in urls.items():
-        store = open_store(build(TieredCheckpointConfig, dirpath=url, drain="thread"))
-        assert type(store) is kind
-        assert isinstance(store, Store)
-        store.close()
 
 
 KILLED = """
