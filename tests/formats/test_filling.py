@@ -187,10 +187,6 @@ def test_what_can_not_be_read_is_told_and_does_no_harm():
     assert not gather(rows, np.array([[target.ctypes.data, 8], [8, 8]]))
 
 
-class Tagged(torch.Tensor):
-    """A tensor subclass."""
-
-
 def tensors():
     base = torch.arange(5000, dtype=torch.float32)
     square = torch.randn(40, 30)
@@ -312,22 +308,6 @@ def test_an_item_alone_is_what_torch_save_writes(name):
         assert mine.stride() == theirs.stride()
     assert same(mine, theirs)
     assert mine.untyped_storage().nbytes() == tensor.nbytes
-
-
-def test_subclasses_and_sparse_tensors_are_saved_as_torch_saves_them():
-    tagged = torch.arange(4.0).as_subclass(Tagged)
-    sparse = torch.eye(4).to_sparse()
-    data, placed = file_of([tagged, sparse, b"raw", torch.ones(3)])
-    with torch.serialization.safe_globals([Tagged]):
-        parts = [
-            torch.load(io.BytesIO(data[each.offset : each.offset + each.length]), weights_only=False)
-            for each in (placed[0], placed[1], placed[3])
-        ]
-    assert type(parts[0]) is Tagged
-    assert torch.equal(parts[0].as_subclass(torch.Tensor), torch.arange(4.0))
-    assert torch.equal(parts[1].to_dense(), torch.eye(4))
-    assert torch.equal(parts[2], torch.ones(3))
-    assert data[placed[2].offset :][:3] == b"raw"
 
 
 def test_a_row_of_tensors_makes_the_same_file_as_planning_it():

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextvars
-import gc
 import threading
-import weakref
 
 import pytest
 from support.tenants import no_more_threads
@@ -27,26 +24,6 @@ def test_what_it_gives_is_in_order_whoever_ends_first() -> None:
         return item * item
 
     assert in_parallel(work, iter(range(10)), 2) == [item * item for item in range(10)]
-
-
-def test_the_caller_is_one_of_the_threads_and_they_have_its_context() -> None:
-    bound: contextvars.ContextVar[int] = contextvars.ContextVar("bound", default=0)
-    # Passed only by as many threads as there are items, all at once.
-    together = threading.Barrier(3, timeout=_BOUND_S)
-
-    def work(item: int) -> tuple[int, str]:
-        together.wait()
-        found = bound.get()
-        bound.set(100 + item)
-        return found, threading.current_thread().name
-
-    bound.set(7)
-    found = in_parallel(work, range(3), 3)
-    assert [value for value, _ in found] == [7] * 3
-    assert bound.get() == 7
-    names = {name for _, name in found}
-    assert len(names) == 3
-    assert threading.current_thread().name in names
 
 
 @pytest.mark.parametrize("work", [in_parallel, in_parallel_as_needed])
@@ -84,28 +61,6 @@ def test_a_failure_stops_what_has_not_begun_and_waits_for_the_rest(
         in_parallel(work, range(100), 2)
     assert sorted(begun) == [0, 1]
     assert len(ended) == 1
-
-
-def test_of_two_failures_the_first_in_order_is_raised_and_keeps_nothing_alive() -> None:
-    class Thing:
-        pass
-
-    both = threading.Barrier(2, timeout=_BOUND_S)
-
-    def fail(thing: Thing) -> None:
-        both.wait()
-        raise ValueError(things.index(thing))
-
-    gc.disable()
-    try:
-        things = [Thing() for _ in range(2)]
-        kept = [weakref.ref(thing) for thing in things]
-        with pytest.raises(ValueError, match="^0$"):
-            in_parallel(fail, things, 2)
-        things.clear()
-        assert [each() for each in kept] == [None] * 2
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
