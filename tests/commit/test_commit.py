@@ -238,9 +238,3 @@ def test_verify_tells_the_save_that_is_there_and_what_is_wrong_with_it(store):
     path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
     assert verified()["state"] == "damaged"
     assert "instead of" not in verified()["error"]
-
-
-def test_a_command_runs_for_what_is_there(store, capfd):
-    line = ["watch", store.url, "--exec", "echo $TIERED_CKPT_NAME $TIERED_CKPT_STEP"]
-    done = command(*line, "--after", "", "--idle-timeout", "0")
-    assert (done.exit_code, capfd.readouterr().out.splitlines()) == (0, ["last 1", "two 2"]), done.stderr

@@ -149,40 +149,6 @@ def test_only_all_ranks_make_a_checkpoint(tmp_path):
     assert readable(store, "a") is None
 
 
-def test_what_was_seen_is_not_asked_for_again(tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    part, _ = make_part("a", 1, 0, world_size=4)
-    arrivals = Arrivals(part)
-    for rank in (1, 2, 3):
-        part_only(store, "a", 1, rank, world_size=4)
-        before = store.metrics.snapshot().get("requests.get", 0)
-        arrivals.look(store)
-        assert store.metrics.snapshot()["requests.get"] - before == 1
-    before = store.metrics.snapshot()
-    assert not arrivals.missing
-    arrivals.look(store)
-    assert store.metrics.snapshot() == before
-
-
-def test_a_reader_of_one_part_reads_the_index_and_one_description(tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    save(store, "a", 1, world_size=5)
-    content = read_manifest(store, "a").content
-    assert not content.files
-    assert content.size == sum(size for size in files_of(store, content).sizes.values())
-    before = store.metrics.snapshot()["requests.get"]
-    files = files_of(store, content)
-    parts = [make_part("a", 1, rank, world_size=5)[0] for rank in range(5)]
-    for _ in range(2):
-        assert files.of_rank(3) == parts[3].content.files
-        assert files.entry("__3_1.distcp") == parts[3].content.files[1]
-    assert store.metrics.snapshot()["requests.get"] - before == 2
-    assert files.entry("other") is None
-    assert files.of_rank(9) == ()
-    assert files.entry(METADATA).path == f"a/{METADATA}"
-    assert set(files.all()) == {entry for part in parts for entry in part.content.files}
-
-
 @pytest.mark.parametrize("damage", ["gone", "cut", "of another save"])
 @pytest.mark.parametrize("which", ["index", "description"])
 def test_an_index_or_description_that_is_not_as_committed_is_damage(which, damage, tmp_path):

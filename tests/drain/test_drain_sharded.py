@@ -1,6 +1,5 @@
 """Drains of sharded checkpoints: several ranks, nodes and groups, late parts, requests; and as trainers see them."""
 
-import dataclasses
 import logging
 import os
 import time
@@ -14,7 +13,7 @@ from support.committing import save, swept
 from support.draining import LOG, Node, drain, names, working
 from support.faulty import FaultyStore, Injected, refusing
 from support.restoring import of_a_newer_release
-from support.sharded import make_part, named, objects, readable, views_of
+from support.sharded import named, objects, readable
 from support.story import op_id
 from support.waiting import until
 
@@ -22,10 +21,8 @@ from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.drain.log import read_events
 from tiered_checkpoint_io.engine.drain.operations import Outcome, Request
 from tiered_checkpoint_io.engine.drain.status import Announcer
-from tiered_checkpoint_io.engine.drain.unfinished import Unfinished
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, Drain
-from tiered_checkpoint_io.engine.durable.commit import put_part
-from tiered_checkpoint_io.errors import CorruptCheckpointError, DrainError
+from tiered_checkpoint_io.errors import DrainError
 from tiered_checkpoint_io.logs import get_logger, size_text
 from tiered_checkpoint_io.memory.node import release, try_lock
 from tiered_checkpoint_io.model import ids
@@ -201,66 +198,17 @@ def test_a_part_that_no_store_takes_is_superseded_by_that_of_the_next_save(nodes
     assert left_by_sweep(store) == []
 
 
-PATIENCE_S = 1800.0
-
-
-@dataclasses.dataclass
-class Hours:
-    """A clock that only a test moves."""
-
-    now: float = 0.0
-    timing: Timing = dataclasses.field(default_factory=Timing)
-
-    def monotonic(self):
-        return self.now
-
-
-def test_to_wait_is_no_failure_while_parts_come_and_one_failure_where_none_does(store):
-    clock, begun = Hours(), Unfinished()
-    parts = [make_part("a.ckpt", 1, rank, world_size=4) for rank in range(4)]
-
-    def send(rank):
-        put_part(store, parts[rank][0], views_of(parts[rank][1]))
-
-    def look():
-        try:
-            return begun.gather(store, parts[0][0], PATIENCE_S, clock)
-        except DrainError as late:
-            begun[parts[0][0].save_id].failed(late, clock)
-            return str(late)
-
-    send(0)
-    for rank in (1, 2):
-        assert look() is None
-        clock.now += PATIENCE_S - 1
-        send(rank)
-        assert look() is None, "a part has come"
-    clock.now += PATIENCE_S - 1
-    assert look() is None
-    clock.now += 2
-    assert "the parts of 1 of 4 ranks are missing, and none of them has come for 1800 s: 3" in look()
-    mine = begun[parts[0][0].save_id]
-    assert mine.permanent, "a drain without a trainer need not stay"
-    for _ in range(20):
-        assert 0 < mine.due - clock.now <= clock.timing.redo_max_s, "the looks go on"
-        clock.now = mine.due
-        assert look() is None, "it is said once"
-        assert mine.permanent
-    assert mine.failures == 1
-    send(3)
-    assert sorted(look()) == [0, 1, 2, 3]
-
-
-def test_a_damaged_description_of_an_older_save_that_waits_holds_up_no_later_one(store):
-    clock, begun = Hours(), Unfinished()
-    (older, _), *_ = made = [make_part("a.ckpt", number, rank, world_size=2) for number in (1, 2) for rank in (0, 1)]
-    for part, content in (made[0], *made[2:]):
-        put_part(store, part, views_of(content))
-    assert begun.gather(store, older, PATIENCE_S, clock) is None
-    store.put(ids.description_key(older.save_id, 1), b"{")
-    assert sorted(begun.gather(store, made[2][0], PATIENCE_S, clock)) == [0, 1]
-    with pytest.raises(CorruptCheckpointError):
-        begun.gather(store, older, PATIENCE_S, clock)
+def test_a_damaged_description_of_a_save_that_waits_holds_up_no_later_one(nodes, store):
+    first, second = nodes
+    first.part("1.ckpt", 1, 0)
+    drain(first).run(once=True)
+    store.put(ids.description_key(op_id(1), 1), b"{")
+    first.part("2.ckpt", 2, 0)
+    second.part("2.ckpt", 2, 1)
+    for node in (second, first):
+        drain(node).run(once=True)
+    assert first.states()[op_id(2)] == "committed"
+    assert names(store) == ["2.ckpt"]
 
 
 # ------------------------------------------------------- process groups that save side by side, such as stages
