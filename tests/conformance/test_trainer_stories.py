@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from support.training import Runs
-
-from tiered_checkpoint_io.errors import ConfigError
 
 
 @pytest.fixture
@@ -22,29 +19,6 @@ def test_the_io_alone_saves_each_epoch_and_resumes(runs):
     resumed, _ = runs.fit(max_epochs=3, **options)
     assert resumed.io.checkpointer.restored.step == 40
     assert resumed.global_step == 60
-
-
-def test_a_stock_checkpoint_without_a_dirpath_keeps_its_best_and_its_last(runs):
-    callback = ModelCheckpoint(monitor="score", mode="max", save_top_k=1, every_n_train_steps=5, save_last="link")
-    runs.fit(callback, ckpt_path=None)
-    assert callback.best_model_path.startswith(f"{runs.dirpath}/epoch=0-step=")
-    assert callback.last_model_path == f"{runs.dirpath}/last.ckpt"
-    runs.wipe()
-    io = runs.io()
-    assert io.load_checkpoint(callback.best_model_path)["global_step"]
-    assert io.load_checkpoint("tiered:last")["global_step"] == 20
-    io.teardown()
-
-
-def test_a_stock_checkpoint_with_a_dirpath_elsewhere_is_refused_before_the_first_batch(runs, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"ModelCheckpoint\(dirpath='.*elsewhere'\).*leave the callback's dirpath out"
-    ):
-        runs.fit(ModelCheckpoint(dirpath=tmp_path / "elsewhere"), ckpt_path=None)
-    assert not (tmp_path / "elsewhere").exists()
-    below = ModelCheckpoint(dirpath=f"{runs.dirpath}/own", every_n_train_steps=5)
-    runs.fit(below, ckpt_path=None, max_steps=5)
-    assert [name for name in runs.durable() if name.startswith("own/")]
 
 
 def test_where_a_relative_name_goes_is_told_and_a_path_elsewhere_is_an_ordinary_file(runs, tmp_path):

@@ -1,6 +1,5 @@
 """``status --prometheus``: metrics of a training, and of a dead one; dashboard, alert rules, and record of events."""
 
-import csv
 import json
 import os
 import re
@@ -11,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from support.documented import command
 from support.supporting import build
-from support.tenants import Tenant, mounted_tmpfs
+from support.tenants import mounted_tmpfs
 from support.training import Model, Runs
 
 from tiered_checkpoint_io import TieredCheckpointIO, dcp
@@ -149,15 +147,6 @@ def test_space_is_that_of_the_trainer_whatever_the_limits_of_the_command(tmp_pat
         shutil.rmtree(root_of(small))
         assert values(small) == {}
         io.teardown()
-
-
-def test_a_logger_of_lightnings_gets_the_metrics_of_saves_and_uploads(runs, tmp_path):
-    callback = TieredModelCheckpoint(s3_every_n_train_steps=10, save_top_k=-1)
-    runs.fit(callback, logger=CSVLogger(tmp_path / "logs"))
-    (path,) = Path(tmp_path, "logs").rglob("metrics.csv")
-    rows = [*csv.DictReader(path.read_text().splitlines())]
-    assert [float(row["checkpoint/durable_step"]) for row in rows if row["checkpoint/durable_step"]] == [10, 20]
-    assert all(float(row["checkpoint/capture_s"]) > 0 for row in rows if row["checkpoint/stall_s"])
 
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -341,23 +330,3 @@ def test_a_line_that_was_cut_off_spoils_no_other(tmp_path):
     note(tmp_path, "step", step=2, error="x" * 10_000)
     assert [each["step"] for each in read_events(tmp_path)] == [1, 2]
     assert len(read_events(tmp_path)[1]["error"]) == 300
-
-
-def test_without_a_folder_nothing_happens(tmp_path):
-    note(tmp_path / "cleaned", "step", step=1)
-    assert read_events(tmp_path / "cleaned") == []
-
-
-@pytest.mark.matrix
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a tmpfs")
-def test_on_a_full_tmpfs_lines_are_missing_and_nothing_else(tmp_path):
-    with mounted_tmpfs(tmp_path, size=64 << 10) as folder:
-        tenant = Tenant(folder)
-        note(folder, "step", step=1)
-        tenant.fills()
-        for step in range(2, 500):
-            note(folder, "step", step=step)
-        tenant.goes()
-        note(folder, "step", step=500)
-        steps = [each["step"] for each in read_events(folder)]
-        assert (steps[0], steps[-1], len(steps) < 500) == (1, 500, True)
