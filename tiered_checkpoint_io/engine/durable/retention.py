@@ -73,8 +73,7 @@ def remove(store: Store, checkpoint: Checkpoint, *, clock: Clock = SYSTEM) -> Re
     refused = Refusals()
     try:
         with refused.kept():
-            gone = delete(store, checkpoint.name, before=checkpoint.save_id, clock=clock)
-            return RemovalAttempt(checkpoint, gone.is_gone, gone.left)
+            return RemovalAttempt(checkpoint, *delete(store, checkpoint.name, before=checkpoint.save_id, clock=clock))
     except ConfigError as error:
         if error.reason != "held":
             raise

@@ -144,13 +144,6 @@ def _passing(*reasons: Reason) -> Iterator[None]:
             raise
 
 
-class Deletion(NamedTuple):
-    """Result of a delete: True if the checkpoint ceased to exist, and the error that left files for the sweep."""
-
-    is_gone: bool
-    left: TieredCheckpointError | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Remains:
     """Objects that no manifest will name after the next change of a manifest."""
@@ -216,11 +209,16 @@ class Remains:
 
 
 @repeated
-def delete(store: Store, name: str, *, before: str | None = None, clock: Clock = SYSTEM) -> Deletion:
+def delete(
+    store: Store, name: str, *, before: str | None = None, clock: Clock = SYSTEM
+) -> tuple[bool, TieredCheckpointError | None]:
     """Makes a checkpoint, or an alias, cease to exist, and the aliases that point to it.
 
     A file that never had a manifest (of a save that was given up, or that others wrote) is removed too. A save made
     later than ``before``, the id of the request, stays.
+
+    Returns:
+        True if the checkpoint ceased to exist; and the error that left files for the sweep.
 
     Raises:
         ConfigError: Another program uses the checkpoint. Nothing was removed.
@@ -233,9 +231,9 @@ def delete(store: Store, name: str, *, before: str | None = None, clock: Clock =
         remove_unnamed(manifests, name, name)
         # An unreadable manifest is no checkpoint either.
         manifests.delete(name)
-        return Deletion(is_gone=True)
+        return True, None
     if before is not None and manifest.content.save_id > before:
-        return Deletion(is_gone=False)
+        return False, None
     refuse_held(store, name, clock=clock)
     remains = Remains(name)
     if manifest.alias_of is None:
@@ -248,7 +246,7 @@ def delete(store: Store, name: str, *, before: str | None = None, clock: Clock =
             raise
         manifests.put(replace(manifest, reserved=manifests.reserved(name)))
         raise
-    return Deletion(is_gone=True, left=remove_aliases(manifests, manifest) or remains.remove(store))
+    return True, remove_aliases(manifests, manifest) or remains.remove(store)
 
 
 def remove_aliases(manifests: Manifests, target: Manifest) -> StoreError | None:
