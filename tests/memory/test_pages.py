@@ -1,6 +1,6 @@
 """Huge pages of tmpfs: the same bytes and space as without them; pages of a slot that are registered as pinned."""
 
-import contextlib
+import ctypes
 import errno
 import gc
 import itertools
@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from hypothesis import strategies as st
 from support.tenants import mounted_tmpfs
 from support.waiting import until
 
-from tiered_checkpoint_io.engine import staging
 from tiered_checkpoint_io.engine.ranks.views import bytes_of, privately_mapped
 from tiered_checkpoint_io.engine.staging import Capturer, HostPins
 from tiered_checkpoint_io.formats.image import PINNED_PIECE, cuts_of
@@ -239,7 +239,8 @@ class Runtime:
 def runtime(monkeypatch):
     made = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
-    monkeypatch.setattr(staging, "beside_graphs", lambda: contextlib.nullcontext(True))
+    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=lambda _: 0)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: driver)
     monkeypatch.setattr(torch.cuda, "current_device", made.current_device)
     monkeypatch.setattr(torch.cuda, "device", made.device)
     with made.device(3):

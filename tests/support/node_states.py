@@ -69,7 +69,7 @@ class Disk:
     """``memory_dir`` lies on the disk, operation log and all."""
 
     title = "memory_dir on a disk"
-    full = False
+    budget: int | None = None
 
     def __init__(self, folder):
         self.folder = folder
@@ -96,6 +96,8 @@ class Disk:
         )
         made = Checkpointer(config)
         made.session.clock = SOON
+        if self.budget is not None:
+            made.session.open().tier.budget = self.budget
         try:
             yield made
         finally:
@@ -114,7 +116,7 @@ class Spill(Disk):
     """A memory into which no part fits: all are spilled."""
 
     title = "the spill"
-    full = True
+    budget = 0
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -122,16 +124,12 @@ class Spill(Disk):
 
 
 @contextlib.contextmanager
-def small(*, full):
-    """Sets small slots and a small log; no free memory, if asked for; and no process of a drain."""
+def small():
+    """Sets small slots and a small log, and no process of a drain."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(slots, "_ROUND", crash_states.PAGE))
         stack.enter_context(mock.patch.object(operation_log, "_HALF", 1 << 14))
         stack.enter_context(mock.patch.object(process, "subprocess", types.SimpleNamespace(Popen=Idle, DEVNULL=None)))
-        if full:
-            stack.enter_context(mock.patch.object(tier, "memory_left", lambda: 0))
-            # The spill is on a disk.
-            stack.enter_context(mock.patch.object(tier, "is_tmpfs", lambda path: "/spill/" not in path))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         level = logging.root.manager.disable
@@ -179,7 +177,7 @@ def try_node(kind, folder, *, seed=0, sample=1.0, draws=3):
     chooser = random.Random(seed)
     place = kind(folder)
     place.make()
-    with small(full=place.full):
+    with small():
         pending = _record(place, chooser, sample, draws)
         for path in (place.memory, place.spill, place.durable):
             shutil.rmtree(path)
