@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.memory.node import MemoryFullError, inode_at, inode_of, needs_space, register_owner
+from tiered_checkpoint_io.memory.node import MemoryFullError, flock, inode_at, inode_of, needs_space, register_owner
 
 HUGE = 2 << 20
 #: Less than that is quickly touched.
@@ -548,21 +548,11 @@ class SlotPool:
     def _taking_space(self) -> Iterator[None]:
         """Lets one process of the node at a time look at the free room and take it."""
         lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        deadline = self._clock.monotonic() + (bound := self._clock.timing.space_wait_s)
+        timing = self._clock.timing
         try:
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if self._clock.monotonic() > deadline:
-                        raise BusyError(
-                            f"another process has been reserving memory for more than {bound:.0f} s",
-                            operation="stage",
-                            tier="memory",
-                            key=self._folder,
-                        ) from None
-                    self._clock.sleep(self._clock.timing.space_poll_s)
+            if not flock(lock, timing.space_wait_s, timing.space_poll_s, self._clock):
+                text = f"another process has been reserving memory for more than {timing.space_wait_s:.0f} s"
+                raise BusyError(text, operation="stage", tier="memory", key=self._folder)
             try:
                 yield
             finally:

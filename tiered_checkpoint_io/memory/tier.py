@@ -26,7 +26,6 @@ No checkpoint's name becomes a folder here, only the last component of its path,
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import re
@@ -45,9 +44,8 @@ from tiered_checkpoint_io.memory.node import (
     NO_SPACE,
     MemoryFullError,
     by_warning,
-    inode_at,
-    inode_of,
     is_local_disk,
+    is_lost,
     is_scarcity,
     is_tmpfs,
     make_folders,
@@ -55,7 +53,9 @@ from tiered_checkpoint_io.memory.node import (
     memory_of,
     opening,
     private_folder,
+    release,
     sync_folder,
+    try_lock,
     unbounded,
     used,
     write_atomic,
@@ -88,17 +88,8 @@ OWNER_FILE = "owner"
 
 class _Claim(NamedTuple):
     folder: Path
-    descriptor: int
+    lock: int
     owner: str
-
-    @property
-    def is_lost(self) -> bool:
-        """True if the claim's file was removed, so that other processes do not see the lock."""
-        return inode_at(self.folder / OWNER_FILE) != inode_of(os.fstat(self.descriptor))
-
-    def write(self, owner: str) -> None:
-        """Writes the owner."""
-        os.ftruncate(self.descriptor, os.pwrite(self.descriptor, owner.encode(), 0))
 
 
 #: Claims of this process, by the path that was asked for.
@@ -125,21 +116,21 @@ def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
         mine = _claims.get(base)
         owner = _id_of(memory) or (clock.token(16) if mine is None else mine.owner)
         if mine is not None:
-            if not mine.is_lost:
+            if not is_lost(mine.lock):
                 with contextlib.suppress(OSError):
                     # Cleaners of temporary folders remove files of 10 days ago.
-                    os.utime(mine.descriptor)
+                    os.utime(mine.lock)
                 if owner != mine.owner:
                     # The memory's folder was made again. All its processes still use this spill.
-                    mine.write(owner)
+                    _write_owner(mine.lock, owner)
                     _claims[base] = mine._replace(owner=owner)
                 return mine.folder
-            os.close(_claims.pop(base).descriptor)
+            release(_claims.pop(base).lock)
         others = set[Path]()
         while (folder := _next(base, owner, others, make=make)) is not None:
-            taken = _take(folder, owner, clock, tries=_TRIES if make else 1)
-            if taken is not None:
-                _claims[base] = taken
+            lock = _take(folder, owner, clock, tries=_TRIES if make else 1)
+            if lock is not None:
+                _claims[base] = _Claim(folder, lock, owner)
                 return folder
             others.add(folder)
         return None
@@ -147,13 +138,13 @@ def claim(base: Path, memory: Path, clock: Clock, *, make: bool) -> Path | None:
 
 def _next(base: Path, owner: str, others: set[Path], *, make: bool) -> Path | None:
     """Returns the next folder to try: the owner's own, then other existing ones, then, with ``make``, a new one."""
-    folders = sorted(siblings(base), key=lambda each: _owner_of(each) != owner)
+    folders = sorted(_siblings(base), key=lambda each: _owner_of(each) != owner)
     more = (base.with_name(f"{base.name}-{each}") for each in itertools.count(2))
     new = itertools.chain([base], more) if make else iter(())
     return next((each for each in itertools.chain(folders, new) if each not in others), None)
 
 
-def siblings(base: Path) -> list[Path]:
+def _siblings(base: Path) -> list[Path]:
     """Returns the spills that are there under a path, of any owner."""
     try:
         names = os.listdir(base.parent)
@@ -179,55 +170,43 @@ def _owner_of(folder: Path) -> str:
         return ""
 
 
-def _take(folder: Path, owner: str, clock: Clock, *, tries: int) -> _Claim | None:
+def _write_owner(lock: int, owner: str) -> None:
+    # In place: a full disk has no new block for it.
+    os.ftruncate(lock, os.pwrite(lock, owner.encode(), 0))
+
+
+def _take(folder: Path, owner: str, clock: Clock, *, tries: int) -> int | None:
     """Claims one spill; None if another live memory has it at each try."""
-    deadline = clock.monotonic() + clock.timing.space_wait_s
-    while True:
+    file, timing = folder / OWNER_FILE, clock.timing
+    deadline = clock.monotonic() + timing.space_wait_s
+    while clock.monotonic() <= deadline:
         private_folder(folder)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        taken = _Claim(folder, os.open(folder / OWNER_FILE, flags, 0o600), owner)
-        try:
-            if _lock(taken.descriptor, fcntl.LOCK_EX):
-                # No live process has it. The owner is written in place: a full disk has no new block for it.
-                taken.write(owner)
-            # Not in one step: another process may come between, and its owner is read then.
-            while not _lock(taken.descriptor, fcntl.LOCK_SH):
-                _wait(clock, deadline, folder)
-            is_lost = taken.is_lost
-            if not is_lost and os.pread(taken.descriptor, 1024, 0) == owner.encode():
-                return taken
-        except BaseException:
-            os.close(taken.descriptor)
-            raise
-        os.close(taken.descriptor)
-        tries -= not is_lost
+        lock = try_lock(file, clock=clock)
+        if lock is not None:
+            # No live process has it. Another one may have it before the lock is shared, and its owner is read then.
+            _write_owner(lock, owner)
+            release(lock)
+        lock = try_lock(file, shared=True, patience_s=deadline - clock.monotonic(), clock=clock)
+        if lock is None:
+            break
+        # A lost spill was being removed, another's may be free at the next try.
+        lost = is_lost(lock)
+        if not lost and os.pread(lock, 1024, 0) == owner.encode():
+            return lock
+        release(lock)
+        tries -= not lost
         if not tries:
             return None
-        # The spill was being removed, or is another's as yet.
-        _wait(clock, deadline, folder)
-
-
-def _wait(clock: Clock, deadline: float, folder: Path) -> None:
-    if clock.monotonic() > deadline:
-        text = "another process has been changing the owner of this spill for too long"
-        raise MemoryTierError(text, operation="open", tier="memory", key=str(folder), hint="name another spill_dir")
-    clock.sleep(clock.timing.space_poll_s)
-
-
-def _lock(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        clock.sleep(timing.space_poll_s)
+    text = "another process has been changing the owner of this spill for too long"
+    raise MemoryTierError(text, operation="open", tier="memory", key=str(folder), hint="name another spill_dir")
 
 
 def _drop_in_child() -> None:
-    # A worker that outlives its trainer would keep the spill for it.
+    # The locks are dropped by the module of locks.
     global _guard
     _guard = threading.Lock()
-    while _claims:
-        os.close(_claims.popitem()[1].descriptor)
+    _claims.clear()
 
 
 os.register_at_fork(after_in_child=_drop_in_child)
@@ -381,7 +360,7 @@ class MemoryTier:
     @property
     def spill(self) -> MemoryTier | None:
         """The spill, once any process of this memory has made it."""
-        if self._spill is None and self._spill_base is not None and siblings(self._spill_base):
+        if self._spill is None and self._spill_base is not None and _siblings(self._spill_base):
             self.open_spill(make=False)
         return self._spill
 
