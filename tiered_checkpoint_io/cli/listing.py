@@ -12,12 +12,11 @@ from tiered_checkpoint_io.cli.answers import ask
 from tiered_checkpoint_io.cli.options import AnyDirpath, Memory, Name, Output, Server, name_of
 from tiered_checkpoint_io.cli.output import Columns, say, show, write_json
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError, without_secrets
-from tiered_checkpoint_io.inventory.node import PartState, look_at_node
-from tiered_checkpoint_io.inventory.rows import CheckpointInfo, CheckpointState, Details, Look, Looker, details_of, iso
+from tiered_checkpoint_io.inventory.node import PartState, look_at_node, places_of
+from tiered_checkpoint_io.inventory.rows import CheckpointInfo, CheckpointState, Details, Look, Tiers, details_of, iso
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.stores import place_of
 
 _DAMAGED = ("corrupt", "newer_release")
 _STATES: dict[CheckpointState, str] = {"memory_only": "memory only", "newer_release": "of a newer release"}
@@ -53,7 +52,7 @@ class Ls(Output, Server, Memory):
         found: Sequence[CheckpointInfo]
         if self.dirpath is None:
             node = look_at_node(self.memory_dir)
-            found = [each for place in node.places for each in Look(place, node).checkpoints]
+            found = [each for place in places_of(node) for each in Look(place, node).checkpoints]
         else:
             config = self.config(self.dirpath)
             wanted = name_of(config, self.name) if self.name is not None else None
@@ -82,22 +81,18 @@ class Ls(Output, Server, Memory):
         Raises:
             StoreError: The durable tier could not be read, and memory has nothing of it.
         """
-        looker, error = looker_of(config, self), None
+        # On a machine that has no node memory in the default place, only at the durable one.
+        tiers, error = Tiers(config, self.memory_dir if self.has_memory else None), None
         try:
-            look = ask(config, looker.look)
+            look = ask(config, tiers.look)
         except StoreError as silent:
-            look, error = looker.look(None), silent
-        for place in look.node.places:
+            look, error = tiers.look(None), silent
+        for place in places_of(look.node):
             if place != look.place and place.dirpath == look.place.dirpath:
                 say(f"node memory has checkpoints of {place}, which is another server: see --endpoint-url", err=True)
         if error is not None and not look.checkpoints:
             raise error
         return look, error
-
-
-def looker_of(config: TieredCheckpointConfig, memory: Memory) -> Looker:
-    """Looks at both tiers; at the durable one only on a machine that has no node memory in the default place."""
-    return Looker(place_of(config), memory.memory_dir if memory.has_memory else None)
 
 
 def _details(wanted: str, config: TieredCheckpointConfig, look: Look, error: StoreError | None) -> list[Details]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +16,6 @@ from tiered_checkpoint_io.cli.output import Columns, cells_of, is_terminal, say,
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.errors import TieredCheckpointError
 from tiered_checkpoint_io.inventory.node import BrokenPart, HeldPart, Namespace, look_at, time_of
-from tiered_checkpoint_io.inventory.rows import marked
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.metrics import Sample, collect, prometheus_text
 from tiered_checkpoint_io.model import ids
@@ -47,7 +46,7 @@ class Status(Output, Nodes):
         if self.prometheus:
             _write_metrics(roots)
             return
-        found = [replace(each, held=marked(each.held)) for each in map(look_at, roots)]
+        found = list(map(look_at, roots))
         if self.as_json:
             write_json("status", {"namespaces": list(map(_document, found))})
             return
@@ -116,8 +115,7 @@ def _damaged(found: Namespace) -> list[BrokenPart]:
 
 # ------------------------------------------------------------------------------------------ text
 def _show(found: Namespace) -> None:
-    tiers = {each.place for each in found.held} | {each.place for each in found.waiting if each.dirpath}
-    tiers |= {found.place} if found.place is not None else set()
+    tiers = found.places | ({found.place} if found.place is not None else set())
     say(f"namespace: {found.root.name}, in {found.root.parent}")
     # The server is shown only if two tiers differ by it.
     dirpaths = [each.dirpath for each in tiers]

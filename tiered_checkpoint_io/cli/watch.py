@@ -17,8 +17,8 @@ import typer
 from tiered_checkpoint_io.cli.answers import deferring, raising
 from tiered_checkpoint_io.cli.options import Dirpath, Output, Server
 from tiered_checkpoint_io.cli.output import Columns, row_writer, say, write_json
-from tiered_checkpoint_io.inventory.api import NewCheckpoints, Tiers
-from tiered_checkpoint_io.inventory.rows import CheckpointInfo, iso
+from tiered_checkpoint_io.inventory.api import NewCheckpoints
+from tiered_checkpoint_io.inventory.rows import CheckpointInfo, Tiers, iso
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.model import ids
 

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.sweep import hold, release
@@ -21,13 +21,10 @@ from tiered_checkpoint_io.errors import (
     StoreError,
     seconds,
 )
-from tiered_checkpoint_io.inventory.rows import CheckpointInfo, Looker
+from tiered_checkpoint_io.inventory.rows import CheckpointInfo, Tiers
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.stores import Store, open_store, place_of
-from tiered_checkpoint_io.stores.retry import answer_within
 
-_T = TypeVar("_T")
 _log = logging.getLogger("tiered_checkpoint_io.inventory")
 #: Interval at which programs look by default, seconds: one list of a small prefix each time.
 EVERY_S = 10.0
@@ -51,7 +48,7 @@ def list_checkpoints(
     """
     config = TieredCheckpointConfig.from_any(dirpath=dirpath, **options)
     with contextlib.closing(Tiers(config, memory_dir)) as tiers:
-        return tiers.checkpoints()
+        return tiers.ask(tiers.look).checkpoints
 
 
 def find_latest(
@@ -125,43 +122,6 @@ def new_checkpoints(
     return NewCheckpoints(tiers, after, _log.warning).each(every_s, idle_timeout_s, stop or threading.Event())
 
 
-class Tiers:
-    """The tiers that a program asks about, looked at again and again."""
-
-    def __init__(self, config: TieredCheckpointConfig, memory_dir: str | None = None, *, clock: Clock = SYSTEM) -> None:
-        """Takes the durable tier, and the folder of node memory; None not to look there."""
-        self.clock = clock
-        self._config = config
-        self._looker = Looker(place_of(config), memory_dir, clock=clock)
-        self._store: Store | None = None
-
-    def close(self) -> None:
-        """Lets the connection to the durable tier go."""
-        if self._store is not None:
-            self._store.close()
-
-    def checkpoints(self) -> list[CheckpointInfo]:
-        """Raises CheckpointNotFoundError, ConfigError and StoreError as :func:`list_checkpoints`."""
-        return self.ask(self._looker.look).checkpoints
-
-    def ask(self, work: Callable[[Store], _T]) -> _T:
-        """Returns the result of ``work`` on the durable tier; raises StoreError if that is silent."""
-
-        def asked() -> _T:
-            # One that fails, or is given up, is not asked again.
-            store, self._store = self._store or open_store(self._config, clock=self.clock), None
-            try:
-                found = work(store)
-            except BaseException:
-                store.close()
-                raise
-            self._store = store
-            return found
-
-        patience_s, what = self._config.support.durable_timeout_s, self._config.dirpath
-        return answer_within(patience_s, asked, what=what, clock=self.clock)
-
-
 class NewCheckpoints:
     """Finds each durable save once: a further name, an alias or a copy, is not new."""
 
@@ -217,7 +177,7 @@ class NewCheckpoints:
         """Returns the checkpoints; none while a tier that has answered before is unreachable, which is said once."""
         found, trouble, said = list[CheckpointInfo](), "", ""
         try:
-            found = self._tiers.checkpoints()
+            found = self._tiers.ask(self._tiers.look).checkpoints
         except CheckpointNotFoundError as error:
             then = "any more; asking again" if self._seen else "yet; waiting for the first checkpoint"
             trouble, said = "nothing", f"there is nothing at {error.key} {then}"

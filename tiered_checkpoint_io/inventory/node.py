@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -16,6 +16,7 @@ from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, last_config, t
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE
 from tiered_checkpoint_io.engine.leasing import TRAINERS
 from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, is_other_format
+from tiered_checkpoint_io.inventory.durable import resumable
 from tiered_checkpoint_io.memory.node import is_locked, release, try_lock
 from tiered_checkpoint_io.memory.parts import PART_FILE, REPLICAS, StoredPart
 from tiered_checkpoint_io.memory.tier import FOLDERS, MemoryTier, namespace_root
@@ -251,6 +252,7 @@ class Namespace:
         waiting: Operations that wait for the durable tier, in order.
         outcomes: Operations that have ended, in order.
         drain: Work of the drain.
+        is_working: True if the drain runs.
     """
 
     root: Path
@@ -260,50 +262,34 @@ class Namespace:
     waiting: list[Request]
     outcomes: list[Outcome]
     drain: DrainProgress
+    is_working: bool
+
+    @property
+    def places(self) -> set[Place]:
+        """The durable tiers that something here belongs to."""
+        found = {each.place for each in self.held} | {each.place for each in self.waiting if each.dirpath}
+        return found | {each.place for each in self.broken if each.place is not None}
 
 
 def look_at(root: Path) -> Namespace:
     """Looks at the memory of one namespace; raises FileNotFoundError if it is gone."""
-    tier, queue = tier_at(root), Queue(root)
+    tier, queue, lock = tier_at(root), Queue(root), root / LOCK_FILE
     outcomes = queue.outcomes()
-    held = [held_part(tier, stored, outcomes) for stored in tier.held()]
-    return Namespace(root, tier.place, held, [*_broken(tier)], queue.look(tier), outcomes, queue.progress())
+    held = _marked([held_part(tier, stored, outcomes) for stored in tier.held()])
+    is_working = lock.exists() and is_locked(lock)
+    return Namespace(root, tier.place, held, [*_broken(tier)], queue.look(tier), outcomes, queue.progress(), is_working)
 
 
-@dataclass(frozen=True, slots=True)
-class NodeMemory:
-    """The memory of all namespaces of this user on this node.
-
-    Attributes:
-        held: Intact parts.
-        broken: Parts that can't be used.
-        waiting: Operations that wait for the durable tier, in order.
-        working_on: Names of the checkpoints that drains upload now.
-    """
-
-    held: tuple[HeldPart, ...] = ()
-    broken: tuple[BrokenPart, ...] = ()
-    waiting: tuple[Request, ...] = ()
-    working_on: frozenset[str] = frozenset()
-
-    def at(self, place: Place) -> NodeMemory:
-        """Returns the parts that belong to one durable tier."""
-        return NodeMemory(
-            tuple(each for each in self.held if each.place == place),
-            tuple(each for each in self.broken if each.place == place),
-            tuple(each for each in self.waiting if each.place == place),
-            self.working_on,
-        )
-
-    @property
-    def places(self) -> list[Place]:
-        """The durable tiers that something here belongs to."""
-        found = {each.place for each in self.held} | {each.place for each in self.waiting if each.dirpath}
-        return sorted(found | {each.place for each in self.broken if each.place is not None}, key=str)
+def _marked(held: list[HeldPart]) -> list[HeldPart]:
+    """Marks the parts of the save that ``tiered:latest`` means, of each durable tier."""
+    places = {each.place for each in held}
+    meant = {at: next(iter(resumable((), [each.stored for each in held if each.place == at])), None) for at in places}
+    saves = {at: found.save_id for at, found in meant.items() if found is not None}
+    return [replace(each, is_latest=each.save_id == saves.get(each.place)) for each in held]
 
 
-def look_at_node(memory_dir: str) -> NodeMemory:
-    """Looks at the memory of this node.
+def look_at_node(memory_dir: str) -> list[Namespace]:
+    """Looks at the memory of all namespaces of this user on this node.
 
     Raises:
         ConfigError: The folder does not exist.
@@ -313,13 +299,12 @@ def look_at_node(memory_dir: str) -> NodeMemory:
         # A folder that is cleaned away during the look is gone.
         with contextlib.suppress(FileNotFoundError):
             found.append(look_at(root))
-    working = [each for each in found if (each.root / LOCK_FILE).exists() and is_locked(each.root / LOCK_FILE)]
-    return NodeMemory(
-        tuple(part for each in found for part in each.held),
-        tuple(part for each in found for part in each.broken),
-        tuple(request for each in found for request in each.waiting),
-        frozenset(each.drain.name for each in working if each.drain.name),
-    )
+    return found
+
+
+def places_of(node: Iterable[Namespace]) -> list[Place]:
+    """Returns the durable tiers that something on a node belongs to."""
+    return sorted({place for each in node for place in each.places}, key=str)
 
 
 def _broken(tier: MemoryTier) -> Iterator[BrokenPart]:

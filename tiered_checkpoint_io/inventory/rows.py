@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.operations import NAMING
@@ -25,13 +25,15 @@ from tiered_checkpoint_io.inventory.durable import (
     newer,
     resumable,
 )
-from tiered_checkpoint_io.inventory.node import BrokenPart, HeldPart, NodeMemory, Tier, look_at_node, time_of
-from tiered_checkpoint_io.memory.parts import StoredPart
+from tiered_checkpoint_io.inventory.node import BrokenPart, HeldPart, Namespace, Tier, look_at_node, places_of, time_of
 from tiered_checkpoint_io.model import ids
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.documents import Place
 from tiered_checkpoint_io.model.manifest import Content, Kind, Metric
-from tiered_checkpoint_io.stores import Store
+from tiered_checkpoint_io.stores import Store, open_store, place_of
+from tiered_checkpoint_io.stores.retry import answer_within
 
+_T = TypeVar("_T")
 CheckpointState = Literal["durable", "memory_only", "waiting", "uploading", "incomplete", "corrupt", "newer_release"]
 _NOT_KNOWN = "this node can't tell whether it is durable; the durable tier can, where DIRPATH is given and it answers"
 
@@ -128,27 +130,25 @@ class Look:
     Attributes:
         place: The durable tier that was asked for.
         found: Its names with a manifest; None if it was not asked, or did not answer.
-        node: The memory of this node, of all durable tiers; empty if it was not looked at.
+        node: The memory of this node's namespaces, of all durable tiers; empty if it was not looked at.
         manifests: The manifests that could be read, by name.
         held: The parts in this node's memory of that durable tier, by save.
     """
 
     def __init__(
-        self,
-        place: Place,
-        node: NodeMemory,
-        found: Sequence[DurableCheckpoint] | None = None,
+        self, place: Place, node: Sequence[Namespace], found: Sequence[DurableCheckpoint] | None = None
     ) -> None:
         """Takes the tiers' contents."""
         self.place, self.node, self.found = place, node, found
-        self._here = node.at(place)
         self.manifests = {each.name: each.manifest for each in found or () if each.manifest is not None}
         self.held: dict[str, list[HeldPart]] = {}
-        for each in self._here.held:
-            self.held.setdefault(each.save_id, []).append(each)
+        for part in (part for each in node for part in each.held if part.place == place):
+            self.held.setdefault(part.save_id, []).append(part)
         self._broken: dict[str, list[BrokenPart]] = {}
-        for damage in self._here.broken:
+        for damage in (damage for each in node for damage in each.broken if damage.place == place):
             self._broken.setdefault(damage.save_id or str(damage.folder), []).append(damage)
+        self._waiting = [request for each in node for request in each.waiting if request.place == place]
+        self._working_on = {each.drain.name for each in node if each.is_working}
 
     @property
     def checkpoints(self) -> list[CheckpointInfo]:
@@ -168,13 +168,14 @@ class Look:
 
     def _latest(self) -> Candidate | None:
         """Returns the checkpoint that a restart would take, by the engine's own choice; None if it is refused."""
-        if newer(self.found or ()) is not None or any(each.is_newer for each in self._here.broken):
+        if newer(self.found or ()) is not None or any(each.is_newer for them in self._broken.values() for each in them):
             # A checkpoint of a newer release may be the latest.
             return None
-        aliases = {each.name: each.target for each in self._here.waiting if each.action in NAMING}
+        aliases = {each.name: each.target for each in self._waiting if each.action in NAMING}
+        parts = [each for them in self.held.values() for each in them]
         # The owner deleted those that were committed, and that are not there.
-        names = self.manifests.keys() | {each.name for each in self._here.held if self.found is None}
-        held = (each.stored for each in self._here.held if each.state != "durable" or each.name in names)
+        names = self.manifests.keys() | {each.name for each in parts if self.found is None}
+        held = (each.stored for each in parts if each.state != "durable" or each.name in names)
         return next(iter(resumable(self.found or (), held, aliases=aliases)), None)
 
     def _durable(self, each: DurableCheckpoint) -> CheckpointInfo:
@@ -191,8 +192,8 @@ class Look:
     def _queued(self) -> Iterable[CheckpointInfo]:
         """Yields aliases and copies that wait for the durable tier, unless their name is there already."""
         contents = {each.name: each.content for each in self.manifests.values()}
-        contents |= {each.name: each.stored.part.content for each in self._here.held}
-        last = {each.name: each for each in self._here.waiting if each.action in NAMING}
+        contents |= {each.name: each.stored.part.content for them in self.held.values() for each in them}
+        last = {each.name: each for each in self._waiting if each.action in NAMING}
         for name, request in last.items():
             content = contents.get(request.target)
             if content is None or name in self.manifests:
@@ -211,7 +212,7 @@ class Look:
     def _memory_state(self, held: Sequence[HeldPart]) -> CheckpointState:
         states = {each.state for each in held}
         if "waiting" in states:
-            return "uploading" if held[0].name in self.node.working_on else "waiting"
+            return "uploading" if held[0].name in self._working_on else "waiting"
         if self.found is not None and "sent" in states:
             # Other nodes have to send the rest, or to commit it.
             return "incomplete"
@@ -246,15 +247,20 @@ class Look:
         return info(name, self.place.dirpath, content, state=state, **{**facts, **more})
 
 
-class Looker:
-    """Looks at the same tiers again and again; see :class:`DocumentCache`."""
+class Tiers:
+    """The tiers that a program asks about, looked at again and again; see :class:`DocumentCache`."""
 
-    def __init__(self, place: Place, memory_dir: str | None = None, *, clock: Clock = SYSTEM) -> None:
+    def __init__(self, config: TieredCheckpointConfig, memory_dir: str | None = None, *, clock: Clock = SYSTEM) -> None:
         """Takes the durable tier, and the folder of node memory; None not to look there."""
-        self._place = place
-        self._memory_dir = memory_dir
-        self._clock = clock
+        self.clock = clock
+        self._config, self._place, self._memory_dir = config, place_of(config), memory_dir
         self._manifests = manifest_cache()
+        self._store: Store | None = None
+
+    def close(self) -> None:
+        """Lets the connection to the durable tier go."""
+        if self._store is not None:
+            self._store.close()
 
     def look(self, store: Store | None) -> Look:
         """Looks at both tiers, at memory first: a checkpoint committed in between is seen twice, and not missed.
@@ -267,16 +273,33 @@ class Looker:
             ConfigError: There is no such folder of node memory.
             StoreError: The durable tier could not be read.
         """
-        node = look_at_node(self._memory_dir) if self._memory_dir is not None else NodeMemory()
+        node = look_at_node(self._memory_dir) if self._memory_dir is not None else []
         if store is None:
             return Look(self._place, node)
         try:
-            found = checkpoints(store, self._manifests, self._clock)
+            found = checkpoints(store, self._manifests, self.clock)
         except CheckpointNotFoundError:
-            if self._place not in node.places:
+            if self._place not in places_of(node):
                 raise
             found = []
         return Look(self._place, node, found)
+
+    def ask(self, work: Callable[[Store], _T]) -> _T:
+        """Returns the result of ``work`` on the durable tier; raises StoreError if that is silent."""
+
+        def asked() -> _T:
+            # One that fails, or is given up, is not asked again.
+            store, self._store = self._store or open_store(self._config, clock=self.clock), None
+            try:
+                found = work(store)
+            except BaseException:
+                store.close()
+                raise
+            self._store = store
+            return found
+
+        patience_s, what = self._config.support.durable_timeout_s, self._config.dirpath
+        return answer_within(patience_s, asked, what=what, clock=self.clock)
 
 
 # ------------------------------------------------------------------------------------------ details
@@ -332,8 +355,8 @@ def details_of(name: str, look: Look, store: Store | None) -> list[Details]:
 def _details(row: CheckpointInfo, rows: list[CheckpointInfo], look: Look, store: Store | None) -> Details:
     manifest = look.manifests.get(row.name) if "durable" in row.where else None
     target = look.manifests.get(manifest.alias_of or "", manifest) if manifest is not None else None
-    held = marked(look.node.at(look.place).held)
-    parts = [each.stored.part for each in look.held.get(row.save_id, [])]
+    held = look.held.get(row.save_id, [])
+    parts = [each.stored.part for each in held]
     files = {entry.path: entry.size for part in parts for entry in part.content.files}
     contents = (target.content, *target.previous) if target is not None else ()
     known = (*contents, *(part.content for part in parts))
@@ -352,15 +375,5 @@ def _details(row: CheckpointInfo, rows: list[CheckpointInfo], look: Look, store:
         aliases=[each.name for each in rows if each.alias_of == row.name],
         previous_save_ids=[each.save_id for each in target.previous] if target is not None else [],
         files=[File(path, size) for path, size in files.items()],
-        held_parts=[each for each in held if each.save_id == row.save_id],
+        held_parts=held,
     )
-
-
-def marked(held: Sequence[HeldPart]) -> list[HeldPart]:
-    """Marks the parts of the save that ``tiered:latest`` means, of each namespace and durable tier."""
-    together: dict[tuple[str, Place], list[StoredPart]] = {}
-    for each in held:
-        together.setdefault((each.namespace, each.place), []).append(each.stored)
-    meant = {key: next(iter(resumable((), parts)), None) for key, parts in together.items()}
-    saves = {key: found.save_id for key, found in meant.items() if found is not None}
-    return [replace(each, is_latest=each.save_id == saves.get((each.namespace, each.place))) for each in held]
