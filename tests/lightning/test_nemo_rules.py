@@ -1,4 +1,4 @@
-"""NeMo's names, rules of resuming, and advice on concurrency: no NeMo needed."""
+"""NeMo's names and rules of resuming: no NeMo needed."""
 
 import pytest
 from hypothesis import given
@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO, advised
+from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
 from tiered_checkpoint_io.nemo.layouts import Rules, choose, complete_checkpoints
 
 DIRPATH = "s3://bucket/run"
@@ -76,33 +75,3 @@ def test_what_nemo_had_not_finished_is_passed_over_and_never_a_start_from_scratc
     assert chosen(*names) == "gpt-step=9-last.ckpt"
     with pytest.raises(CheckpointNotFoundError, match="unfinished"):
         chosen(*names[1:], resume_ignore_no_checkpoint=True)
-
-
-# ------------------------------------------------------------------------------------- concurrency
-SIZES = st.integers(1, 128)
-
-
-@given(SIZES, SIZES, SIZES)
-def test_auto_stays_within_what_s3_serves_with_headroom(tensor, pipeline, data):
-    parts = tensor * pipeline
-    config = TieredCheckpointConfig(dirpath=DIRPATH)
-    config, warnings = advised(config, world_size=parts * data, tensor=tensor, pipeline=pipeline)
-    for value, limit in ((config.max_write_concurrency, 3_500), (config.max_read_concurrency, 5_500)):
-        assert value >= 1
-        # More positions than requests a second: one connection each is the least that works.
-        assert value * parts * 1.15 <= limit or value == 1
-        assert value == 16 or value + 1 > limit / 1.15 / parts
-    assert warnings == []
-
-
-def test_figures_of_ones_own_are_kept_and_warned_of_and_impossible_sizes_are_refused():
-    """NeMo's own example: 10 x 8 x 40 x 1.15 is above 3,500."""
-    given = TieredCheckpointConfig(dirpath=DIRPATH, max_write_concurrency=10, max_read_concurrency=14)
-    assert advised(given, world_size=64, tensor=8, pipeline=8) == (given, [])
-    config, (told,) = advised(given, world_size=320, tensor=8, pipeline=40)
-    assert config == given
-    assert all(said in told for said in ("max_write_concurrency is 10", "3,680", "at most 9, or 'auto'"))
-    with pytest.raises(ConfigError, match="a size below 1"):
-        advised(given, world_size=1, tensor=0, pipeline=1)
-    with pytest.raises(ConfigError, match=r"is 8, of 4 ranks.*tensor_model_parallel_size"):
-        advised(given, world_size=4, tensor=4, pipeline=2)

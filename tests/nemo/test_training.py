@@ -234,21 +234,6 @@ def test_a_block_that_says_other_than_the_trainers_io_is_refused(runs):
         tiered_exp_manager(runs.bare(plugins=[io]), OmegaConf.create(config))
 
 
-def test_figures_that_exceed_what_s3_serves_are_warned_of(runs, monkeypatch):
-    from nemo.utils import logging
-
-    said = []
-    monkeypatch.setattr(logging, "warning", lambda text, *_, **__: said.append(text))
-    model = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 40}
-    cluster = {"devices": 8, "num_nodes": 64, "strategy": "ddp"}
-    for figure, told in ((9, 0), (10, 1), ("auto", 0)):
-        said.clear()
-        config = runs.config({"model": model, "s3_checkpointing": {"max_write_concurrency": figure}})
-        trainer = runs.trainer(config, way="tiered", **cluster)
-        assert sum("use at most 9, or 'auto'" in str(text) for text in said) == told
-        assert io_of(trainer).config.max_write_concurrency == (9 if figure == "auto" else figure)
-
-
 def test_trainers_of_others_are_left_to_nemo(tmp_path, runs):
     """exp_manager in the same process, for a trainer with a stock checkpoint IO."""
     from lightning.pytorch import Trainer

@@ -82,12 +82,8 @@ def _refuse_support(what: str, hint: str) -> None:
     raise ConfigError(f"{VARIABLE}: {what}", hint=hint)
 
 
-#: Requests that S3 serves a second and prefix, and the headroom that is left for others.
-PUTS_PER_SECOND = 3_500
-GETS_PER_SECOND = 5_500
-HEADROOM = 1.15
-#: More connections than this only cost memory on the node.
-_AUTO_LIMIT = 16
+#: Requests in flight with ``auto``: more connections only cost memory on the node.
+_AUTO = 16
 #: The name of the block in a configuration.
 BLOCK = "s3_checkpointing"
 _GLOBAL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
@@ -315,13 +311,13 @@ class TieredCheckpointConfig:
             raise ConfigError(f"the stored configuration is damaged: {error}", hint=hint) from error
         return replace(cls.from_any(block), support=support)
 
-    def write_concurrency(self, writers: int = 1) -> int:
-        """Returns the parts in flight for each of ``writers`` nodes that write at once."""
-        return _concurrency(self.max_write_concurrency, PUTS_PER_SECOND, writers)
+    def write_concurrency(self) -> int:
+        """Returns the number of parts in flight at once."""
+        return _AUTO if self.max_write_concurrency == "auto" else self.max_write_concurrency
 
-    def read_concurrency(self, readers: int = 1) -> int:
-        """Returns the ranges in flight for each of ``readers`` nodes that read at once."""
-        return _concurrency(self.max_read_concurrency, GETS_PER_SECOND, readers)
+    def read_concurrency(self) -> int:
+        """Returns the number of ranges in flight at once."""
+        return _AUTO if self.max_read_concurrency == "auto" else self.max_read_concurrency
 
 
 class IOKeys(TypedDict, total=False):
@@ -384,13 +380,6 @@ def _choices() -> dict[str, tuple[str, ...]]:
         key: [each for each in (hint, *get_args(hint)) if get_origin(each) is Literal] for key, hint in hints.items()
     }
     return {key: tuple(filter(bool, get_args(each))) for key, found in literals.items() for each in found}
-
-
-def _concurrency(value: Concurrency, per_second: int, sharers: int) -> int:
-    if value != "auto":
-        return value
-    # One connection finishes about one request of chunk_size_MB a second.
-    return max(1, min(_AUTO_LIMIT, int(per_second / HEADROOM / max(1, sharers))))
 
 
 def as_mapping(block: object, what: str = "s3_checkpointing") -> dict[str, Any]:

@@ -18,7 +18,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from nemo.utils import exp_manager as upstream
-from nemo.utils.app_state import AppState
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -29,7 +28,7 @@ from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig, as_mapping
 from tiered_checkpoint_io.nemo.checkpoint import TieredNeMoCheckpoint
 from tiered_checkpoint_io.nemo.connector import NeMoCheckpointConnector
-from tiered_checkpoint_io.nemo.io import NEMO_DEFAULTS, NeMoCheckpointIO, S3CheckpointIO, advised
+from tiered_checkpoint_io.nemo.io import NEMO_DEFAULTS, NeMoCheckpointIO, S3CheckpointIO
 from tiered_checkpoint_io.nemo.layouts import Rules
 
 #: Keys of NeMo's ``checkpoint_callback_params`` that are no arguments of our callback.
@@ -50,8 +49,7 @@ def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
     Args:
         trainer: A trainer with a stock checkpoint IO, or one of ours.
         cfg: The whole configuration: ``exp_manager`` as NeMo has it, and ``s3_checkpointing``, with NeMo's keys and all
-            of ours. ``dirpath`` is the value in ``checkpoint_callback_params``, or else in ``s3_checkpointing``. The
-            parallel sizes are read from ``model``.
+            of ours. ``dirpath`` is the value in ``checkpoint_callback_params``, or else in ``s3_checkpointing``.
 
     Returns:
         The folder of exp_manager's logs.
@@ -81,7 +79,6 @@ def tiered_exp_manager(trainer: Trainer, cfg: Any) -> Path | None:
         trainer.strategy.checkpoint_io = io
     else:
         _check_same(io, block)
-    _advise(io, trainer, _part(cfg, "model"))
     manager["checkpoint_callback_params"] = {**params, "dirpath": dirpath}
     log_dir: Path | None = upstream.exp_manager(trainer, OmegaConf.create(manager))
     return log_dir
@@ -130,7 +127,7 @@ def _for_our_trainers(theirs: Callable[..., Any], ours: Callable[..., Any]) -> C
 
 def _check_resume(
     theirs: Callable[..., Any],
-    io: TieredCheckpointIO,
+    io: TieredCheckpointIO,  # noqa: ARG001 - as _configure_checkpointing
     trainer: Trainer,
     log_dir: Any,
     resume_if_exists: bool = False,
@@ -142,7 +139,6 @@ def _check_resume(
     # NeMo's own still moves old log files aside, and sets a given path.
     theirs(trainer, log_dir, resume_if_exists=False, resume_from_checkpoint=resume_from_checkpoint)
     connector = NeMoCheckpointConnector.of(trainer)
-    _advise(io, trainer)
     if resume_if_exists:
         connector.resume_by(
             Rules(
@@ -209,18 +205,6 @@ def _callback_arguments(params: DictConfig, config: TieredCheckpointConfig) -> d
     elif arguments.get("every_n_train_steps") is not None or arguments.get("train_time_interval") is not None:
         arguments["every_n_epochs"] = None
     return arguments
-
-
-# ----------------------------------------------------------------------------------------- parts
-def _advise(io: TieredCheckpointIO, trainer: Trainer, model: Any = None) -> None:
-    """Replaces ``auto`` by figures, from the parallel sizes in the model's configuration, or in NeMo."""
-    state = AppState()
-    tensor = _part(model, "tensor_model_parallel_size") or state.tensor_model_parallel_size or 1
-    pipeline = _part(model, "pipeline_model_parallel_size") or state.pipeline_model_parallel_size or 1
-    sizes = {"world_size": max(trainer.world_size, 1), "tensor": int(tensor), "pipeline": int(pipeline)}
-    io.config, warnings = advised(io.config, **sizes)
-    for warning in warnings:
-        upstream.logging.warning(warning)
 
 
 # ------------------------------------------------------------------------------------- callbacks

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, read_storage_options
 from tiered_checkpoint_io.errors import ConfigError, DrainError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.config import GETS_PER_SECOND, HEADROOM, PUTS_PER_SECOND, TieredCheckpointConfig
+from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.nemo.layouts import refuse_file_of_rank
 
 _FULL_STATE = ("optimizer_states", "lr_schedulers")
@@ -141,37 +140,3 @@ class S3CheckpointIO(NeMoCheckpointIO):
         }
         options |= {key: value for key, value in given.items() if value is not None}
         super().__init__(dirpath, async_checkpointing=async_checkpointing, **options)
-
-
-def advised(
-    config: TieredCheckpointConfig, *, world_size: int, tensor: int, pipeline: int
-) -> tuple[TieredCheckpointConfig, list[str]]:
-    """Replaces ``auto`` by figures, and returns a warning for each other figure that is too high.
-
-    ``concurrency x tensor x pipeline x 1.15`` stays within the 3,500 writes and 5,500 reads a second that S3 serves for
-    one prefix; a connection finishes about one request a second.
-
-    Raises:
-        ConfigError: A size is below 1, or the model has more parts than there are ranks.
-    """
-    if min(world_size, tensor, pipeline) < 1:
-        sizes = f"{world_size} ranks, tensor {tensor}, pipeline {pipeline}"
-        raise ConfigError(f"{sizes}: a size below 1", hint="all three are whole numbers from 1")
-    # One rank of each model-parallel position writes, or reads, at once.
-    sharers = tensor * pipeline
-    if sharers > world_size:
-        raise ConfigError(
-            f"tensor x pipeline parallel size is {sharers}, of {world_size} ranks",
-            hint="check model.tensor_model_parallel_size and model.pipeline_model_parallel_size",
-        )
-    warnings = []
-    for key, per_second in (("max_write_concurrency", PUTS_PER_SECOND), ("max_read_concurrency", GETS_PER_SECOND)):
-        value = getattr(config, key)
-        if value != "auto" and value * sharers * HEADROOM > per_second:
-            warnings.append(
-                f"{key} is {value}: with tensor parallel size {tensor} and pipeline parallel size {pipeline} that is up"
-                f" to {value * sharers * HEADROOM:,.0f} requests a second, of {per_second:,} that S3 serves for one"
-                f" prefix; use at most {max(1, int(per_second / HEADROOM / sharers))}, or 'auto'"
-            )
-    write, read = config.write_concurrency(sharers), config.read_concurrency(sharers)
-    return replace(config, max_write_concurrency=write, max_read_concurrency=read), warnings
