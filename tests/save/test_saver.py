@@ -8,28 +8,22 @@ import signal
 import sys
 import threading
 import time
-from collections import OrderedDict
-from io import BytesIO
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from support.bad_input import KEPT, state
 from support.supporting import build
-from support.waiting import until
 
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
-from tiered_checkpoint_io.adapters.state import Rest
 from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.client import DrainRunner
 from tiered_checkpoint_io.engine.drain.log import read_events
-from tiered_checkpoint_io.errors import ConfigError, SaveError, StoreError
+from tiered_checkpoint_io.errors import ConfigError, SaveError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.memory.parts import reading
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 MIB = 1 << 20
 
@@ -170,22 +164,6 @@ def test_a_capture_that_fails_leaves_no_part_and_gives_its_slot_back(opened, mon
     assert steps(tier) == [3, 14]
 
 
-@pytest.mark.parametrize(
-    "of_callback",
-    [{"best": 0.5, "kinds": (int, torch.float32, torch.Size([2]))}, np.ones(3), torch.ones(3)],
-    ids=["plain", "objects", "tensors"],
-)
-def test_the_file_is_that_of_torch_save_at_the_moment_of_the_save(of_callback):
-    state = {"epoch": 1, "loops": OrderedDict(fit={"batches": 3}), "callbacks": {"Mine": of_callback}}
-    expected = BytesIO()
-    torch.save(state, expected)
-    rest = Rest(state, {})
-    state["loops"]["fit"]["batches"] = 4
-    if not isinstance(of_callback, dict):
-        of_callback[0] = 7
-    assert rest.file() == rest.file() == expected.getvalue()
-
-
 @pytest.mark.parametrize("told_by", ["saves of memory alone", "looks for outcomes"])
 def test_a_drain_that_dies_amid_its_work_does_not_wait_for_the_next_durable_save(tmp_path, start, told_by):
     """The next may come an hour later, and the node may be gone by then."""
@@ -312,43 +290,6 @@ def test_a_job_of_memory_alone_starts_no_drain_to_remove_something(tmp_path, mem
     assert not io.checkpointer.session.open().drain.pending()
     io.teardown()
     assert not (tmp_path / "never").exists()
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("how", ["fails", "hangs"])
-def test_of_saves_that_each_delete_the_one_before_the_newest_good_one_stays(how, kept, monkeypatch):
-    """Lightning's own ModelCheckpoint calls its IO so, with ``save_top_k=1`` and ``on_save_error: warn``."""
-    io = kept.io(drain="thread", max_pending=2, pending_timeout_s=1, memory_keep_last=9, on_save_error="warn")
-    is_there, upload = threading.Event(), DirectoryStore.upload_if
-    is_there.set()
-
-    def upload_if(*arguments, **options):
-        if how == "fails" and not is_there.is_set():
-            raise StoreError("away", reason="unavailable")
-        is_there.wait()
-        return upload(*arguments, **options)
-
-    def save(number):
-        io.checkpointer.save(state(number), f"{number}.ckpt", wait=False)
-        io.remove_checkpoint(f"{number - 1}.ckpt")
-
-    def there():
-        return {path.name for path in Path(kept.options["dirpath"]).glob("*.ckpt")} - {KEPT}
-
-    monkeypatch.setattr(DirectoryStore, "upload_if", upload_if)
-    save(2)
-    io.checkpointer.session.wait()
-    is_there.clear()
-    for number in range(3, 8):
-        save(number)
-    assert there() == {"2.ckpt"}
-    is_there.set()
-    until(lambda: not io.checkpointer.session.open().drain.pending(), "all is done", timeout_s=40)
-    # If the save that a delete follows is given up, or not queued, the old checkpoint stays.
-    assert there() == ({"2.ckpt", "7.ckpt"} if how == "fails" else {"4.ckpt"})
-    save(8)
-    io.teardown()
-    assert there() == ({"2.ckpt", "8.ckpt"} if how == "fails" else {"4.ckpt", "8.ckpt"})
 
 
 # ------------------------------------------------------------------------------- threads and forked processes
