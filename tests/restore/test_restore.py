@@ -5,12 +5,10 @@ import mmap
 import os
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import fsspec
 import pytest
-import torch
 from support.failing import failing
 from support.faulty import FaultyStore
 from support.restoring import (
@@ -25,10 +23,7 @@ from support.restoring import (
     make_content,
     save_id,
 )
-from support.supporting import build
 
-from tiered_checkpoint_io import TieredStorageWriter, dcp, find_latest
-from tiered_checkpoint_io.clock import Clock
 from tiered_checkpoint_io.engine.chunks import drop_temporary, temporary_file
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
@@ -48,22 +43,6 @@ from tiered_checkpoint_io.stores.base import ObjectInfo
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 # ------------------------------------------------------------------------------------------- one node
-
-
-def test_corrupt_in_memory_then_corrupt_on_the_durable_tier_then_the_older_one(world):
-    into_durable(world.store, "old.ckpt", OLD, 1)
-    into_durable(world.store, "new.ckpt", NEW, 2)
-    flip(into_memory(world.tier(), world.store.url, "new.ckpt", NEW, 2))
-    flip(Path(world.store.url, "new.ckpt"))
-    restored, data = world.restore()
-    assert (data, restored.step, restored.newest_save_id) == (OLD, 1, save_id(2))
-    told = [note.split(" (step")[0] for note in restored.rejected]
-    assert told == ["rank 0: memory new.ckpt", "rank 0: durable new.ckpt"]
-    assert all("differ from their hash" in note for note in restored.rejected)
-    (quarantined,) = (world.tier().root / "quarantine").iterdir()
-    assert (quarantined / "new.ckpt").stat().st_size == len(NEW)
-    # The quarantine is no reason to refuse what is intact, on the next start either.
-    assert world.restore()[1] == OLD
 
 
 def test_other_damage_does_not_hide_a_checkpoint_that_is_asked_for_by_name(world):
@@ -308,54 +287,6 @@ def test_an_error_on_one_rank_reaches_all(world, broken):
     assert {type(error) for error in got} == {RestoreError}
     assert len({str(error) for error in got}) == 1
     assert "RuntimeError: out of order" in str(got[0])
-
-
-def test_an_unreadable_memory_on_one_rank_reaches_all(world, monkeypatch):
-    into_durable(world.store, "a.ckpt", NEW, 1)
-    world.tier("n")
-    once, parts = iter([OSError(5, "I/O error")]), world.tier("m").parts
-
-    def fail_once():
-        if (error := next(once, None)) is not None:
-            raise error
-        return parts()
-
-    monkeypatch.setattr(world.tier("m"), "parts", fail_once)
-    got = world.restore_all(["n", "m", "n"])
-    assert {str(error) for error in got} == {"OSError: [Errno 5] I/O error [operation=load, rank=1]"}
-
-
-DAY_S = 24 * 3600.0
-
-
-@pytest.mark.parametrize(("kind", "memory_first"), [("synchronous", True), ("dcp", False)])
-def test_what_a_new_run_saves_is_newer(start, tmp_path, memory_dir, monkeypatch, caplog, kind, memory_first):
-    dirpath = str(tmp_path / "durable")
-
-    def run(name, step, *, behind_s=0.0, memory_first=False):
-        """Saves a step by another run that neither loads nor looks, on a node of its own."""
-        monkeypatch.setattr(Clock, "wall", lambda _: time.time() - behind_s)
-        os.mkdir(node := f"{memory_dir}/{step}")
-        state = {"model": {"w": torch.full((100,), float(step))}, "global_step": step}
-        if kind == "dcp":
-            options = {"dirpath": dirpath, "memory_dir": node, "drain": "thread"}
-            writer = build(TieredStorageWriter, step=step, **options)
-            dcp.save(state, checkpoint_id=name, storage_writer=writer)
-            writer.close()
-            return
-        io = start(memory_dir=node)
-        if memory_first:
-            io.save_checkpoint(state, "in-memory.ckpt", {"tiers": ["memory"]})
-        io.save_checkpoint(state, name)
-        io.teardown()
-
-    run("before", 9)
-    run("after", 3, behind_s=DAY_S, memory_first=memory_first)
-    assert ("this node's clock is behind" in caplog.text) == memory_first
-    # Under a name that is taken, the older of two saves would not be taken at all.
-    run("before", 5, behind_s=2 * DAY_S)
-    newest = find_latest(dirpath)
-    assert (newest.name.partition("/")[0], newest.step) == ("before", 5)
 
 
 def test_what_ended_with_its_process_was_not_deleted(start, memory_dir):
