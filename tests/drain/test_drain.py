@@ -8,14 +8,11 @@ import pytest
 from support.clocks import VirtualClock
 from support.draining import drain, names, readable, working
 from support.faulty import FaultyStore, Injected, refusing
-from support.story import op_id
 from support.waiting import until
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain import status
-from tiered_checkpoint_io.engine.drain.operations import Outcome
-from tiered_checkpoint_io.engine.drain.status import NewOutcomes, failure_of
 from tiered_checkpoint_io.engine.drain.stores import CONFIG_FILE, Stores
 from tiered_checkpoint_io.engine.drain.unfinished import Begun
 from tiered_checkpoint_io.engine.drain.worker import LOCK_FILE, TRAINERS_FILE
@@ -67,14 +64,6 @@ def test_what_may_pass_is_retried_by_itself_and_said_until_it_is_done(node, stor
     assert worker.run()
     assert (node.queue.outcome(first).attempts, node.queue.progress().last_error) == (4, "")
     assert readable(store, "a.ckpt") == b"A"
-
-
-def test_a_failure_for_another_reason_is_news(node):
-    news, told = NewOutcomes(node.queue), []
-    for kind in ("unavailable", "access", "access"):
-        node.queue.finish(Outcome(op_id(1), "save", "1.ckpt", 1, "failed", "why", kind), final=False)
-        told.append([each.error_type for each in news.take()[0]])
-    assert told == [["unavailable"], ["access"], []]
 
 
 def test_what_has_failed_a_thousand_times_is_tried_again():
@@ -283,23 +272,6 @@ def test_a_damaged_configuration_is_said_and_the_next_trainer_mends_it(torn, nod
     (node.root / "drain.json").write_text(node.config.to_json())
     assert drain(node).run(once=True)
     assert readable(store, "a.ckpt") == b"a" * 1000
-
-
-@pytest.mark.parametrize("action", ["save", "part", "copy", "alias", "retain"])
-def test_only_a_damaged_part_in_memory_is_told_as_quarantined(action):
-    config = TieredCheckpointConfig(dirpath="s3://bucket/run", namespace="gpt-1")
-    outcome = Outcome("1", action, "last.ckpt", -1, "failed", error="damaged", error_type="damaged_in_memory")
-    hint = failure_of(outcome, config).hint
-    is_part = action in ("save", "part")
-    assert ("moved to quarantine/, and it is not tried again" in hint) == is_part
-    assert ("it stays queued and is tried again" in hint) != is_part
-
-
-def test_a_failure_names_the_dirpath_of_its_own_operation():
-    """An earlier start may have queued it for another one."""
-    config = TieredCheckpointConfig(dirpath="s3://new/run", namespace="gpt-1")
-    outcome = Outcome("1", "save", "5.ckpt", 5, "failed", error="denied", dirpath="s3://old/run")
-    assert failure_of(outcome, config).key == outcome.url == "s3://old/run/5.ckpt"
 
 
 DAY = 24 * 3600.0

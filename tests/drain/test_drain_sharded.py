@@ -446,7 +446,7 @@ def test_a_drain_leaves_a_save_that_waits_to_the_next_in_the_end(nodes, store, c
 
 def test_a_drain_without_a_trainer_waits_for_parts_longer_than_it_retries_what_fails(memory_dir, store, nodes):
     first, second = (Node(f"{memory_dir}/node{number}", store.url, wait_timeout_s=60) for number in range(2))
-    own = first.save("own.ckpt", b"what nobody takes")
+    own = first.save("own.ckpt", b"a save that no store takes")
     first.part("2.ckpt", 2, 0)
     locked, soon = refusing(store, lambda what, key: key == "own.ckpt"), Clock(Timing(drain_give_up_s=0.1))
     with working(first, locked, stay=False, clock=soon) as thread:

@@ -17,8 +17,6 @@ from tiered_checkpoint_io.engine.drain.log import OperationLog
 from tiered_checkpoint_io.engine.drain.operations import (
     Outcome,
     Request,
-    blocked_by_failures,
-    in_order,
     next_operation,
 )
 from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
@@ -69,21 +67,6 @@ def test_a_look_costs_what_is_new(queue, tmp_path, memory_dir, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------ order
-def test_what_concerns_one_name_stays_in_order_and_saves_pass_what_waits():
-    first, last, old, second = save(1), alias(2, "last", "1.ckpt"), delete(3, "0.ckpt", op_id(1)), save(4)
-    assert next_operation([first, last, old, second], {first.op_id}) == second
-    assert next_operation([first, last, old], {first.op_id}) is None
-    assert blocked_by_failures([first, last, old, second], {first.op_id}) == {last.op_id, old.op_id}
-    assert next_operation([first, alias(5, "best", "0.ckpt")], {first.op_id}).name == "best"
-    assert next_operation([last, alias(3, "last", "0.ckpt")], {last.op_id}) is None
-
-
-def test_of_one_save_the_part_that_commits_goes_last():
-    operations = [save(1), part(1, 3), part(1, 10), delete(2, "1.ckpt"), save(3), part(3, 3)]
-    ordered = [part(1, 3), part(1, 10), save(1), delete(2, "1.ckpt"), part(3, 3), save(3)]
-    assert in_order(operations) == ordered
-    for skipped in range(len(ordered)):
-        assert next_operation(ordered[skipped:], ()) == ordered[skipped]
 
 
 NAMES = ("a", "b", "c")
@@ -183,25 +166,6 @@ def test_a_reader_sees_what_the_drain_last_said_and_waits_wake_for_operations_al
     assert reader.version() == before
     queue.ring()
     assert reader.version() != before
-
-
-def test_notes_of_work_in_progress_outlive_their_writer(queue, tmp_path):
-    journal = queue.journal(op_id(1))
-    assert journal.read() is None
-    journal.write({"upload_id": "x", "parts": [1, 2]})
-    assert Queue(tmp_path).journal(op_id(1)).read() == {"upload_id": "x", "parts": [1, 2]}
-    journal.clear()
-    journal.clear()
-    assert Queue(tmp_path).journal(op_id(1)).read() is None
-    # One that would fill the log stays in this process.
-    journal.write({"objects": ["x" * 1000] * 1000})
-    assert len(queue.journal(op_id(1)).read()["objects"]) == 1000
-    assert Queue(tmp_path).journal(op_id(1)).read() is None
-    journal.write({"few": 1})
-    queue.finish(ended(1, "failed"), final=False)
-    assert Queue(tmp_path).journal(op_id(1)).read() == {"few": 1}
-    queue.finish(ended(1, "skipped"))
-    assert Queue(tmp_path).journal(op_id(1)).read() is None
 
 
 BODY = "y" * 300
