@@ -57,16 +57,6 @@ def test_a_tensor_that_shrank_meanwhile_is_an_error_and_no_crash():
         filled(image)
 
 
-def test_a_buffer_that_is_too_small_is_refused_and_a_larger_one_left_alone_behind_the_file():
-    image = plan({"w": torch.ones(9)})
-    with pytest.raises(ValueError, match="bytes"):
-        image.fill(memoryview(bytearray(image.size - 1)))
-    buffer = bytearray(b"x" * (image.size + 5))
-    image.fill(memoryview(buffer))
-    assert buffer[image.size :] == b"xxxxx"
-    buffer += b"the buffer is not held any more"
-
-
 # ---------------------------------------------------------------------------------------- untouched pages
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
@@ -157,7 +147,6 @@ def check(count: int, longest: int, gap: int, seed: int) -> int:
     return copies.calls
 
 
-NEEDS_THE_CALL = pytest.mark.skipif(gathering() is None, reason="this system does not allow the call")
 WAYS = {"at once": gathering, "one by one": lambda: None, "refused later": lambda: lambda _targets, _sources: False}
 
 
@@ -168,23 +157,6 @@ def test_all_bytes_come_to_their_places(way, layout):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copies_module, "gathering", WAYS[way])
         check(*layout)
-
-
-@NEEDS_THE_CALL
-def test_short_stretches_share_a_call():
-    pieces = 2000 * 85 // PIECE + 2
-    # More than the system takes at once are in two.
-    assert pieces / 2 < check(2000, 150, 10, 1) <= pieces
-    assert check(9000, 2, 0, 1) < 9000 * 2 // PIECE * 2 + 3
-    assert check(20, 150, 0, 1) >= 20 - 2
-
-
-@NEEDS_THE_CALL
-def test_what_can_not_be_read_is_told_and_does_no_harm():
-    """The system stops at such a row: then each row is copied by a call of its own."""
-    gather, target = gathering(), np.zeros(2, np.int64)
-    rows = np.array([[target.ctypes.data, 16]])
-    assert not gather(rows, np.array([[target.ctypes.data, 8], [8, 8]]))
 
 
 def tensors():
@@ -308,22 +280,6 @@ def test_an_item_alone_is_what_torch_save_writes(name):
         assert mine.stride() == theirs.stride()
     assert same(mine, theirs)
     assert mine.untyped_storage().nbytes() == tensor.nbytes
-
-
-def test_a_row_of_tensors_makes_the_same_file_as_planning_it():
-    def tensors(fill):
-        base = torch.full((1000,), fill)
-        return [base[3:40].view(37), base.view(10, 100), torch.zeros(0), torch.full((3,), fill).half(), base[:1]]
-
-    assert file_of([]) == (b"", [])
-    row = TensorRow(tensors(1.0))
-    for objects in ([], [b"short"], [b"x" * 1000, b"", b"y" * 64]):
-        mine, places = row.plan(objects, tensors(2.0))
-        theirs, expected = plan_shard([*objects, *tensors(2.0)])
-        files = [bytearray(image.size) for image in (mine, theirs)]
-        assert mine.fill(memoryview(files[0])) == theirs.fill(memoryview(files[1]))
-        assert files[0] == files[1]
-        assert places == expected
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
