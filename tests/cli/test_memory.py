@@ -228,17 +228,6 @@ def test_commands_answer_programs(node, memory_dir, tmp_path):
     ]
 
 
-def test_a_damaged_replica_is_told_apart(node, memory_dir):
-    part, files = make_part("step_7", 7, 3, dirpath=node.dirpath)
-    node.tier.replicas.commit(part, files)
-    (kept,) = node.tier.replicas.parts()
-    (kept.folder / "part.json").write_text("{")
-    (namespace,) = told("status", "--memory-dir", memory_dir)["namespaces"]
-    assert [(each["tier"], each["folder"]) for each in namespace["damaged"]] == [("replicas", str(kept.folder))]
-    shown = command("status", "--memory-dir", memory_dir).stdout
-    assert f"{kept.folder}\t" in shown.partition("Copies kept for other nodes:")[2]
-
-
 def test_each_line_of_a_watch_is_a_document(node):
     node.save("1.ckpt", b"A")
     node.drain()

@@ -143,14 +143,6 @@ def test_a_rank_that_fails_behind_a_save_fails_the_next_on_all_ranks(ranks, memo
     assert plain(gathered(memory_dir, "step_7", tmp_path / "read"), 7)
 
 
-@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.matrix)])
-def test_async_saves_of_two_nodes_are_durable_as_they_were_at_the_call(ranks, tmp_path, kind):
-    answers = ranks(2, ["save_async", 3, kind], ["save_async", 4, kind], nodes="ab", save_to_s3=True, drain="process")
-    assert all("error" not in step for answer in answers for step in answer), answers
-    for seed in (3, 4):
-        assert plain(tmp_path / "durable" / f"step_{seed}", seed)
-
-
 def test_ranks_that_do_not_mean_the_same_are_told(ranks, tmp_path):
     """Each rank makes a dirpath from the time by itself: their parts would never be one checkpoint."""
     here, there = str(tmp_path / "run-10-59"), str(tmp_path / "run-11-00")

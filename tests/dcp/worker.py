@@ -69,26 +69,6 @@ def save(job, seed, **more):
     return described(mine)
 
 
-def save_async(job, seed, kind="thread", **more):
-    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
-    mine = writer(job, **more)
-    state = sharded(seed)
-    future = dcp.async_save(
-        state,
-        checkpoint_id=f"step_{seed}",
-        storage_writer=mine,
-        async_checkpointer_type=AsyncCheckpointerType(kind),
-    )
-    with torch.no_grad():
-        state["model"]["weight"].to_local().zero_()
-    future.result()
-    dist.barrier()
-    mine.wait(60)
-    dist.barrier()
-    return described(mine)
-
-
 def load(job, seed, checkpoint_id=None, ours=False, **more):
     """Loads by plain dcp.load, or by ours; the answer is whether all tensors are those of ``seed``."""
     from tiered_checkpoint_io import TieredStorageReader

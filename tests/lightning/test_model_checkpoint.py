@@ -13,7 +13,7 @@ from support.training import LogBook, Model
 
 from tiered_checkpoint_io import AsyncCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.engine.checkpointer import Checkpointer, tiers_for_step
+from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.errors import ConfigError, StoreError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
@@ -21,33 +21,6 @@ from tiered_checkpoint_io.stores import open_store
 
 def newest(**more):
     return TieredModelCheckpoint(**{"s3_every_n_train_steps": 5, "save_top_k": 1, "save_last": True, **more})
-
-
-@pytest.fixture
-def failing(monkeypatch):
-    """Makes saves of the given steps fail, as with on_save_error=warn."""
-    steps = set()
-    save = Checkpointer.save
-
-    def save_or_not(self, state, path, **options):
-        if state["global_step"] in steps:
-            return None
-        return save(self, state, path, **options)
-
-    monkeypatch.setattr(Checkpointer, "save", save_or_not)
-    return steps
-
-
-def test_a_failed_save_deletes_nothing_and_the_next_good_one_makes_up_for_it(runs, failing):
-    failing.add(10)
-    # The memory step carries over the crash what was not deleted.
-    runs.fit(newest(memory_every_n_train_steps=11), stop_at=12)
-    assert runs.durable() == ["epoch=0-step=5.ckpt", "last.ckpt"]
-    trainer, _ = runs.fit(newest(memory_every_n_train_steps=11), stop_at=16)
-    assert trainer.io.checkpointer.restored.step == 11
-    assert runs.durable() == ["epoch=0-step=15.ckpt", "last.ckpt"]
-    assert trainer.io.load_checkpoint("last.ckpt")["global_step"] == 15
-    trainer.io.teardown()
 
 
 def test_names_that_cannot_be_looked_up_do_not_stop_training(runs, monkeypatch):
@@ -111,22 +84,6 @@ def test_an_io_is_pickled_without_its_engine_and_may_be_used_again_after_teardow
     for each in (io, copy):
         assert each.load_checkpoint("tiered:latest")["global_step"] == 1
         each.teardown()
-
-
-def test_tiers_are_a_function_of_the_step():
-    memory, both = {"memory"}, {"memory", "durable"}
-    assert [tiers_for_step(step, 2, 3) for step in range(7)] == [set(), set(), memory, both, memory, set(), both]
-    assert not any(tiers_for_step(step, None, None) for step in range(7))
-    assert not tiers_for_step(9, 10, 20, since=3)
-    assert tiers_for_step(21, 10, None, since=19) == memory
-    assert tiers_for_step(23, 10, 20, since=17) == both
-
-
-def test_best_k_models_are_written_as_yaml(runs):
-    callback = newest(monitor="score", save_last=False)
-    runs.fit(callback, max_steps=5)
-    callback.to_yaml()
-    assert "epoch=0-step=5.ckpt" in Path(runs.dirpath, "best_k_models.yaml").read_text()
 
 
 # ------------------------------------------------------------------ several below one dirpath
