@@ -46,7 +46,7 @@ def test_the_script_for_gpus_restores_what_it_saved_and_prints_its_ratios():
     assert last.startswith("gpu_stall_ratio_to_pinned_copy=")
 
 
-def test_the_suite_tells_ours_beside_others_and_says_who_could_not_run(tmp_path):
+def test_the_suite_shows_ours_beside_others_and_those_that_could_not_run(tmp_path):
     told = tmp_path / "bench.json"
     # NeMo is absent here, whatever is installed.
     (tmp_path / "nemo.py").write_text("raise ImportError('no NeMo')\n")

@@ -123,7 +123,7 @@ def test_commands_are_understood():
 
 
 @pytest.mark.parametrize("has_saved", [True, False])
-def test_the_sidecar_flushes_once_it_is_told_to_end(tmp_path, has_saved):
+def test_the_sidecar_flushes_when_it_has_to_end(tmp_path, has_saved):
     (sidecar, *_) = containers(next(spec for path, spec in pods() if path.name == "emptydir.yaml"))
     note = f'echo "$1" >> {tmp_path}/steps'
     drain = f"trap 'echo ended >> {tmp_path}/steps; exit 0' TERM; {note}; sleep 30 & wait; exit 1"

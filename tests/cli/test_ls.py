@@ -104,7 +104,7 @@ def test_where_the_durable_tier_is_silent_memory_is_listed_after_a_count_down(me
     assert f"node memory has checkpoints of s3://bucket/run at {endpoint}, which is another server" in other.stderr
 
 
-def test_show_tells_the_files_of_all_ranks_and_what_the_index_lacks(node, memory_dir):
+def test_show_lists_the_files_of_all_ranks_and_those_missing_in_the_index(node, memory_dir):
     store = DirectoryStore(node.dirpath)
     committing.save(store, "step_7", 7, kind="sharded")
     (shown,) = json.loads(command("ls", node.dirpath, "tiered:latest", "--json").stdout)["checkpoints"]

@@ -49,7 +49,7 @@ def test_a_second_drain_stands_by_and_takes_over_from_one_that_dies(node):
             process.communicate()
 
 
-def test_status_tells_what_is_safe_with_peers_and_what_is_kept_for_them(node, memory_dir):
+def test_status_shows_parts_that_peers_hold_and_replicas_kept_for_them(node, memory_dir):
     node.save("safe.ckpt", b"A" * 1000)
     node.save("alone.ckpt", b"B" * 1000)
     safe, _ = node.tier.parts()

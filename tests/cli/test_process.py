@@ -128,7 +128,7 @@ def watch(node, run, after=""):
     return command("watch", node.dirpath, "--exec", run, "--after", after, "--idle-timeout", "0")
 
 
-def test_a_command_runs_once_for_each_in_order_and_a_failure_is_told_at_the_end(node, tmp_path, capfd):
+def test_a_command_runs_once_for_each_in_order_and_a_failure_is_reported_at_the_end(node, tmp_path, capfd):
     for number, name in enumerate(("z 'odd'.ckpt", "a.ckpt"), 1):
         save = node.save(name, b"A", epoch=7, metric=Metric("val_loss", 0.5), created=float(number))
     node.alias("last.ckpt", "a.ckpt")

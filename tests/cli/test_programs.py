@@ -136,7 +136,7 @@ def test_what_would_never_come_is_refused_in_place_of_waited_for(node):
         find_latest(node.dirpath)
 
 
-def test_an_outage_is_told_once_and_waited_out_but_for_the_first_look(node, monkeypatch, caplog):
+def test_an_outage_is_reported_once_and_waited_out_except_at_the_first_look(node, monkeypatch, caplog):
     node.save("a.ckpt", b"A")
     node.drain()
     silent, listing = [True], DirectoryStore.list

@@ -188,7 +188,7 @@ def test_a_used_up_quota_is_cleared_up(s3, s3_server, monkeypatch):
         (("prune", "--keep-latest", "1", "--yes"), 1, "there is no checkpoint at this dirpath"),
     ],
 )
-def test_wrong_use_is_told_and_writes_nothing(arguments, status, said, tmp_path):
+def test_wrong_use_is_an_error_and_writes_nothing(arguments, status, said, tmp_path):
     name, *rest = arguments
     done = command(name, str(tmp_path / "run"), *rest)
     told_by = done.stderr if status == 2 else str(done.exception)

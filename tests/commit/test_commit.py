@@ -227,7 +227,7 @@ def test_retention_keeps_what_is_the_latest(store):
     assert find_latest(store.url).name == "two"
 
 
-def test_verify_tells_the_save_that_is_there_and_what_is_wrong_with_it(store):
+def test_verify_names_the_save_that_is_there_and_its_damage(store):
     def verified():
         (row,) = json.loads(command("verify", store.url, "last", "--json").stdout)["checkpoints"]
         assert row["step"] == 1

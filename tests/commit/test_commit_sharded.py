@@ -34,7 +34,7 @@ def arrived(store, part):
 
 
 def overwriting(store, suffix="-2"):
-    """Sends both parts of save 2; returns a function that commits it, with other data if told."""
+    """Sends both parts of save 2; returns a function that commits it, with other data if asked."""
     part_only(store, "a", 2, 1, suffix=suffix)
     part, data = make_part("a", 2, 0, suffix=suffix)
     journal = MemoryJournal()

@@ -68,7 +68,7 @@ def test_a_name_with_an_unreadable_manifest_keeps_its_saves_and_others_do_not(st
     assert readable(store, "a") == 1
 
 
-def test_a_file_that_somebody_else_put_there_since_stays(store):
+def test_a_file_that_another_writer_put_there_since_stays(store):
     save(store, "a.ckpt", 1)
     with pytest.raises(Exception, match="injected"):
         delete(

@@ -129,7 +129,7 @@ def test_while_s3_is_away_an_empty_memory_is_no_start_from_scratch(start, proxy,
 # --------------------------------------------------------------------------------------- what is said
 @on_a_directory
 @pytest.mark.parametrize("kind", ["full"], indirect=True)
-def test_a_queued_upload_that_has_ended_is_told_where_the_job_logs(start, dirpath):
+def test_the_end_of_a_queued_upload_is_in_the_log_of_the_job(start, dirpath):
     job = start(drain="process")
     job.save(1, wait=False)
     job.wait()

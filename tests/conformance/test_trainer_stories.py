@@ -21,7 +21,7 @@ def test_the_io_alone_saves_each_epoch_and_resumes(runs):
     assert resumed.global_step == 60
 
 
-def test_where_a_relative_name_goes_is_told_and_a_path_elsewhere_is_an_ordinary_file(runs, tmp_path):
+def test_the_place_of_a_relative_name_is_logged_and_a_path_elsewhere_is_an_ordinary_file(runs, tmp_path):
     io = runs.io(log_dir=str(tmp_path / "logs"))
     trainer, _ = runs.fit(io=io, ckpt_path=None, max_steps=2, enable_checkpointing=False)
     trainer.save_checkpoint("x.ckpt")

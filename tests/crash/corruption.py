@@ -5,8 +5,8 @@
 
 Each world holds the steps 1 and 2 of one kind of checkpoint, in node memory and on a durable tier. A file of
 step 2 is damaged, in memory, or on the durable tier while the node's memory is lost. A restore has to give
-step 2 from an intact copy, or step 1, bit for bit, and to say what it found. ``harmless`` counts damage that
-nobody noticed, and with which step 2 was restored all the same, equal in state, step and name.
+step 2 from an intact copy, or step 1, bit for bit, and to say what it found. ``harmless`` counts damage
+that went unnoticed, and with which step 2 was restored all the same, equal in state, step and name.
 """
 
 import argparse

@@ -59,7 +59,7 @@ def stories():
 
 
 def sweep(story, zygote, folder, *, s3_url="", sample=0, seed=0, one_of=1, add):
-    """Takes one story through its points; ``add`` is told each verdict."""
+    """Takes one story through its points; ``add`` gets each verdict."""
     slug = story.title.replace(" ", "-").replace(",", "") + ("-s3" if s3_url else "")
     durable = f"{s3_url}/{slug}" if s3_url else folder / "durable" / slug
     place = Place(zygote, folder / "memory" / slug, durable, s3=bool(s3_url))

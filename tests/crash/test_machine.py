@@ -57,7 +57,7 @@ class Checkpoints(RuleBasedStateMachine):
         self.number = 0
         #: Content of the durable tier after all finished operations, and the pending operations in order.
         self.model = Model()
-        #: (id of the operation, what the model is told of it)
+        #: (id of the operation, its arguments for the model)
         self.queue = []
         #: Name by number of the save, of what is in memory; and which copies are damaged: (tier, number).
         self.memory = {}

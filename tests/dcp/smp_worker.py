@@ -29,7 +29,7 @@ COLLECTIVES = [
 
 @contextlib.contextmanager
 def counted(calls):
-    """Collects the names of collectives that anybody calls, and how many the process group itself carried out."""
+    """Collects the names of collectives that are called, and one entry for each that the process group carried out."""
     kept = {name: getattr(dist, name) for name in COLLECTIVES}
     modules = [dist, dist.distributed_c10d]
 

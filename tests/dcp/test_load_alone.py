@@ -50,7 +50,7 @@ def config(memory_dir, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])
-def test_the_latest_is_taken_by_its_sentinel_and_another_one_is_told_what_there_is(config, kind):
+def test_the_latest_is_loaded_by_its_sentinel_and_an_unknown_one_lists_the_checkpoints(config, kind):
     for step in (1, 2):
         ours.async_save(state(step), checkpoint_id=f"step_{step}", kind=kind, **config).result()
     loaded = blank()

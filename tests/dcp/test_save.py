@@ -143,7 +143,7 @@ def test_a_rank_that_fails_behind_a_save_fails_the_next_on_all_ranks(ranks, memo
     assert plain(gathered(memory_dir, "step_7", tmp_path / "read"), 7)
 
 
-def test_ranks_that_do_not_mean_the_same_are_told(ranks, tmp_path):
+def test_ranks_that_save_to_different_places_get_an_error(ranks, tmp_path):
     """Each rank makes a dirpath from the time by itself: their parts would never be one checkpoint."""
     here, there = str(tmp_path / "run-10-59"), str(tmp_path / "run-11-00")
     options = {"dirpath": here, "of_rank": {1: {"dirpath": there}}, "save_to_s3": True, "on_save_error": "raise"}
@@ -195,7 +195,7 @@ def test_a_durable_save_that_neither_memory_nor_a_spill_has_room_for_fails_on_al
         assert [step["got"]["matches"] for step in rest[1:]] == [True, True]
 
 
-def test_where_one_node_has_no_room_the_others_keep_no_more_than_they_are_told(ranks, small):
+def test_if_one_node_has_no_room_the_others_keep_no_more_than_configured(ranks, small):
     """Saves that will never be whole in memory are of no use to the other nodes."""
     small("a")
     steps = [["save", 1], *(["save", seed, LARGE] for seed in range(2, 8))]

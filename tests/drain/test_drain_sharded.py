@@ -109,7 +109,7 @@ def test_parts_of_two_nodes_meet_on_s3(memory_dir, s3_url):
     store.close()
 
 
-def test_a_commit_that_waited_tells_its_own_sending_and_the_whole_checkpoint_apart(nodes, store, caplog):
+def test_a_commit_that_waited_separates_its_own_upload_from_the_whole_checkpoint(nodes, store, caplog):
     first, second = nodes
     caplog.set_level(logging.INFO)
     clock = VirtualClock()
@@ -155,7 +155,7 @@ def test_a_save_that_became_whole_meanwhile_goes_before_a_later_one(nodes, store
     assert [readable(store, f"{number}.ckpt") for number in (1, 2)] == [1, 2]
 
 
-def test_a_part_that_never_comes_is_told_and_the_next_save_clears_it_up(nodes, store):
+def test_a_part_that_never_comes_is_reported_and_the_next_save_clears_it_up(nodes, store):
     first, second = nodes
     first.part("1.ckpt", 1, 0)
     second.part("1.ckpt", 1, 1)

@@ -104,7 +104,7 @@ def test_a_trainer_that_starts_gets_a_drain_of_its_own_which_goes_on_with_the_wo
     assert now.wait(op, 60).state == "committed"
 
 
-def test_each_outcome_is_told_once_and_waiting_for_what_never_comes_ends(node, handle_of, caplog):
+def test_each_outcome_is_reported_once_and_a_wait_for_none_ends(node, handle_of, caplog):
     caplog.set_level("INFO")
     handle, told, lock = handle_of(node, clock=Clock(Timing(say_wait_s=0))), [], try_lock(node.root / LOCK_FILE)
     for number in range(1, 21):
@@ -142,7 +142,7 @@ def test_one_that_has_died_is_kept_up_only_where_work_is_left(node, store, handl
     assert handle.progress().pid != pid
 
 
-def test_told_to_stop_it_leaves_the_rest_resumable(node, store):
+def test_when_it_is_stopped_it_leaves_the_rest_resumable(node, store):
     node.save("a.ckpt", b"A")
     trainer = try_lock(node.root / TRAINERS_FILE, shared=True)
     command = [sys.executable, "-m", "tiered_checkpoint_io", *FOR_TRAINER, str(node.root)]

@@ -129,7 +129,7 @@ def test_a_manifest_cannot_reach_out_of_its_folder():
 
 
 @given(contents, st.integers(0, 99), st.booleans())
-def test_any_other_version_is_told_by_its_number(content, version, sealed):
+def test_any_other_version_is_named_by_its_number(content, version, sealed):
     document = json.loads(Manifest("x.ckpt", content).to_json())
     del document["digest"]
     document |= {"version": version, "writer": {"tiered_checkpoint_io": "9.8"}}

@@ -66,7 +66,7 @@ def names_and_holder(dirpath):
     return sorted(key for key in keys if not key.startswith(".")), holder and holder.process.pid
 
 
-def test_a_second_run_is_refused_whatever_its_namespace_and_a_crashed_one_holds_up_nobody(runs, s3_url):
+def test_a_second_run_is_refused_in_any_namespace_and_a_crashed_one_delays_no_other(runs, s3_url):
     first, elsewhere, other = runs(s3_url, s3_url + "-2", s3_url)
     (second,) = runs(s3_url, nodes=[3], namespace="other")
     assert first.do("save a.ckpt") == "ok"
@@ -172,7 +172,7 @@ KNOWN = lease_of("o").to_json()
         b"[" * 60_000,
     ],
 )
-def test_a_lease_that_nobody_understands_is_no_lease_of_the_dead_while_it_changes(data, place):
+def test_an_unreadable_lease_counts_as_live_while_it_changes(data, place):
     place.store.put(LEASE_KEY, data)
     keeper = place.keeper("me", starts=False)
     keeper.step()
@@ -217,7 +217,7 @@ def test_a_run_whose_process_is_hidden_is_judged_by_its_answers_and_a_dead_one_a
         keeper.check()
 
 
-def test_a_lease_that_was_archived_holds_up_nobody_for_longer_than_one_of_the_dead(s3_server, s3_url, place):
+def test_an_archived_lease_expires_like_that_of_a_dead_run(s3_server, s3_url, place):
     with FaultProxy(s3_server.endpoint_url) as proxy:
         place.store = open_store(TieredCheckpointConfig(dirpath=s3_url, endpoint_url=proxy.endpoint_url))
         place.store.put(LEASE_KEY, lease_of("other").to_json())

@@ -135,7 +135,7 @@ class Own(ModelCheckpoint):
 
 
 @pytest.mark.parametrize(("make", "warns"), [(lambda _: Own(), True), (lambda dirpath: Own(f"{dirpath}/own"), False)])
-def test_a_derived_class_that_saves_elsewhere_is_told_of(make, warns, runs, caplog):
+def test_a_derived_class_that_saves_elsewhere_is_warned_of(make, warns, runs, caplog):
     """A restart would begin from scratch."""
     with caplog.at_level("WARNING", "tiered_checkpoint_io"):
         runs.fit(make(runs.dirpath))

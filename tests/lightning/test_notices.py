@@ -82,7 +82,7 @@ def test_notice_before_training_fails_is_said(runs, caplog):
     assert "received SIGTERM, but fit failed before it could make a last checkpoint" in caplog.messages
 
 
-def test_training_on_another_thread_is_told_by_a_call(runs, caplog):
+def test_training_on_another_thread_gets_its_notice_by_a_call(runs, caplog):
     preemption, ends = PreemptionCheckpoint(requeue=False), []
 
     def tell():

@@ -75,7 +75,7 @@ def test_a_long_validation_is_not_waited_for(job, tmp_path):
 
 
 @pytest.mark.matrix
-def test_a_signal_before_the_first_batch_or_at_the_end_hangs_nobody(job):
+def test_a_signal_before_the_first_batch_or_at_the_end_hangs_no_rank(job):
     (answers,) = job(signals=[[0, "start", 0]])
     assert all(answer["ended"] == "preempted" and answer["step"] <= 2 for answer in answers)
     ((first, other),) = job(signals=[[1, "end", 0]], steps=8, on_exception=True)

@@ -128,7 +128,7 @@ def test_loggers_hear_of_checkpoints_only_once_they_are_durable(runs, asynchrono
 
 
 @pytest.mark.parametrize("on_save_error", ["warn", "raise"])
-def test_what_fails_behind_training_is_told_while_it_goes_on(on_save_error, runs):
+def test_a_background_failure_is_reported_during_training(on_save_error, runs):
     """However often the callback looks what became of saves."""
     Path(runs.dirpath).write_bytes(b"in the way")
     io = runs.io(on_save_error=on_save_error, drain="thread", preflight="off")

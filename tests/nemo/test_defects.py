@@ -21,7 +21,7 @@ def io(runs):
     made.teardown()
 
 
-def test_an_upload_that_fails_is_told_of_and_never_leaves_an_empty_bucket(runs, s3_server):
+def test_a_failed_upload_is_reported_and_never_leaves_an_empty_bucket(runs, s3_server):
     """NeMo, asynchronous: the caller removes the old one, nothing is raised, and nothing is left."""
     broken = False
 

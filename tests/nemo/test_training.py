@@ -157,7 +157,7 @@ class Told(Callback):
 
 
 @pytest.mark.parametrize("during", ["training", "validation"])
-def test_a_job_that_is_told_to_end_saves_the_averages_too(runs, during, tmp_path):
+def test_a_preempted_job_saves_the_averages_too(runs, during, tmp_path):
     whole, _ = runs.fit(EMA, way="tiered", max_steps=20)
     again = type(runs)(runs.dirpath + "-2", runs.memory_dir, tmp_path / "logs-2", namespace="second")
     callbacks = [PreemptionCheckpoint(signals=["SIGUSR1"]), Told(during)]
@@ -193,7 +193,7 @@ def test_what_the_block_says_holds(runs):
     assert (config.namespace, config.max_read_concurrency, config.chunk_size_MB) == ("of-the-block", 15, 64)
 
 
-def test_bad_configurations_are_told_of(runs):
+def test_bad_configurations_are_errors(runs):
     with pytest.raises(ConfigError, match=r"unknown key 'max_write_concurency'.*did you mean 'max_write_concurrency'"):
         runs.fit({"s3_checkpointing": {"max_write_concurency": 3}}, way="tiered")
     with pytest.raises(ConfigError, match="dirpath"):

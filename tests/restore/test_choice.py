@@ -33,7 +33,7 @@ def held(name, number):
 LATEST = Selector("latest")
 
 
-def test_the_best_comes_first_and_what_tells_no_value_not_at_all():
+def test_the_best_comes_first_and_one_without_a_value_not_at_all():
     values = {1: 0.5, 2: math.nan, 3: 0.25, 4: None, 5: 0.25, 6: 0.75}
     manifests = [
         Manifest("x", replace(content("x", step), metric=None if value is None else Metric("loss", value)))

@@ -221,7 +221,7 @@ def test_a_folder_that_another_rank_is_removing_is_not_joined(tmp_path, dies):
         assert read.result(30) == DATA
 
 
-def test_nobody_waits_until_the_bytes_of_the_dead_are_gone(tmp_path, monkeypatch):
+def test_no_rank_waits_for_the_removal_of_a_dead_readers_bytes(tmp_path, monkeypatch):
     left_behind(tmp_path)
     removing, may_end, remove = threading.Event(), threading.Event(), shutil.rmtree
 

@@ -78,7 +78,7 @@ def test_more_than_one_batch_of_corrupt_ones_still_finds_the_intact_one(world):
     assert (data, restored.step, len(restored.rejected)) == (OLD, 1, 36)
 
 
-def test_a_copied_bucket_whose_times_tell_nothing_still_gives_the_newest():
+def test_a_copied_bucket_with_meaningless_times_still_gives_the_newest():
     listed = [ObjectInfo(manifest_key(f"step={number}.ckpt"), 1, 1000.0 - number) for number in range(100)]
     order = reading_order([*listed, ObjectInfo(".tiered/manifests/not-one", 1, 2000.0)])
     assert "step=99.ckpt" in order[:32]

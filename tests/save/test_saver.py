@@ -257,7 +257,7 @@ def broken(kept):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("first", "drain", "rule"), [("save", "process", "warn"), ("delete", "thread", "raise")])
-def test_what_waits_behind_a_failed_save_keeps_nobody(drain, first, rule, kept, broken):
+def test_operations_behind_a_failed_save_do_not_delay_the_end(drain, first, rule, kept, broken):
     io = kept.io(drain=drain, on_save_error=rule, wait_timeout_s=600, memory_keep_last=5)
     io.save_checkpoint(state(2), "2.ckpt")
     if first == "delete":

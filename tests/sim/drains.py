@@ -53,7 +53,7 @@ def views_of(plan):
 
 
 def followed(plan, number):
-    """The number of the save that a delete follows, as a session tells it; 0 for none."""
+    """The number of the save that a delete follows, as a session derives it; 0 for none."""
     return max((at for at, (kind, *_) in enumerate(plan[: number - 1], start=1) if kind == "save"), default=0)
 
 

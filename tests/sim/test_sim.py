@@ -1,4 +1,4 @@
-"""Simulated lives: a sample of ``make test-sim``, and that a seed tells the whole story."""
+"""Simulated lives: a sample of ``make test-sim``, and that a seed gives the same life again."""
 
 import os
 

@@ -20,7 +20,7 @@ from tiered_checkpoint_io.engine.drain.operations import Request, blocked_by_fai
 from tiered_checkpoint_io.model import ids
 
 RUNS = ("20260101T000000.000000-00000001", "20260102T000000.000000-00000002")
-#: Numbers of the second run's operations begin behind it: a step tells its run.
+#: Numbers of the second run's operations begin behind it: a step shows its run.
 SECOND = 100
 #: Why a save of several parts may come to nothing, that was half done when another run took its name or deleted it.
 LOST = ("removed or replaced after its upload", "none of them has come for")

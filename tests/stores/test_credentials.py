@@ -169,7 +169,7 @@ def test_a_program_that_gives_none_that_are_good_is_an_error_until_it_does(facts
 
 
 @pytest.mark.parametrize("endpoint", ["user:hunter2@minio:9000", "http://user:hunter2@minio:9000", "minio?key=hunter2"])
-def test_an_endpoint_of_the_environment_with_a_password_is_not_told(endpoint, monkeypatch):
+def test_an_endpoint_of_the_environment_with_a_password_is_not_shown(endpoint, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
     with failing("config", match="holds a user name, a password.*AWS_ENDPOINT_URL_S3") as caught:
         S3Store("s3://bucket/run")

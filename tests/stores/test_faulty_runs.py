@@ -93,7 +93,7 @@ def test_a_save_gets_through_a_bad_hour_and_what_an_outage_held_up_is_caught_up(
         proxy.plan = bad_hour()
         writer = TieredStorageWriter(**options, wait=True)
         dcp.save({"w": state(1, LARGE)["w"]}, checkpoint_id="step_1", storage_writer=writer)
-    # Then away, for longer than anybody tries again.
+    # Then away, for longer than the retries last.
     proxy.plan = where(SLOW_DOWN)
     error = pytest.raises(SaveError, match="is in memory, but not on the durable tier: .*SlowDown")
     with hurried(retry_deadline_s=0.5), error:

@@ -73,7 +73,7 @@ def _raised(error, cause=None, context=None):
         (OSError("Forbidden"), None, None, None),
     ],
 )
-def test_an_error_of_a_cloud_is_told_by_what_led_to_it(error, cause, context, reason):
+def test_an_error_of_a_cloud_names_its_cause(error, cause, context, reason):
     assert reason_of(_raised(error, cause, context)) == reason
 
 

@@ -206,7 +206,7 @@ def test_a_vpc_endpoint_lets_through_what_trains_and_no_more(job):
         job(everything, endpoint, prefix="others").trains()
 
 
-def test_the_readme_tells_of_each_file_and_each_name_to_fill_in():
+def test_the_readme_describes_each_file_and_each_name_to_fill_in():
     said = (DEPLOY / "README.md").read_text()
     for file in (*DEPLOY.glob("*.json"), *(DEPLOY / "iam").glob("*.json")):
         assert f"`{file.relative_to(DEPLOY)}`" in said

@@ -172,7 +172,7 @@ def test_a_range_answered_with_the_whole_object(open_store, proxy, s3_server, s3
 
 
 @pytest.mark.parametrize(("fault", "seconds"), [(truncate(MIB), 20.0), (slow_body(1 << 20, 1 << 20), 0.3)])
-def test_an_answer_that_stops_amid_its_body_tells_of_the_network(fault, seconds, open_store, proxy):
+def test_an_answer_that_stops_within_its_body_names_the_network(fault, seconds, open_store, proxy):
     store = open_store(deadline_s=0.0, seconds={"s3_read_s": seconds})
     store.put("x", bytes(4 * MIB))
     proxy.plan = where(fault, operation="get")
@@ -312,7 +312,7 @@ def test_a_wait_can_be_cut_short():
     assert flaky.calls == 1
 
 
-def test_an_upload_to_a_directory_that_was_interrupted_is_repeated_and_told_once(tmp_path, monkeypatch):
+def test_an_interrupted_upload_to_a_directory_is_repeated_and_counted_once(tmp_path, monkeypatch):
     store, writes, seen, write = DirectoryStore(str(tmp_path), clock=QUICK), [], [], os.write
 
     def stale_once(descriptor, data):

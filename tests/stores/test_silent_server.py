@@ -91,7 +91,7 @@ def io_of(s3_url, memory_dir, proxy, book):
         io.teardown()
 
 
-def test_a_server_that_refuses_all_that_it_is_asked_is_told_as_that(io_of, proxy, book):
+def test_a_server_that_refuses_all_requests_is_reported_as_refusing(io_of, proxy, book):
     """S3 does so under too many requests."""
     first = io_of()
     first.save_checkpoint(state(1), "1.ckpt", storage_options={"tiers": ["memory"]})

@@ -65,7 +65,7 @@ def test_a_queued_save_goes_to_the_server_of_its_job_alone(servers, s3_bucket, m
     restarted.close()
 
 
-def test_which_server_is_told_as_boto3_finds_it(monkeypatch, tmp_path):
+def test_the_server_is_named_as_boto3_finds_it(monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     (tmp_path / "config").write_text(
@@ -89,6 +89,6 @@ def test_which_server_is_told_as_boto3_finds_it(monkeypatch, tmp_path):
     assert place_of(TieredCheckpointConfig(dirpath="/a/folder")) == Place("/a/folder")
 
 
-def test_a_server_is_told_without_secrets():
+def test_a_server_is_named_without_secrets():
     assert endpoint_text("https://user:password@Host:9000/?key=secret") == "https://host:9000"
     assert Server("http://a", "eu", "p") == Server("http://a", "us", "q") != Server("http://b", "eu", "p")

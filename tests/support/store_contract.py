@@ -73,7 +73,7 @@ class OptionalContract:
         assert [entry.key for entry in store.list("")] == ["many/4 &<ü>"]
 
     # --------------------------------------------------------------------------------- reads in pieces
-    def test_pieces_are_filled_in_order_and_told_as_they_are(self, store: Store) -> None:
+    def test_pieces_are_filled_and_reported_in_order(self, store: Store) -> None:
         data = os.urandom(3 << 20)
         store.upload("x", memoryview(data))
         pieces = [memoryview(bytearray(length)) for length in (1, 1 << 20, 0, 700_001, 5)]
@@ -309,7 +309,7 @@ class StoreContract(OptionalContract):
         assert children_of(store, "") - {".tiered/"} == {"m/", "m2/", "n"}
         assert children_of(store, "none/") == children_of(store, "n/") == set()
 
-    def test_lists_tell_when_an_object_was_written(self, store: Store) -> None:
+    def test_lists_have_the_time_at_which_an_object_was_written(self, store: Store) -> None:
         store.put("x", b"1")
         (first,) = store.list("")
         store.put("y", b"1")
@@ -441,7 +441,7 @@ class StoreContract(OptionalContract):
             writer.result()
         assert store.get("x") == versions[-1]
 
-    def test_errors_can_be_pickled_and_tell_the_key(self, store: Store) -> None:
+    def test_errors_can_be_pickled_and_name_the_key(self, store: Store) -> None:
         with pytest.raises(StoreError) as caught:
             store.get("not/there")
         again = pickle.loads(pickle.dumps(caught.value))
