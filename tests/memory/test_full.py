@@ -22,7 +22,6 @@ from tiered_checkpoint_io.engine.restore.restore import NodeFetcher
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.memory import parts
 from tiered_checkpoint_io.memory.node import try_lock
-from tiered_checkpoint_io.memory.parts import PINNED
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
 
@@ -65,7 +64,7 @@ def test_what_is_said_once_is_said_again_after_a_save_that_had_room(kept_in_smal
     io.teardown()
 
 
-def test_a_spill_that_is_full_as_well_is_told_apart_from_memory(kept_in_small, tmp_path, warned):
+def test_the_warning_names_a_spill_that_is_full_as_well(kept_in_small, tmp_path, warned):
     with mounted_tmpfs(tmp_path / "disk", 4 * MIB) as disk:
         io = kept_in_small.io(spill_dir=str(disk))
         both = (
@@ -250,24 +249,6 @@ def test_what_a_process_has_mapped_stays_until_it_lets_go(start, other_node):
     assert steps(io) == [4, 9]
 
 
-def test_a_load_removes_nothing_that_only_memory_has_or_that_no_load_has_opened(start, other_node):
-    saved(start(), range(1, 4))
-    io = start(memory_dir=other_node, memory_keep_last=2)
-    io.load_checkpoint("step_1.ckpt")
-    other = start(memory_dir=other_node, memory_keep_last=9)
-    for step in (4, 5, 6):
-        other.save_checkpoint(state(step), f"step_{step}.ckpt", storage_options={"tiers": ["memory"]})
-        other.load_checkpoint(f"step_{step}.ckpt")
-    saved(other, [7, 8])
-    other.checkpointer.session.wait()
-    # Another process has fetched it, and is about to open it.
-    (loaded,) = [stored for stored in tier_of(io).parts() if stored.part.content.step == 1]
-    (loaded.folder / PINNED).unlink()
-    io.load_checkpoint("step_2.ckpt")
-    io.load_checkpoint("step_3.ckpt")
-    assert steps(io) == [1, 3, 4, 5, 6, 7, 8]
-
-
 def test_what_loads_have_brought_makes_room_for_the_next(start, tmp_path, caplog):
     saved(start(dirpath=str(tmp_path / "elsewhere")), [1], size=LARGE)
     saved(start(), range(1, 5), size=LARGE)
@@ -354,7 +335,7 @@ def tight(request, tmp_path):
 
 #: Parts without room in memory are spilled, or else the save fails.
 spilling = pytest.mark.parametrize("spill", ["auto", pytest.param(None, marks=pytest.mark.matrix)])
-#: One of the two; :func:`test_what_fails_is_told_while_memory_is_full` takes both.
+#: One of the two; :func:`test_a_tenant_fills_the_tmpfs_at_any_point_of_a_save_by_dcp` takes both.
 space = pytest.mark.parametrize("tight", ["space", pytest.param("files", marks=pytest.mark.matrix)], indirect=True)
 
 
@@ -446,25 +427,6 @@ def read_plainly(folder, kind):
     wanted = {"w": torch.zeros(100_000)}
     torch_dcp.load(wanted, storage_reader=torch_dcp.FileSystemReader(folder))
     return wanted["w"]
-
-
-@pytest.mark.timeout(120)
-def test_a_process_out_of_descriptors_at_any_point(kept_somewhere):
-    io = kept_somewhere.io(drain="thread", memory_keep_last=100)
-    refused, newest = 0, 1
-    assert loads(io, 1)
-    for spare in range(16):
-        step = spare + 2
-        with descriptors_to_spare(spare):
-            try:
-                io.save_checkpoint(state(step), f"{step}.ckpt", storage_options=MEMORY_ONLY)
-                newest = step
-            except SaveError as error:
-                refused += 1
-                assert "Too many open files" in str(error)
-        assert loads(io, newest), f"{spare} to spare"
-    assert refused
-    assert newest == 17
 
 
 @pytest.mark.timeout(120)

@@ -247,26 +247,6 @@ def runtime(monkeypatch):
         yield made
 
 
-def test_what_grows_or_shrinks_is_registered_as_far_as_it_has_changed(runtime):
-    buffer = mmap.mmap(-1, 3 * PINNED_PIECE)
-    with memoryview(buffer) as view:
-        pins = HostPins()
-        assert pins.pin(view[: 2 * PINNED_PIECE + PAGE + 5]) == 2 * PINNED_PIECE + PAGE, "whole pages"
-        assert pins.pin(view[: 2 * PINNED_PIECE + PAGE]) == 2 * PINNED_PIECE + PAGE
-        assert runtime.calls == 3
-        assert pins.pin(view[: 2 * PINNED_PIECE + 3 * PAGE]) == 2 * PINNED_PIECE + 3 * PAGE
-        assert runtime.calls == 4
-        # The file was cut, and these pages are gone.
-        pins.unpin(view, 2 * PINNED_PIECE + 2 * PAGE)
-        assert list(runtime.registered.values()) == [PINNED_PIECE] * 2
-        pins.unpin(view, PINNED_PIECE)
-        assert list(runtime.registered.values()) == [PINNED_PIECE]
-        pins.unpin(view)
-        assert not runtime.registered
-        assert pins.pin(view[:100]) == 0
-    buffer.close()
-
-
 @given(st.integers(0, 5 * PINNED_PIECE), st.integers(1, 3 * PINNED_PIECE), st.integers(0, 5 * PINNED_PIECE))
 def test_no_copy_goes_to_two_registrations_or_beyond_them(start, nbytes, pinned):
     cuts = cuts_of(start, start + nbytes, pinned)

@@ -1,7 +1,6 @@
 """Parts, slots and folders of node memory: whole, used again, safe, after deaths; and how much memory the node has."""
 
 import contextlib
-import errno
 import fcntl
 import mmap
 import os
@@ -11,7 +10,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,25 +157,6 @@ def test_beyond_the_budget_of_the_node_is_an_error_and_nothing_is_lost(memory_di
     other.close()
 
 
-def test_a_description_is_read_again_only_where_it_changed(tier, monkeypatch):
-    save(tier, b"one", 1)
-    stored = save(tier, b"two", 2)
-    read = []
-    real = Part.from_json
-    monkeypatch.setattr(Part, "from_json", lambda text, *, where: read.append(where) or real(text, where=where))
-    first = tier.parts()
-    assert len(read) == 2
-    tier.mark_drained(stored)
-    second = tier.parts()
-    assert len(read) == 2
-    assert [each.part for each in second] == [each.part for each in first]
-    assert [each.drained for each in second] == [False, True]
-    path = stored.folder / "part.json"
-    path.write_bytes(replace(stored.part, content=replace(stored.part.content, step=9)).to_json())
-    assert tier.parts()[-1].part.content.step == 9
-    assert len(read) == 3
-
-
 def interrupting(call, number):
     """Raises KeyboardInterrupt right after the ``number``-th call."""
     calls = []
@@ -217,21 +196,6 @@ def test_ctrl_c_amid_a_removal_lets_it_end(tier, monkeypatch, call):
         tier.remove(stored)
     assert files_in(tier.root / "trash") == []
     assert inode(save(tier, b"new" * 1000, 2)) == before, "its memory is used again"
-
-
-def test_a_commit_that_finds_no_space_gives_back_all_that_it_had(tier, memory_dir, monkeypatch):
-    slot, part, opens = tier.acquire(MIB), part_of(bytes(MIB), 1), os.open
-
-    def full(path, *args, **options):
-        if str(path).endswith("part.json"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return opens(path, *args, **options)
-
-    with monkeypatch.context() as patch, pytest.raises(MemoryFullError):
-        patch.setattr(os, "open", full)
-        tier.commit(part, {part.content.files[0].basename: slot})
-    assert (tier.parts(), files_in(tier.root)) == ([], [])
-    assert memory_dir not in mappings(memory_dir)
 
 
 def test_the_pages_of_what_another_process_removed_are_given_back(tier, memory_dir):
@@ -351,20 +315,6 @@ def test_only_so_many_free_slots_are_kept(tier):
 
 
 # ------------------------------------------------------------------------------------------- room
-
-
-def test_who_registers_a_slots_pages_is_told_that_it_loses_some(memory_dir):
-    """For pinned memory: a device would still copy into pages that the file no longer has."""
-    told = []
-    tier = MemoryTier.open(memory_dir, "test", unmap=lambda view, left: told.append((len(view), left)))
-    first = save(tier, b"L" * 12 * MIB, 1)
-    (capacity, left), *none = told
-    assert (left, none) == (12 * MIB, [])
-    tier.remove(first)
-    save(tier, b"S" * MIB, 2)
-    assert told[1:] == [(capacity, MIB)]
-    tier.close()
-    assert told[2:] == [(capacity, 0)]
 
 
 def test_no_part_goes_for_a_slot_that_has_room_once_the_free_ones_are_given_up(tier):
@@ -518,7 +468,7 @@ def test_trash_that_a_live_process_is_still_sorting_out_does_it_no_harm(tier, me
 # ------------------------------------------------------------------------------------------- room
 
 
-def test_the_limit_of_any_cgroup_above_binds_and_what_nobody_uses_of_it_is_left(tmp_path):
+def test_the_limit_of_any_cgroup_above_binds_and_its_unused_memory_is_left(tmp_path):
     proc, cgroup, mib = tmp_path / "proc", tmp_path / "cgroup", 1 << 20
     (proc / "self").mkdir(parents=True)
     (cgroup / "job" / "step").mkdir(parents=True)

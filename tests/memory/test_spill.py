@@ -221,7 +221,7 @@ def process(tmp_path):
 
 
 def test_a_spill_is_of_one_memory_until_the_last_process_of_that_has_ended(process, tmp_path):
-    assert process("b", make=False).name == "None", "nobody made one"
+    assert process("b", make=False).name == "None", "no process made one"
     first, again = process("a"), process("a")
     assert (first.name, again.name, process("b", make=False).name) == ("job", "job", "None")
     other = process("b")

@@ -223,7 +223,7 @@ def test_names_that_differ_by_step_and_epoch_are_one_series():
     assert ids.series_of("lr=0.1/step_5") != ids.series_of("lr=0.2/step_5")
 
 
-def test_a_number_that_is_the_step_tells_no_series_apart():
+def test_a_number_that_is_the_step_makes_no_other_series():
     names = ["checkpoint-{}/step_{}", "ckpt_{:06}", "global_step{}/x", "Iteration{}", "a/iter-{}-loss"]
     for name in names:
         assert len({ids.series_of(name.format(n, n), n) for n in (0, 1, 7, 10, 100, 2000)}) == 1, name
