@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.files import gone_of
-from tiered_checkpoint_io.engine.durable.manifests import DocumentCache, manifest_cache, read_manifest
+from tiered_checkpoint_io.engine.durable.manifests import DurableView, read_manifest
 from tiered_checkpoint_io.engine.restore.choice import Candidate, Catalog, Held, Selector, choose
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -60,12 +60,9 @@ def read(store: Store, name: str) -> DurableCheckpoint:
         return DurableCheckpoint(name, error=error)
 
 
-def read_all(
-    store: Store, cache: DocumentCache[Manifest | None] | None = None, clock: Clock = SYSTEM
-) -> list[DurableCheckpoint]:
-    """Returns all checkpoints of a tier, by name; raises as :func:`read`. ``cache`` is that of an earlier call."""
-    read = (cache or manifest_cache()).read(store, clock)
-    named = {name: value for key, value in read.items() if (name := ids.name_from_manifest_key(key)) is not None}
+def read_all(store: Store, view: DurableView | None = None, clock: Clock = SYSTEM) -> list[DurableCheckpoint]:
+    """Returns all checkpoints of a tier, by name; raises as :func:`read`. ``view`` is that of an earlier call."""
+    named = (view or DurableView()).look(store, clock)
     found = [
         DurableCheckpoint(name, error=value)
         if isinstance(value, CorruptCheckpointError)
@@ -81,16 +78,14 @@ def read_all(
     return [each for each in found if (targets.get(each.name) or each.name) in own]
 
 
-def checkpoints(
-    store: Store, cache: DocumentCache[Manifest | None] | None = None, clock: Clock = SYSTEM
-) -> list[DurableCheckpoint]:
+def checkpoints(store: Store, view: DurableView | None = None, clock: Clock = SYSTEM) -> list[DurableCheckpoint]:
     """Returns all checkpoints of a tier: the latest save first, its aliases and copies after it, unreadable ones last.
 
     Raises:
         CheckpointNotFoundError: The directory does not exist, or there is no object at all below the URL.
         StoreError: The tier could not be read.
     """
-    found = read_all(store, cache, clock)
+    found = read_all(store, view, clock)
     if not found and not _exists(store):
         raise CheckpointNotFoundError(
             "there is nothing at this dirpath", operation="list", tier="durable", key=store.url, hint="check dirpath"

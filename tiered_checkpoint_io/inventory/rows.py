@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.drain.operations import NAMING
 from tiered_checkpoint_io.engine.durable.files import files_of
-from tiered_checkpoint_io.engine.durable.manifests import manifest_cache
+from tiered_checkpoint_io.engine.durable.manifests import DurableView
 from tiered_checkpoint_io.engine.restore.choice import Candidate
 from tiered_checkpoint_io.errors import (
     CheckpointNotFoundError,
@@ -248,13 +248,13 @@ class Look:
 
 
 class Tiers:
-    """The tiers that a program asks about, looked at again and again; see :class:`DocumentCache`."""
+    """The tiers that a program asks about, looked at again and again; see :class:`DurableView`."""
 
     def __init__(self, config: TieredCheckpointConfig, memory_dir: str | None = None, *, clock: Clock = SYSTEM) -> None:
         """Takes the durable tier, and the folder of node memory; None not to look there."""
         self.clock = clock
         self._config, self._place, self._memory_dir = config, place_of(config), memory_dir
-        self._manifests = manifest_cache()
+        self._view = DurableView()
         self._store: Store | None = None
 
     def close(self) -> None:
@@ -277,7 +277,7 @@ class Tiers:
         if store is None:
             return Look(self._place, node)
         try:
-            found = checkpoints(store, self._manifests, self.clock)
+            found = checkpoints(store, self._view, self.clock)
         except CheckpointNotFoundError:
             if self._place not in places_of(node):
                 raise

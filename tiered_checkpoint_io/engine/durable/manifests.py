@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.errors import (
@@ -37,61 +37,37 @@ _SETTLED_S = 2.0
 
 
 class _Known(NamedTuple):
-    """One document: its listing, since when, whether a later change would show, and its value."""
+    """One manifest: its listing, since when, whether a later change would show, and the result of the read."""
 
     entry: ObjectInfo
     since: float
     is_settled: bool
-    value: Any
+    value: Manifest | CorruptCheckpointError | None
 
 
-@dataclass(slots=True)
-class DocumentCache(Generic[_T]):
-    """The documents below a prefix, as they were last read.
+class DurableView:
+    """The manifests of a durable tier, as they were last read."""
 
-    Attributes:
-        prefix: Prefix of the documents' keys.
-        parse: Makes a document of its bytes and its key; raises CorruptCheckpointError if they can't be understood.
-    """
+    def __init__(self) -> None:
+        self._read: dict[str, _Known] = {}
 
-    prefix: str
-    parse: Callable[[bytes, str], _T]
-    _read: dict[str, _Known] = field(default_factory=dict)
-
-    def read(self, store: Store, clock: Clock = SYSTEM) -> Mapping[str, _T | CorruptCheckpointError]:
-        """Returns all documents, by key: one list, and a GET for each that is new, or may have changed.
+    def look(self, store: Store, clock: Clock = SYSTEM) -> dict[str, Manifest | CorruptCheckpointError]:
+        """Returns all manifests, by name: one list, and a GET for each that is new, or may have changed.
 
         Raises:
             StoreError: The tier could not be read.
         """
-        now = clock.monotonic()
-        listed = {entry.key: entry for entry in store.list(self.prefix)}
+        now, listed = clock.monotonic(), _listed(store)
         latest = max((entry.modified for entry in listed.values()), default=0.0)
-        kept = {key: each for key, each in self._read.items() if listed.get(key) == each.entry}
-        fresh = [key for key in listed if key not in kept or not kept[key].is_settled]
-
-        def read(key: str) -> list[_T | CorruptCheckpointError]:
-            try:
-                return [self.parse(store.get(key), f"{store.url}/{key}")]
-            except CorruptCheckpointError as error:
-                return [error]
-            except StoreNotFoundError:
-                return []
-            except (ConfigError, StoreError) as error:
-                if isinstance(error, StoreError) and error.reason != "archived":
-                    raise
-                # The other documents are there all the same.
-                where = error.key or key
-                return [CorruptCheckpointError(error.message, operation="read", key=where, hint=error.hint)]
-
-        for key, values in zip(fresh, in_parallel(read, fresh), strict=True):
-            before, entry = kept.pop(key, None), listed[key]
+        kept = {name: each for name, each in self._read.items() if listed.get(name) == each.entry}
+        fresh = [name for name in listed if name not in kept or not kept[name].is_settled]
+        for name, value in zip(fresh, in_parallel(lambda each: _understood(store, each), fresh), strict=True):
+            before, entry = kept.get(name), listed[name]
             since = now if before is None else before.since
             is_settled = entry.modified < latest - _SETTLED_S or now - since > _SETTLED_S
-            for value in values:
-                kept[key] = _Known(entry, since, is_settled, value)
+            kept[name] = _Known(entry, since, is_settled, value)
         self._read = kept
-        return {key: each.value for key, each in kept.items()}
+        return {name: each.value for name, each in kept.items() if each.value is not None}
 
 
 #: Manifests that are read for the newest save: an upload that failed before may be committed after newer ones.
@@ -244,13 +220,18 @@ def read_manifest(store: Store, name: str) -> Manifest | None:
         raise
 
 
-def manifest_cache() -> DocumentCache[Manifest | None]:
-    """Returns a cache that reads all manifests of a durable tier; a reservation's value is None."""
-    return DocumentCache(ids.MANIFEST_PREFIX, _parse)
-
-
-def _parse(data: bytes, where: str) -> Manifest | None:
-    return None if reservation_in(data) else Manifest.from_json(data, where=where)
+def _understood(store: Store, name: str) -> Manifest | CorruptCheckpointError | None:
+    """Returns the manifest of a checkpoint, or why it can't be understood; None if there is none."""
+    try:
+        return read_manifest(store, name)
+    except CorruptCheckpointError as error:
+        return error
+    except (ConfigError, StoreError) as error:
+        if isinstance(error, StoreError) and error.reason != "archived":
+            raise
+        # The other manifests are there all the same.
+        where = error.key or ids.manifest_key(name)
+        return CorruptCheckpointError(error.message, operation="read", key=where, hint=error.hint)
 
 
 def current(store: Store, name: str) -> Manifest | None:
@@ -300,15 +281,6 @@ def newest_save_id(store: Store) -> str | None:
     """
     listed = _listed(store)
     last = sorted(listed, key=lambda name: listed[name].modified)[-_LAST:]
-    found = in_parallel(lambda name: _readable(store, name), last)
-    return max((manifest.content.save_id for manifest in found if manifest is not None), default=None)
-
-
-def _readable(store: Store, name: str) -> Manifest | None:
-    try:
-        return read_manifest(store, name)
-    except (CorruptCheckpointError, StoreError) as error:
-        if isinstance(error, StoreError) and error.reason != "archived":
-            raise
-        # Damaged, archived, or a newer release's: its place in the order is unknown.
-        return None
+    # The place of one that can't be understood in the order is unknown.
+    found = in_parallel(lambda name: _understood(store, name), last)
+    return max((manifest.content.save_id for manifest in found if isinstance(manifest, Manifest)), default=None)

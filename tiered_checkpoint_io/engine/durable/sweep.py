@@ -36,12 +36,11 @@ from typing import NamedTuple
 from tiered_checkpoint_io.clock import SYSTEM, Clock
 from tiered_checkpoint_io.engine.durable.files import paths_in, read_index, written
 from tiered_checkpoint_io.engine.durable.manifests import (
-    DocumentCache,
+    DurableView,
     Manifests,
     contents_of,
     current,
     if_intact,
-    manifest_cache,
     repeated,
 )
 from tiered_checkpoint_io.errors import (
@@ -86,6 +85,7 @@ class Survey:
         unread: After :meth:`look`, the names whose manifests can't be understood: they stay.
         saves: After :meth:`look`, the saves that manifests name.
         refused: Checkpoints that the server refused to remove, and that were not reported yet.
+        view: All manifests.
         left_alone: Time until which the checkpoints of a step stay, as the server lately refused to remove one.
     """
 
@@ -97,18 +97,7 @@ class Survey:
     refused: list[RemovalAttempt] = field(default_factory=list)
     _known: set[str] = field(default_factory=set)
     left_alone: dict[int | str, float] = field(default_factory=dict)
-    _manifests: DocumentCache[Manifest | None] = field(default_factory=manifest_cache)
-
-    def manifests(self, store: Store, clock: Clock = SYSTEM) -> dict[str, Manifest | CorruptCheckpointError]:
-        """Returns all manifests, by name: one list, and a read of the new ones.
-
-        Raises:
-            StoreError: The tier could not be read.
-        """
-        read = self._manifests.read(store, clock).items()
-        named = {name: value for key, value in read if (name := ids.name_from_manifest_key(key)) is not None}
-        # A reservation is None here.
-        return {name: value for name, value in named.items() if value is not None}
+    view: DurableView = field(default_factory=DurableView)
 
     def look(self, store: Store, *, clock: Clock = SYSTEM) -> list[Checkpoint]:
         """Returns all checkpoints and aliases.
@@ -116,7 +105,7 @@ class Survey:
         Raises:
             StoreError: The tier could not be read.
         """
-        read = self.manifests(store, clock)
+        read = self.view.look(store, clock)
         self.unread = {name: value for name, value in read.items() if isinstance(value, CorruptCheckpointError)}
         manifests = [value for value in read.values() if isinstance(value, Manifest)]
         self.saves = {each.save_id for each in contents_of(each for each in manifests if each.alias_of is None)}
@@ -323,7 +312,7 @@ def sweep(
     saves = {save_id for save_id in folders_of(store, ids.SAVES_PREFIX) if ids.is_save_id(save_id)}
     if not saves:
         return []
-    manifests = survey.manifests(store, clock)
+    manifests = survey.view.look(store, clock)
     named = {each.save_id for each in contents_of(_own(manifests.values()))}
     left = {each: list(store.list(ids.save_prefix(each))) for each in sorted(saves - named - survey.locked)}
     young = [each for each, entries in left.items() if entries and _newest(entries) >= before]
