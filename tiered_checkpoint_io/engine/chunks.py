@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
-import tempfile
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from tiered_checkpoint_io.errors import (
     TieredCheckpointError,
 )
 from tiered_checkpoint_io.formats.parallel import in_parallel, in_parallel_as_needed
-from tiered_checkpoint_io.memory.node import MemoryFullError
+from tiered_checkpoint_io.memory.node import MemoryFullError, is_lost, release, try_lock
 from tiered_checkpoint_io.memory.parts import Incoming, StoredPart, reading
 from tiered_checkpoint_io.memory.slots import Slot, clean_dead
 from tiered_checkpoint_io.memory.tier import MemoryTier
@@ -287,17 +286,8 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-#: The temporary files of this process, which are locked as slots are: unlocked ones are a dead process's, and cleared.
+#: Locks of the temporary files of this process: unlocked ones are a dead process's, and cleared, as slots are.
 _temporary: dict[Path, int] = {}
-
-
-def _drop_in_child() -> None:
-    # A worker that outlives its trainer would keep the locks for it.
-    while _temporary:
-        os.close(_temporary.popitem()[1])
-
-
-os.register_at_fork(after_in_child=_drop_in_child)
 
 
 @contextlib.contextmanager
@@ -309,27 +299,28 @@ def temporary_file(folder: Path, size: int) -> Iterator[tuple[Path, memoryview]]
     """
     clean_dead(str(folder))
     while True:
-        descriptor, name = tempfile.mkstemp(prefix="tiered-checkpoint-", suffix=".ckpt", dir=folder)
-        _temporary[Path(name)] = descriptor
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:
+        path = folder / f"tiered-checkpoint-{secrets.token_hex(8)}.ckpt"
+        lock = try_lock(path)
+        if lock is not None and not is_lost(lock):
             break
-        # Another process came between, took the file for a dead process's, and unlinked it.
-        drop_temporary(Path(name))
+        # Another process came between, took the file for a dead process's, and unlinks it.
+        if lock is not None:
+            release(lock)
+    _temporary[path] = lock
     try:
-        os.posix_fallocate(descriptor, 0, max(size, 1))
-        with mmap.mmap(descriptor, max(size, 1)) as mapping:
+        os.posix_fallocate(lock, 0, max(size, 1))
+        with mmap.mmap(lock, max(size, 1)) as mapping:
             with memoryview(mapping) as view, view[:size] as part:
-                yield Path(name), part
+                yield path, part
             mapping.flush()
     except BaseException as error:
-        drop_temporary(Path(name))
+        drop_temporary(path)
         if not isinstance(error, OSError) or isinstance(error, TieredCheckpointError):
             raise
         raise RestoreError(
             f"no room for {size} bytes: {error.strerror}",
             operation="restore",
-            key=name,
+            key=str(path),
             hint="give memory_dir, spill_dir or the folder for temporary files more space",
         ) from error
 
@@ -337,9 +328,9 @@ def temporary_file(folder: Path, size: int) -> Iterator[tuple[Path, memoryview]]
 def drop_temporary(path: Path) -> None:
     """Unlinks a temporary file, of this process or of another one; a mapping of it stays valid."""
     path.unlink(missing_ok=True)
-    descriptor = _temporary.pop(path, None)
-    if descriptor is not None:
-        os.close(descriptor)
+    lock = _temporary.pop(path, None)
+    if lock is not None:
+        release(lock)
 
 
 _T_co = TypeVar("_T_co", covariant=True)
