@@ -56,13 +56,16 @@ def test_status_shows_parts_that_peers_hold_and_replicas_kept_for_them(node, mem
     node.tier.mark_replicated(safe)
     part, files = make_part("step_7", 7, 3, dirpath=node.dirpath)
     node.tier.replicas.commit(part, files)
-    own, _, copies = command("status", "--memory-dir", memory_dir).stdout.partition("Copies kept for other nodes")
-    alone, safe = rows(own, ".ckpt")
-    (kept,) = rows(copies, "step_")
-    # Name, step, rank, size, state, on peers, note, dirpath.
-    assert (safe[0], safe[5], safe[6]) == ("safe.ckpt", "yes", "")
-    assert (alone[0], alone[5], alone[6]) == ("alone.ckpt", "no", "latest")
-    assert (*kept[:3], kept[5], kept[7]) == ("step_7", "7", "3", "no", node.dirpath)
+    shown = {row[0]: row for row in rows(command("status", "--memory-dir", memory_dir).stdout, "")}
+    # Name, step, size, age, metric, where, kind, state, note.
+    assert [shown[name][5] for name in ("safe.ckpt", "alone.ckpt", "step_7")] == ["memory", "memory", "replicas"]
+    assert shown["alone.ckpt"][8] == "latest"
+    (namespace,) = told("status", "--memory-dir", memory_dir)["namespaces"]
+    assert {each["name"]: (each["tier"], each["rank"], each["is_replicated"]) for each in namespace["parts"]} == {
+        "safe.ckpt": ("memory", 0, True),
+        "alone.ckpt": ("memory", 0, False),
+        "step_7": ("replicas", 3, False),
+    }
 
 
 def rows(table, name):
@@ -115,7 +118,12 @@ def test_all_namespaces_are_shown_with_their_durable_tiers_and_what_is_pending(m
     assert f"dirpath: {first.dirpath}" in one
     assert f"dirpath: {second.dirpath}" in two
     weights, resumable, *_ = rows(one, ".ckpt")
-    assert (weights[0], weights[6], resumable[0], resumable[6]) == ("c[/b].ckpt", "not resumable", "a.ckpt", "latest")
+    assert (weights[0], weights[6], resumable[0], resumable[8]) == (
+        "c[/b].ckpt",
+        "full, not resumable",
+        "a.ckpt",
+        "latest",
+    )
     assert f"alias\tlast.ckpt\ta.ckpt\t{first.dirpath}" in one
     assert "3 pending" in one
     assert "memory only" in two

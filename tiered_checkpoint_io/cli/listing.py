@@ -21,7 +21,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 _DAMAGED = ("corrupt", "newer_release")
 _STATES: dict[CheckpointState, str] = {"memory_only": "memory only", "newer_release": "of a newer release"}
 #: The state of a part in node memory, for people.
-PART_STATES: dict[PartState, str] = {
+_PART_STATES: dict[PartState, str] = {
     "waiting": "waits for the durable tier",
     "durable": "uploaded",
     "sent": "part sent",
@@ -202,7 +202,7 @@ _PARTS: Columns = {
     "rank": "rank",
     "tier": "tier",
     "size": "size_bytes",
-    "state": lambda part: PART_STATES[part.state],
+    "state": lambda part: _PART_STATES[part.state],
     "replicated": "is_replicated",
     "namespace": "namespace",
     "folder": "folder",

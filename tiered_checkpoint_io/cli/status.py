@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tiered_checkpoint_io.cli.listing import PART_STATES
+from tiered_checkpoint_io.cli.listing import columns_of
 from tiered_checkpoint_io.cli.options import Nodes, Output
-from tiered_checkpoint_io.cli.output import Columns, cells_of, is_terminal, say, show, write, write_json
+from tiered_checkpoint_io.cli.output import Columns, say, show, write, write_json
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.errors import TieredCheckpointError
-from tiered_checkpoint_io.inventory.node import BrokenPart, HeldPart, Namespace, look_at, time_of
+from tiered_checkpoint_io.inventory.node import Namespace, look_at, time_of
+from tiered_checkpoint_io.inventory.rows import Look
 from tiered_checkpoint_io.logs import size_text
 from tiered_checkpoint_io.metrics import Sample, collect, prometheus_text
 from tiered_checkpoint_io.model import ids
@@ -73,7 +74,11 @@ def _document(found: Namespace) -> dict[str, Any]:
         "root": found.root,
         **_place(found.place),
         "parts": found.held,
-        "damaged": [{"folder": each.folder, "tier": each.tier, "error": each.why} for each in _damaged(found)],
+        "damaged": [
+            {"folder": each.folder, "tier": each.tier, "error": each.why}
+            for each in found.broken
+            if each.tier is not None
+        ],
         "waiting": [
             {"action": each.action, "name": each.name, "target": each.target or None, **_place(each.place)}
             for each in found.waiting
@@ -109,38 +114,17 @@ def _place(place: Place | None) -> dict[str, str | None]:
     return {"dirpath": place and place.dirpath, "server": (place and place.endpoint) or None}
 
 
-def _damaged(found: Namespace) -> list[BrokenPart]:
-    return [each for each in found.broken if each.tier is not None]
-
-
 # ------------------------------------------------------------------------------------------ text
 def _show(found: Namespace) -> None:
-    tiers = found.places | ({found.place} if found.place is not None else set())
+    places = sorted(found.places | ({found.place} if found.place is not None else set()), key=str)
     say(f"namespace: {found.root.name}, in {found.root.parent}")
-    # The server is shown only if two tiers differ by it.
-    dirpaths = [each.dirpath for each in tiers]
-    named = {
-        each: f"{each.dirpath} at {each.endpoint}"
-        if each.endpoint and dirpaths.count(each.dirpath) > 1
-        else each.dirpath
-        for each in tiers
-    }
-    for name in sorted(named.values()):
-        say(f"dirpath: {name}")
-    where: Columns = {"dirpath": lambda each: named.get(each.place, "")}
-    # On a terminal there is little room, and the line above has said it.
-    parts: Columns = {**_PARTS, **({} if is_terminal() and len(tiers) == 1 else where)}
-    for is_replica, title in ((False, "Checkpoints in memory"), (True, "")):
-        held = [each for each in reversed(found.held) if (each.tier == "replicas") is is_replica]
-        broken = [each for each in _damaged(found) if (each.tier == "replicas") is is_replica]
-        if is_replica and not (held or broken):
-            continue
-        if is_replica:
-            say("Copies kept for other nodes:")
-        show([*held, *broken], {name: _of_part(name, column) for name, column in parts.items()}, title=title)
+    for place in places:
+        say(f"dirpath: {place}")
+    rows = [row for place in places for row in Look(place, [found]).checkpoints]
+    show(rows, columns_of(rows, with_dirpath=len(places) > 1), title="Checkpoints in memory")
     if found.waiting:
         say("Operations that wait for the durable tier:")
-        show(found.waiting, {"operation": "action", "name": "name", "target": "target", **where})
+        show(found.waiting, {"operation": "action", "name": "name", "target": "target", "dirpath": "dirpath"})
     if found.outcomes:
         say("Last operations on the durable tier:")
         show(reversed(found.outcomes[-_SHOWN_OUTCOMES:]), _OUTCOMES)
@@ -154,33 +138,6 @@ def _show(found: Namespace) -> None:
         say(f"last error: {drain.last_error}")
 
 
-def _of_part(name: str, column: str | Callable[[Any], object]) -> Callable[[Any], object]:
-    """Returns the cell of a part, or of a damaged one, of which only the folder is known."""
-
-    def cell(row: object) -> object:
-        if isinstance(row, BrokenPart):
-            return {"name": row.folder, "state": f"damaged: {row.why}"}.get(name)
-        (text,) = cells_of(row, {name: column})
-        return text
-
-    return cell
-
-
-def _state(part: HeldPart) -> str:
-    state = "replica" if part.tier == "replicas" else PART_STATES[part.state]
-    return f"{state} (on disk)" if part.tier == "spill" else state
-
-
-_PARTS: Columns = {
-    "name": "name",
-    "step": "step",
-    "rank": "rank",
-    "size": "size_bytes",
-    "state": _state,
-    # Of a save of several ranks, only all parts together are safe.
-    "replicated": "is_replicated",
-    "note": lambda each: "latest" if each.is_latest else "" if each.resumable else "not resumable",
-}
 _OUTCOMES: Columns = {
     "operation": "action",
     "name": "name",
