@@ -60,14 +60,6 @@ def test_an_end_is_resumed_from(runs):
     assert min(module.seen) == 5
 
 
-def test_no_marker_and_no_export_goes_to_a_local_folder(runs, tmp_path):
-    """NeMo: ``./s3:/bucket/...`` fills up with both."""
-    runs.fit({"exp_manager": {"checkpoint_callback_params": {"save_nemo_on_train_end": True}}}, max_steps=6, stop_at=0)
-    assert "gpt.nemo" in runs.objects()
-    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
-    assert not [path for path in (tmp_path / "logs").rglob("*") if "unfinished" in path.name or path.suffix == ".nemo"]
-
-
 def test_a_save_lists_nothing_and_the_old_last_stays_until_the_new_one_is_durable(runs, s3_server):
     """NeMo: lists, and deletes ``last`` checkpoints of the same step, before each upload."""
     seen, broken = [], False

@@ -96,14 +96,6 @@ def test_a_rank_that_can_make_no_temporary_folder_ends_all_ranks(ranks):
             is not None for answer in answers] == [True, True], said(ranks.folder, 0)  # fmt: skip
 
 
-def test_an_error_of_rank_0_ends_all_ranks_with_its_text(ranks):
-    """NeMo: the others wait for a broadcast that never comes."""
-    config = {"exp_manager": {"resume_ignore_no_checkpoint": False}}
-    answers = ranks.launch(2, 5, config, way="connector")
-    assert [re.match(r"CheckpointNotFoundError: there is no checkpoint at", answer["error"]) is not None
-            for answer in answers] == [True, True]  # fmt: skip
-
-
 def test_a_preempted_training_saves_and_goes_on_from_there(ranks):
     """SIGTERM to rank 0, as NeMo's PreemptionCallback has it: the ranks agree at the end of a batch."""
     answers = ranks.launch(2, 20, one={0: {"stop_at": 7, "how": "SIGTERM"}})

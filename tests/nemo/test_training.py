@@ -50,13 +50,6 @@ def test_without_a_checkpoint_nemos_rules_hold(runs):
     assert 0 in module.seen
 
 
-def test_weights_alone_are_not_taken_for_what_nemo_wrote(runs):
-    runs.fit(params(save_weights_only=True), max_steps=5)
-    trainer, module = runs.fit(max_steps=6)
-    assert restored(trainer) is None
-    assert 0 in module.seen
-
-
 @pytest.mark.parametrize("best", [False, True])
 def test_the_nemo_file_lies_at_the_durable_tier_and_opens(runs, best, tmp_path):
     settings = params(save_nemo_on_train_end=True, save_best_model=best, prefix="mine")

@@ -60,44 +60,20 @@ class Color(enum.Enum):
 
 
 TRUST = Trust(names=(f"{__name__}.Holder.Held", f"{__name__}.Color"))
-NAMES = [
-    *(
-        "os.system",
-        "builtins.eval",
-        "builtins.getattr",
-        "builtins.dict",
-        "builtins.list",
-        "builtins.set",
-        "builtins.str",
-    ),
-    *("builtins.tuple", "builtins.frozenset", "builtins.bytearray", "builtins.int", "builtins.type", "builtins.object"),
-    *("numpy.ndarray", "numpy.dtype", "numpy.float64", "numpy.int64", "numpy._core.multiarray._reconstruct"),
-    *("numpy._core.multiarray.scalar", "collections.OrderedDict", "collections.Counter", "collections.deque"),
-    *("collections.defaultdict", "pathlib.PosixPath", "pathlib.PurePosixPath", "datetime.datetime", "decimal.Decimal"),
-    *("argparse.Namespace", "types.SimpleNamespace", "omegaconf.dictconfig.DictConfig", "omegaconf.nodes.AnyNode"),
-    *(
-        "omegaconf.listconfig.ListConfig",
-        "omegaconf.base.ContainerMetadata",
-        "typing.Any",
-        "torch.Size",
-        "torch.device",
-    ),
-    *("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_parameter"),
-    *("torch._tensor._rebuild_from_type_v2", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.FloatStorage"),
-    *(
-        "torch.storage.UntypedStorage",
-        "torch.float32",
-        "torch.serialization._get_layout",
-        "torch._utils._rebuild_qtensor",
-    ),
-    *(
-        "torch._utils._rebuild_nested_tensor",
-        "torch.distributed.tensor.DTensor",
-        "torch.FloatTensor",
-        "copyreg._reconstructor",
-    ),
-    *(f"{__name__}.Holder", f"{__name__}.Holder.Held", f"{__name__}.Color", "uuid.UUID", "fractions.Fraction"),
-]
+_NAMES = """
+    os.system builtins.eval builtins.getattr builtins.dict builtins.list builtins.set builtins.str builtins.tuple
+    builtins.frozenset builtins.bytearray builtins.int builtins.type builtins.object numpy.ndarray numpy.dtype
+    numpy.float64 numpy.int64 numpy._core.multiarray._reconstruct numpy._core.multiarray.scalar
+    collections.OrderedDict collections.Counter collections.deque collections.defaultdict pathlib.PosixPath
+    pathlib.PurePosixPath datetime.datetime decimal.Decimal argparse.Namespace types.SimpleNamespace
+    omegaconf.dictconfig.DictConfig omegaconf.nodes.AnyNode omegaconf.listconfig.ListConfig
+    omegaconf.base.ContainerMetadata typing.Any torch.Size torch.device torch._utils._rebuild_tensor_v2
+    torch._utils._rebuild_sparse_tensor torch._utils._rebuild_parameter torch._tensor._rebuild_from_type_v2
+    torch.Tensor torch.nn.parameter.Parameter torch.FloatStorage torch.storage.UntypedStorage torch.float32
+    torch.serialization._get_layout torch._utils._rebuild_qtensor torch._utils._rebuild_nested_tensor
+    torch.distributed.tensor.DTensor torch.FloatTensor copyreg._reconstructor uuid.UUID fractions.Fraction
+"""
+NAMES = [*_NAMES.split(), *(f"{__name__}.{name}" for name in ("Holder", "Holder.Held", "Color"))]
 CONTAINERS = [
     *("builtins.dict", "builtins.list", "builtins.set", "builtins.tuple", "builtins.frozenset", "builtins.str"),
     *("collections.OrderedDict", "collections.deque", "torch.Size", "numpy.dtype"),
@@ -113,22 +89,8 @@ ATTRIBUTES = [
 ]
 INTS = [-1, 0, 1, 2, 3, 7, 255, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63), True]
 LEAVES = [
-    None,
-    "O",
-    "i8",
-    "f8,O",
-    "V16",
-    "|",
-    "<",
-    "x",
-    "0",
-    "cpu",
-    "latin1",
-    "${witness:1}",
-    b"b",
-    b"A" * 8,
-    b"A" * 16,
-    0.5,
+    *(None, "O", "i8", "f8,O", "V16", "|", "<", "x", "0", "cpu", "latin1", "${witness:1}"),
+    *(b"b", b"A" * 8, b"A" * 16, 0.5),
 ]
 #: Programs of nothing but size and depth, in little memory.
 PROGRAMS = {
