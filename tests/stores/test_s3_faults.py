@@ -25,7 +25,7 @@ from support.fault_proxy import (
 from support.store_contract import MemoryJournal
 
 from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError
-from tiered_checkpoint_io.stores import s3_bodies
+from tiered_checkpoint_io.stores import s3_client
 from tiered_checkpoint_io.stores.base import Metrics
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.stores.fallbacks import folders_of
@@ -102,7 +102,7 @@ def test_an_answer_that_breaks_off_amid_pieces_is_read_from_the_first_again(
 ):
     """The pieces come by the connection behind boto3's body, or by the body if a release has no such connection."""
     if not is_private:
-        monkeypatch.setattr(s3_bodies, "StreamingBody", None)
+        monkeypatch.setattr(s3_client, "StreamingBody", None)
     store, data = open_store(), os.urandom(6 * MIB)
     store.upload("x", memoryview(data))
     pieces = [memoryview(bytearray(MIB)) for _ in range(5)]

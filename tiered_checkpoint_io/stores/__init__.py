@@ -55,7 +55,7 @@ def place_of(config: TieredCheckpointConfig, dirpath: str | None = None) -> Plac
     endpoint_url = config.endpoint_url
     if endpoint_url is None:
         try:
-            from tiered_checkpoint_io.stores.s3_connection import configured_endpoint
+            from tiered_checkpoint_io.stores.s3_client import configured_endpoint
 
             endpoint_url = configured_endpoint(config.profile)
         except ImportError:

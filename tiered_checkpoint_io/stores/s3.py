@@ -13,8 +13,7 @@ from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.s3_options import S3Options
 from tiered_checkpoint_io.stores.base import ObjectInfo, UploadContent, UploadJournal, delete_each
 from tiered_checkpoint_io.stores.retry import Progress
-from tiered_checkpoint_io.stores.s3_bodies import content_of, fill, size_of
-from tiered_checkpoint_io.stores.s3_client import S3Client
+from tiered_checkpoint_io.stores.s3_client import S3Client, content_of, fill, size_of
 from tiered_checkpoint_io.stores.s3_errors import is_changed
 from tiered_checkpoint_io.stores.s3_uploads import (
     COPY_PART,

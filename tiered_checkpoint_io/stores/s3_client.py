@@ -1,30 +1,45 @@
-"""S3Client: boto3's low-level client for one bucket and prefix.
+"""S3Client: boto3's low-level client for one bucket and prefix, its credentials, and the bodies it sends and reads.
 
 One request is one attempt of boto3: repeating it is the business of Retry, which counts and bounds it.
+
+boto3 looks for credentials when a client is made, and renews only credentials with a known time of expiry. A file, a
+profile or a program with new credentials is read again only here, and only once credentials were refused: to read them
+before each request would take megabytes of memory a time, and a process that gives credentials may be slow.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
+import http.client
 import io
+import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import boto3
 import botocore
 import botocore.config
+import botocore.configprovider
+import botocore.exceptions
+import botocore.loaders
+import botocore.session
+from botocore.response import StreamingBody
 
 from tiered_checkpoint_io.clock import Clock
-from tiered_checkpoint_io.errors import StoreError, StoreNotFoundError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError, StoreNotFoundError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.stores.base import Metrics, Refusals, changed, validate_key
+from tiered_checkpoint_io.stores.base import Metrics, Refusals, changed, too_short, validate_key
 from tiered_checkpoint_io.stores.retry import Progress, Retry, current_question
-from tiered_checkpoint_io.stores.s3_connection import Connection
 from tiered_checkpoint_io.stores.s3_errors import (
     CLIENT_ERRORS,
+    NETWORK_HINT,
     is_just_busy,
     may_be_credentials,
     may_refuse_conditions,
@@ -35,7 +50,25 @@ from tiered_checkpoint_io.stores.s3_errors import (
     translated,
 )
 
-_SEND_SIZE = 1 << 20
+_SEND_SIZE, _SKIP_SIZE = 1 << 20, 1 << 20
+#: AWS's service models that botocore has read, by its search path: a client that finds one is ten times as fast.
+_models: dict[str | None, botocore.loaders.Loader] = {}
+
+
+def configured_endpoint(profile: str | None) -> str | None:
+    """Returns the endpoint that the environment or profile names for S3, as boto3 finds it; None for AWS's own."""
+    session = botocore.session.Session(profile=profile)
+    try:
+        if session.get_config_variable("ignore_configured_endpoint_urls"):
+            return None
+        found = botocore.configprovider.ConfiguredEndpointProvider(
+            full_config=session.full_config, scoped_config=session.get_scoped_config(), client_name="s3"
+        ).provide()
+    except botocore.exceptions.BotoCoreError:
+        # For example, the profile is missing: opening the store raises this error. Until then, saves are for the server
+        # that the environment names.
+        found = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    return str(found) if found else None
 
 
 class S3Client:
@@ -62,8 +95,11 @@ class S3Client:
             endpoint_url: URL of a server other than AWS.
             region: AWS region.
             profile: Profile of the AWS configuration files.
-            credentials: ``aws_access_key_id`` and so on, instead of boto3's ordinary chain.
+            credentials: ``aws_access_key_id`` and so on, instead of boto3's ordinary chain; never looked for again.
             always: Passed to every request that takes it, by boto3's names.
+
+        Raises:
+            StoreError: There can be no client with these.
         """
         self._bucket, key = ids.parse_s3_url(url)
         self.url = ids.build_s3_url(self._bucket, key.strip("/"))
@@ -77,7 +113,7 @@ class S3Client:
         self._has_batches = True
         #: True if the server takes conditions of writes, which is learned from a refusal, too.
         self._has_conditions = True
-        config = botocore.config.Config(
+        self._config = botocore.config.Config(
             # Only Retry counts and bounds retries.
             retries={"total_max_attempts": 1, "mode": "standard"},
             max_pool_connections=connections,
@@ -91,21 +127,13 @@ class S3Client:
             # A SHA-256 of every part, to sign it, costs as much as all the rest of sending it.
             s3={"payload_signing_enabled": False},
         )
-        self._connection = Connection(
-            self.url,
-            clock=clock,
-            config=config,
-            on_send=self._count,
-            endpoint_url=endpoint_url,
-            region=region,
-            profile=profile,
-            credentials=credentials,
-        )
-
-    @property
-    def boto(self) -> Any:
-        """boto3's client."""
-        return self._connection.client
+        self._clock = clock
+        self._endpoint_url, self._region, self._profile = endpoint_url, region, profile
+        self._given = dict(credentials or {})
+        self._renewing = threading.Lock()
+        self._looked_at = -clock.timing.credentials_again_s + clock.monotonic()
+        #: boto3's client. A replaced one may still be used, with the credentials that it has.
+        self.boto = self._first_client()
 
     def ask(
         self,
@@ -255,7 +283,7 @@ class S3Client:
         try:
             return send(client)
         except StoreError as error:
-            if not may_be_credentials(error) or not self._connection.renewed(client):
+            if not may_be_credentials(error) or not self._renewed(client):
                 raise
         return send(self.boto)
 
@@ -278,7 +306,7 @@ class S3Client:
         if body is not None:
             request["Body"] = stream = Body(body, sent)
         try:
-            self._connection.refresh(client)
+            self._refresh(client)
             answer = of_s3(method, getattr(client, method)(**request))
             return answer if receive is None else receive(answer)
         except CLIENT_ERRORS as error:
@@ -314,10 +342,148 @@ class S3Client:
         }
 
     def close(self) -> None:
-        self._connection.close()
+        self.boto.close()
+
+    def _refresh(self, client: Any) -> None:
+        """Has a client get new credentials if its present ones are about to expire.
+
+        Raises:
+            StoreError: No credentials, for a reason for which botocore has no error of its own.
+            BotoCoreError, ClientError: Errors of botocore.
+        """
+        try:
+            _keys(_credentials_of(client))
+        except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):
+            raise
+        except Exception as error:
+            # A program whose output has expired, or is no JSON; a file with a token that is not there: botocore passes
+            # on all its errors.
+            raise StoreError(
+                f"credentials could not be renewed: {error}",
+                operation="connect",
+                key=self.url,
+                hint="see the program or file that gives them; they are asked for again at the next request",
+                reason="access",
+            ) from error
+
+    def _renewed(self, refused: Any) -> bool:
+        """Returns True if ``boto`` now has other credentials than ``refused``, a client that the server refused.
+
+        New ones are looked for at most every ``credentials_again_s``; without any, all stays as it is. Thread-safe.
+        """
+        with self._renewing:
+            if self.boto is not refused:
+                return True
+            now = self._clock.monotonic()
+            if self._given or now - self._looked_at < self._clock.timing.credentials_again_s:
+                return False
+            self._looked_at = now
+            try:
+                session = self._session()
+                found = _keys(session.get_credentials())
+                if found is None or found == _keys_of(refused):
+                    return False
+                client = self._client_of(session)
+            except Exception:
+                # Half written, or not to be had just now: the refusal counts.
+                return False
+            self.boto = client
+        # Requests of other threads that are under way end all the same.
+        refused.close()
+        return True
+
+    def _first_client(self) -> Any:
+        no_client = "no S3 client can be made"
+        try:
+            # Checked first: boto3's errors quote the endpoint, with all that is in it.
+            _refuse_secrets(self._endpoint_url or configured_endpoint(self._profile) or "")
+            return self._client_of(self._session())
+        except botocore.exceptions.CredentialRetrievalError as error:
+            # The error quotes a program's output, which may be credentials: so no traceback shows the error, either.
+            raise StoreError(
+                f"{no_client}: {type(error).__name__} from {error.kwargs.get('provider')}",
+                operation="connect",
+                key=self.url,
+                hint="see what gives the credentials, such as credential_process of the profile",
+                reason="config",
+            ) from None
+        # OSError: the program that gives credentials can't be run, for one.
+        except (botocore.exceptions.BotoCoreError, ValueError, OSError) as error:
+            raise StoreError(
+                f"{no_client}: {error}",
+                operation="connect",
+                key=self.url,
+                hint="check profile, region and endpoint_url, AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL",
+                reason="config",
+            ) from error
+
+    def _session(self) -> boto3.session.Session:
+        core = botocore.session.Session()
+        session = boto3.session.Session(
+            botocore_session=core, profile_name=self._profile, region_name=self._region, **self._given
+        )
+        path = core.get_config_variable("data_path")
+        core.register_component("data_loader", _models.setdefault(path, botocore.loaders.create_loader(path)))
+        return session
+
+    def _client_of(self, session: boto3.session.Session) -> Any:
+        # A server other than AWS has no regions, but a signature names one.
+        region = session.region_name or ("us-east-1" if self._endpoint_url else None)
+        client = session.client("s3", endpoint_url=self._endpoint_url, config=self._config, region_name=region)
+        # Counted when they are sent, so that redirects to another region are counted too.
+        client.meta.events.register("before-send.s3", self._count)
+        _be_patient(client, self._config.read_timeout)
+        return client
 
     def _count(self, event_name: str, **_: Any) -> None:
         self.metrics.add(f"requests.{request_of(botocore.xform_name(event_name.rpartition('.')[2]))}")
+
+
+def _refuse_secrets(endpoint: str) -> None:
+    if "@" in endpoint or "?" in endpoint:
+        raise ValueError("the endpoint holds a user name, a password or a query; credentials go elsewhere")
+
+
+def _be_patient(client: Any, read_s: float) -> None:
+    """Has a client's connections wait as long for a server that stops reading as for one that stops sending.
+
+    urllib3 sends with the timeout for connecting, on a new socket and on one that is used again, and boto3 has no
+    setting for it. With a release of boto3 that lacks these attributes it stays so.
+    """
+    pools = getattr(getattr(getattr(client, "_endpoint", None), "http_session", None), "_pool_classes_by_scheme", {})
+    for scheme, pool in pools.items():
+
+        class Patient(pool.ConnectionCls):  # type: ignore[misc, name-defined]
+            def connect(self) -> None:
+                super().connect()
+                self.sock.settimeout(read_s)
+
+            def request(self, *args: Any, **options: Any) -> None:
+                if self.sock is not None:
+                    # urllib3 puts this on the socket, and sets it again before it connects or waits for an answer.
+                    self.timeout = read_s
+                super().request(*args, **options)
+
+        pools[scheme] = type(pool.__name__, (pool,), {"ConnectionCls": Patient})
+
+
+def _keys(credentials: Any) -> Any:
+    """Returns the keys that sign requests, to be compared; None if there are no credentials."""
+    return None if credentials is None else credentials.get_frozen_credentials()
+
+
+def _credentials_of(client: Any) -> Any:
+    """Returns a client's credentials, which it may renew; None if the release of botocore has no access to them."""
+    ask = getattr(client, "_get_credentials", None)
+    return None if ask is None else ask()
+
+
+def _keys_of(client: Any) -> Any:
+    """Returns the keys that a client signs with; None without credentials, or if they can't be renewed."""
+    try:
+        return _keys(_credentials_of(client))
+    except Exception:
+        return None
 
 
 def _behind(page: Mapping[str, Any], query: Mapping[str, Any]) -> dict[str, Any]:
@@ -385,3 +551,129 @@ class Body(io.RawIOBase):
             self._piece.release()
             self._data.release()
         super().close()
+
+
+def content_of(answer: Mapping[str, Any]) -> bytes:
+    """Returns the whole body."""
+    with contextlib.closing(answer["Body"]) as body:
+        data: bytes = body.read()
+        return data
+
+
+def size_of(found: Mapping[str, Any], key: str) -> int:
+    """Returns the size of an object, by the answer to a HEAD of it.
+
+    Raises:
+        StoreError: The answer does not contain the size.
+    """
+    if "ContentLength" not in found:
+        raise StoreError(
+            "the answer does not tell the size of the object",
+            operation="head",
+            key=key,
+            hint="S3 sends Content-Length; check endpoint_url, and what lies between, for what removes it",
+        )
+    return int(found["ContentLength"])
+
+
+def fill(
+    pieces: Sequence[memoryview], filled: Callable[[int], None], answer: Mapping[str, Any], key: str, offset: int
+) -> None:
+    """Fills buffers from an answer that should hold the object's bytes from ``offset`` on; see `fallbacks.read_pieces`.
+
+    Raises:
+        CorruptCheckpointError: The object is too short.
+        StoreError: The answer is another range, or breaks off.
+    """
+    with contextlib.closing(answer["Body"]) as body:
+        extent = _Extent.of(answer, key)
+        end = offset + sum(len(piece) for piece in pieces)
+        if extent.size is not None and extent.size < end:
+            raise too_short(key, extent.size, end)
+        if extent.start > offset:
+            raise _another_range(key)
+        at = extent.start
+        # Some servers answer a range with the whole object.
+        while at < offset:
+            skipped = len(body.read(min(_SKIP_SIZE, offset - at)))
+            if not skipped:
+                raise extent.ended(key, at, end)
+            at += skipped
+        with _reading(body, key, whole=extent.start == offset) as read:
+            for index, piece in enumerate(pieces):
+                done = 0
+                while done < len(piece):
+                    with piece[done:] as rest:
+                        count = read(rest)
+                    if not count:
+                        raise extent.ended(key, at, end)
+                    done += count
+                    at += count
+                filled(index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """Range of an object's bytes, by an answer's headers.
+
+    Attributes:
+        start: The first one.
+        stop: Behind the last one; None if only the end of the answer shows it.
+        size: Size of the object; None if the answer does not contain it.
+        is_chunked: True if reading an answer that is cut short fails; else it just ends.
+    """
+
+    start: int
+    stop: int | None
+    size: int | None
+    is_chunked: bool
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any], key: str) -> _Extent:
+        length = int(answer["ContentLength"]) if "ContentLength" in answer else None
+        headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        is_chunked = "chunked" in headers.get("transfer-encoding", "").lower()
+        if "ContentRange" not in answer:
+            return cls(0, length, length, is_chunked)
+        # The size may be left open by "*".
+        match = re.search(r"(\d+)-(\d+)/(?:(\d+)|\*)$", answer["ContentRange"])
+        if match is None:
+            raise _another_range(key)
+        start, last, size = match.groups()
+        return cls(int(start), int(last) + 1, None if size is None else int(size), is_chunked)
+
+    def ended(self, key: str, at: int, wanted: int) -> StoreError | CorruptCheckpointError:
+        """Returns the error for an answer that ended at byte ``at`` of the object, before byte ``wanted``."""
+        if at < self.stop if self.stop is not None else not self.is_chunked:
+            return _broken_off(key)
+        return _another_range(key) if self.size is not None else too_short(key, at, wanted)
+
+
+@contextlib.contextmanager
+def _reading(body: Any, key: str, *, whole: bool) -> Iterator[Callable[[memoryview], int]]:
+    """Yields a reader of the rest of a body into a buffer; for a ``whole`` body, from its connection if possible.
+
+    boto3's body copies through a buffer of its own. Its connection is not part of its interface, so if anything is
+    not as expected, the body itself is read.
+    """
+    raw: Any = getattr(body, "_raw_stream", None)
+    connection: Any = getattr(raw, "_fp", None)
+    is_plain = type(body) is StreamingBody and isinstance(connection, http.client.HTTPResponse)
+    if not whole or not is_plain or getattr(raw, "chunked", True) or not hasattr(raw, "release_conn"):
+        yield body.readinto
+        return
+    try:
+        yield connection.readinto
+    except (OSError, http.client.HTTPException) as error:
+        raise _broken_off(key) from error
+    if connection.isclosed():
+        # Read to its end: the next request may use the same connection.
+        raw.release_conn()
+
+
+def _another_range(key: str) -> StoreError:
+    return StoreError("the answer is not the range asked for", operation="read", key=key, reason="unavailable")
+
+
+def _broken_off(key: str) -> StoreError:
+    return StoreError("the answer broke off", operation="read", key=key, hint=NETWORK_HINT, reason="unavailable")

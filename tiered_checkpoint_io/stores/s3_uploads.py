@@ -17,8 +17,7 @@ from tiered_checkpoint_io.errors import ConfigError, StoreError, StoreNotFoundEr
 from tiered_checkpoint_io.model.documents import MAX_OBJECT, MAX_PART, MAX_PARTS
 from tiered_checkpoint_io.stores.base import UploadContent, UploadJournal, changed
 from tiered_checkpoint_io.stores.retry import Progress
-from tiered_checkpoint_io.stores.s3_bodies import size_of
-from tiered_checkpoint_io.stores.s3_client import S3Client
+from tiered_checkpoint_io.stores.s3_client import S3Client, size_of
 from tiered_checkpoint_io.stores.s3_errors import is_final
 
 MIB = 1 << 20
