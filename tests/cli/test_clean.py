@@ -9,7 +9,7 @@ from support import committing, processes
 from support.documented import command, document_of
 from support.draining import Node, part_of
 from support.restoring import of_a_newer_release
-from support.sharded import full_part, make_part
+from support.sharded import full_part
 from support.silent import silent_server
 from support.waiting import until
 
@@ -181,22 +181,3 @@ def test_one_that_was_killed_is_finished_by_the_next(spilled, monkeypatch, kille
     assert clean(spilled, "--yes").exit_code == 0
     assert not spilled.spill.exists()
     assert not spilled.root.parent.exists(), "nor is anything that was put away left"
-
-
-def test_it_keeps_what_a_restart_needs_beside_the_newest(memory_dir, tmp_path):
-    node = Node(memory_dir, str(tmp_path / "run"))
-    for name in ("step=90-EMA.ckpt", "step=90.ckpt"):
-        node.save(name, b"A", durable=name == "step=90.ckpt", step=90)
-    node.part("local", 3, 0, kind="local", world_size=1)
-    node.drain()
-    assert "newest checkpoint step=90-EMA.ckpt (step 90) is not on the durable tier" in clean(node).stderr
-    assert command("flush", *node.where).exit_code == 0
-    # A newer one of another payload is no substitute.
-    part, files = make_part("memory", 4, 0, kind="local", world_size=1, dirpath=node.dirpath)
-    node.tier.commit(replace(part, durable=False), files)
-    node.number = 4
-    node.save("step=91.ckpt", b"A", step=91)
-    node.drain()
-    assert "newest checkpoint memory (step 4) is not on the durable tier" in clean(node).stderr
-    assert command("flush", *node.where).exit_code == 0
-    assert clean(node).exit_code == 0

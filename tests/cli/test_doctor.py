@@ -6,7 +6,6 @@ import pytest
 from support.clocks import hurried
 from support.documented import command
 from support.iam import Judge, policy
-from support.tenants import mounted_tmpfs
 
 #: The rights that the tries need.
 RIGHTS = {"s3:ListBucket", "s3:PutObject", "s3:GetObject", "s3:DeleteObject", "s3:AbortMultipartUpload"}
@@ -59,13 +58,6 @@ def test_a_directory_that_takes_no_files(doctor, memory_dir, tmp_path):
     assert first.startswith(f"ok\tmemory tier\t{memory_dir} can hold ")
     assert last.startswith(f"fail\tput\t{tmp_path / 'file'}: put failed")
     assert last.count("\t") == 3 and not last.endswith("\t"), "it says what to do"
-
-
-def test_memory_and_spill(doctor, tmp_path):
-    assert doctor() == (0, {}), "without a dirpath, no server is asked"
-    with mounted_tmpfs(tmp_path / "small", 8 << 20) as folder:
-        assert "can hold 8.00 MiB" in command("doctor", "--memory-dir", folder).stdout
-    assert doctor(memory_dir=tmp_path / "nowhere")[1]["memory tier"]["status"] == "fail"
 
 
 def test_it_looks_by_the_options_of_the_last_run(kept, doctor, tmp_path):

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import threading
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,6 @@ from support.sharded import make_part
 from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
-from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.engine.durable.lease import holder_of
 from tiered_checkpoint_io.engine.durable.manifests import names_of, read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError, DrainError
@@ -27,13 +25,6 @@ def flushed(node, *arguments):
     document = document_of("flush", done)
     assert document["flushed"] == (done.exit_code == 0)
     return done, {row["name"]: row["state"] for row in document["checkpoints"]}
-
-
-def in_memory_alone(node, name, number, rank=0):
-    """Makes one rank's part of a save of two ranks, as a memory step leaves it."""
-    op_id = node.part(name, number, rank)
-    (stored,) = [each for each in node.tier.parts() if each.op_id == op_id]
-    (stored.folder / "part.json").write_bytes(replace(stored.part, durable=False).to_json())
 
 
 def test_the_newest_step_in_memory_becomes_durable_with_the_trainer_dead(node):
@@ -218,44 +209,3 @@ def test_a_jobs_epilog_leaves_the_jobs_alone_that_still_run(memory_dir, tmp_path
     assert shown == "live: left to its trainer, which is alive\n"
     jobs["live"].teardown()
     assert epilog("live") == ["durable"]
-
-
-def test_what_a_trainer_saves_meanwhile_is_not_waited_for(node, monkeypatch):
-    """A trainer may save faster than the drain uploads: then the queue is never empty."""
-    node.save("new.ckpt", b"N", durable=False)
-    look, saved = Queue.look, []
-
-    def looked_at(queue, tier):
-        if threading.current_thread() is threading.main_thread() and len(look(queue, tier)) < 3:
-            saved.append(node.save(f"later{len(saved)}.ckpt", b"L"))
-        return look(queue, tier)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Queue, "look", looked_at)
-        done, states = flushed(node, "--timeout", "15")
-    assert (done.exit_code, states) == (0, {"new.ckpt": "durable"})
-    assert set(flushed(node, "--all")[1].values()) == {"durable"}
-
-
-def test_what_is_queued_is_uploaded_too_and_a_failure_of_it_is_an_error(node):
-    """Also if there is no checkpoint that training can resume from."""
-    node.save("weights.ckpt", b"W", resumable=False)
-    node.save("damaged.ckpt", b"D" * 100, resumable=False)
-    (held,) = node.root.glob("saves/*/*/damaged.ckpt")
-    held.write_bytes(b"?" * 100)
-    done = command("flush", *node.where, "--json")
-    document = document_of("flush", done)
-    assert (done.exit_code, document["flushed"], document["checkpoints"]) == (1, False, [])
-    (error,) = document["errors"]
-    assert error.startswith("save of damaged.ckpt failed: ")
-    assert names_of(DirectoryStore(node.dirpath)) == {"weights.ckpt"}
-    # The part is in quarantine, and there is no more work.
-    assert isinstance(command("flush", *node.where).exception, CheckpointNotFoundError)
-
-
-@pytest.mark.matrix
-def test_an_upload_that_was_given_up_is_asked_for_again(node):
-    node.cancel(node.save("a.ckpt", b"A"))
-    node.drain()
-    assert node.states()[node.tier.parts()[0].op_id] == "skipped"
-    assert flushed(node)[1] == {"a.ckpt": "durable"}

@@ -12,7 +12,7 @@ from support.restoring import flip
 from support.sharded import readable
 from support.supporting import build
 
-from tiered_checkpoint_io import TieredCheckpointIO, export
+from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, CorruptCheckpointError, SaveError, StoreError
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 from tiered_checkpoint_io.model.ids import manifest_key
@@ -48,35 +48,6 @@ def test_a_restart_of_the_job_reads_from_memory(run, memory_dir):
     held.write_bytes(b"?" * held.stat().st_size)
     assert "fetched step=5.ckpt" in command("get", run, "step=5.ckpt", "--memory-dir", memory_dir).stdout
     assert command("verify", run, "--memory-dir", memory_dir).exit_code == 0
-
-
-def test_one_beside_another_finds_what_that_has_brought(run, memory_dir, monkeypatch):
-    """Each task of a node runs the command."""
-    line, fetch, others = ("get", run, "--memory-dir", memory_dir), export.fetch_chunk, []
-
-    def late(*arguments):
-        if not others:
-            others.append(None)
-            others[0] = command(*line)
-        fetch(*arguments)
-
-    monkeypatch.setattr(export, "fetch_chunk", late)
-    assert [command(*line).exit_code, others[0].exit_code] == [0, 0]
-    root = namespace_root(memory_dir, "gpt-1")
-    assert [len(MemoryTier(root).parts()), len(os.listdir(root / "slots"))] == [1, 0], (
-        "nothing is left of what it had brought itself"
-    )
-    assert command("verify", run, "--memory-dir", memory_dir).exit_code == 0
-
-
-def test_to_another_namespace_and_below_the_home(run, memory_dir, tmp_path, monkeypatch):
-    done = command("get", run, "--memory-dir", memory_dir, "--namespace", "gpt-2")
-    assert (done.exit_code, "namespace gpt-2" in done.stdout) == (0, True)
-    assert [each.part.name for each in MemoryTier(namespace_root(memory_dir, "gpt-2")).parts()] == ["step=5.ckpt"]
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "home").mkdir()
-    assert command("get", run, "tiered:latest", "~/x").exit_code == 0
-    assert (tmp_path / "home" / "x" / "step=5.ckpt").exists()
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
@@ -161,14 +132,6 @@ def test_what_goes_wrong(run, memory_dir, tmp_path):
     assert [*MemoryTier(root).parts(), *os.listdir(root / "slots")] == []
 
 
-def test_an_empty_path_is_not_the_working_directory(tmp_path, monkeypatch):
-    # For example from "$FOLDER", if that is not set.
-    monkeypatch.chdir(tmp_path)
-    done = command("get", str(tmp_path / "run"), "x", "")
-    assert (done.exit_code, "it is empty" in done.stderr) == (2, True), done.output
-    assert not os.listdir(tmp_path)
-
-
 @pytest.fixture
 def node(node):
     """Makes checkpoints: one on both tiers, one of two ranks on both, one only in memory, and a replica."""
@@ -221,16 +184,6 @@ def test_damage_is_named_by_file_tier_and_rank(node, tmp_path):
     assert held.exists()
 
 
-def test_one_checkpoint_by_its_url_whose_file_is_too_long_or_short(node, tmp_path):
-    node.alias("last.ckpt", "a.ckpt")
-    node.drain()
-    for damaged in (b"A" * 99, b"A" * 101):
-        (tmp_path / "run" / "a.ckpt").write_bytes(damaged)
-        # The form of a callback's best_model_path.
-        found = command("verify", node.dirpath, f"{node.dirpath}/last.ckpt", "--tier", "durable")
-        assert (found.exit_code, found.stdout.count("DAMAGED\tdurable\tlast.ckpt\t")) == (1, 1)
-
-
 def test_one_tier_and_one_checkpoint(node):
     assert [row["tier"] for row in verified(node, "--tier", "memory")[1]] == ["memory"] * 5
     assert [row["tier"] for row in verified(node, "--tier", "durable")[1]] == ["durable"] * 2
@@ -268,11 +221,3 @@ def test_what_can_not_be_read_of_one_checkpoint_does_not_end_it(node, tmp_path, 
     errors = {row["name"]: row["error"] for row in rows}
     assert "it is in an archive" in errors["b"] and where in errors["last.ckpt"]
     assert command("verify", node.dirpath, "c.ckpt", "--tier", "durable").exit_code == 0
-
-
-def test_progress_in_lines_has_rate_and_time_left(node, monkeypatch):
-    monkeypatch.setattr("tiered_checkpoint_io.cli.output.EVERY_S", 0.0)
-    said = command("verify", node.dirpath, *node.where).stderr.splitlines()
-    assert any(line.startswith("memory: 0.10 KiB of ") and line.endswith(" s left") for line in said), said
-    assert said[-1].startswith("durable tier: ") and "/s, 0 s left" in said[-1]
-    assert command("verify", node.dirpath, *node.where, "--json").stderr == ""

@@ -5,20 +5,18 @@ import os
 from dataclasses import replace
 
 import pytest
-from support import committing
 from support.clocks import hurried
 from support.documented import command, verified
-from support.draining import Node, part_of
+from support.draining import Node
 from support.sharded import full_part, make_part, views_of
 from support.silent import silent_server
 
 from tiered_checkpoint_io import find_latest, list_checkpoints
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.durable import commit
-from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.errors import CheckpointNotFoundError
 from tiered_checkpoint_io.model.documents import dump
-from tiered_checkpoint_io.model.ids import index_key, manifest_key
+from tiered_checkpoint_io.model.ids import manifest_key
 from tiered_checkpoint_io.model.manifest import Metric
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
@@ -102,24 +100,6 @@ def test_where_the_durable_tier_is_silent_memory_is_listed_after_a_count_down(me
         other = command("ls", *where, "--endpoint-url", "http://127.0.0.1:9")
     assert (other.exception.reason, other.stdout) == ("unavailable", "")
     assert f"node memory has checkpoints of s3://bucket/run at {endpoint}, which is another server" in other.stderr
-
-
-def test_show_lists_the_files_of_all_ranks_and_those_missing_in_the_index(node, memory_dir):
-    store = DirectoryStore(node.dirpath)
-    committing.save(store, "step_7", 7, kind="sharded")
-    (shown,) = json.loads(command("ls", node.dirpath, "tiered:latest", "--json").stdout)["checkpoints"]
-    assert [file["path"].partition("-")[0] for file in shown["files"]] == [
-        *(f"step_7/__0_{number}" for number in range(2)),
-        "step_7/.metadata",
-        *(f"step_7/__1_{number}" for number in range(2)),
-    ]
-    assert sum(file["size_bytes"] for file in shown["files"]) == shown["size_bytes"]
-    assert (shown["parts"], shown["held_parts"]) == (2, [])
-    store.put(index_key(shown["save_id"]), b"{}")
-    damaged = command("ls", node.dirpath, "step_7")
-    assert (damaged.exit_code, "\nstate: corrupt\n" in damaged.stdout) == (1, True)
-    assert "problem: " in damaged.stdout
-    assert "index" in damaged.stdout.partition("problem: ")[2]
 
 
 UNSURE = "this node can't tell whether it is durable; the durable tier can, where DIRPATH is given and it answers"
@@ -245,20 +225,3 @@ def test_a_name_or_path_that_is_not_there_is_an_error_and_no_damage(tier, tmp_pa
     for wrong in ("tiered:last", "tiered://last", "tiered:lastest"):
         refused = command("ls", tier.dirpath, wrong)
         assert (refused.exit_code, "allowed: a name, or tiered:latest" in " ".join(refused.stderr.split())) == (2, True)
-
-
-def test_what_is_overwritten_while_it_is_read_is_not_damaged(tier, monkeypatch):
-    """A save of another run commits between two reads."""
-    read = DirectoryStore.read_pieces
-
-    def overwritten(store, key, *arguments):
-        if key == "z.ckpt":
-            manifest = read_manifest(store, "z.ckpt")
-            other = part_of("z.ckpt", b"other", 9, tier.dirpath)
-            store.put("z.ckpt", b"?")
-            store.put(manifest_key("z.ckpt"), replace(manifest, content=other.content).to_json())
-        read(store, key, *arguments)
-
-    monkeypatch.setattr(DirectoryStore, "read_pieces", overwritten)
-    done = command("verify", tier.dirpath, "z.ckpt", "--tier", "durable")
-    assert done.stdout.splitlines()[1].startswith("changed\tdurable\tz.ckpt")

@@ -11,12 +11,11 @@ import pytest
 from support import processes
 from support.documented import check, command, document_of, verified
 from support.draining import Node, where_of
-from support.sharded import make_part
 from support.waiting import until
 from typer.main import get_command
 
 from tiered_checkpoint_io.cli import app
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.memory.tier import namespace_root
 from tiered_checkpoint_io.model.manifest import Metric
 
@@ -47,25 +46,6 @@ def test_a_second_drain_stands_by_and_takes_over_from_one_that_dies(node):
         for process in filter(None, (first, second)):
             process.kill()
             process.communicate()
-
-
-def test_status_shows_parts_that_peers_hold_and_replicas_kept_for_them(node, memory_dir):
-    node.save("safe.ckpt", b"A" * 1000)
-    node.save("alone.ckpt", b"B" * 1000)
-    safe, _ = node.tier.parts()
-    node.tier.mark_replicated(safe)
-    part, files = make_part("step_7", 7, 3, dirpath=node.dirpath)
-    node.tier.replicas.commit(part, files)
-    shown = {row[0]: row for row in rows(command("status", "--memory-dir", memory_dir).stdout, "")}
-    # Name, step, size, age, metric, where, kind, state, note.
-    assert [shown[name][5] for name in ("safe.ckpt", "alone.ckpt", "step_7")] == ["memory", "memory", "replicas"]
-    assert shown["alone.ckpt"][8] == "latest"
-    (namespace,) = told("status", "--memory-dir", memory_dir)["namespaces"]
-    assert {each["name"]: (each["tier"], each["rank"], each["is_replicated"]) for each in namespace["parts"]} == {
-        "safe.ckpt": ("memory", 0, True),
-        "alone.ckpt": ("memory", 0, False),
-        "step_7": ("replicas", 3, False),
-    }
 
 
 def rows(table, name):
@@ -163,31 +143,6 @@ def test_a_machine_without_node_memory_verifies_the_durable_tier(drained, monkey
     monkeypatch.setattr("os.path.isdir", lambda path: path != "/dev/shm" and is_dir(path))
     done = command("verify", drained.dirpath)
     assert (done.exit_code, done.stdout) == (0, verified(("intact", "durable", "a.ckpt")))
-
-
-def test_a_memory_dir_below_the_home_is_found(drained, memory_dir, monkeypatch):
-    home, _, last = memory_dir.rpartition("/")
-    monkeypatch.setenv("HOME", home)
-    for name in ("status", "ls", "verify", "clean"):
-        done = command(name, f"--memory-dir=~/{last}")
-        assert (done.exit_code, "a.ckpt" in done.stdout) == (0, True), (name, done.exception)
-    assert command("ls", "--memory-dir=").exit_code == 2
-
-
-def test_a_checkpoint_is_flushed_by_its_url_and_as_the_latest(drained):
-    where = drained.where
-    drained.save("x/b.ckpt", b"B", durable=False)
-    drained.save("weights.ckpt", b"C", durable=False, resumable=False)
-    for name in ("other.ckpt", f"{drained.dirpath}/other.ckpt", "/elsewhere/x/b.ckpt", "tiered:last"):
-        wrong = command("flush", name, *where)
-        assert isinstance(wrong.exception, CheckpointNotFoundError)
-        assert f"no such checkpoint: {name}" in str(wrong.exception)
-    flushed = command("flush", "tiered:latest", *where)
-    assert (flushed.exit_code, "\nx/b.ckpt\t2\t0.00 KiB\tdurable\t" in flushed.stdout) == (0, True), flushed.exception
-    flushed = command("flush", f"{drained.dirpath}/weights.ckpt", *where)
-    assert (flushed.exit_code, "\nweights.ckpt\t3\t0.00 KiB\tdurable\t" in flushed.stdout) == (0, True), (
-        flushed.exception
-    )
 
 
 def told(name, *arguments, status=0):

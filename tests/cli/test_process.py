@@ -2,7 +2,6 @@
 
 import functools
 import os
-import pty
 import re
 import signal
 import socket
@@ -201,24 +200,3 @@ def test_sigterm_ends_it_with_the_command_and_all_that_that_started(node, tmp_pa
     header, first = (line.split("\t") for line in out.splitlines()[:2])
     assert (header[:3], first[1:3]) == (["time", "event", "name"], ["new", "1.ckpt"])
     until(lambda: not os.path.exists(f"/proc/{int(pids.read_text())}"))
-
-
-def test_on_a_terminal_it_is_a_table_until_ctrl_c(node):
-    node.save("[/b]1.ckpt", b"A")
-    node.drain()
-    main, terminal = pty.openpty()
-    process = watching(node, "--after", "", stdout=terminal, env={"COLUMNS": "120", "TERM": "xterm"})
-    os.close(terminal)
-    try:
-        shown = ""
-        while "1.ckpt" not in shown:
-            shown += os.read(main, 1 << 16).decode()
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(main)
-    assert (process.returncode, err) == (130, "interrupted\n")
-    assert "[/b]1.ckpt" in shown
-    assert "\t" not in shown

@@ -1,9 +1,7 @@
 """The functions for other programs than the training: new checkpoints, waits, silence, and cost."""
 
 import math
-import os
 import threading
-import time
 
 import pytest
 from support import committing
@@ -96,19 +94,6 @@ def test_a_checkpoint_is_durable_only_once_it_has_taken_the_place_of_the_one_bef
     ]
 
 
-def test_a_checkpoint_whose_overwrite_is_under_way_on_this_node_is_uploading_from_its_memory(node):
-    store = DirectoryStore(node.dirpath)
-    committing.save(store, "a.ckpt", 1)
-    node.number = 1
-    node.save("a.ckpt", b"A")
-    committing.begin_overwrite(store, "a.ckpt", 2)
-    rows = list_checkpoints(node.dirpath, memory_dir=str(node.root.parent.parent))
-    assert [(each.step, each.state, each.where, each.is_latest) for each in rows] == [
-        (2, "waiting", ("memory",), True),
-        (1, "durable", ("durable",), False),
-    ]
-
-
 def test_what_would_never_come_is_refused_in_place_of_waited_for(node):
     assert find_latest(node.dirpath) is None
     with pytest.raises(CheckpointNotFoundError):
@@ -161,27 +146,3 @@ def test_an_outage_is_reported_once_and_waited_out_except_at_the_first_look(node
     assert next(news).name == "b.ckpt"
     back.join()
     assert [record.message.count("asking again") for record in caplog.records if "away" in record.message] == [1]
-
-
-def test_what_was_out_of_sight_for_a_look_is_not_new_again(node, caplog):
-    """A network file system is mounted again."""
-    away = f"{node.dirpath}.away"
-
-    def bring_back():
-        while "there is nothing at" not in caplog.text:
-            time.sleep(0.01)
-        os.rename(away, node.dirpath)
-
-    for name in ("a.ckpt", "b.ckpt"):
-        node.save(name, b"A")
-    node.drain()
-    news = new_checkpoints(node.dirpath, every_s=0.01, after="", idle_timeout_s=60)
-    assert [next(news).name, next(news).name] == ["a.ckpt", "b.ckpt"]
-    node.save("c.ckpt", b"A")
-    node.drain()
-    os.rename(node.dirpath, away)
-    back = threading.Thread(target=bring_back, daemon=True)
-    back.start()
-    assert next(news).name == "c.ckpt"
-    back.join()
-    assert "any more; asking again" in caplog.text

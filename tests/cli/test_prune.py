@@ -2,27 +2,22 @@
 
 import json
 import os
-import signal
-import threading
-import time
 
 import pytest
 from support.committing import RUN, alias, lease_of, rate, save, swept
 from support.documented import command
 from support.draining import names
 from support.draining import objects as files
-from support.fault_proxy import FaultProxy, locked, refuse
+from support.fault_proxy import FaultProxy, locked
 from support.sharded import named
 from support.sharded import objects as all_objects
 from support.supporting import build
 from support.tenants import Tenant, mounted_tmpfs
 
 from tiered_checkpoint_io import TieredCheckpointIO
-from tiered_checkpoint_io.engine.durable import retention
 from tiered_checkpoint_io.engine.durable.lease import holder_of
 from tiered_checkpoint_io.engine.durable.sweep import hold, release
 from tiered_checkpoint_io.errors import ConfigError
-from tiered_checkpoint_io.formats.parallel import in_parallel
 from tiered_checkpoint_io.memory.node import Identity
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -99,22 +94,6 @@ def test_while_a_run_is_there_nothing_is_removed(s3, memory_dir):
     assert names(s3) == ["c7"]
 
 
-def test_several_are_removed_at_once_and_ctrl_c_stops_between_two(s3, monkeypatch):
-    removed, together = retention.remove, threading.Barrier(2, timeout=20)
-
-    def remove(*arguments, **options):
-        if together.wait() == 0:
-            os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.3)
-        return removed(*arguments, **options)
-
-    monkeypatch.setattr(retention, "in_parallel", lambda work, items: in_parallel(work, items, 2))
-    monkeypatch.setattr(retention, "remove", remove)
-    done = command("prune", s3.url, "--keep-latest", "1", "--yes")
-    assert (done.exit_code, done.stderr) == (130, "interrupted: removed 2 of 5; the others are unchanged\n")
-    assert names(s3) == files(s3) == ["c3", "c4", "c5", "c6"]
-
-
 def test_what_the_server_refuses_stays_and_keeps_nothing_else(s3, s3_server, monkeypatch):
     bucket, _ = ids.parse_s3_url(s3.url)
     prune = ("prune", s3.url, "--keep-latest", "1")
@@ -162,19 +141,6 @@ def test_a_full_disk_is_cleared_up_unless_another_run_may_write_there(other, tmp
             assert isinstance(done.exception, ConfigError)
             assert "may use this dirpath, and there is no room to ask it" in str(done.exception)
             assert names(store) == ["c1", "c2", "c3"]
-
-
-def test_a_used_up_quota_is_cleared_up(s3, s3_server, monkeypatch):
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint_url)
-        # Ceph takes no byte more until something was deleted.
-        deletes = ("delete", "post")
-        proxy.plan = lambda name, _: (
-            refuse(403, "QuotaExceeded") if name == "put" and not any(map(proxy.counts.get, deletes)) else None
-        )
-        done = command("prune", s3.url, "--keep-latest", "1", "--yes", "--json")
-    assert done.exit_code == 0, done.exception
-    assert names(s3) == files(s3) == ["c6"]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ import shutil
 
 import pytest
 from support.clocks import VirtualClock
-from support.draining import drain, names, readable, working
+from support.draining import drain, names, readable
 from support.faulty import FaultyStore, Injected, refusing
-from support.waiting import until
 
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
@@ -122,39 +121,31 @@ def test_a_process_that_has_saved_nothing_deletes_behind_what_is_queued(node, st
     assert names(store) == ["2.ckpt"]
 
 
-def test_a_save_goes_before_a_delete_that_was_refused(node, store):
-    """Each save may add a refused delete: some day, to try them all takes longer than until the first is due again."""
-    node.save("0.ckpt", b"A")
-    node.delete("0.ckpt")
-    locked = refusing(store, of("delete"))
-    with working(node, locked, clock=Clock(Timing(redo_permanent_s=0.0))):
-        until(lambda: locked.operations, "it was refused")
-        saved = node.save("1.ckpt", b"B")
-        until(lambda: node.states().get(saved) == "committed", "the save", timeout_s=10)
-
-
 def test_deletes_that_are_refused_are_tried_one_at_a_time_until_one_is_not(node, store):
+    """A save, and an alias that was refused once, do not wait behind them."""
     for number in range(20):
         node.save(f"{number}.ckpt", b"A")
         node.delete(f"{number}.ckpt")
     is_locked = True
     locked = refusing(store, lambda what, key: what == "delete" and is_locked)
-    worker = drain(node, locked)
+    worker = drain(node, refusing(locked, of("put", "last.ckpt", times=1)))
 
-    def save(name):
-        saved = node.save(name, b"B")
+    def done(*ops):
         worker.run(once=True)
-        assert node.states()[saved] == "committed"
+        return [node.states()[op] for op in ops]
 
     worker.run(once=True)
     assert locked.operations == 20, "each was tried once"
-    for number in range(3):
-        save(f"new-{number}.ckpt")
-        assert locked.operations == 21 + number
+    assert done(node.save("0.new", b"B"), node.alias("last.ckpt", "0.new")) == ["committed", "failed"]
+    assert done(node.save("1.new", b"B"), node.alias("last.ckpt", "1.new")) == ["committed", "committed"]
+    tried = locked.operations
+    for number in (2, 3):
+        assert done(node.save(f"{number}.new", b"B")) == ["committed"]
+        assert locked.operations == (tried := tried + 1)
     is_locked = False
-    save("last.ckpt")
+    assert done(node.save("4.new", b"B")) == ["committed"]
     assert not node.queue.requests()
-    assert names(store) == ["last.ckpt", "new-0.ckpt", "new-1.ckpt", "new-2.ckpt"]
+    assert names(store) == [*(f"{number}.new" for number in range(5)), "last.ckpt"]
 
 
 def test_an_alias_that_failed_once_is_set_though_the_queue_is_never_empty(node, store):
@@ -177,23 +168,6 @@ def test_an_alias_that_failed_once_is_set_though_the_queue_is_never_empty(node, 
     drain(node, Slow(store, fail_at=1, only=of("put", "last.ckpt", times=1)), clock=clock).run(once=True)
     assert seen[-1] == b"A"
     assert not node.queue.requests()
-
-
-def test_an_alias_that_was_refused_once_does_not_wait_behind_deletes_that_are_refused(node, store):
-    """``last`` stayed behind for as many saves as there were such deletes: one of all of them was tried at each."""
-    set_last = refusing(store, of("put", "last.ckpt", times=1))
-    for number in range(10):
-        node.save(f"{number}.ckpt", b"A")
-        node.delete(f"{number}.ckpt")
-    node.save("a.ckpt", b"B")
-    node.alias("last.ckpt", "a.ckpt")
-    worker = drain(node, refusing(set_last, of("delete")))
-    worker.run(once=True)
-    assert set_last.operations, "it was refused"
-    saved, alias = node.save("b.ckpt", b"C"), node.alias("last.ckpt", "b.ckpt")
-    worker.run(once=True)
-    assert (node.states()[saved], node.states()[alias]) == ("committed", "committed")
-    assert readable(store, "last.ckpt") == b"C"
 
 
 def test_operations_of_the_present_trainer_go_before_those_for_an_earlier_ones_tier(node, tmp_path):
@@ -249,29 +223,21 @@ def test_a_forked_child_keeps_no_lock_alive(node):
 
 
 @pytest.mark.timeout(30)
-def test_a_drain_by_hand_makes_the_folders_that_were_lost_and_a_corrupt_part_is_tried_once(node):
-    node.save("a.ckpt", b"a" * 1000)
-    (stored,) = node.tier.parts()
-    stored.file("a.ckpt").write_bytes(b"x" * 1000)
+def test_a_drain_by_hand_makes_the_folders_and_the_configuration_that_were_lost(node, store, caplog):
+    saved = node.save("a.ckpt", b"a" * 1000)
+    config = (node.root / CONFIG_FILE).read_text()
+    for torn in ("", '{"dirpath": "', "[]", "null"):
+        (node.root / CONFIG_FILE).write_text(torn)
+        caplog.clear()
+        assert drain(node).run(once=True)
+        assert "a.ckpt failed, to be tried again" in caplog.text
+    (node.root / CONFIG_FILE).write_text(config)
     for name in ("quarantine", "slots", "status", "trash"):
         shutil.rmtree(node.root / name)
     assert drain(node).run(once=True)
-    assert node.tier.parts() == []
-    assert len(node.tier.quarantined()) == 1
+    assert (node.states()[saved], readable(store, "a.ckpt")) == ("committed", b"a" * 1000)
     shutil.rmtree(node.root / "saves")
     assert drain(node).run(once=True), "without that there is nothing to drain"
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize("torn", ["", '{"dirpath": "', "[]", "null"])
-def test_a_damaged_configuration_is_said_and_the_next_trainer_mends_it(torn, node, store, caplog):
-    node.save("a.ckpt", b"a" * 1000)
-    (node.root / "drain.json").write_text(torn)
-    assert drain(node).run(once=True)
-    assert "a.ckpt failed, to be tried again" in caplog.text
-    (node.root / "drain.json").write_text(node.config.to_json())
-    assert drain(node).run(once=True)
-    assert readable(store, "a.ckpt") == b"a" * 1000
 
 
 DAY = 24 * 3600.0

@@ -12,7 +12,6 @@ from support.clocks import VirtualClock
 from support.committing import save, swept
 from support.draining import LOG, Node, drain, names, working
 from support.faulty import FaultyStore, Injected, refusing
-from support.restoring import of_a_newer_release
 from support.sharded import named, objects, readable
 from support.story import op_id
 from support.waiting import until
@@ -49,19 +48,6 @@ def pending(node):
 
 
 # --------------------------------------------------------------------------------- one node
-
-
-def test_a_manifest_of_a_newer_release_beside_it_does_not_fail_a_commit(nodes, store):
-    node, _ = nodes
-    earlier, now = drain(node), drain(node)
-    for number, worker in ((1, earlier), (2, now), (3, now)):
-        for rank in (1, 0):
-            node.part(f"{number}.ckpt", number, rank)
-        assert worker.run(once=True)
-        assert node.states()[op_id(number)] == "committed"
-        key = ids.manifest_key("1.ckpt")
-        store.put(key, of_a_newer_release(store.get(key)))
-    assert readable(store, "2.ckpt") == 2
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -140,21 +126,6 @@ def test_a_commit_that_waited_separates_its_own_upload_from_the_whole_checkpoint
     assert size_text(sum(sizes)) in line
 
 
-def test_a_save_that_became_whole_meanwhile_goes_before_a_later_one(nodes, store):
-    """The later one must not take it for one that never will be whole, and clear it up."""
-    first, second = nodes
-    first.part("1.ckpt", 1, 0)
-    worker = drain(first, clock=Clock(Timing(gather_first_s=3600, gather_max_s=3600)))
-    worker.run(once=True)
-    for number in (1, 2):
-        second.part(f"{number}.ckpt", number, 1)
-    drain(second).run(once=True)
-    first.part("2.ckpt", 2, 0)
-    worker.run(once=True)
-    assert first.states() == dict.fromkeys([op_id(1), op_id(2)], "committed")
-    assert [readable(store, f"{number}.ckpt") for number in (1, 2)] == [1, 2]
-
-
 def test_a_part_that_never_comes_is_reported_and_the_next_save_clears_it_up(nodes, store):
     first, second = nodes
     first.part("1.ckpt", 1, 0)
@@ -184,20 +155,6 @@ def test_a_part_that_never_comes_is_reported_and_the_next_save_clears_it_up(node
     assert pending(first) == pending(second) == []
 
 
-def test_a_part_that_no_store_takes_is_superseded_by_that_of_the_next_save(nodes, store):
-    first, second = nodes
-    for number in (1, 2):
-        second.part(f"{number}.ckpt", number, 1)
-        first.part(f"{number}.ckpt", number, 0)
-    # It does not wait, though no coordinator's part has come.
-    assert drain(second, refusing(store, lambda what, key: what == "upload" and key.startswith("1.ckpt"))).run()
-    assert second.states() == {part_op(1, 1): "skipped", part_op(2, 1): "committed"}
-    drain(first).run(once=True)
-    assert first.states() == {op_id(1): "skipped", op_id(2): "committed"}
-    assert names(store) == ["2.ckpt"]
-    assert left_by_sweep(store) == []
-
-
 def test_a_damaged_description_of_a_save_that_waits_holds_up_no_later_one(nodes, store):
     first, second = nodes
     first.part("1.ckpt", 1, 0)
@@ -209,38 +166,6 @@ def test_a_damaged_description_of_a_save_that_waits_holds_up_no_later_one(nodes,
         drain(node).run(once=True)
     assert first.states()[op_id(2)] == "committed"
     assert names(store) == ["2.ckpt"]
-
-
-# ------------------------------------------------------- process groups that save side by side, such as stages
-RUN = ids.run_id_of(op_id(1))
-
-
-def stage(node, which, number, rank=0, world_size=1):
-    """Returns a rank's part of a stage's save."""
-    name, series = f"stage{which}/step_{number}", f"stage{which}/step_#"
-    return node.part(name, number, rank, series=series, world_size=world_size)
-
-
-@pytest.mark.parametrize("why", ["it has failed", "a part has not come"])
-def test_a_save_is_not_given_up_where_another_group_has_got_through(nodes, store, why):
-    """One process coordinates both groups here; groups on nodes of their own are simulated in tests/sim."""
-    here, other = nodes
-    missing = stage(here, 0, 1, 0, 2)
-    stage(here, 1, 2, 0, 2)
-    stage(other, 1, 2, 1, 2)
-    if why == "it has failed":
-        stage(other, 0, 1, 1, 2)
-    assert drain(other).run(once=True)
-    away = refusing(store, lambda what, key: key.startswith("stage0") and why == "it has failed", Injected("away"))
-    assert drain(here, away).run(once=True)
-    assert names(store) == ["stage1/step_2"]
-    assert pending(here) == [missing]
-    if why != "it has failed":
-        stage(other, 0, 1, 1, 2)
-        assert drain(other).run(once=True)
-    assert drain(here).run(once=True)
-    assert [readable(store, f"stage{which}/step_{which + 1}") for which in (0, 1)] == [1, 2]
-    assert (left(store), pending(here)) == ([], [])
 
 
 BEFORE = 6
@@ -433,17 +358,6 @@ def test_what_an_earlier_start_left_incomplete_is_no_failure_of_this_one(memory_
 
 
 # ----------------------------------------------------------------------------------- its leaving
-def test_a_drain_leaves_a_save_that_waits_to_the_next_in_the_end(nodes, store, caplog):
-    first, second = nodes
-    first.part("1.ckpt", 1, 0)
-    assert drain(first, clock=Clock(Timing(drain_give_up_s=0.3))).run()
-    assert "leaving 1 operations" in caplog.text
-    second.part("1.ckpt", 1, 1)
-    assert drain(second).run()
-    assert drain(first).run()
-    assert readable(store, "1.ckpt") == 1
-
-
 def test_a_drain_without_a_trainer_waits_for_parts_longer_than_it_retries_what_fails(memory_dir, store, nodes):
     first, second = (Node(f"{memory_dir}/node{number}", store.url, wait_timeout_s=60) for number in range(2))
     own = first.save("own.ckpt", b"a save that no store takes")

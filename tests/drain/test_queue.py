@@ -19,7 +19,7 @@ from tiered_checkpoint_io.engine.drain.operations import (
     Request,
     next_operation,
 )
-from tiered_checkpoint_io.engine.drain.queue import DrainProgress, Queue
+from tiered_checkpoint_io.engine.drain.queue import Queue
 from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
@@ -28,10 +28,6 @@ from tiered_checkpoint_io.model import ids
 @pytest.fixture
 def queue(tmp_path):
     return Queue(tmp_path)
-
-
-def save(number, name="", dirpath="d"):
-    return Request(op_id(number), "save", name or f"{number}.ckpt", dirpath)
 
 
 def part(number, rank, name="", dirpath="d"):
@@ -156,18 +152,6 @@ def test_what_a_delete_follows_is_known_however_much_was_done_since(queue):
     assert queue.outcome(op_id(2)) is None
 
 
-def test_a_reader_sees_what_the_drain_last_said_and_waits_wake_for_operations_alone(queue, tmp_path):
-    reader = Queue(tmp_path)
-    assert reader.progress() == DrainProgress()
-    queue.open()
-    before = reader.version()
-    queue.write_progress(DrainProgress(pid=1, counters={"committed": 3}, last_error="x" * 10_000))
-    assert reader.progress().counters == {"committed": 3}
-    assert reader.version() == before
-    queue.ring()
-    assert reader.version() != before
-
-
 BODY = "y" * 300
 #: Start of the two halves of a log, and the length of each.
 HALVES, HALF = 8192, 1 << 20
@@ -183,16 +167,6 @@ def numbers(log, prefix):
 
 
 # ------------------------------------------------------------------------------------ two writers
-def test_writers_see_each_other_through_many_changes_of_half(path):
-    one, other = OperationLog(path), OperationLog(path)
-    for number in range(2000):
-        (one, other)[number % 2].write({f"now/{number}": BODY, f"now/{number - 20}": None})
-        assert numbers((other, one)[number % 2], "now/")[-1] == number
-    for log in (one, other, OperationLog(path)):
-        assert numbers(log, "now/") == list(range(1980, 2000))
-    assert one.poll() == other.poll()
-
-
 def test_a_forked_child_keeps_no_lock_alive_that_its_parent_died_with(path, monkeypatch):
     ready, go = os.pipe()
     parent, lock = os.fork(), fcntl.flock

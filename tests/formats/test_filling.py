@@ -7,8 +7,6 @@ import ctypes
 import io
 import mmap
 import os
-import resource
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiered_checkpoint_io.errors import ConfigError, SaveError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.formats import image as copies_module
 from tiered_checkpoint_io.formats.image import Copies, Untouched, gathering
 from tiered_checkpoint_io.formats.shard_image import ALIGNMENT, TensorRow, plan_shard, skeleton_of
@@ -93,14 +91,6 @@ def test_what_is_written_is_what_would_have_been_copied(file, sizes, start, thre
     chunks = chunk_ranges(image.size, image.chunk_size)
     assert mapped[1] == tuple(hash_bytes(content[offset : offset + length]) for offset, length in chunks)
     assert mapped[1] == image.hashes(memoryview(content))
-
-
-def test_short_writes_are_continued(file, monkeypatch):
-    image = plan({"w": torch.randn(MIB // 4)})
-    expected = written(image, file, None)
-    pwrite = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda to, data, offset: pwrite(to, data[:70_001], offset))
-    assert written(image, file, 0) == expected
 
 
 CHUNK, PIECE = 16 << 10, 4 << 10
@@ -211,37 +201,6 @@ def raw(tensor):
 
 def same(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw(a), raw(b))
-
-
-def test_the_default_device_does_not_matter():
-    with torch.device("meta"):
-        data, (placed,) = file_of([torch.arange(77.0, device="cpu").view(7, 11)])
-    assert torch.equal(torch.load(io.BytesIO(data[: placed.length])), torch.arange(77.0).view(7, 11))
-
-
-def test_a_stand_in_takes_no_memory_where_algorithms_are_deterministic():
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        skeleton_of(torch.float32, (4 << 30,))
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - began < 1 << 20, "KiB"
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
-def test_a_stand_in_may_be_larger_than_the_machine():
-    """A tensor of a checkpoint of many ranks is exported on one node."""
-    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "0":
-        pytest.skip("the kernel allows any size, or none")
-    info = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    nbytes = sum(int(info[key].split()[0]) for key in ("MemTotal", "SwapTotal")) * 1024 + (1 << 30)
-    assert skeleton_of(torch.uint8, (nbytes,)).data_nbytes == nbytes
-
-
-def test_a_limit_of_address_space_is_what_the_error_names():
-    with pytest.raises(SaveError, match=r"no address space for a tensor of \d+ bytes.*ulimit -v"):
-        skeleton_of(torch.uint8, (1 << 62,))
 
 
 def test_where_torch_lays_out_its_file_otherwise_the_elements_are_there_all_the_same(monkeypatch):

@@ -7,7 +7,6 @@ import threading
 import pytest
 from support.tenants import no_more_threads
 
-from tiered_checkpoint_io.formats import parallel
 from tiered_checkpoint_io.formats.parallel import in_parallel, in_parallel_as_needed
 
 _BOUND_S = 30
@@ -61,24 +60,3 @@ def test_a_failure_stops_what_has_not_begun_and_waits_for_the_rest(
         in_parallel(work, range(100), 2)
     assert sorted(begun) == [0, 1]
     assert len(ended) == 1
-
-
-@pytest.mark.parametrize("is_slow", [False, True])
-def test_more_threads_come_only_if_none_gets_done(is_slow, monkeypatch):
-    monkeypatch.setattr(parallel, "_SLOW_S", 0.01 if is_slow else 60)
-    full, lock, now, most = threading.Event(), threading.Lock(), 0, 0
-
-    def work(item):
-        nonlocal now, most
-        with lock:
-            now += 1
-            most = max(most, now)
-            if now == 13:
-                full.set()
-        assert not is_slow or full.wait(60)
-        with lock:
-            now -= 1
-        return -item
-
-    assert in_parallel_as_needed(work, range(40), 13) == [-item for item in range(40)]
-    assert most == 13 if is_slow else most <= parallel._FEW

@@ -6,11 +6,9 @@ import dataclasses
 import gc
 import importlib
 import io
-import os
 import pickle
 import random
 import sys
-import threading
 import weakref
 from collections import OrderedDict, defaultdict
 from types import SimpleNamespace
@@ -22,7 +20,7 @@ import torch
 from lightning.pytorch.utilities.parsing import AttributeDict
 from omegaconf import OmegaConf
 
-from tiered_checkpoint_io.formats.torch_file import collecting_later, plan
+from tiered_checkpoint_io.formats.torch_file import plan
 
 
 class Pair(NamedTuple):
@@ -326,24 +324,3 @@ def test_the_garbage_collector_is_left_as_it_was(enabled):
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
-
-
-def test_a_process_that_is_forked_while_another_thread_plans_collects_garbage():
-    """A worker of a DataLoader lives for an epoch at least, and has no thread that would switch the collector on."""
-    may_end, began = threading.Event(), threading.Event()
-
-    def plans():
-        with collecting_later():
-            began.set()
-            may_end.wait(20)
-
-    planning = threading.Thread(target=plans)
-    planning.start()
-    assert began.wait(20)
-    assert not gc.isenabled()
-    child = os.fork()
-    if child == 0:
-        os._exit(int(gc.isenabled()))
-    may_end.set()
-    planning.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1

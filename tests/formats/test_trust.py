@@ -20,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from support.hostile import file_of, same
 from support.supporting import build
@@ -148,18 +147,6 @@ def test_what_would_run_code_runs_none(saved, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     saved.load()
     assert witness.exists(), "who trusts it wholly gets what they asked for"
-
-
-def test_a_planner_of_the_users_own_reads_its_bytes_itself(tmp_path, memory_dir):
-    class Planner(dcp.DefaultLoadPlanner):
-        def load_bytes(self, read_item, value):
-            held[read_item.dest_index.fqn] = torch.load(value, weights_only=False)
-
-    held = {}
-    saved = Saved("sharded", tmp_path / "durable", memory_dir)
-    saved.save(Schedule(7))
-    build(ours.load, {"w": torch.zeros(4), "held": None}, planner=Planner(), **saved.options).close()
-    assert held["held"].warmup == 7
 
 
 class Outer:
@@ -332,15 +319,3 @@ def test_the_first_save_names_what_could_not_be_loaded_and_the_line_to_paste(kin
     # The type that Hydra passes.
     loaded = load(safe_globals=ListConfig(line))
     assert (loaded["a"].value, loaded["b"], loaded["c"]) == (0.5, Settings(), Mode.READ)
-
-
-def test_nothing_is_said_where_everything_is_allowed(tmp_path, memory_dir, caplog, monkeypatch):
-    logger = logging.getLogger("trust.quiet")
-    for forced, trust in (("1", {}), ("0", {"safe_globals": [f"{__name__}.Outer"]})):
-        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", forced)
-        folder = tmp_path / f"forced-{forced}"
-        io = TieredCheckpointIO(str(folder), memory_dir=memory_dir, logger=logger, namespace=folder.name, **trust)
-        with caplog.at_level(logging.WARNING, logger.name):
-            io.save_checkpoint({"held": Outer()}, "step=1.ckpt", {"tiers": ["memory"]})
-        io.teardown()
-    assert not [record for record in caplog.records if "refuse" in record.getMessage()]

@@ -1,11 +1,9 @@
 """Too little memory: at the start, at any point of a save, and of files or descriptors; said once, and nothing is lost."""
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,6 @@ from tiered_checkpoint_io import TieredStorageWriter, dcp
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.restore.restore import NodeFetcher
 from tiered_checkpoint_io.errors import SaveError
-from tiered_checkpoint_io.memory import parts
 from tiered_checkpoint_io.memory.node import try_lock
 from tiered_checkpoint_io.memory.tier import MemoryTier
 from tiered_checkpoint_io.model import ids
@@ -62,19 +59,6 @@ def test_what_is_said_once_is_said_again_after_a_save_that_had_room(kept_in_smal
         said.append(len(caught()))
     assert (said, session.counts["skipped"]) == ([1, 1, 1, 2, 2], 4)
     io.teardown()
-
-
-def test_the_warning_names_a_spill_that_is_full_as_well(kept_in_small, tmp_path, warned):
-    with mounted_tmpfs(tmp_path / "disk", 4 * MIB) as disk:
-        io = kept_in_small.io(spill_dir=str(disk))
-        both = (
-            "skipped: .* the node's free memory allow [0-9]+; and neither in the spill: .* the disk allows [0-9]+"
-            ".*name a spill_dir with more space"
-        )
-        with warned(both) as caught:
-            io.save_checkpoint(large(2), "2.ckpt", storage_options=MEMORY_ONLY)
-        assert len(caught) == 1
-        io.teardown()
 
 
 def test_a_tmpfs_that_is_full_from_the_start(small, start, warned):
@@ -285,19 +269,6 @@ def test_what_one_process_is_about_to_load_another_one_does_not_remove(start, ot
     assert first.checkpointer.restored.tier == "memory"
     first.load_checkpoint("step_4.ckpt")
     assert steps(first) == [4]
-
-
-def test_a_look_whether_it_is_read_does_not_hide_a_part(start):
-    io = start()
-    saved(io, [1])
-    (stored,) = tier_of(io).parts()
-    descriptor = os.open(stored.file(stored.part.content.files[0].basename), os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    threading.Timer(0.05, fcntl.flock, (descriptor, fcntl.LOCK_UN)).start()
-    with parts.opened(stored):
-        assert parts.is_read(stored)
-    os.close(descriptor)
-    assert not parts.is_read(stored)
 
 
 # ------------------------------------------------------------------------------- at any point of a save

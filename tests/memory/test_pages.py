@@ -22,7 +22,6 @@ from support.waiting import until
 from tiered_checkpoint_io.engine.ranks.views import bytes_of, privately_mapped
 from tiered_checkpoint_io.engine.staging import Capturer, HostPins
 from tiered_checkpoint_io.formats.image import PINNED_PIECE, cuts_of
-from tiered_checkpoint_io.memory.node import is_tmpfs
 from tiered_checkpoint_io.memory.slots import HUGE, Mapped, make_huge, take_space
 from tiered_checkpoint_io.memory.tier import MemoryTier
 
@@ -121,14 +120,6 @@ def test_what_is_taken_is_mapped_by_huge_pages_where_the_kernel_has_them(descrip
     assert taken(descriptor) < 8 * MIB
 
 
-def test_a_small_file_and_one_on_a_disk_are_as_ever(descriptor, tmp_path):
-    assert take_space(descriptor, 0, 4 * MIB) == 0
-    with tempfile.TemporaryFile(dir=tmp_path) as file:
-        if not is_tmpfs(tmp_path):
-            assert take_space(file.fileno(), 0, SIZE) == 0
-            assert taken(file.fileno()) >= SIZE
-
-
 @pytest.mark.parametrize("room", [1, 7, 12, 19])
 def test_a_file_system_that_is_too_small_is_an_error(tmp_path, room):
     with mounted_tmpfs(tmp_path / "shm", room * MIB) as folder, tempfile.TemporaryFile(dir=folder) as file:
@@ -166,16 +157,6 @@ def test_a_forked_child_does_not_keep_what_is_shared_and_can_end_what_is_private
         os._exit(0 if (before, [bool(maps(each)) for each in addresses]) == ([False, True], [False, False]) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert all(map(maps, addresses))
-
-
-def test_a_kernel_that_has_none_is_left_alone_for_a_while(descriptor, asked_again, monkeypatch):
-    asked = []
-    monkeypatch.setattr(Mapped, "advise", lambda *args: asked.append(args[1]) or args[1] == mmap.MADV_DONTFORK)
-    for end in (SIZE, 2 * SIZE):
-        assert take_space(descriptor, 0, end) == 0
-    assert len(set(asked) - {mmap.MADV_DONTFORK}) <= 1
-    assert asked.count(mmap.MADV_DONTFORK) <= 1, "a second time, it is not even asked"
-    assert taken(descriptor) >= 2 * SIZE
 
 
 def test_a_save_takes_small_pages_while_huge_ones_take_long(descriptor, huge_pages, takes):

@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import mmap
 import os
-import shutil
 import signal
 import stat
 import subprocess
@@ -18,9 +17,7 @@ from support.failing import failing
 from tiered_checkpoint_io.engine.retention import Rules, acquire
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, MemoryTierError
 from tiered_checkpoint_io.memory import node
-from tiered_checkpoint_io.memory.node import MemoryFullError
 from tiered_checkpoint_io.memory.parts import opened, reading
-from tiered_checkpoint_io.memory.slots import Mapped
 from tiered_checkpoint_io.memory.tier import MemoryTier, namespace_root
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.documents import Place, hash_bytes
@@ -76,15 +73,6 @@ def test_a_committed_part_is_found_by_another_process_whole_and_private(tier, me
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_a_save_that_is_there_is_not_overwritten(tier):
-    stored = save(tier, b"first", 1)
-    slot = tier.acquire(6)
-    with pytest.raises(MemoryTierError, match="already"):
-        tier.commit(part_of(b"second", 1), {"step=1.ckpt": slot})
-    tier.give_back(slot)
-    assert content_of(tier, stored) == b"first"
-
-
 @pytest.mark.parametrize("damage", ["missing", "cut", "not json", "moved"])
 def test_a_damaged_part_is_shown_and_can_be_quarantined(tier, damage):
     good, bad = save(tier, b"good", 1), save(tier, b"bad!", 2)
@@ -113,23 +101,6 @@ def test_a_damaged_part_is_shown_and_can_be_quarantined(tier, damage):
     assert set(tier.quarantined()) == {again, last}, "the same part takes no more memory, however often it is damaged"
 
 
-def test_what_is_durable_never_looks_pending_even_while_it_is_removed(tier, monkeypatch):
-    # A drain that took it up again would find it gone, and report a durable save as given up.
-    stored = save(tier, b"abc", 1, durable=True)
-    tier.mark_drained(stored)
-    (seen,) = MemoryTier(tier.root).parts()
-    assert (seen.drained, seen.pending) == (True, False)
-    read = Part.from_json
-
-    def read_then_lose(text, **where):
-        MemoryTier(tier.root).remove(stored)
-        return read(text, **where)
-
-    monkeypatch.setattr(Part, "from_json", read_then_lose)
-    other = MemoryTier(tier.root)
-    assert (other.parts(), other.damaged()) == ([], [])
-
-
 # ------------------------------------------------------------------------------------------ slots
 def test_slots_go_round_for_states_that_grow_a_little(tier):
     first = save(tier, b"1" * (8 * MIB), 1)
@@ -143,59 +114,6 @@ def test_slots_go_round_for_states_that_grow_a_little(tier):
     larger = save(tier, b"4" * (12 * MIB), 4)
     assert content_of(tier, larger) == b"4" * (12 * MIB)
     assert files_in(tier.root / "slots") == [], "one that is too small makes way"
-
-
-def test_beyond_the_budget_of_the_node_is_an_error_and_nothing_is_lost(memory_dir):
-    tier, other = (MemoryTier.open(memory_dir, "test", budget_bytes=5 * MIB) for _ in range(2))
-    stored = save(other, b"1" * (2 * MIB), 1)
-    with pytest.raises(MemoryFullError, match="budget") as caught:
-        tier.acquire(4 * MIB)
-    assert caught.value.hint
-    assert content_of(tier, stored) == b"1" * (2 * MIB)
-    assert content_of(tier, save(tier, b"2" * MIB, 2)) == b"2" * MIB
-    tier.close()
-    other.close()
-
-
-def interrupting(call, number):
-    """Raises KeyboardInterrupt right after the ``number``-th call."""
-    calls = []
-
-    def interrupted(*args, **options):
-        result = call(*args, **options)
-        calls.append(1)
-        if len(calls) == number:
-            raise KeyboardInterrupt
-        return result
-
-    return interrupted
-
-
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_ctrl_c_amid_a_commit_leaves_nothing_or_the_part(tier, monkeypatch, number):
-    slot = tier.acquire(MIB)
-    part = part_of(bytes(MIB), 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", interrupting(os.rename, number))
-        try:
-            tier.commit(part, {part.content.files[0].basename: slot})
-        except KeyboardInterrupt:
-            tier.give_back(slot)
-    left = [path for path in files_in(tier.root / "saves") if path.endswith(".ckpt")]
-    assert len(left) == len(tier.parts())
-    tier.acquire(MIB)
-    assert tier.usage() <= (2 + len(left)) * 2 * MIB, "no other file holds memory"
-
-
-@pytest.mark.parametrize("call", ["rename", "rmdir"])
-def test_ctrl_c_amid_a_removal_lets_it_end(tier, monkeypatch, call):
-    stored = save(tier, b"old" * 1000, 1)
-    before = inode(stored)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, call, interrupting(getattr(os, call), 1))
-        tier.remove(stored)
-    assert files_in(tier.root / "trash") == []
-    assert inode(save(tier, b"new" * 1000, 2)) == before, "its memory is used again"
 
 
 def test_the_pages_of_what_another_process_removed_are_given_back(tier, memory_dir):
@@ -273,33 +191,6 @@ def test_preparing_touches_pages_without_changing_them(tier):
     assert bytes(slot.view[:6]) == b"kept\0!"
     assert resident(slot) >= 3 * MIB, "or the kernel is older than MADV_POPULATE_WRITE"
     tier.give_back(slot)
-
-
-def test_who_takes_a_slot_ends_its_preparation(tier, monkeypatch):
-    taken, advise = [], Mapped.advise
-
-    def take(mapped, advice, *args):
-        # The first advice is of the mapping's making.
-        if not taken and advice != mmap.MADV_DONTFORK:
-            taken.append(tier.acquire(3 * MIB))
-        return advise(mapped, advice, *args)
-
-    monkeypatch.setattr(Mapped, "advise", take)
-    tier.prepare(3 * MIB, lambda: False)
-    (slot,) = taken
-    assert slot.touched == 0, "what it does not know is not relied upon"
-    assert files_in(tier.root / "slots") == [os.path.basename(slot.path)]
-    tier.give_back(slot)
-
-
-def test_where_there_is_no_room_nothing_is_prepared_and_nothing_given_up(memory_dir):
-    tier = MemoryTier.open(memory_dir, "test", budget_bytes=10 * MIB)
-    free = tier.acquire(4 * MIB)
-    tier.give_back(free)
-    used = tier.usage()
-    tier.prepare(7 * MIB, lambda: False)
-    assert (tier.usage(), files_in(tier.root / "slots")) == (used, [os.path.basename(free.path)])
-    tier.close()
 
 
 def test_only_so_many_free_slots_are_kept(tier):
@@ -386,20 +277,6 @@ def test_a_link_in_place_of_a_file_is_not_followed(tier, tmp_path):
         pass
 
 
-def test_mounts_whose_names_are_not_utf_8(memory_dir, tmp_path, monkeypatch):
-    """Anything may be mounted on the node, such as a disk that an older system has named."""
-    strange = tmp_path / "a b\t\\040"
-    mounts = Path("/proc/self/mounts").read_bytes()
-    mounts += b"x /mnt/Donn\xe9es ext4 rw 0 0\n"
-    mounts += b"y " + os.fsencode(tmp_path) + rb"/a\040b\011\134040 tmpfs rw 0 0" + b"\n"
-    read = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda self: mounts if str(self) == "/proc/self/mounts" else read(self))
-    monkeypatch.setattr(Path, "read_text", lambda self, *how: self.read_bytes().decode(*how))
-    assert node.is_tmpfs(memory_dir)
-    assert node.is_tmpfs(str(strange))
-    assert node.is_tmpfs(f"{strange}/below")
-
-
 def test_a_missing_memory_dir_and_one_on_disk(tmp_path):
     with pytest.raises(MemoryTierError, match="does not exist"):
         MemoryTier.open(str(tmp_path / "none"), "test")
@@ -442,27 +319,6 @@ def python(script):
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=150, check=False
     )
-
-
-def test_trash_that_a_live_process_is_still_sorting_out_does_it_no_harm(tier, memory_dir, monkeypatch):
-    stored = save(tier, b"old" * 1000, 1)
-    with opened(stored, keep=True), open(stored.file("step=1.ckpt"), "rb") as file:
-        kept = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    real = os.rename
-
-    def cleared_right_after(source, target, **options):
-        real(source, target, **options)
-        if "trash" in str(target) and "clean." not in str(target):
-            with monkeypatch.context() as patch:
-                # Removes only the marker against reuse of the file.
-                patch.setattr(shutil, "rmtree", lambda folder, **_: (Path(folder) / "pinned").unlink())
-                MemoryTier.open(memory_dir, "test").close()
-
-    monkeypatch.setattr(os, "rename", cleared_right_after)
-    tier.remove(stored)
-    save(tier, b"new" * 1000, 2)
-    save(tier, b"new" * 1000, 3)
-    assert kept[:] == b"old" * 1000
 
 
 # ------------------------------------------------------------------------------------------- room

@@ -13,14 +13,12 @@ from pathlib import Path
 import pytest
 from support.bad_input import state
 from support.tenants import mounted_tmpfs
-from typer.testing import CliRunner
 
 from tiered_checkpoint_io import AsyncCheckpointIO
-from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.clock import SYSTEM
 from tiered_checkpoint_io.errors import MemoryTierError, SaveError
 from tiered_checkpoint_io.memory import node
-from tiered_checkpoint_io.memory.tier import OWNER_FILE, MemoryTier, claim, disk_left, spill_dir_of, spill_root
+from tiered_checkpoint_io.memory.tier import OWNER_FILE, claim, disk_left, spill_dir_of
 
 MIB = 1 << 20
 LARGE = 1_500_000
@@ -77,8 +75,6 @@ def test_it_is_said_once_and_the_folder_is_private(options, started, tmp_path, w
     root = session_of(io).open().tier.spill.root
     assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in (root, root.parent, root / "saves"))
     assert session_of(io).last_save.spilled
-    shown = CliRunner().invoke(app, ["status", "--memory-dir", options["memory_dir"]]).output
-    assert "uploaded (on disk)" in " ".join(shown.split())
     assert io.load_checkpoint("tiered:latest")["global_step"] == 2
     log = next((tmp_path / "logs").glob("*_checkpointing.log")).read_text()
     assert log.count("can't hold this checkpoint") == 1
@@ -151,15 +147,6 @@ def test_what_clears_temporary_folders_may_take_it(options, started):
     assert io.load_checkpoint("tiered:latest")["global_step"] == 2
 
 
-def test_it_is_off_where_it_was_not_made(memory_dir, temporary_folder):
-    memory = MemoryTier.open(memory_dir, "default")
-    memory.use_spill("auto")
-    assert memory.spill is None
-    memory.use_spill(None)
-    assert memory.open_spill() is None
-    assert not list(temporary_folder.glob(f"tiered-*/{spill_root('/', memory.root).name}"))
-
-
 CLAIM = """
     import os, sys
     from pathlib import Path
@@ -188,12 +175,6 @@ class Process:
         line = [sys.executable, "-c", textwrap.dedent(CLAIM), str(base), str(memory), "make" if make else "", boot]
         self._process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.name = self._process.stdout.readline().strip()
-
-    def again(self):
-        """Claims it once more."""
-        self._process.stdin.write("again\n")
-        self._process.stdin.flush()
-        return self._process.stdout.readline().strip()
 
     def forks_and_ends(self):
         self._process.stdin.write("fork\n")
@@ -238,30 +219,6 @@ def test_a_spill_is_of_one_memory_until_the_last_process_of_that_has_ended(proce
 def test_after_a_reboot_a_spill_goes_to_the_memory_that_comes_first(process):
     process("a").end()
     assert process("b", make=False, boot="another").name == "job"
-
-
-def test_what_was_removed_beside_it_keeps_its_owner(process, tmp_path):
-    base = tmp_path / "disk" / "job"
-    one = process("a")
-    os.utime(base / OWNER_FILE, (1, 1))
-    assert one.again() == "job"
-    assert (base / OWNER_FILE).stat().st_mtime > 1, "else what clears temporary folders would take it"
-    shutil.rmtree(tmp_path / "a")
-    (tmp_path / "a").mkdir()
-    assert (one.again(), process("a").name) == ("job", "job")
-    shutil.rmtree(base)
-    assert (one.again(), process("b").name) == ("job", "job-2")
-
-
-def test_a_node_takes_no_spill_of_another_memory_under_its_path(process, tmp_path, memory_dir):
-    """Containers may share one disk, each with a /dev/shm of its own."""
-    memory = MemoryTier.open(memory_dir, "default")
-    base = spill_root(tmp_path / "disk", memory.root)
-    base.parent.mkdir(0o700)
-    assert process("a", base=base).name == base.name
-    memory.use_spill(str(tmp_path / "disk"))
-    assert memory.open_spill().root == base.with_name(f"{base.name}-2")
-    memory.close()
 
 
 def test_a_link_in_place_of_the_file_that_names_its_owner_is_not_followed(tmp_path):

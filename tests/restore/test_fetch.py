@@ -1,10 +1,8 @@
 """Chunks are fetched whole and verified as they arrive, within bounds; on a node each once, for any first reader."""
 
-import fcntl
 import itertools
 import mmap
 import os
-import shutil
 import tempfile
 import threading
 import time
@@ -139,17 +137,6 @@ def folder(tmp_path):
     folder.close()
 
 
-def test_a_chunk_that_differs_from_its_hash_is_refused_each_time(folder):
-    bad = bytearray(DATA)
-    bad[5 * CHUNK // 2] ^= 1
-    file = opened(folder, OneObject(bytes(bad)))
-    file.ensure([(0, 2 * CHUNK)])
-    for _ in range(2):
-        with pytest.raises(CorruptCheckpointError, match="differ from their hash"):
-            file.ensure([(2 * CHUNK + 400, 10)])
-    file.close()
-
-
 def test_the_wait_for_another_reader_is_bounded(folder):
     slow, quick = OneObject(DATA, wait_s=1.0), OneObject(DATA)
     first, second = opened(folder, slow), opened(folder, quick, timeout_s=0.1)
@@ -204,41 +191,6 @@ def test_what_dead_readers_left_is_not_read_whichever_rank_comes_first(tmp_path)
     with ThreadPoolExecutor(8) as threads:
         for read in [threads.submit(joined_and_read, tmp_path) for _ in range(8)]:
             assert read.result(30) == DATA
-
-
-@pytest.mark.parametrize("dies", [False, True])
-def test_a_folder_that_another_rank_is_removing_is_not_joined(tmp_path, dies):
-    path = left_behind(tmp_path)
-    clearing = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(clearing, fcntl.LOCK_EX)
-    with ThreadPoolExecutor(1) as threads:
-        read = threads.submit(joined_and_read, tmp_path)
-        time.sleep(0.2)
-        assert not read.done()
-        if not dies:
-            shutil.rmtree(path)
-        os.close(clearing)
-        assert read.result(30) == DATA
-
-
-def test_no_rank_waits_for_the_removal_of_a_dead_readers_bytes(tmp_path, monkeypatch):
-    left_behind(tmp_path)
-    removing, may_end, remove = threading.Event(), threading.Event(), shutil.rmtree
-
-    def slow(*args, **options):
-        removing.set()
-        assert may_end.wait(30)
-        remove(*args, **options)
-
-    monkeypatch.setattr(shutil, "rmtree", slow)
-    with ThreadPoolExecutor(1) as threads:
-        other = threads.submit(SharedFolder, tmp_path, "save")
-        assert removing.wait(30)
-        folder = SharedFolder(tmp_path, "save")
-        may_end.set()
-        other.result(30).close()
-    folder.close()
-    assert not list((tmp_path / "reads").iterdir())
 
 
 # --------------------------------------------------------------------------- which chunks several read

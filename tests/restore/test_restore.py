@@ -1,10 +1,8 @@
 """Restore on one node and on several, with ranks as threads; also of checkpoints that another run overwrites."""
 
 import contextlib
-import mmap
 import os
 import tempfile
-import threading
 from pathlib import Path
 
 import fsspec
@@ -17,44 +15,25 @@ from support.restoring import (
     NEW,
     OLD,
     flip,
-    in_ranks,
     into_durable,
     into_memory,
-    make_content,
     save_id,
 )
 
 from tiered_checkpoint_io.engine.chunks import drop_temporary, temporary_file
 from tiered_checkpoint_io.engine.drain.operations import Request
 from tiered_checkpoint_io.engine.drain.queue import Queue
-from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.restore.aside import SLOTS, aside_root
-from tiered_checkpoint_io.engine.restore.catalog import reading_order
 from tiered_checkpoint_io.engine.restore.choice import Selector
 from tiered_checkpoint_io.errors import (
-    CheckpointNotFoundError,
     RestoreError,
     StoreError,
 )
 from tiered_checkpoint_io.model.ids import manifest_key
-from tiered_checkpoint_io.model.manifest import Manifest
-from tiered_checkpoint_io.stores.base import ObjectInfo
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 # ------------------------------------------------------------------------------------------- one node
-
-
-def test_other_damage_does_not_hide_a_checkpoint_that_is_asked_for_by_name(world):
-    Path(world.store.url).mkdir()
-    Path(world.store.url, "plain.ckpt").write_bytes(NEW)
-    path = into_memory(world.tier(), world.store.url, "other.ckpt", OLD, 2)
-    (path.parent / "part.json").write_bytes(b"")
-    for _ in range(2):
-        restored, data = world.restore(Selector("name", "plain.ckpt"))
-        assert (data, restored.content) == (NEW, None)
-    with pytest.raises(CheckpointNotFoundError, match="may have been"):
-        world.restore(Selector("name", "other.ckpt"))
 
 
 def test_the_memory_of_another_durable_tier_is_not_ours(world):
@@ -78,14 +57,6 @@ def test_more_than_one_batch_of_corrupt_ones_still_finds_the_intact_one(world):
     assert (data, restored.step, len(restored.rejected)) == (OLD, 1, 36)
 
 
-def test_a_copied_bucket_with_meaningless_times_still_gives_the_newest():
-    listed = [ObjectInfo(manifest_key(f"step={number}.ckpt"), 1, 1000.0 - number) for number in range(100)]
-    order = reading_order([*listed, ObjectInfo(".tiered/manifests/not-one", 1, 2000.0)])
-    assert "step=99.ckpt" in order[:32]
-    assert order[0] == "step=0.ckpt"
-    assert sorted(order) == sorted(f"step={number}.ckpt" for number in range(100))
-
-
 def test_without_room_in_memory_a_temporary_file_serves_and_goes(world, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     into_durable(world.store, "a.ckpt", NEW, 1)
@@ -106,27 +77,6 @@ def test_without_room_in_memory_a_temporary_file_serves_and_goes(world, tmp_path
     assert not list((world.tier().root / "saves").rglob("*.ckpt"))
 
 
-@pytest.mark.parametrize("released", [False, True])
-def test_what_was_mapped_from_a_restored_file_is_never_written_over(world, released):
-    path = into_memory(world.tier(), world.store.url, "a.ckpt", NEW, 1)
-
-    def read(restored):
-        with open(restored.path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        return mapped if released else over(mapped)
-
-    def over(mapped):
-        world.tier().remove(world.tier().parts()[0])
-        slot = world.tier().acquire(len(NEW))
-        slot.view[:4] = b"over"
-        assert mapped[:] == NEW
-
-    _, mapped = world.restorer(read=read)(LATEST, Group())
-    if released:
-        over(mapped)
-    assert not path.exists()
-
-
 @pytest.mark.parametrize("reason", ["access", "config", "credentials"])
 def test_a_refusal_is_an_error_even_if_memory_has_something_but_for_credentials_that_are_not_good(world, reason):
     class Refusing(FaultyStore):
@@ -139,34 +89,6 @@ def test_a_refusal_is_an_error_even_if_memory_has_something_but_for_credentials_
     is_silence = reason == "credentials"
     with contextlib.nullcontext() if is_silence else failing(reason):
         assert world.restore(store=Refusing(world.store))[1] == NEW
-
-
-def test_processes_without_a_group_read_each_byte_once(world):
-    into_durable(world.store, "a.ckpt", NEW, 1)
-    world.tier()
-
-    class Meeting(FaultyStore):
-        """Holds the first read back until another process reads too, or half a second is over."""
-
-        known = threading.Barrier(3, timeout=10)
-        reading = threading.Barrier(2, timeout=0.5)
-        began = 0
-
-        def get(self, key):
-            data = super().get(key)
-            self.known.wait()
-            return data
-
-        def read_into(self, key, offset, buffer):
-            if offset == 0:
-                Meeting.began += 1
-                with contextlib.suppress(threading.BrokenBarrierError):
-                    self.reading.wait()
-            super().read_into(key, offset, buffer)
-
-    got = in_ranks(["n"] * 3, lambda _: world.restore(store=Meeting(world.store))[1])
-    assert got == [NEW] * 3
-    assert Meeting.began == 1
 
 
 #: An object of an overwrite under way may be the larger or the smaller.
@@ -195,38 +117,6 @@ def test_what_another_run_overwrites_while_it_is_read_is_read_anew(world, select
     assert "last.ckpt was removed or overwritten while it was read" in caplog.text
 
 
-def test_what_another_run_replaces_while_it_is_read_gives_way_to_the_new_one(world):
-    def replaced():
-        into_durable(world.store, "new.ckpt", NEW, 3)
-        for key in (manifest_key("old.ckpt"), "old.ckpt"):
-            world.store.delete(key)
-
-    into_durable(world.store, "milestone.ckpt", SHORT, 1)
-    into_durable(world.store, "old.ckpt", OLD, 2)
-    assert world.restore(store=Overtaken(world.store.url, old=replaced))[1] == NEW
-
-
-def test_an_overwrite_that_ends_between_two_reads_gives_the_new_content(world):
-    new = make_content("a.ckpt", NEW, 2)
-
-    def ended():
-        world.store.put("a.ckpt", NEW)
-        world.store.put(manifest_key("a.ckpt"), Manifest("a.ckpt", new).to_json())
-
-    into_durable(world.store, "a.ckpt", OLD, 1)
-    both = Manifest("a.ckpt", new, previous=(read_manifest(world.store, "a.ckpt").content,))
-    world.store.put(manifest_key("a.ckpt"), both.to_json())
-    reads = iter([lambda: None, ended])
-
-    class Ending(DirectoryStore):
-        def read_pieces(self, key, offset, pieces, filled):
-            if offset == 0:
-                next(reads, lambda: None)()
-            super().read_pieces(key, offset, pieces, filled)
-
-    assert world.restore(store=Ending(world.store.url))[1] == NEW
-
-
 @pytest.mark.parametrize("chunk", [CHUNK, 1 << 10], ids=["few hashes", "more than go to all ranks"])
 def test_a_corrupt_copy_on_one_node_sends_that_node_to_its_peer(world, chunk):
     into_durable(world.store, "a.ckpt", NEW, 2, chunk=chunk)
@@ -244,28 +134,6 @@ def test_last_is_what_the_latest_alias_means_that_waits_on_any_node(world, nodes
     for node, number, target in (("n", 2, "old.ckpt"), ("m", 4, "new.ckpt")):
         Queue(world.tier(node).root).submit(Request(save_id(number), "alias", "last.ckpt", world.store.url, target))
     assert [got[0] for got in world.restore_all(nodes, Selector("last"))] == [save_id(3)] * 2
-
-
-def test_a_checkpoint_of_others_is_read_once_per_node(world):
-    class Remote(DirectoryStore):
-        """Not to be opened as a local file."""
-
-    Path(world.store.url).mkdir()
-    Path(world.store.url, "plain.ckpt").write_bytes(NEW)
-    remote = Remote(world.store.url)
-    for node in ("n", "m"):
-        world.tier(node)
-
-    def work(group):
-        restorer = world.restorer(group.node, remote, "gs://bucket/run", lambda found: found.path.read_bytes())
-        restored, data = restorer(Selector("name", "plain.ckpt"), group)
-        return data, restored.path
-
-    got = in_ranks(["n", "n", "m", "m"], work)
-    assert [data for data, _ in got] == [NEW] * 4
-    assert got[0][1] == got[1][1] != got[2][1] == got[3][1]
-    assert remote.metrics.snapshot()["bytes.down"] == 2 * len(NEW)
-    assert not any(path.exists() for _, path in got)
 
 
 @pytest.mark.parametrize("broken", ["list", "read"])

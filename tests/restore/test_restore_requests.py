@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 from support.committing import save
-from support.faulty import FaultyStore, Injected
+from support.faulty import FaultyStore
 from support.restoring import in_ranks, into_durable
-from support.sharded import bytes_of, make_part
+from support.sharded import bytes_of
 from support.story import op_id
-from typer.testing import CliRunner
 
-from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.engine.ranks.coordination import Group
 from tiered_checkpoint_io.engine.restore.catalog import discover
 from tiered_checkpoint_io.engine.restore.choice import Selector
@@ -90,22 +88,6 @@ def test_each_rank_reads_the_index_once_and_the_descriptions_of_what_it_loads(wo
     assert [stores[0].keys.count(ids.manifest_key(f"step_{number}")) for number in (1, 2, 3)] == [1, 1, 1]
 
 
-def test_bytes_that_lie_in_memory_cost_no_request_for_what_lists_them(world):
-    for rank in range(RANKS):
-        options = {"world_size": RANKS, "dirpath": world.store.url, "suffix": f"-{STEPS:08d}"}
-        part, files = make_part(f"step_{STEPS}", STEPS, rank, **options)
-        slots = {basename: world.tier().acquire(len(data)) for basename, data in files.items()}
-        for basename, slot in slots.items():
-            slot.view[: len(files[basename])] = files[basename]
-        world.tier().commit(part, slots)
-    asked = Asked(world.store)
-    with_memory = opened(world, store=asked)
-    for rank in range(RANKS):
-        with_memory.files.ensure(file_of(rank), [(0, 10)])
-    with_memory.close()
-    assert asked.listings() == []
-
-
 @pytest.mark.parametrize("damage", ["gone", "cut"])
 @pytest.mark.parametrize("which", ["index", "description"])
 def test_a_damaged_listing_leads_to_the_step_before_as_damaged_bytes_do(world, which, damage):
@@ -135,23 +117,3 @@ def test_a_full_one_behind_damaged_sharded_ones_is_loaded_by_a_caller_that_takes
     restored, loaded = world.restorer()(LATEST, Group(), rejected=rejected)
     assert loaded == data
     assert "this object is missing" in str(restored.rejected)
-
-
-def test_while_an_overwrite_is_under_way_the_content_whose_metadata_is_there_is_loaded_and_fetched(world, tmp_path):
-    def is_switch(operation, key):
-        return operation == "upload" and key.endswith(METADATA)
-
-    faulty = FaultyStore(world.store, fail_at=1, only=is_switch)
-    with pytest.raises(Injected):
-        save(faulty, f"step_{STEPS}", 9, kind="sharded", world_size=RANKS)
-    found = opened(world)
-    assert (found.name, found.step) == (f"step_{STEPS}", STEPS)
-    assert len(found.rejected) == 1
-    found.files.ensure(file_of(3), [(0, 10)])
-    found.close()
-    name, to = f"step_{STEPS}", tmp_path / "to"
-    assert CliRunner().invoke(app, ["get", world.store.url, name, str(to)]).exit_code == 0
-    assert (to / name / file_of(3)).read_bytes() == bytes_of(STEPS, 3, file_of(3))
-    # The list of the new content's files may be damaged, as nothing else needs it.
-    world.store.delete(ids.index_key(op_id(9)))
-    assert CliRunner().invoke(app, ["get", world.store.url, name, str(to), "--yes"]).exit_code == 0

@@ -2,18 +2,14 @@
 
 import json
 import logging
-import os
-import traceback
 
 import pytest
 from support.clocks import quick
 from support.draining import Node
-from support.failing import failing
 from support.fault_proxy import refuse, when
 from support.waiting import until
 
 from tiered_checkpoint_io.engine.drain.client import DrainHandle
-from tiered_checkpoint_io.engine.drain.process import elsewhere
 from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 
@@ -42,31 +38,6 @@ def credentials(s3_server, tmp_path, monkeypatch):
 @pytest.fixture
 def node(memory_dir, s3_url):
     return Node(memory_dir, s3_url)
-
-
-def test_what_a_process_elsewhere_is_given_of_the_environment(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    here = str(tmp_path)
-    given = {
-        "AWS_CONFIG_FILE": "config",
-        "AWS_CA_BUNDLE": "/etc/ca.pem",
-        "AWS_WEB_IDENTITY_TOKEN_FILE": "",
-        "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
-        "GOOGLE_APPLICATION_CREDENTIALS": "$PLACE/key.json",
-        "SSL_CERT_FILE": "$ROOT/key.json",
-        "PLACE": "relative",
-        "ROOT": "/root",
-        "PYTHONPATH": os.pathsep.join(["src", "/lib", "", "../shared"]),
-        "AWS_PROFILE": "config",
-    }
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    changed = {
-        "AWS_CONFIG_FILE": f"{here}/config",
-        "GOOGLE_APPLICATION_CREDENTIALS": f"{here}/$PLACE/key.json",
-        "PYTHONPATH": os.pathsep.join([f"{here}/src", "/lib", here, f"{here}/../shared"]),
-    }
-    assert {name: value for name, value in elsewhere().items() if name in given} == {**given, **changed}
 
 
 # ------------------------------------------------------------------------------ credentials that change
@@ -151,43 +122,3 @@ def test_other_keys_are_taken_up_where_the_old_ones_are_refused(source, status, 
     assert proxy.counts["put"] == store.metrics.snapshot()["requests.put"] == 3
     store.put("x", b"3")
     assert proxy.counts["put"] == 4, "the new ones are kept"
-
-
-@pytest.mark.parametrize("facts", [{"Expiration": PAST}, {"Expiration": PAST, "command": "no-such-program"}])
-def test_a_program_that_gives_none_that_are_good_is_an_error_until_it_does(facts, keys_of, open_store, proxy):
-    keys = keys_of("process")
-    keys.write(**{**facts, "command": None})
-    store = open_store()
-    # The program runs again for each request: its keys had expired.
-    keys.write(**facts)
-    with failing("access", match="credentials could not be renewed"):
-        store.put("x", b"1")
-    assert proxy.counts["put"] == 0
-    keys.write(Expiration=FUTURE)
-    store.put("x", b"2")
-    assert proxy.counts["put"] == 1
-
-
-@pytest.mark.parametrize("endpoint", ["user:hunter2@minio:9000", "http://user:hunter2@minio:9000", "minio?key=hunter2"])
-def test_an_endpoint_of_the_environment_with_a_password_is_not_shown(endpoint, monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
-    with failing("config", match="holds a user name, a password.*AWS_ENDPOINT_URL_S3") as caught:
-        S3Store("s3://bucket/run")
-    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
-
-
-def test_threads_whose_requests_are_refused_at_once_change_over_together(keys_of, open_store, proxy):
-    keys = keys_of("file")
-    store = open_store(credentials_again_s=3600.0)
-    keys.write()
-    data = os.urandom(48 * MIB)
-    store.upload("x", memoryview(data))
-    assert store.get("x") == data
-    # The look was the only one for an hour.
-    keys.refuse(403, "AccessDenied")
-    keys.write("OLD")
-    other = open_store(credentials_again_s=3600.0)
-    for _ in range(2):
-        with failing("access"):
-            other.get("x")
-        keys.write()

@@ -19,7 +19,7 @@ from support.fault_proxy import (
 )
 from support.supporting import supported
 
-from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp, list_checkpoints
+from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
 from tiered_checkpoint_io.adapters.dcp_settings import close_shared, settings_of
 from tiered_checkpoint_io.errors import SaveError
 
@@ -140,22 +140,3 @@ def test_a_restore_gets_the_newest_or_the_one_before(fault, io_of, proxy):
     assert loaded["global_step"] == 3 - back
     assert torch.equal(loaded["w"], state(3 - back, LARGE)["w"])
     assert bool(elsewhere.checkpointer.restored.rejected) == (back == 2)
-
-
-@pytest.mark.timeout(45)
-def test_an_archived_manifest_keeps_no_other_checkpoint_from_its_use(io_of, options, proxy, s3_url):
-    """A lifecycle rule has moved one to Glacier: it is there, and can't be read."""
-    io = io_of(on_save_error="raise")
-    for step in (1, 2, 3):
-        io.save_checkpoint(state(step, 1000), f"{step}.ckpt")
-    proxy.plan = where(refuse(403, "InvalidObjectState"), operation="get", key="manifests/1.ckpt")
-    elsewhere = io_of(namespace="another-node", on_save_error="raise", retention={"latest": 1})
-    assert elsewhere.load_checkpoint("tiered:latest")["global_step"] == 3
-    assert "it was archived" in str(elsewhere.checkpointer.restored.rejected)
-    elsewhere.save_checkpoint(state(4, 1000), "4.ckpt")
-    elsewhere.teardown()
-    listed = list_checkpoints(s3_url, endpoint_url=proxy.endpoint_url)
-    assert [(each.name, each.state) for each in listed] == [("4.ckpt", "durable"), ("1.ckpt", "corrupt")]
-    assert "it was archived" in listed[1].problem
-    proxy.plan = lambda *_: None
-    assert io_of(namespace="a-third").load_checkpoint("1.ckpt")["global_step"] == 1, "it was not removed"

@@ -165,12 +165,3 @@ def test_what_is_refused_is_asked_for_once_more_with_the_credentials_of_now(clou
     cloud.key = "new"
     store.put("b", b"B")
     assert (store.get("a"), store.get("b")) == (b"A", b"B")
-
-
-def test_credentials_that_stay_refused_are_not_looked_for_at_each_request(cloud):
-    store = RemoteStore("gs://bucket/run", clock=quick(credentials_again_s=3600.0, retry_deadline_s=0.5))
-    cloud.taken = "new"
-    for _ in range(3):
-        with failing("access"):
-            store.get("a")
-    assert cloud.looks == 1

@@ -41,15 +41,6 @@ def test_a_download_that_fails_leaves_the_file_as_it_was(s3_url, tmp_path):
     assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"old"]
 
 
-def test_empty_ones(s3_url, tmp_path):
-    put(f"{s3_url}/empty", b"")
-    S3Utils.download_s3_file_to_path(f"{s3_url}/empty", tmp_path / "empty")
-    assert (tmp_path / "empty").read_bytes() == b""
-    assert S3Utils.download_s3_file_to_stream(f"{s3_url}/empty").read() == b""
-    with pytest.raises(ConfigError, match="is empty"):
-        S3Utils.upload_file(tmp_path / "empty", f"{s3_url}/x")
-
-
 def test_a_path_exists_where_it_does_and_not_where_it_begins_like_one(s3_url):
     put(f"{s3_url}/run-10/x-last.ckpt")
     for missing in ("run-10/x", "run-1", "run-10", "run-10/", ""):

@@ -1,14 +1,8 @@
 """Bad days of a server, as S3Store meets them; what is repeated, for how long, and what is not."""
 
-import errno
-import functools
 import os
-import socket
-import threading
-import time
 
 import pytest
-from support.clocks import VirtualClock, quick
 from support.failing import failing
 from support.fault_proxy import (
     SLOW_DOWN,
@@ -24,12 +18,9 @@ from support.fault_proxy import (
 )
 from support.store_contract import MemoryJournal
 
-from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError
+from tiered_checkpoint_io.errors import CorruptCheckpointError
 from tiered_checkpoint_io.stores import s3_client
-from tiered_checkpoint_io.stores.base import Metrics
-from tiered_checkpoint_io.stores.directory import DirectoryStore
 from tiered_checkpoint_io.stores.fallbacks import folders_of
-from tiered_checkpoint_io.stores.retry import Retry
 from tiered_checkpoint_io.stores.s3 import MIB
 from tiered_checkpoint_io.stores.s3_errors import refusal
 
@@ -133,30 +124,6 @@ def test_pages_without_a_marker_are_followed_by_what_was_last(open_store, proxy)
     assert folders_of(store, "") == {"b", "d", "e"}
 
 
-def test_parts_listed_without_a_marker_are_taken_up(open_store, proxy):
-    journal, data = MemoryJournal(), os.urandom(33 * MIB)
-    proxy.plan = where(SLOW_DOWN, operation="complete")
-    with failing("unavailable"):
-        open_store(deadline_s=0.3).upload("x", memoryview(data), journal=journal)
-    proxy.plan = where(short_pages(2), operation="list_parts")
-    again = open_store()
-    again.upload("x", memoryview(data), journal=journal)
-    assert again.get("x") == data
-    assert "requests.part" not in again.metrics.snapshot()
-
-
-@pytest.mark.parametrize("token", [None, b"<NextContinuationToken>again</NextContinuationToken>"])
-def test_a_list_that_never_ends_is_an_error(open_store, proxy, token):
-    store = open_store()
-    for key in "abc":
-        store.put(key, b"1")
-    # A test without an end is no test.
-    proxy.plan = where(short_pages(2, stuck=True, token=token), operation="list", calls=range(1, 10))
-    with pytest.raises(StoreError, match="the server repeats a page of a list"):
-        list(store.list(""))
-    assert proxy.counts["list"] == 2
-
-
 def test_a_range_answered_with_the_whole_object(open_store, proxy, s3_server, s3_url):
     store = open_store()
     data = os.urandom(3 * MIB)
@@ -180,25 +147,6 @@ def test_an_answer_that_stops_within_its_body_names_the_network(fault, seconds, 
         store.read_into("x", 0, memoryview(bytearray(4 * MIB)))
 
 
-def test_a_server_that_stops_reading_for_a_while_is_waited_for(open_store, proxy, monkeypatch):
-    """For longer than a connection may take, and for less than a silence may last."""
-
-    class Pausing(proxy.server.RequestHandlerClass):
-        def do_PUT(self):
-            time.sleep(0.8)
-            self.handle_any()
-
-    monkeypatch.setattr(proxy.server, "RequestHandlerClass", Pausing)
-    # Or else all of the body is on its way already.
-    proxy.server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
-    store, data = open_store(seconds={"s3_connect_s": 0.3, "s3_read_s": 20.0}), os.urandom(16 * MIB)
-    # By a new connection, and by the same once more.
-    for _ in range(2):
-        store.put("x", data)
-    assert (proxy.counts["put"], proxy.connections) == (2, 1)
-    assert store.get("x") == data
-
-
 def test_a_bucket_with_object_lock_gets_checksums(open_store, proxy):
     proxy.plan = lambda name, _: object_lock if name in ("put", "part") else None
     store, data = open_store(write_concurrency=1), os.urandom(17 * MIB)
@@ -208,22 +156,6 @@ def test_a_bucket_with_object_lock_gets_checksums(open_store, proxy):
     assert (store.get("small"), store.get("large")) == (b"123456", data)
     # The refusal is learned once.
     assert (proxy.counts["put"], proxy.counts["part"]) == (3, 3)
-
-
-def test_a_failure_keeps_no_reference_to_the_buffer(open_store, proxy):
-    buffer = bytearray(17 * MIB)
-    proxy.plan = lambda name, _: refuse(403, "AccessDenied") if name in ("part", "put", "get") else None
-    store = open_store()
-    errors = []
-    for size in (17 * MIB, MIB):
-        with memoryview(buffer) as view, view[:size] as piece:
-            for call in (lambda p=piece: store.upload("x", p), lambda p=piece: store.read_into("x", 0, p)):
-                with failing("access") as caught:
-                    call()
-                errors.append(caught.value)
-    # The errors, and all frames that they hold, are alive; the buffer is free none the less.
-    buffer.extend(b"resizable")
-    assert len(errors) == 4
 
 
 MEANINGS = {
@@ -269,59 +201,3 @@ def test_a_proxy_that_refuses_is_named(status, reason, hint, open_store, proxy, 
     with failing(reason, match=hint) as caught:
         open_store(endpoint_url="http://s3.example.invalid").get("x")
     assert "secret" not in str(caught.value)
-
-
-AWAY = functools.partial(StoreError, reason="unavailable")
-
-
-class Flaky:
-    def __init__(self, failures, error=AWAY):
-        self.failures, self.error, self.calls = failures, error, 0
-
-    def __call__(self):
-        self.calls += 1
-        if self.calls <= self.failures:
-            raise self.error(f"failure {self.calls}")
-        return "done"
-
-
-QUICK = quick(retry_first_wait_s=0.001, retry_max_wait_s=0.01)
-
-
-def test_a_long_first_attempt_may_be_repeated_too():
-    """Sending one part can take longer than the deadline; the deadline is for the failures."""
-    moments = iter([0.3, 0.0])
-    flaky = Flaky(1)
-
-    def slow():
-        time.sleep(next(moments))
-        return flaky()
-
-    assert Retry(Metrics(), quick(retry_deadline_s=0.1, retry_first_wait_s=0.001))(slow) == "done"
-
-
-def test_a_wait_can_be_cut_short():
-    cancelled, flaky = threading.Event(), Flaky(10**9)
-
-    def fail_then_cancel():
-        threading.Timer(0.05, cancelled.set).start()
-        return flaky()
-
-    with failing("unavailable", match="failure 1"):
-        Retry(Metrics(), VirtualClock())(fail_then_cancel, cancelled=cancelled)
-    assert flaky.calls == 1
-
-
-def test_an_interrupted_upload_to_a_directory_is_repeated_and_counted_once(tmp_path, monkeypatch):
-    store, writes, seen, write = DirectoryStore(str(tmp_path), clock=QUICK), [], [], os.write
-
-    def stale_once(descriptor, data):
-        writes.append(len(data))
-        if len(writes) == 2:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return write(descriptor, data)
-
-    monkeypatch.setattr(os, "write", stale_once)
-    store.upload("y", memoryview(bytes(20 << 20)), progress=seen.append)
-    assert store.size("y") == sum(seen) == 20 << 20
-    assert store.metrics.snapshot()["retries"] == 1

@@ -1,8 +1,6 @@
 """Uploads of S3Store on a server's bad days: taken up, made again, or ended without a trace."""
 
-import itertools
 import os
-import threading
 
 import pytest
 from support.draining import Node, names
@@ -124,38 +122,6 @@ def test_a_part_that_was_damaged_on_its_way_is_sent_again(status, code, open_sto
     assert [proxy.counts[name] for name in ("create", "part", "list_parts")] == [1, 4, int(status > 500)]
 
 
-@pytest.fixture
-def starting(monkeypatch):
-    """Returns a set of numbers, from 1: only these starts of threads that send parts succeed, as at a limit."""
-    allowed, start, count = set(), threading.Thread.start, itertools.count(1)
-
-    def try_to(thread):
-        if thread.name.startswith("tiered-s3") and next(count) not in allowed:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", try_to)
-    return allowed
-
-
-def test_one_thread_sends_all_parts_where_the_system_allows_no_more(starting, open_store):
-    starting.add(1)
-    data, store = os.urandom(33 * MIB), open_store()
-    store.upload("x", memoryview(data), journal=MemoryJournal())
-    assert store.get("x") == data
-
-
-def test_without_any_thread_an_upload_is_left_to_the_next_try(starting, open_store, proxy, uploads):
-    starting.update(range(2, 9))
-    data, journal, store = os.urandom(33 * MIB), MemoryJournal(), open_store()
-    with failing("unavailable", match="no thread can be started"):
-        store.upload("x", memoryview(bytes(33 * MIB)), journal=journal)
-    assert len(uploads()) == 1
-    store.upload("x", memoryview(data), journal=journal)
-    assert (proxy.counts["create"], proxy.counts["part"]) == (1, 5), "nothing of the first try was sent"
-    assert store.get("x") == data
-
-
 def test_a_refused_part_ends_the_upload_and_leaves_nothing(open_store, proxy, uploads):
     journal = MemoryJournal()
     proxy.plan = where(DENIED, operation="part", calls=[2])
@@ -165,22 +131,6 @@ def test_a_refused_part_ends_the_upload_and_leaves_nothing(open_store, proxy, up
     assert proxy.counts["part"] == 2
     assert uploads() == []
     assert journal.read() is None
-
-
-def test_parts_of_other_sizes_are_not_trusted(open_store, uploads, s3_server, s3_url):
-    bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
-    upload_id = s3_server.client.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/x")["UploadId"]
-    s3_server.client.upload_part(
-        Bucket=bucket, Key=f"{prefix}/x", UploadId=upload_id, PartNumber=1, Body=b"1" * (5 * MIB)
-    )
-    journal = MemoryJournal()
-    begun = {"url": s3_url, "key": "x", "upload_id": upload_id, "size": 17 * MIB, "part_size": 8 * MIB}
-    journal.write({**begun, "mark": "m", "origin": ""})
-    data = os.urandom(17 * MIB)
-    store = open_store()
-    store.upload("x", memoryview(data), journal=journal)
-    assert store.get("x") == data
-    assert uploads() == []
 
 
 def test_forgotten_uploads_are_aborted_below_the_prefix_alone(open_store, uploads, s3_bucket, s3_server):

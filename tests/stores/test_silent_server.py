@@ -9,14 +9,14 @@ import torch
 from support.bad_input import state
 from support.clocks import hurried, quick
 from support.failing import failing
-from support.fault_proxy import refuse, where
+from support.fault_proxy import where
 from support.restoring import flip
 from support.supporting import build
 
 from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.errors import SaveError
 from tiered_checkpoint_io.stores.base import Metrics
-from tiered_checkpoint_io.stores.retry import Retry, answer_within, local_work
+from tiered_checkpoint_io.stores.retry import Retry, answer_within
 
 
 class Book(logging.Handler):
@@ -91,18 +91,6 @@ def io_of(s3_url, memory_dir, proxy, book):
         io.teardown()
 
 
-def test_a_server_that_refuses_all_requests_is_reported_as_refusing(io_of, proxy, book):
-    """S3 does so under too many requests."""
-    first = io_of()
-    first.save_checkpoint(state(1), "1.ckpt", storage_options={"tiers": ["memory"]})
-    first.teardown()
-    proxy.plan = where(refuse(503, "SlowDown"))
-    io = io_of()
-    assert torch.equal(io.load_checkpoint("tiered:latest")["w"], state(1)["w"])
-    (said,) = book.having("restoring from node memory: S3 has not answered for 1 s")
-    assert "S3 list failed (SlowDown, HTTP 503)" in said
-
-
 def test_where_memory_is_damaged_the_answer_is_waited_for(io_of, proxy, book, memory_dir):
     first = io_of()
     first.save_checkpoint(state(1), "1.ckpt")
@@ -157,24 +145,3 @@ def test_each_answer_begins_a_new_silence():
     never.set()
     with pytest.raises(KeyError):
         answer_within(1.0, {}.popitem, clock=clock)
-
-
-def test_work_on_a_slow_disk_is_no_silence():
-    clock = quick(silence_line_s=0.1)
-
-    def work():
-        with local_work():
-            time.sleep(1)
-        return "done"
-
-    said = []
-    assert answer_within(0.3, work, clock=clock, count_down=lambda *figures: said.append(figures)) == "done"
-    assert not said
-
-    def then_silent():
-        with local_work():
-            pass
-        time.sleep(1)
-
-    with failing("unavailable"):
-        answer_within(0.3, then_silent, clock=clock)

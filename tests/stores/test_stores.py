@@ -143,26 +143,6 @@ def test_a_killed_writer_leaves_the_old_object_and_nothing_that_lasts(tmp_path):
     assert temporary(tmp_path) == []
 
 
-def test_a_live_writers_file_is_not_taken_for_a_dead_ones(tmp_path):
-    started, go_on = threading.Event(), threading.Event()
-
-    def hold(_):
-        started.set()
-        assert go_on.wait(30)
-
-    data = os.urandom(20 << 20)
-    writer = threading.Thread(
-        target=DirectoryStore(str(tmp_path)).upload, args=("x", memoryview(data)), kwargs={"progress": hold}
-    )
-    writer.start()
-    assert started.wait(30)
-    other = DirectoryStore(str(tmp_path))
-    other.put("y", b"1")
-    go_on.set()
-    writer.join(30)
-    assert other.get("x") == data
-
-
 def test_a_copy_is_a_file_of_its_own_and_is_not_taken_for_a_dead_writers_file(tmp_path, monkeypatch):
     store, data = DirectoryStore(str(tmp_path)), os.urandom(1 << 20)
     store.put("epoch=1.ckpt", data)

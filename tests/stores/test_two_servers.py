@@ -13,7 +13,7 @@ from support.supporting import build
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer, NoCheckpoint
 from tiered_checkpoint_io.errors import StoreError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.model.documents import Place, Server, endpoint_text
+from tiered_checkpoint_io.model.documents import Place, endpoint_text
 from tiered_checkpoint_io.stores import place_of
 
 
@@ -87,8 +87,3 @@ def test_the_server_is_named_as_boto3_finds_it(monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
     assert place_of(TieredCheckpointConfig(dirpath="s3://bucket/run", profile="a")).server.endpoint_url == ""
     assert place_of(TieredCheckpointConfig(dirpath="/a/folder")) == Place("/a/folder")
-
-
-def test_a_server_is_named_without_secrets():
-    assert endpoint_text("https://user:password@Host:9000/?key=secret") == "https://host:9000"
-    assert Server("http://a", "eu", "p") == Server("http://a", "us", "q") != Server("http://b", "eu", "p")
