@@ -5,11 +5,8 @@ One list of stories, over checkpoints of one part and of several, listed in the 
 
 import contextlib
 import itertools
-import json
-from pathlib import Path
 
 import pytest
-from support import committing
 from support.committing import (
     KINDS,
     RUN,
@@ -23,16 +20,11 @@ from support.failing import failing
 from support.faulty import FaultyStore, Injected
 from support.restoring import of_a_newer_release
 from support.sharded import FlatStore, named, objects, readable
-from typer.testing import CliRunner
 
-from tiered_checkpoint_io import find_latest
-from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.clock import Clock, Timing
 from tiered_checkpoint_io.engine.durable import commit, copies, sweep
-from tiered_checkpoint_io.engine.durable.files import files_of
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.retention import Checkpoint, Latest, kept
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 #: State before, operation, and the saves that a reader may find under each name before and after.
@@ -185,13 +177,6 @@ def test_a_delete_tried_again_spares_what_took_the_name_in_between(n, kind, tmp_
     assert objects(store) == named(store)
 
 
-def test_a_file_that_never_became_a_checkpoint_is_removed_by_its_name(tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    store.put("left", b"upload without a manifest")
-    delete(store, "left")
-    assert objects(store) == []
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_runs_whose_clocks_disagree_who_comes_last_has_the_name_but_for_what_was_left_over(kind, tmp_path):
     """A dead run's save waited in the memory of its node while the job continued elsewhere."""
@@ -202,39 +187,3 @@ def test_of_runs_whose_clocks_disagree_who_comes_last_has_the_name_but_for_what_
     for left_over_s, fate in ((60, "replaced"), (float("inf"), "sent")):
         assert save(store, "a", 1, clock=Clock(Timing(left_over_s=left_over_s)), **saved) == fate
         assert readable(store, "a") == (2 if fate == "replaced" else 1)
-
-
-def command(*arguments):
-    return CliRunner().invoke(app, arguments)
-
-
-@pytest.fixture(params=["full", "sharded"])
-def store(tmp_path, request):
-    """Saves steps 1 and 2; the node of a save of step 3 has died during its overwrite of step 1."""
-    store = DirectoryStore(str(tmp_path / "run"))
-    committing.save(store, "last", 1, kind=request.param)
-    committing.save(store, "two", 2, kind=request.param)
-    committing.begin_overwrite(store, "last", 3, kind=request.param)
-    return store
-
-
-def test_retention_keeps_what_is_the_latest(store):
-    found = [Checkpoint.of(read_manifest(store, name)) for name in ("last", "two")]
-    reasons = kept(found, [Latest(1)])
-    assert find_latest(store.url).name == "two"
-    assert "newest" in reasons["two"] and "newest" not in reasons["last"]
-    assert command("prune", store.url, "--keep-latest", "1", "--yes").exit_code == 0
-    assert find_latest(store.url).name == "two"
-
-
-def test_verify_names_the_save_that_is_there_and_its_damage(store):
-    def verified():
-        (row,) = json.loads(command("verify", store.url, "last", "--json").stdout)["checkpoints"]
-        assert row["step"] == 1
-        return row
-
-    assert verified()["state"] == "intact"
-    path = Path(store.url, files_of(store, read_manifest(store, "last").settled).all()[0].path)
-    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
-    assert verified()["state"] == "damaged"
-    assert "instead of" not in verified()["error"]

@@ -4,17 +4,16 @@ import functools
 
 import pytest
 from support import committing
-from support.committing import alias, delete, swept
+from support.committing import delete, swept
 from support.faulty import FaultyStore, Injected
-from support.sharded import FlatStore, entry_of, make_part, named, objects, readable, views_of
+from support.sharded import make_part, named, objects, readable, views_of
 from support.store_contract import MemoryJournal
 
 from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.durable.files import Arrivals, files_of
 from tiered_checkpoint_io.engine.durable.manifests import read_manifest
-from tiered_checkpoint_io.errors import ConfigError, CorruptCheckpointError, StoreError
+from tiered_checkpoint_io.errors import CorruptCheckpointError, StoreError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.model.manifest import METADATA, Content, Part
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 RUN = "20260101T000000.000000-00000000"
@@ -46,25 +45,6 @@ def overwriting(store, suffix="-2"):
     return commits
 
 
-def test_a_directory_says_that_it_cannot_hold_a_file_and_a_folder_of_one_name(tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    entry = entry_of("a", b"full")
-    content = Content(ids.save_id(RUN, 1), 1, 0, "full", 1.0, 1, {}, (entry,), switch="a")
-    commit.commit(store, Part("a", 0, content, "d", True), {"a": memoryview(b"full")})
-    with pytest.raises(StoreError, match="cannot have the same name"):
-        save(store, "a", 2, suffix="-2")
-    assert readable(store, "a") == 1
-
-
-def test_the_files_of_the_old_content_are_never_written_to(tmp_path):
-    store = FlatStore(str(tmp_path))
-    save(store, "a", 1)
-    alias(store, "last", "a")
-    with pytest.raises(ConfigError, match="belongs to the checkpoint that this save is to replace"):
-        save(store, "a", 2)
-    assert readable(store, "last") == 1
-
-
 def test_corrupt_bytes_reach_nothing(tmp_path):
     store = DirectoryStore(str(tmp_path))
     part, data = make_part("a", 1, 0)
@@ -73,16 +53,6 @@ def test_corrupt_bytes_reach_nothing(tmp_path):
         with pytest.raises(CorruptCheckpointError):
             commit.put_part(store, part, views_of(bad), journal=MemoryJournal())
     assert objects(store) == []
-
-
-def test_metadata_that_spoils_while_it_waits_replaces_nothing(tmp_path):
-    store = DirectoryStore(str(tmp_path))
-    save(store, "a", 1)
-    commits = overwriting(store)
-    with pytest.raises(CorruptCheckpointError):
-        commits(**{METADATA: b"x" * 1502})
-    assert readable(store, "a") == 1
-    assert not read_manifest(store, "a").previous
 
 
 def test_a_part_that_arrived_is_not_sent_again_and_one_that_is_not_needed_not_at_all(tmp_path):

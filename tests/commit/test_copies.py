@@ -2,16 +2,14 @@
 
 import contextlib
 import os
-from types import SimpleNamespace
 
 import pytest
 from support.failing import failing
-from support.fault_proxy import FaultProxy, lose_answer, refuse
-from support.faulty import FaultyStore
+from support.fault_proxy import FaultProxy, lose_answer
 from support.store_contract import MemoryJournal, StopHere, stop_here
 
 from tiered_checkpoint_io.errors import StoreError
-from tiered_checkpoint_io.stores.base import CopyRefusedError, Metrics, ServerCopy
+from tiered_checkpoint_io.stores.base import CopyRefusedError, ServerCopy
 from tiered_checkpoint_io.stores.fallbacks import copy_to
 from tiered_checkpoint_io.stores.s3 import MIB, S3Store
 from tiered_checkpoint_io.stores.s3_uploads import MARK
@@ -129,18 +127,6 @@ def test_a_source_that_changes_while_parts_are_copied_ends_the_copy(store, moto,
 
 
 @pytest.mark.parametrize("size", [1000, SIZE])
-def test_a_server_that_sees_another_etag_is_asked_again_later(moto, bucket, size):
-    with FaultProxy(moto.endpoint_url) as proxy, opened(proxy.endpoint_url, f"s3://{bucket}/run") as store:
-        put(store, "a", os.urandom(size))
-        store.put("b", b"old")
-        proxy.plan = lambda request, _: refuse(412, "PreconditionFailed") if request in ("put", "part") else None
-        with failing("unavailable", match="replaced"):
-            copy_to(store, "b", ServerCopy("a", size, lambda: None))
-        proxy.plan = lambda *_: None
-        assert store.get("b") == b"old"
-
-
-@pytest.mark.parametrize("size", [1000, SIZE])
 def test_a_lost_answer_is_no_lost_copy(moto, bucket, size):
     with FaultProxy(moto.endpoint_url) as proxy, opened(proxy.endpoint_url, f"s3://{bucket}/run") as store:
         data, before = put(store, "a", os.urandom(size)), dict(proxy.counts)
@@ -162,10 +148,3 @@ def test_a_server_that_takes_copied_parts_for_empty_ones_is_found_out(s3_server,
         assert store.get("b") == b"old"
         bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
         assert s3_server.uploads(bucket, prefix) == []
-
-
-@pytest.mark.parametrize("wrapped", [lambda store: store, FaultyStore])
-def test_a_store_that_has_no_copy_refuses(wrapped):
-    bare = SimpleNamespace(url="bare://run", metrics=Metrics())
-    with pytest.raises(CopyRefusedError, match="can't copy"):
-        copy_to(wrapped(bare), "b", ServerCopy("a", 1, lambda: None))

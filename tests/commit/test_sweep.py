@@ -1,26 +1,20 @@
-"""Sweeps of saves that no manifest names; and two runs on one name, whose operations are as one after the other."""
+"""Sweeps of saves that no manifest names; two runs on one name are simulated (``sim/two_runs.py``)."""
 
-import contextlib
-import itertools
 import os
 
 import pytest
-from support import committing
 from support.committing import RUN, delete, part_only, save, swept
-from support.failing import failing
 from support.faulty import FaultyStore
-from support.sharded import FlatStore, Journals, make_part, named, objects, readable, views_of
+from support.sharded import make_part, named, objects, readable, views_of
 
 from tiered_checkpoint_io.engine.drain.client import DrainRunner
-from tiered_checkpoint_io.engine.durable import commit, copies
+from tiered_checkpoint_io.engine.durable import commit
 from tiered_checkpoint_io.engine.durable.files import Arrivals
 from tiered_checkpoint_io.engine.durable.sweep import Survey, refresh, sweep
-from tiered_checkpoint_io.engine.durable.sweep import delete as remove
 from tiered_checkpoint_io.engine.save.coordinated import CoordinatedSaver
 from tiered_checkpoint_io.engine.save.facts import SaveFacts
 from tiered_checkpoint_io.engine.save.saver import PartSave
 from tiered_checkpoint_io.engine.session import Session
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, StoreError
 from tiered_checkpoint_io.formats.image import Image, Segment
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
@@ -87,26 +81,6 @@ def test_a_file_that_another_writer_put_there_since_stays(store):
     assert objects(store) == ["a.ckpt"] and store.get("a.ckpt") == b"of another program"
 
 
-def test_a_locked_file_keeps_no_other_save_and_is_asked_for_once(store):
-    class Locked(DirectoryStore):
-        asked = 0
-
-        def delete(self, key):
-            if key.startswith("a/__1_0"):
-                self.asked += 1
-                raise StoreError("locked", operation="delete", key=key, reason="access")
-            super().delete(key)
-
-    locked, survey = Locked(store.url), Survey()
-    part_only(store, "a", 1, 1)
-    part_only(store, "b", 2, 1)
-    with failing("access", match="locked"):
-        sweep(locked, survey, before=4e9)
-    assert not list(store.list("b/"))
-    assert sweep(locked, survey, before=4e9) == [] and locked.asked == 1
-    assert swept(store) == ["a"] and objects(store) == []
-
-
 def test_a_drain_that_comes_back_can_not_commit_what_is_swept_at_that_moment(store):
     """The drain has found all files of its save, and is about to write the manifest."""
     for rank in (1, 0):
@@ -127,75 +101,6 @@ def test_a_drain_that_comes_back_can_not_commit_what_is_swept_at_that_moment(sto
     with pytest.raises(Exception, match="of a file are there instead of"):
         commit.commit(MeetingSweep(store), part, views_of(data), arrivals.rows)
     assert readable(store, "a") is None
-
-
-# ----------------------------------------------------------------------------------- two runs on one name
-OLD, NEW = "20260101T000000.000000-00000001", "20260102T000000.000000-00000002"
-
-
-class Meeting(FaultyStore):
-    """Another run does something before the ``at``-th request."""
-
-    def __init__(self, store, at, act):
-        super().__init__(store)
-        self._at, self._act = at, act
-
-    def _count(self, operation, key):
-        if super()._count(operation, key):
-            raise AssertionError
-        if self.operations == self._at:
-            act, self._act = self._act, None
-            act()
-        return False
-
-
-def save_by(store, name, number, run, **options):
-    """Saves by the drain of a run; with ``created`` far in the past, the save waited for long."""
-    return committing.save(store, name, number, save_id=ids.save_id(run, number), **{"created": 4e9, **options})
-
-
-def alias_by(store, name, target, run):
-    copies.put_alias(store, name, target, before=ids.save_id(run, 9))
-
-
-@pytest.mark.parametrize("before", ["nothing", "an alias"])
-def test_an_alias_whose_target_is_deleted_meanwhile_does_not_dangle(before, memory_dir):
-    for at in itertools.count(1):
-        store = FlatStore(f"{memory_dir}/{at}")
-        for number, name in enumerate("ab", start=1):
-            save_by(store, name, number, OLD)
-        if before == "an alias":
-            alias_by(store, "last", "b", OLD)
-        met = Meeting(store, at, lambda: remove(store, "a", before=ids.save_id(NEW, 9)))
-        with contextlib.suppress(CheckpointNotFoundError):
-            alias_by(met, "last", "a", OLD)
-        if met.operations < at:
-            return
-        assert readable(store, "last") in (None, 2 if before == "an alias" else None), f"met at request {at}"
-
-
-def test_a_save_that_was_replaced_half_done_does_not_come_back_to_files_that_are_about_to_go(memory_dir):
-    """The older run's was killed behind W4, the newer one could not remove the other's files; both begin again."""
-    kind = "sharded, one rank"
-    for at in itertools.count(1):
-        store, older, newer = FlatStore(f"{memory_dir}/{at}"), Journals(), Journals()
-        save_by(store, "a", 1, OLD, kind=kind)
-        with pytest.raises(StoreError):
-            save_by(FaultyStore(store, fail_at=1, only=writes_switch), "a", 2, OLD, kind=kind, journals=older)
-        save_by(FaultyStore(store, fail_at=1, only=deletes), "a", 3, NEW, kind=kind, journals=newer)
-        met = Meeting(store, at, lambda: save_by(store, "a", 2, OLD, kind=kind, journals=older))
-        save_by(met, "a", 3, NEW, kind=kind, journals=newer)
-        if met.operations < at:
-            return
-        assert readable(store, "a") == 3, f"met at request {at}"
-
-
-def writes_switch(operation, key):
-    return operation == "upload" and (key == "a" or key.endswith(".metadata"))
-
-
-def deletes(operation, _):
-    return operation.startswith("delete")
 
 
 def test_what_others_read_has_its_own_name_where_no_other_save_can_have_it(memory_dir, tmp_path, monkeypatch):

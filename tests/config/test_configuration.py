@@ -164,17 +164,6 @@ def test_it_follows_dirpath_and_a_name_stays():
     assert TieredCheckpointConfig.from_any(named, dirpath="s3://bucket/b").namespace == "default"
 
 
-def test_the_log_says_it_once(start, tmp_path, caplog):
-    with caplog.at_level(logging.INFO, logger="tiered_checkpoint_io"):
-        made = start(dirpath=tmp_path / "run")
-        for step in (1, 2):
-            made.save_checkpoint({"global_step": step}, f"{step}.ckpt", {"tiers": ["memory"]})
-        named = start(dirpath=tmp_path / "named", namespace="named")
-        named.save_checkpoint({"global_step": 1}, "a.ckpt", {"tiers": ["memory"]})
-    said = [record.getMessage() for record in caplog.records if "namespace" in record.getMessage()]
-    assert said == [f"no namespace was given: checkpoints are in node memory under {made.config.namespace}"]
-
-
 def test_a_resume_from_a_checkpoint_of_another_namespace_says_so(start, caplog):
     theirs = start(namespace="theirs")
     theirs.save_checkpoint({"global_step": 1}, "a.ckpt")

@@ -1,19 +1,15 @@
 """Log lines: rank, place, step, time and size; into a file, and to a user's own logger."""
 
-import gc
 import logging
-import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from support.bad_input import state
 
-from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.logs import get_logger
 
@@ -53,25 +49,6 @@ def test_a_life_in_lines(job, tmp_path):
         ("restore.py", "7", r"loading a.ckpt \(memory, 20.00 MiB\) after \d+\.\d+ s"),
     ):
         assert [t for t in texts if t[:2] == (file, step) and re.fullmatch(text, t[2])], (file, step, text, texts)
-
-
-def test_a_process_that_trains_many_jobs_holds_the_files_of_none_that_is_over(job, tmp_path, memory_dir):
-    logs = tmp_path / "logs"
-    lasting = job(namespace="lasting")
-    lasting.save_checkpoint(state(0), "a.ckpt")
-    for number in range(5):
-        io = TieredCheckpointIO(tmp_path / f"{number}", memory_dir=memory_dir, namespace=f"t{number}", log_dir=logs)
-        assert not io.load_checkpoint("tiered:latest")
-        io.teardown()
-        del io
-        gc.collect()
-    lasting.save_checkpoint(state(1), "b.ckpt")
-
-    held = {os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()}
-    names = {file.name for file in logs.iterdir() if str(file) in held}
-    assert names == {"lasting_checkpointing.log", "t4_checkpointing.log"}
-    assert ["no checkpoint" in (logs / f"t{number}_checkpointing.log").read_text() for number in range(5)] == [True] * 5
-    assert "saved b.ckpt" in lines(logs / "lasting_checkpointing.log")[-1]["text"]
 
 
 def test_a_users_own_logger_gets_it_all_with_their_own_format(job, tmp_path, capfd):

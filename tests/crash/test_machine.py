@@ -11,7 +11,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -330,28 +329,3 @@ class Checkpoints(RuleBasedStateMachine):
 
 TestCheckpoints = Checkpoints.TestCase
 TestCheckpoints.settings = settings.get_profile(os.environ.get("TIERED_PROFILE", "ci"))
-
-
-def live(*steps):
-    """Lives one life, of these rules and their arguments."""
-    life = Checkpoints()
-    life.begin()
-    try:
-        for rule_name, *arguments in steps:
-            getattr(life, rule_name)(*arguments)
-    finally:
-        life.teardown()
-
-
-@pytest.mark.parametrize("newer", [1, KEEP])
-def test_a_removal_reaches_a_save_that_only_the_durable_tier_has(newer):
-    """Found by the machine: the last save of the name was for memory alone."""
-    saves = [("save", "a.ckpt", "both"), ("drain",), *[("save", "a.ckpt", "memory")] * newer]
-    live(*saves, ("remove", "a.ckpt"), ("drain",), ("restore",))
-
-
-def test_a_removal_reaches_a_save_that_a_restore_found_damaged():
-    """Found by the machine: the names that a restore lists are known, however it ends."""
-    saves = [("save", "last.ckpt", "both"), ("alias", "a.ckpt", "last.ckpt"), ("drain",)]
-    losses = [("damage_the_newest_object", "flipped"), ("lose_the_node",), ("save", "a.ckpt", "memory")]
-    live(*saves, *losses, ("remove", "a.ckpt"), ("remove", "last.ckpt"), ("drain",))

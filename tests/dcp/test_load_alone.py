@@ -11,7 +11,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.fault_proxy import FaultProxy
 from support.losing import lose_memory
-from support.restoring import flip
 
 from tiered_checkpoint_io import TieredStorageReader, TieredStorageWriter
 from tiered_checkpoint_io import dcp as ours
@@ -110,33 +109,6 @@ def test_a_folder_that_plain_dcp_wrote_is_read_with_a_notice(config, caplog):
 
 
 # ------------------------------------------------------------------------------- straight into tensors
-def test_two_names_of_one_tensor_leave_one_of_their_contents_in_it(config):
-    contents = {"a": torch.full((1 << 20,), 1.0), "b": torch.full((1 << 20,), 2.0)}
-    writer = TieredStorageWriter(**config, step=1, save_to_s3=False)
-    dcp.save(contents, storage_writer=writer)
-    writer.close()
-    shared = torch.zeros(1 << 20)
-    ours.load({"a": shared, "b": shared}, **config).close()
-    assert shared.unique().tolist() in ([1.0], [2.0])
-
-
-def test_a_tensor_that_a_damaged_chunk_was_read_into_is_read_again_from_elsewhere_or_refused(config):
-    saved = {"a": torch.randn(6 << 20)}
-    writer = TieredStorageWriter(**config, step=1, wait=True)
-    dcp.save(saved, storage_writer=writer)
-    (path,) = Path(config["memory_dir"]).glob("tiered-*/*/saves/*/rank-*/__*")
-    flip(path, at=20 << 20)
-    loaded = {"a": torch.zeros(6 << 20)}
-    ours.load(loaded, **config).close()
-    assert torch.equal(loaded["a"], saved["a"])
-    dcp.save(saved, checkpoint_id="step_2", storage_writer=TieredStorageWriter(**config, save_to_s3=False))
-    for path in Path(config["memory_dir"]).glob("tiered-*/*/saves/*/rank-*/__*"):
-        flip(path, at=20 << 20)
-    with pytest.raises(BaseException, match="differ from their hash"):
-        dcp.load(loaded, checkpoint_id="step_2", storage_reader=TieredStorageReader(**config))
-    writer.close()
-
-
 MIB = 1 << 20
 
 

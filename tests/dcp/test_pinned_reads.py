@@ -174,14 +174,6 @@ def test_tensors_of_several_files_that_others_saved_as_parts(config, device, ran
     reader.close()
 
 
-def test_another_default_device_does_not_matter(config, device):
-    save({"a": torch.arange(100_000.0)}, config)
-    loaded = {"a": torch.zeros(100_000, device=device)}
-    with torch.device("meta"):
-        ours.load(loaded, **config).close()
-    assert torch.equal(loaded["a"].cpu(), torch.arange(100_000.0))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_copies_from_pinned_memory(config, monkeypatch):

@@ -88,14 +88,6 @@ def test_a_save_that_the_coordinator_refuses_does_no_harm_to_later_ones(ranks):
         assert (loaded["name"], loaded["same"]) == (f"step_{len(grown) - 1}", True)
 
 
-def test_a_rank_that_nests_its_state_in_another_way_is_saved_so(ranks):
-    """Under the names that its tensors had before."""
-    nesting = [[], [], [1], [1], [1], [0], []]
-    wanted = [[[f"rank{r}", "t"] if r in nests else [f"rank{r}.t"] for r in range(2)] for nests in nesting]
-    for answer in ranks(2, *(["save_nested", number, nests] for number, nests in enumerate(nesting))):
-        assert [sorted(step["got"], key="".join) for step in answer] == wanted
-
-
 @pytest.mark.parametrize("refuses", [pytest.param(0, marks=pytest.mark.matrix), 1])
 def test_an_object_that_refuses_its_state_on_a_rank_fails_the_save_or_load_on_all(ranks, refuses):
     """The other ranks do not wait for the failed one, and its next call does not meet this call of theirs."""
@@ -113,17 +105,6 @@ def test_an_object_that_refuses_its_state_on_a_rank_fails_the_save_or_load_on_al
         assert outcomes == [True, False, False, True, "SaveError", "RestoreError", True, True]
         assert all("this rank's loader has ended" in answer[failed]["message"] for failed in (4, 5))
         assert max(step["seconds"] for step in answer) < 30
-
-
-def test_a_rank_that_dies_before_the_commit_leaves_the_checkpoint_before_the_newest(ranks):
-    options = {"save_to_s3": True, "wait": True}
-    answers = ranks(2, ["save", 1], ["save_and_die", 2, 1], **options)
-    assert answers[1] is None
-    assert "error" in answers[0][1]
-    assert answers[0][1]["seconds"] < 30
-    for answer in ranks(2, ["load", 1], **options):
-        assert answer[0].get("got", answer[0])["name"] == "step_1"
-        assert answer[0]["got"]["matches"]
 
 
 def test_a_rank_that_fails_behind_a_save_fails_the_next_on_all_ranks(ranks, memory_dir, tmp_path):
@@ -195,22 +176,6 @@ def test_a_durable_save_that_neither_memory_nor_a_spill_has_room_for_fails_on_al
         assert [step["got"]["matches"] for step in rest[1:]] == [True, True]
 
 
-def test_if_one_node_has_no_room_the_others_keep_no_more_than_configured(ranks, small):
-    """Saves that will never be whole in memory are of no use to the other nodes."""
-    small("a")
-    steps = [["save", 1], *(["save", seed, LARGE] for seed in range(2, 8))]
-    answers = ranks(2, *steps, ["load", 1], nodes="ab", spill_dir=None)
-    for name, (*saved, loaded) in zip("ab", answers, strict=True):
-        assert [step.get("error") for step in saved] == [None] * 7, [step.get("message") for step in saved]
-        held = [sorted({name for name, *_ in step["got"]}) for step in saved[1:]]
-        if name == "a":
-            assert held == [["step_1"]] * 6
-        else:
-            # The last that is whole in memory, and the two that may yet be so as far as this rank knows.
-            assert held[-1] == ["step_1", "step_6", "step_7"]
-        assert loaded["got"]["matches"], loaded
-
-
 def test_any_number_of_ranks_loads_what_any_number_saved(ranks):
     answers = ranks(4, ["reshard"], save_to_s3=True)
     for rank, answer in enumerate(answers):
@@ -248,15 +213,6 @@ def test_three_ranks_read_each_byte_of_four_once_and_list_twice(ranks, s3_url, m
     size = 120_000 * 24 * 4
     assert sum(each["bytes.down"] for each in asked) <= 1.05 * size
     assert sum(each.get("requests.list", 0) for each in asked) == 2
-
-
-def test_what_another_node_sends_is_verified(ranks, memory_dir):
-    ranks(2, ["save", 1], ["save", 2], nodes="ab")
-    (path,) = Path(memory_dir, "a").glob("tiered-*/*/saves/*-00000002/rank-00000/__0_0-*.distcp")
-    flip(path, at=path.stat().st_size - 200)
-    for answer in ranks(2, ["load", 1, {"ours": True}], nodes="ab"):
-        assert answer[0].get("got", answer[0])["matches"]
-        assert answer[0]["got"]["name"] == "step_1"
 
 
 def test_damage_that_one_of_two_ranks_of_a_node_finds_leads_to_the_durable_copy(ranks, memory_dir):

@@ -9,7 +9,6 @@ import faulthandler
 import json
 import logging
 import os
-import signal
 import sys
 import time
 import warnings
@@ -28,7 +27,6 @@ from worker_states import (  # noqa: F401
     fsdp_job,
     grown_state,
     matches,
-    save_nested,
     sharded,
     totals,
 )
@@ -151,21 +149,6 @@ def close(job):
     dist.barrier()
 
 
-def save_and_die(job, seed, rank):
-    """Saves; one rank dies between its part and the commit."""
-    mine = writer(job)
-    if dist.get_rank() == rank:
-        saver = mine._shared.saver
-        capture = saver.capture
-
-        def and_die(*args, **kwargs):
-            capture(*args, **kwargs)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        saver.capture = and_die
-    dcp.save(sharded(seed), checkpoint_id=f"step_{seed}", storage_writer=mine)
-
-
 def save_different(job, seed, **more):
     mine = writer(job, **more)
     dcp.save(sharded(seed), checkpoint_id=f"step_{seed + dist.get_rank()}", storage_writer=mine)
@@ -254,9 +237,6 @@ def main():
         json.dump(answers, file)
     os.rename(job["answer"] + ".new", job["answer"])
     sys.stdout.flush()
-    if any(step[0] == "save_and_die" for step in job["steps"]):
-        # A group that lost a member may not be torn down in order.
-        os._exit(0)
     dist.barrier()
     dist.destroy_process_group()
 

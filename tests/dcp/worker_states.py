@@ -5,7 +5,6 @@ import pickle
 
 import torch
 import torch.distributed as dist
-from support.supporting import build
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -115,12 +114,3 @@ def gathered():
 def grown_state(seed, grown):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return {f"{n}": distribute_tensor(torch.arange(20.0) + seed + n, mesh, [Shard(0)]) for n in range(1 + grown)}
-
-
-def save_nested(job, number, nests):
-    """Saves a tensor of each rank, which some ranks nest; returns their places by the metadata."""
-    from tiered_checkpoint_io import dcp
-
-    rank, tensor = dist.get_rank(), torch.full((3,), float(number))
-    state = {f"rank{rank}": {"t": tensor}} if rank in nests else {f"rank{rank}.t": tensor}
-    return list(build(dcp.save, state, checkpoint_id=f"step_{number}", **job["options"]).planner_data.values())

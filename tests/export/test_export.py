@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter
 from tiered_checkpoint_io.cli import app
 from tiered_checkpoint_io.errors import CorruptCheckpointError, RestoreError, TieredCheckpointError
-from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -201,28 +200,3 @@ def test_what_is_stored_runs_no_code(tmp_path, memory_dir):
     saved("full", run, memory_dir, "evil", {"x": torch.ones(2), "evil": Evil()})
     assert isinstance(get(run, "evil", tmp_path / "b.safetensors").exception, RestoreError)
     assert not os.path.exists("/tmp/evil-was-here")
-
-
-@pytest.mark.parametrize("to", ["latest.pt", "latest.safetensors", "folder", "memory"])
-def test_beside_a_run_that_removes_what_is_read(to, run, tmp_path, memory_dir, monkeypatch):
-    """The latest is then another one, and nothing is damaged."""
-    saved("full", run, memory_dir, "later", state(3))
-    io = build(TieredCheckpointIO, run, memory_dir=memory_dir, drain="thread")
-    read, turns = DirectoryStore.read_pieces, []
-
-    def late(store, key, *arguments, **options):
-        if turns and key == "later":
-            turns.pop()()
-        return read(store, key, *arguments, **options)
-
-    def replace():
-        io.save_checkpoint(state(4), "last")
-        io.remove_checkpoint("later")
-        io.checkpointer.session.wait()
-
-    monkeypatch.setattr(DirectoryStore, "read_pieces", late)
-    turns.append(replace)
-    where = ["tiered:latest", tmp_path / to] if to != "memory" else ["--memory-dir", memory_dir, "--namespace", "new"]
-    done = get(run, *where, "--json")
-    assert (done.exit_code, json.loads(done.stdout)["step"], turns) == (0, 4, []), done.exception
-    io.teardown()

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -17,13 +16,11 @@ import pytest
 import torch.distributed as dist
 from support.clocks import VirtualClock
 from support.committing import lease_of
-from support.fault_proxy import FaultProxy, refuse, where
 from support.running import Run, runner
 from support.tenants import descriptors_to_spare
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tiered_checkpoint_io.clock import SYSTEM
-from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.durable.lease import holder_of
 from tiered_checkpoint_io.engine.leasing import LeaseKeeper, NamespaceLock, owner_of_process
 from tiered_checkpoint_io.engine.ranks import run
@@ -96,23 +93,6 @@ def test_a_job_that_cannot_find_out_whose_the_memory_is_goes_on(tmp_path, caplog
     (tmp_path / "job.json").write_text("damaged")
     NamespaceLock(tmp_path, "two", "second", logging.getLogger(), SYSTEM).close()
     first.close()
-
-
-@pytest.mark.matrix
-def test_a_process_may_have_several_and_its_children_belong_to_it(runs, tmp_path, memory_dir, monkeypatch):
-    (run,) = runs(str(tmp_path), nodes=[0])
-    made = [Checkpointer(TieredCheckpointConfig(dirpath=str(tmp_path), memory_dir=memory_dir)) for _ in range(2)]
-    for number, each in enumerate(made):
-        each.session.claims.claim()
-        each.save({"global_step": number}, f"{number}.ckpt")
-    assert "another run writes" in run.do("save a.ckpt")
-    monkeypatch.setattr(os, "environ", {**os.environ})
-    child = "import os, sys; sys.exit(os.environ.get('TIERED_CHECKPOINT_OWNER') != sys.argv[1])"
-    owner = owner_of_process(SYSTEM)
-    assert subprocess.run([sys.executable, "-c", child, owner], check=False).returncode == 0
-    for each in made:
-        each.close()
-    assert names_and_holder(str(tmp_path))[1] is None
 
 
 class World:
@@ -215,14 +195,6 @@ def test_a_run_whose_process_is_hidden_is_judged_by_its_answers_and_a_dead_one_a
     keeper.step()
     with pytest.raises(ConfigError, match="another run writes to the same dirpath"):
         keeper.check()
-
-
-def test_an_archived_lease_expires_like_that_of_a_dead_run(s3_server, s3_url, place):
-    with FaultProxy(s3_server.endpoint_url) as proxy:
-        place.store = open_store(TieredCheckpointConfig(dirpath=s3_url, endpoint_url=proxy.endpoint_url))
-        place.store.put(LEASE_KEY, lease_of("other").to_json())
-        proxy.plan = where(refuse(403, "InvalidObjectState"), operation="get", key=LEASE_KEY)
-        place.until_held(place.keeper("me", starts=False))
 
 
 def test_processes_of_one_launch_do_not_take_each_other_for_another_run(place):

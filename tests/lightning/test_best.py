@@ -117,14 +117,6 @@ def test_last_is_an_object_that_boto3_and_torch_load_and_of_which_nothing_was_se
     assert 4 * size <= drain.counters["bytes.sent"] < 5 * size
 
 
-def test_a_restart_reads_the_checkpoint_in_memory_and_not_its_copy(runs):
-    runs.fit(newest(), ckpt_path=None)
-    for sentinel in ("last", "tiered:latest"):
-        trainer, _ = runs.fit(newest(), ckpt_path=sentinel, max_steps=20)
-        restored = trainer.io.checkpointer.restored
-        assert (restored.name, restored.tier) == ("epoch=0-step=20.ckpt", "memory")
-
-
 @pytest.mark.parametrize("save_last", [None, True])
 def test_what_lightnings_on_exception_checkpoint_saved_is_a_last_as_well(runs, save_last):
     """With it, Lightning's ``fit`` without ``ckpt_path`` means the last one."""
@@ -154,17 +146,3 @@ def test_a_checkpoint_that_is_saved_again_under_its_name_is_not_deleted(runs, op
     assert callback._withheld == []
     assert runs.durable() == ["last.ckpt", "one.ckpt"][-1 if "save_last" in options else 0 :]
     assert runs.io().load_checkpoint("one.ckpt")["global_step"] == 20
-
-
-def test_an_on_exception_checkpoint_that_is_in_no_tier_is_warned_of(runs, tmp_path, caplog):
-    for _ in range(2):
-        runs.fit(newest(save_last=True), OnExceptionCheckpoint(tmp_path / "elsewhere"), max_steps=5)
-    assert caplog.text.count("OnExceptionCheckpoint saves to") == 2, "once a run"
-
-
-def test_an_on_exception_checkpoint_that_can_not_be_saved_is_an_error_before_training(runs):
-    trainer = runs.trainer([newest(), OnExceptionCheckpoint("../elsewhere")])
-    with pytest.raises(ConfigError, match="has an empty, '.' or '..' component"):
-        trainer.fit(Model())
-    assert trainer.global_step == 0
-    trainer.io.teardown()

@@ -115,24 +115,6 @@ def test_the_run_after_it_goes_on_with_the_epoch_where_training_ended(saved, how
         assert after.seen == [(step, step // 20, step % 20) for step in range(ended, 60)], rest
 
 
-class Fewer(torch.utils.data.IterableDataset):
-    """Ends before the length that it names."""
-
-    def __len__(self):
-        return 25
-
-    def __iter__(self):
-        return iter(torch.zeros(20, 8))
-
-
-def test_an_epoch_that_ran_out_of_batches_is_over(runs):
-    first, after = Batches(), Batches()
-    for model, max_epochs in ((first, 1), (after, 2)):
-        model.train_dataloader = lambda: torch.utils.data.DataLoader(Fewer())
-        runs.fit(TieredModelCheckpoint(), model=model, max_steps=-1, max_epochs=max_epochs)
-    assert (first.seen[-1], after.seen[0]) == ((19, 0, 19), (20, 1, 0))
-
-
 class Leaves(Callback):
     """Ends training in order, within a batch, as NeMo's time limit does."""
 
@@ -151,12 +133,6 @@ def test_a_training_that_leaves_a_batch_ends_on_the_durable_tier_too(saves, runs
     runs.wipe()
     trainer, _ = runs.fit(memory_alone(), max_steps=6)
     assert getattr(trainer.io.checkpointer.restored, "step", None) == (5 if saves else None)
-
-
-def test_one_that_leaves_amid_accumulated_gradients_says_what_is_in_memory_alone(runs, caplog):
-    runs.fit(memory_alone(), Leaves(9), accumulate_grad_batches=2)
-    assert runs.durable() == []
-    assert "upload it before the node goes: tiered-ckpt flush" in caplog.text
 
 
 def test_neither_a_crash_nor_a_restart_that_fails_is_an_end_and_the_run_after_them_makes_up_for_it(runs):
@@ -233,28 +209,6 @@ def test_a_second_fit_with_the_same_callback_is_a_training_of_its_own(runs):
     trainer.test(Model(), ckpt_path="best", verbose=False)
     again, _ = runs.fit(every(monitor="score", mode="max"), ckpt_path="last", max_steps=12)
     assert again.io.checkpointer.restored.step == 10
-
-
-def test_last_is_no_copy_of_what_was_saved_before_the_batch_counted(runs):
-    """NeMo's preemption and its time limit count the batch that ends, and save "last" then."""
-
-    class Ends(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            if trainer.global_step == 10:
-                progress = trainer.fit_loop.epoch_loop.batch_progress
-                progress.current.completed = progress.total.completed = progress.current.ready
-                callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
-                raise _TunerExitException
-
-    callback = every(memory_every_n_train_steps=None)
-    trainer = runs.trainer([callback])
-    trainer.callbacks.append(Ends())
-    trainer.fit(Model())
-    io = runs.io()
-    for name, batches in (("epoch=0-step=10.ckpt", 9), ("last.ckpt", 10)):
-        loops = io.load_checkpoint(name)["loops"]["fit_loop"]
-        assert loops["epoch_loop.batch_progress"]["current"]["completed"] == batches
-    io.teardown()
 
 
 def test_a_fit_that_goes_back_to_an_older_step_saves_its_own_end(runs):

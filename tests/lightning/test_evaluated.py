@@ -84,25 +84,6 @@ def test_averages_that_a_training_has_ended_with_are_nothing_to_resume_from(runs
 
 
 # ------------------------------------------------------------------------------------ weights alone
-def test_weights_alone_do_not_push_what_to_resume_from_out_of_memory(runs):
-    # Three weights-only checkpoints are saved at step 10, and memory keeps two checkpoints.
-    watched = [("score", "min"), ("score", "max"), ("step", "max")]
-    best = [
-        TieredModelCheckpoint(
-            s3_every_n_train_steps=10, save_weights_only=True, monitor=monitor, mode=mode, filename=f"{monitor}-{mode}"
-        )
-        for monitor, mode in watched
-    ]
-    runs.fit(TieredModelCheckpoint(memory_every_n_train_steps=4, save_top_k=0), *best, stop_at=11)
-    assert runs.io().load_checkpoint("tiered:latest")["global_step"] == 8
-
-
-def test_a_step_of_weights_alone_is_saved_to_memory_as_well(runs):
-    both = TieredModelCheckpoint(memory_every_n_train_steps=5, s3_every_n_train_steps=5, save_weights_only=True)
-    runs.fit(both, stop_at=11)
-    assert runs.io().load_checkpoint("tiered:latest")["global_step"] == 10
-
-
 def test_weights_alone_are_said_to_be_nothing_to_resume_from(runs, caplog):
     caplog.set_level("INFO", logger="tiered_checkpoint_io")
     resume = 'to resume: trainer.fit(..., ckpt_path="tiered:latest")'

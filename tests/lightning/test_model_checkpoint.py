@@ -9,45 +9,17 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsync
-from support.training import LogBook, Model
+from support.training import Model
 
 from tiered_checkpoint_io import AsyncCheckpointIO
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
-from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.errors import ConfigError, StoreError
+from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.stores import open_store
 
 
 def newest(**more):
     return TieredModelCheckpoint(**{"s3_every_n_train_steps": 5, "save_top_k": 1, "save_last": True, **more})
-
-
-def test_names_that_cannot_be_looked_up_do_not_stop_training(runs, monkeypatch):
-    asked = []
-
-    def exists(self, path):
-        asked.append(path)
-        raise StoreError("away", reason="unavailable")
-
-    monkeypatch.setattr(Checkpointer, "exists", exists)
-    with pytest.warns(UserWarning, match="may repeat those of earlier ones"):
-        runs.fit(newest())
-    assert len(asked) == 1
-    assert runs.durable() == ["epoch=0-step=20.ckpt", "last.ckpt"]
-
-
-def test_a_logger_that_fails_is_warned_of_once_and_training_goes_on(runs):
-    class Failing(LogBook):
-        def after_save_checkpoint(self, callback):
-            raise FileNotFoundError("s3://bucket/x.ckpt")
-
-    other = LogBook(runs.dirpath)
-    with pytest.warns(UserWarning, match=r"Failing failed to log a checkpoint.*FileNotFoundError: s3:") as said:
-        trainer, _ = runs.fit(newest(), logger=[Failing(runs.dirpath), other], asynchronous=False)
-    assert trainer.global_step == 20
-    assert sum("failed to log" in str(each.message) for each in said) == 1
-    assert len(other.told) > 1
 
 
 def test_lightnings_async_around_ours_and_foreign_ios_are_refused(runs):
@@ -130,31 +102,8 @@ def test_two_that_save_to_one_name_are_refused(make, name, runs):
     assert runs.durable() == []
 
 
-class Own(ModelCheckpoint):
-    """Callback of a user, who may have overridden anything."""
-
-
-@pytest.mark.parametrize(("make", "warns"), [(lambda _: Own(), True), (lambda dirpath: Own(f"{dirpath}/own"), False)])
-def test_a_derived_class_that_saves_elsewhere_is_warned_of(make, warns, runs, caplog):
-    """A restart would begin from scratch."""
-    with caplog.at_level("WARNING", "tiered_checkpoint_io"):
-        runs.fit(make(runs.dirpath))
-    said = [each.getMessage() for each in caplog.records if "in neither tier" in each.getMessage()]
-    assert len(said) == warns
-    assert not warns or said[0].startswith(f"Own saves to {runs.root}/checkpoints, which is not below {runs.dirpath}: ")
-    assert bool(runs.durable()) is not warns
-
-
 def tiered(**arguments):
     return TieredModelCheckpoint(**arguments)
-
-
-@pytest.mark.parametrize("given", [[], [ModelCheckpoint(monitor="score")]], ids=["none", "stock"])
-def test_lightnings_own_callback_saves_below_the_io_where_a_test_came_first(given, runs):
-    trainer = runs.trainer(list(given), max_steps=3)
-    trainer.test(Model(), verbose=False)
-    trainer.fit(Model())
-    assert [name.endswith(".ckpt") for name in runs.durable()] == [True]
 
 
 BEST = {"monitor": "score", "mode": "max", "save_top_k": 2, "filename": "best-{step}", "every_n_train_steps": 4}

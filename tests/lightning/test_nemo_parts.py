@@ -2,12 +2,9 @@
 
 import pickle
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Callback
-from omegaconf import OmegaConf
 from support.supporting import build
 from support.training import Model, Runs, durable
 
@@ -116,20 +113,6 @@ def test_finalize_fn_is_called_once_the_checkpoint_is_committed_and_never_for_on
     assert called[2:] == []
 
 
-def test_checkpoints_with_omegaconfs_objects_load_and_those_that_would_run_code_do_not(job):
-    settings = OmegaConf.create({"a": [1, {"b": "${x}"}], "x": 2.5, "y": None, "z": True})
-    io = NeMoCheckpointIO(job.dirpath, memory_dir=job.memory_dir)
-    io.save_checkpoint({"hyper_parameters": settings}, "a.ckpt")
-    found = io.load_checkpoint("a.ckpt")["hyper_parameters"]
-    assert found == settings
-    assert found.a[1].b == 2.5
-    io.save_checkpoint({"path": Rules()}, "b.ckpt")
-    with pytest.raises(Exception, match="load with weights_only=False"):
-        io.load_checkpoint("b.ckpt")
-    assert io.load_checkpoint("b.ckpt", weights_only=False) == {"path": Rules()}
-    io.teardown()
-
-
 # ----------------------------------------------------------------------------------------- resuming
 def test_without_a_checkpoint_training_starts_only_where_that_is_allowed(job, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="resume_ignore_no_checkpoint: true"):
@@ -178,15 +161,3 @@ def test_weights_of_the_best_beside_what_training_ended_with_are_not_resumed_fro
     assert saved["global_step"] == 15
     assert torch.equal(saved["state_dict"]["layer.weight"], best["state_dict"]["layer.weight"])
     assert job.train(16, rules=Rules()).io.checkpointer.restored.name == "score=8.0-step=15-last.ckpt"
-
-
-def test_nemos_averages_with_a_sharded_strategy_are_refused_by_both_names():
-    class EMA(Callback):
-        save_ema_model = None
-
-    class TieredSharding:
-        pass
-
-    trainer = SimpleNamespace(callbacks=[EMA()], strategy=type("TieredFSDPStrategy", (TieredSharding,), {})())
-    with pytest.raises(ConfigError, match=r"NeMo's EMA with TieredFSDPStrategy.*leave exp_manager\.ema out"):
-        NeMoParts.callback().setup(trainer, Model(), "fit")

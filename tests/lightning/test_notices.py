@@ -7,12 +7,9 @@ import threading
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import _TunerExitException
-from support.training import Model, Stop, Told
+from support.training import Told
 
-from tiered_checkpoint_io import TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
-from tiered_checkpoint_io.callbacks.notice import is_unhandled
 from tiered_checkpoint_io.callbacks.preemption import Preempted
 from tiered_checkpoint_io.errors import SaveError
 
@@ -49,39 +46,6 @@ def test_notice_after_the_last_batch_ends_the_script_once_all_of_the_fit_is_done
     assert trainer.global_step == 30
 
 
-def test_notice_where_a_time_limit_ends_training_amid_a_batch_comes_once_uploads_are_waited_for(runs, monkeypatch):
-    """NeMo's limit does: Lightning then calls teardown in a handler of that exception, and ends the rest after it."""
-
-    def leave():
-        if model.global_step == 5:
-            signal.raise_signal(signal.SIGTERM)
-            raise _TunerExitException
-
-    model = Model()
-    torn_down, teardown = [], TieredCheckpointIO.teardown
-    monkeypatch.setattr(TieredCheckpointIO, "teardown", lambda io: teardown(io) or torn_down.append(runs.durable()))
-    with pytest.raises(Preempted):
-        runs.fit(
-            TieredModelCheckpoint(memory_every_n_train_steps=1, save_top_k=0),
-            ToldAt("on_train_batch_end", leave),
-            PreemptionCheckpoint(requeue=False),
-            model=model,
-            ckpt_path=None,
-        )
-    assert torn_down == [["end_of_training.ckpt"]]
-    assert is_unhandled(signal.SIGTERM)
-
-
-def test_notice_before_training_fails_is_said(runs, caplog):
-    class Fails(Model):
-        def training_step(self, *_):
-            signal.raise_signal(signal.SIGTERM)
-            raise Stop
-
-    runs.fit(PreemptionCheckpoint(), TieredModelCheckpoint(), model=Fails(), ckpt_path=None)
-    assert "received SIGTERM, but fit failed before it could make a last checkpoint" in caplog.messages
-
-
 def test_training_on_another_thread_gets_its_notice_by_a_call(runs, caplog):
     preemption, ends = PreemptionCheckpoint(requeue=False), []
 
@@ -107,13 +71,6 @@ def test_training_on_another_thread_gets_its_notice_by_a_call(runs, caplog):
     assert runs.durable() == ["preempted.ckpt"]
     warnings = [line for line in caplog.messages if "call PreemptionCheckpoint.notify()" in line]
     assert len(warnings) == 1
-
-
-@pytest.mark.parametrize(("grace", "warns"), [(30, False), (31, True)])
-def test_a_grace_time_that_torchrun_cuts_short_is_said(runs, monkeypatch, caplog, grace, warns):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    runs.fit(PreemptionCheckpoint(grace_seconds=grace), TieredModelCheckpoint(), max_steps=1, ckpt_path=None)
-    assert ("a longer --shutdown-timeout" in caplog.text) == warns
 
 
 @pytest.mark.parametrize("fails", ["upload", "hook"])

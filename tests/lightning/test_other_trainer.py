@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import lightning.pytorch
 import pytest
 import pytorch_lightning
 import torch
@@ -15,7 +14,6 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 
 from tiered_checkpoint_io import AsyncCheckpointIO, TieredCheckpointIO
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
-from tiered_checkpoint_io.callbacks.guard import StrategyGuard, ensure_guard
 from tiered_checkpoint_io.errors import ConfigError
 from tiered_checkpoint_io.other_trainer import OtherTrainerGuard
 
@@ -77,16 +75,6 @@ def test_a_trainer_of_pytorch_lightning_without_ours_trains(tmp_path):
     assert trainer.global_step == 1
     # Launchers that spawn do this.
     assert isinstance(pickle.loads(pickle.dumps(guard)), OtherTrainerGuard)
-
-
-def test_a_trainer_with_our_io_gets_the_guard():
-    trainer = lightning.pytorch.Trainer(accelerator="cpu", **QUIET)
-    assert [type(each) for each in trainer.callbacks].count(StrategyGuard) == 1
-    # NeMo's exp_manager does this: it may give its IO to a trainer that was made before.
-    trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, StrategyGuard)]
-    for _ in range(2):
-        ensure_guard(trainer)
-    assert [type(each) for each in trainer.callbacks].count(StrategyGuard) == 1
 
 
 def test_trainers_without_ours_import_none_of_our_code_and_no_line_is_logged(tmp_path):

@@ -140,21 +140,3 @@ def test_without_a_trainer_saves_are_eager_which_is_said_once(runs, caplog):
     assert [io.load_checkpoint(f"{step}.ckpt")["state_dict"]["w"][0] for step in (1, 2)] == [0, 1]
     assert len([each for each in caplog.records if "captured before a save returns" in each.getMessage()]) == 1
     io.teardown()
-
-
-@pytest.mark.parametrize(("moment", "left"), [("fill", 3), ("seal", 6)])
-def test_a_kill_amid_a_capture_leaves_the_old_checkpoint_or_the_new_one(moment, left, runs, monkeypatch):
-    """The test loads as the next start would: once the copy is made, and once the save is done."""
-    found, done = [], getattr(PartSave, moment)
-
-    def looking(part, *args, **options):
-        done(part, *args, **options)
-        if part.facts.step == 6 and part.overlapped is not None:
-            io = runs.io()
-            found.append(io.load_checkpoint("tiered:latest")["global_step"])
-            io.teardown()
-
-    monkeypatch.setattr(PartSave, moment, looking)
-    io = runs.io(staging="overlapped")
-    runs.fit(TieredModelCheckpoint(memory_every_n_train_steps=3), io=io, ckpt_path=None, max_steps=7)
-    assert found == [left]

@@ -4,9 +4,8 @@ import functools
 import signal
 
 import pytest
-from support.fault_proxy import FaultProxy, late, stall, where
+from support.fault_proxy import FaultProxy, stall, where
 from support.launch import free_port, said
-from support.tenants import mounted_tmpfs
 from support.training import Model, Runs, Stop, Told, durable, wipe
 
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
@@ -118,35 +117,6 @@ def test_without_s3_the_checkpoint_is_in_memory_within_the_grace_time_and_reache
 def test_what_makes_no_sense_is_refused(options, error, says):
     with pytest.raises(error, match=says):
         PreemptionCheckpoint(**options)
-
-
-@pytest.mark.matrix
-@pytest.mark.timeout(120)
-def test_a_last_save_that_fails_on_the_rank_that_writes_holds_up_no_other(job, tmp_path):
-    """Too little memory, failures that are raised, and too little time for the durable tier."""
-    with mounted_tmpfs(tmp_path / "tight", 1 << 20) as folder:
-        config = {"on_save_error": "raise", "memory_every_n_train_steps": 100, "memory_dir": str(folder)}
-        (answers,) = job(signals=[[0, "train", 5]], grace=2.5, config=config)
-        for answer in answers:
-            assert is_preempted(answer, within=2.5)
-            assert (answer["code"], answer["step"]) == (143, 6)
-    assert "there is no last checkpoint" in said(tmp_path, 0)
-    assert "the last checkpoint is" not in said(tmp_path, 0)
-
-
-@pytest.mark.matrix
-@pytest.mark.timeout(120)
-def test_a_rank_that_has_nothing_to_upload_does_not_leave_before_the_one_that_has(s3_url, s3_server, launched):
-    """Lightning's launcher, as others do, kills all ranks within 5 s of the end of one."""
-    slow = where(late(9), operation="put", key="preempted.ckpt", calls=[1])
-    with FaultProxy(s3_server.endpoint_url, slow) as proxy:
-        config = {"endpoint_url": proxy.endpoint_url, "drain": "process"}
-        callback = {"save_top_k": 0, "save_last": None, "monitor": None, "mode": "min"}
-        told = {"strategy": "ddp", "steps": 20, "signals": [[0, "train", 4]], "grace": 30}
-        done = launched(dirpath=s3_url, config=config, callback=callback, **told)
-        assert done.returncode == 143, done.stderr
-    assert "the last checkpoint is on the durable tier" in done.stderr
-    assert durable(s3_url) == ["preempted.ckpt"]
 
 
 def test_the_last_checkpoint_neither_waits_for_earlier_uploads_nor_gives_way_to_them(

@@ -14,14 +14,13 @@ import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.tuner import Tuner
 from support.clocks import quick
 from support.training import LogBook, Model, Stop, Told
 
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint, TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.preemption import Preempted
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
-from tiered_checkpoint_io.errors import CheckpointNotFoundError, RestoreError, SaveError
+from tiered_checkpoint_io.errors import CheckpointNotFoundError, SaveError
 from tiered_checkpoint_io.stores.directory import DirectoryStore
 
 
@@ -78,25 +77,6 @@ def test_a_data_loader_s_state_that_a_resume_leaves_out_is_said_once(runs, caplo
     assert again.is_restored or when == "at its end"
     assert len(said) == (0 if again.is_restored else 1), said
     assert again.is_restored or "does not restore the state of 1 data loader(s)" in said[0]
-
-
-class Position:
-    pass
-
-
-class Noted(Callback):
-    def state_dict(self):
-        return {"position": Position()}
-
-
-def test_a_tuner_reads_its_scratch_file_by_safe_globals(runs):
-    model, names = Model(), [f"{__name__}.Position"]
-    model.lr = 0.1
-    trainer = runs.trainer([every(), Noted()], io=runs.io(safe_globals=names))
-    Tuner(trainer).lr_find(model, num_training=3)
-    assert runs.durable() == []
-    with pytest.raises(RestoreError, match=r"scratch file.*Position"):
-        Tuner(runs.trainer([every(), Noted()])).lr_find(model, num_training=3)
 
 
 def test_last_and_latest_without_any_start_from_scratch_but_are_no_test(runs):
@@ -214,15 +194,6 @@ def test_the_first_save_of_a_training_is_prepared_once_after_its_first_step(call
         trainer, _ = runs.fit(Steps(), callback(), model=Model(ballast=2 << 20), max_steps=20 * (trained + 1))
         assert seen == [trained] + [trained + 1] * 19, "after the first step: a restart has enough to do before"
     assert prepared == [pytest.approx(trainer.io.checkpointer.session.last_save.size, rel=1 / 16)] * 2
-
-
-def test_a_small_state_and_one_that_no_callback_saves_are_not_prepared(runs, prepared):
-    engine = runs.io().checkpointer
-    engine.prepare((64 << 20) - 1)
-    assert not engine.session.is_open
-    prepared.clear()
-    runs.fit(TieredModelCheckpoint(save_top_k=0), max_steps=2)
-    assert prepared == []
 
 
 class Accumulating(Model):

@@ -69,8 +69,6 @@ class Toy(LightningModule):
         for part in filter(None, (self.net, self.head)):
             if told.get("wrapped"):
                 part[0] = checkpoint_wrapper(part[0])
-            if told.get("compiled"):
-                part[0] = torch.compile(part[0], backend="eager")
             if told.get("grid") == "tensor parallel":
                 plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
                 parallelize_module(part, self.device_mesh["tensor_parallel"], plan)

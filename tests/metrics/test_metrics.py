@@ -12,17 +12,13 @@ import pytest
 import torch
 from support.documented import command
 from support.supporting import build
-from support.tenants import mounted_tmpfs
 from support.training import Model, Runs
 
-from tiered_checkpoint_io import TieredCheckpointIO, dcp
+from tiered_checkpoint_io import dcp
 from tiered_checkpoint_io.callbacks import TieredModelCheckpoint
 from tiered_checkpoint_io.engine.drain.log import EVENTS_FILE, note, read_events
-from tiered_checkpoint_io.memory import node
 from tiered_checkpoint_io.metrics import CATALOG, PREFIX, Sample, collect, prometheus_text
 from tiered_checkpoint_io.model.events import totals_of
-
-MIB = 1 << 20
 
 
 @pytest.fixture
@@ -84,18 +80,6 @@ def test_a_dead_trainer_and_one_that_resumes(dead):
     assert (ended["running"], ended["step"], ended["durable_step"], ended["steps_at_risk"]) == (0, 20, 20, 0)
 
 
-def test_a_long_validation_is_no_silence(runs, monkeypatch):
-    monkeypatch.setattr("tiered_checkpoint_io.metrics.STEP_EVERY_S", 0)
-
-    class Validated(Model):
-        validation_step = Model.test_step
-        val_dataloader = Model.train_dataloader
-
-    trainer = runs.trainer([TieredModelCheckpoint()], max_steps=1, limit_val_batches=3, val_check_interval=1)
-    trainer.fit(Validated())
-    assert [each["step"] for each in read_events(root_of(runs.memory_dir)) if each["event"] == "step"] == [1] * 4
-
-
 def test_status_prints_prometheus_text(dead):
     where = ("status", "--memory-dir", dead.memory_dir, "--prometheus")
     assert len(command(*where).stdout.splitlines()) == len(
@@ -127,26 +111,6 @@ def test_a_loop_with_plain_dcp(kind, memory_dir, tmp_path):
     expected |= {"saves_total durable": 2}
     assert found.items() >= expected.items()
     assert found["lost_seconds_total restore"] > 0
-
-
-def test_space_is_that_of_the_trainer_whatever_the_limits_of_the_command(tmp_path, monkeypatch):
-    """Two checkpoints of 8 MiB, and the log, in a tmpfs for three: a slot that waits for the next save is free."""
-    with mounted_tmpfs(tmp_path / "small", 28 * MIB) as small, mounted_tmpfs(tmp_path / "spill", 10 * MIB) as spilled:
-        options = {"dirpath": str(tmp_path / "durable"), "memory_dir": str(small), "spill_dir": str(spilled)}
-        io = TieredCheckpointIO(**options, memory_keep_last=2, memory_allocation_percentage=95)
-        for step in range(1, 5):
-            state = {"w": torch.full((2 * MIB,), float(step)), "global_step": step}
-            io.checkpointer.save(state, f"step={step}.ckpt", tiers={"memory"}, wait=False)
-        found = values(small)
-        assert found["used_bytes memory"] / MIB == pytest.approx(18, abs=1)
-        assert found["free_bytes memory"] / MIB >= 8, "nothing was skipped, and nothing will be"
-        assert found["pending"] == 0
-        # In a sidecar, whose own memory is small.
-        monkeypatch.setattr(node, "memory_limit", lambda *_: 2 * MIB)
-        assert values(small)["free_bytes memory"] == found["free_bytes memory"]
-        shutil.rmtree(root_of(small))
-        assert values(small) == {}
-        io.teardown()
 
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -268,13 +232,6 @@ def test_the_age_of_what_is_durable_is_training_time():
     # A custom loop notes only saves and loads.
     loop = [save(1000, 10), save(1030, 20), restored(90_000, 20, 1030, "memory"), save(90_010, 30), save(90_050, 40)]
     assert totals_of(loop).durable_age_s == 70
-
-
-def test_a_save_after_the_end_of_a_training_does_not_set_it_running():
-    trained = [at(1000, "start", step=0), at(1010, "end", step=10, error="")]
-    assert not totals_of([*trained, save(1011, 10, durable=True, queued=True)]).running
-    assert totals_of([*trained, at(1020, "start", step=10)]).running
-    assert totals_of([save(1011, 10)]).running, "a loop of one's own notes no start"
 
 
 def test_after_a_rollback_the_resumed_checkpoint_is_the_durable_one():

@@ -10,11 +10,10 @@ import torch
 from lightning.pytorch import Callback
 from omegaconf import OmegaConf
 from support.nemo_training import Model, callback_of, io_of, restored, same_weights
-from support.supporting import build
 
 from tiered_checkpoint_io.callbacks import PreemptionCheckpoint
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
-from tiered_checkpoint_io.nemo import S3CheckpointIO, S3Utils, TieredNeMoCheckpoint, tiered_exp_manager
+from tiered_checkpoint_io.nemo import S3CheckpointIO, S3Utils, tiered_exp_manager
 
 FRESH_ONLY = {"exp_manager": {"resume_ignore_no_checkpoint": False}}
 
@@ -67,22 +66,6 @@ def test_the_nemo_file_lies_at_the_durable_tier_and_opens(runs, best, tmp_path):
     assert not (tmp_path / "s3:").exists()
 
 
-def test_a_nemo_file_with_each_best_checkpoint_stays_that_of_the_best_after_a_resume(runs, tmp_path):
-    settings = params(always_save_nemo=True, save_best_model=True, save_top_k=3)
-    # The best is that of step 10; the one of step 15 is kept as well.
-    runs.fit(settings, max_steps=10)
-    trainer, _ = runs.fit(settings, max_steps=15)
-    best = callback_of(trainer).best_model_path
-    assert best.endswith("step=10.ckpt")
-    saved = io_of(trainer).load_checkpoint(best)["state_dict"]
-    io_of(trainer).teardown()
-    S3Utils.download_s3_file_to_path(f"{runs.dirpath}/gpt.nemo", tmp_path / "got.nemo")
-    with tarfile.open(tmp_path / "got.nemo") as tar:
-        (weights,) = (name for name in tar.getnames() if name.endswith(".ckpt"))
-        state = torch.load(tar.extractfile(weights))
-    assert torch.equal(state["layer.weight"], saved["layer.weight"])
-
-
 def test_a_model_that_cannot_be_exported_says_so(runs):
     class Stubborn(Model):
         def save_to(self, save_path):
@@ -119,19 +102,6 @@ def test_averages_are_a_second_file_and_go_on_where_they_were(runs, block, tmp_p
     # Each of the two is a file that NeMo itself could read.
     S3Utils.download_s3_file_to_path(f"{again.dirpath}/{mains[0]}".replace(".ckpt", "-EMA.ckpt"), tmp_path / "ema")
     assert set(torch.load(tmp_path / "ema", weights_only=False)["optimizer_states"][0]) >= {"ema", "opt"}
-
-
-def test_averages_that_the_users_callback_keeps_go_on_where_they_were(runs):
-    """Without exp_manager's callback."""
-    from nemo.collections.common.callbacks import EMA
-
-    for steps in (10, 15):
-        io = build(S3CheckpointIO, runs.dirpath, drain="thread", **runs.io)
-        callback = TieredNeMoCheckpoint(every_n_train_steps=5, filename="{step}", save_nemo_on_train_end=False)
-        trainer = runs.bare(callbacks=[EMA(0.5), callback], plugins=[io], max_steps=steps, enable_checkpointing=True)
-        trainer.fit(Model(OmegaConf.create(runs.config()["model"]), trainer), ckpt_path="tiered:latest")
-    assert restored(trainer) == ("step=10.ckpt", 10, "memory")
-    assert runs.durable() == [f"step={step}{end}.ckpt" for step in (10, 15) for end in ("-EMA", "")]
 
 
 class Told(Callback):

@@ -22,7 +22,6 @@ from tiered_checkpoint_io.engine.drain.worker import Drain
 from tiered_checkpoint_io.engine.durable.retention import removed
 from tiered_checkpoint_io.engine.durable.sweep import LIFETIME_S, Survey, hold, release
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
-from tiered_checkpoint_io.memory.node import write_atomic
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
 from tiered_checkpoint_io.model.retention import Latest
@@ -87,17 +86,6 @@ def test_what_is_held_stays_until_it_is_released_or_its_program_is_dead(s3):
     with pytest.raises(CheckpointNotFoundError, match="c4 was deleted or overwritten"):
         hold(s3, "c4", save_of(3))
     assert not list(s3.list(ids.HOLDS_PREFIX))
-
-
-def test_a_hold_is_of_one_name_only(tmp_path):
-    store = FlatStore(tmp_path)
-    for number, name in enumerate(("a", "a/b"), 1):
-        save(store, name, number)
-    hold(store, "a/b", save_of(2))
-    delete(store, "a")
-    with failing("held"):
-        delete(store, "a/b")
-    assert names(store) == ["a/b"]
 
 
 def test_a_save_costs_few_requests(s3):
@@ -334,10 +322,3 @@ def test_a_locked_file_keeps_nothing_of_other_checkpoints(locks, memory_dir):
     swept(store)
     assert names(store) == ["c4", newest] and objects(store) == named(store)
     assert not node.queue.requests()
-
-
-def test_policies_of_another_dirpath_are_not_applied(node, tmp_path):
-    other = Node.config_of(str(node.root.parent.parent), str(tmp_path / "elsewhere"), retention={"latest": 1})
-    write_atomic(node.root / "drain.json", other.to_json().encode())
-    Drain(node.root).run(once=True)
-    assert names(DirectoryStore(node.dirpath)) == ["c1", "c2"]

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -138,40 +137,12 @@ def left(held, completed, keep):
     return numbers(each for each in held if each not in gone)
 
 
-THREE = [part(n) for n in (1, 2, 3)]
-
-
-@pytest.mark.parametrize(
-    ("held", "completed", "keep", "stay"),
-    [
-        (THREE, [1, 2, 3], 1, [3]),
-        (THREE, [1, 2, 3], 2, [2, 3]),
-        (THREE, [], 1, [1, 2, 3]),
-        (THREE, [3], 2, [2, 3]),
-        ([*THREE, part(4)], [1, 3], 2, [1, 3, 4]),
-        ([part(1, pending=True), part(2, name="tp1/step_2"), part(3), part(4)], [3, 4], 1, [1, 2, 4]),
-    ],
-    ids=["one", "two", "none is complete", "earlier ones fill up", "failed ones go", "queued, of another series"],
-)
-def test_as_many_complete_saves_stay_as_are_asked_for(held, completed, keep, stay):
-    assert left(held, completed, keep) == stay
-
-
 def test_what_was_saved_for_another_durable_tier_does_not_count_but_makes_room():
     held = [part(1, dirpath="e"), part(2), part(3)]
     assert left(held, [2, 3], 1) == [1, 3]
     assert numbers(may_drop(held, rules(), missing=10)) == [1]
     assert numbers(may_drop(held, rules(), missing=20)) == [1, 2]
     assert may_drop(held, rules(), missing=30) == [], "the newest of this one stays"
-
-
-def test_what_other_ranks_save_alone_is_not_removed_and_makes_no_room():
-    """Each has a session, and so a run id, of its own."""
-    full = {"payload": "full"}
-    held = [part(1, **full), *(part(n, rank=1, run=0, **full) for n in (2, 3)), part(4, **full), part(5, **full)]
-    assert numbers(may_drop(held, rules(keep=2, **full))) == [1]
-    assert numbers(may_drop(held[1:], rules(**full), missing=10)) == [4]
-    assert may_drop(held[1:], rules(**full), missing=20) == []
 
 
 def test_averages_of_the_newest_step_stay_with_it():
@@ -204,15 +175,6 @@ def test_a_process_group_beside_this_one_makes_room_only_of_what_is_durable():
     durable = [replace(each, part=replace(each.part, durable=True), drained=True) for each in other]
     assert numbers(may_drop([*durable, part(4)], rules(), missing=10)) == [1]
     assert may_drop([*durable, part(4)], rules(), missing=20) == [], "its newest stays"
-
-
-def test_a_save_that_some_node_has_no_room_for_lets_no_older_one_go():
-    held = [part(n) for n in (1, 2, 3)]
-    lacking = {save_id(2), save_id(3)}
-    assert numbers(may_drop(held, complete_here(held, rules()))) == [1, 2]
-    known = complete_here(held, rules(), lacking)
-    assert known.completed == (save_id(1),)
-    assert numbers(may_drop(held, known)) == [2], "of no use"
 
 
 def test_names_that_differ_by_step_and_epoch_are_one_series():
@@ -253,18 +215,8 @@ def test_a_load_makes_no_room_at_the_cost_of_another_payload():
 
 
 # -------------------------------------------------------------------------------------------- replicas
-def copies(*told, name="step_1"):
-    """Returns the parts of texts such as ``"3r1+"``: save 3, rank 1's part, safe."""
-    return [part(int(each[0]), int(each[2]), replicated=each.endswith("+"), name=name) for each in told]
-
-
 def outdated(held, keep):
     return [f"{int(each.save_id.rpartition('-')[2])}r{each.part.rank}" for each in outdated_replicas(held, keep=keep)]
-
-
-def test_copies_for_ranks_that_send_here_no_longer_go_once_a_newer_save_is_safe():
-    assert outdated(copies("1r0+", "2r1", "3r1"), 2) == []
-    assert outdated(copies("1r0+", "2r1", "3r1+"), 2) == ["1r0"]
 
 
 def test_numbers_in_names_do_not_keep_copies_for_ever():

@@ -8,7 +8,6 @@ import pytest
 import torch
 from support.supporting import build
 
-from tiered_checkpoint_io import TieredStorageWriter, dcp
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.operations import Outcome
 from tiered_checkpoint_io.engine.save.overlap import CHECK, Overlap, Spans, ends_of
@@ -123,14 +122,6 @@ def test_a_change_that_leaves_no_trace_is_found_by_the_check(job, monkeypatch, c
     assert job.checkpointer.load("tiered:latest")["global_step"] == 2
 
 
-def test_a_save_that_memory_has_no_room_for_fails_before_it_returns(job, monkeypatch, caplog):
-    monkeypatch.setattr("tiered_checkpoint_io.engine.session.node_budget", lambda *_: 1 << 14)
-    job = job(spill_dir=None)
-    assert job.save(1) is None
-    assert job.checkpointer.session.counts["failed"] == 1
-    assert [line for line in job.said(caplog) if "name a spill_dir" in line]
-
-
 def test_an_upload_that_failed_is_seen_beside_a_save_and_raised_once_by_the_next(job, caplog):
     job = job(on_save_error="raise")
     for step in range(1, 4):
@@ -150,19 +141,6 @@ def test_an_upload_that_failed_is_seen_beside_a_save_and_raised_once_by_the_next
     assert job.save(6, tiers=["memory"]).step == 6
     job.go_on()
     assert session.counts["failed"] == 1
-
-
-def test_sharded_and_local_saves_are_eager_which_is_said_once(memory_dir, tmp_path, caplog):
-    caplog.set_level("INFO")
-    options = {"dirpath": str(tmp_path), "memory_dir": memory_dir, "staging": "overlapped", "drain": "thread"}
-    writer = build(TieredStorageWriter, **options, wait=True)
-    for kind in ("sharded", "local"):
-        for step in (1, 2):
-            state, name = {"w": torch.zeros(8)}, f"{kind}/step_{step}"
-            dcp.save(state, checkpoint_id=name, storage_writer=writer, no_dist=True, kind=kind)
-    writer.close()
-    said = [record.getMessage() for record in caplog.records]
-    assert len([line for line in said if "of sharded and local checkpoints, only asynchronous ones" in line]) == 1
 
 
 def drawn(draw, base):
@@ -211,9 +189,3 @@ def test_a_set_of_spans_has_the_bytes_of_its_tensors():
         assert whole.cover(*spans_over(full)).all()
         assert Spans(*spans_over(full)).size == len(set().union(*map(bytes_of, full)))
     assert covered > 100
-
-
-def test_an_empty_set_has_no_bytes():
-    nothing, some = np.zeros(0, np.int64), np.array([0, 5])
-    assert not Spans(nothing, nothing).cover(some, some + 1).any()
-    assert not Spans(nothing, nothing).meet(some, some + 1).any()

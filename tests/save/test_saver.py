@@ -19,7 +19,6 @@ from tiered_checkpoint_io import TieredCheckpointIO, TieredStorageWriter, dcp
 from tiered_checkpoint_io.engine import session
 from tiered_checkpoint_io.engine.checkpointer import Checkpointer
 from tiered_checkpoint_io.engine.drain.client import DrainRunner
-from tiered_checkpoint_io.engine.drain.log import read_events
 from tiered_checkpoint_io.errors import ConfigError, SaveError
 from tiered_checkpoint_io.formats.image import Image
 from tiered_checkpoint_io.memory.parts import reading
@@ -133,17 +132,6 @@ def test_short_of_room_memory_goes_below_keep_last_but_never_below_one(opened):
             load(tier, stored)
 
 
-def test_a_rank_that_does_not_speak_for_its_node_has_what_it_skips_noted(opened, warned, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    tier, engine = opened(budget_bytes=24 * MIB)
-    save(engine, 1, durable=True)
-    with warned(r"steps of memory alone are skipped: .*does not fit"):
-        save(engine, 2, mib=100)
-    # Said once.
-    save(engine, 3, mib=100)
-    assert [each["event"] for each in read_events(tier.root)] == ["skipped"] * 2
-
-
 def test_a_capture_that_fails_leaves_no_part_and_gives_its_slot_back(opened, monkeypatch):
     def fails(*_, **__):
         raise ConfigError("resized")
@@ -186,23 +174,6 @@ def test_a_drain_that_dies_amid_its_work_does_not_wait_for_the_next_durable_save
     assert engine.session.progress().drain.pid != pid
 
 
-def test_loading_from_elsewhere_again_and_again_opens_one_connection(start, s3_url):
-    """Weights of another run, evaluated in a loop; the collector of garbage may come when it likes."""
-    elsewhere = start(dirpath=f"{s3_url}/other", namespace="other")
-    elsewhere.save_checkpoint(state(1), "x.ckpt")
-    elsewhere.teardown()
-    io = start(dirpath=f"{s3_url}/mine")
-    gc.disable()
-    try:
-        used = []
-        for _ in range(5):
-            assert io.load_checkpoint(f"{s3_url}/other/x.ckpt")["global_step"] == 1
-            used.append(len(os.listdir("/proc/self/fd")))
-    finally:
-        gc.enable()
-    assert used[-1] == used[0]
-
-
 def test_a_home_directory_may_be_written_as_a_shell_has_it(start, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     io = start(dirpath="~/runs/a")
@@ -217,21 +188,6 @@ def test_a_home_directory_may_be_written_as_a_shell_has_it(start, tmp_path, monk
     with pytest.raises(ConfigError, match="dirpath is '~/runs/a': .*HOME is not set") as caught:
         start(dirpath="~/runs/a")
     assert caught.value.hint == "set HOME, or write the whole path"
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"global_step": 1 << 70}, "x.ckpt"),
-        ({"epoch": 1 << 70}, "x.ckpt"),
-        ({"global_step": -1}, f"step={1 << 70}.ckpt"),
-    ],
-)
-def test_a_step_or_epoch_that_no_manifest_holds_leaves_a_checkpoint_all_the_same(changes, name, start, tmp_path):
-    io = start()
-    io.save_checkpoint({**state(1), **changes}, name)
-    for other in (io, start(namespace="another-node")):
-        assert torch.equal(other.load_checkpoint("tiered:latest")["w"], state(1)["w"])
 
 
 # ------------------------------------------------------------------------- the end of a process with work left
