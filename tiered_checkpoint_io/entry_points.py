@@ -1,4 +1,4 @@
-"""Entry points in pyproject.toml through which Lightning asks this package for callbacks.
+"""The entry point in pyproject.toml by which Lightning asks this package for callbacks.
 
 Every trainer in the environment asks. A trainer without our classes gets no callback, and imports only this module.
 """
@@ -19,12 +19,3 @@ def for_lightning() -> list[Any]:
     from tiered_checkpoint_io.callbacks.guard import StrategyGuard
 
     return [StrategyGuard()]
-
-
-def for_pytorch_lightning() -> list[Any]:
-    """Returns the callback that refuses our classes in a Trainer of pytorch_lightning, if there may be any."""
-    if _IO not in sys.modules:
-        return []
-    from tiered_checkpoint_io.other_trainer import OtherTrainerGuard
-
-    return [OtherTrainerGuard()]
