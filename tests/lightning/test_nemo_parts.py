@@ -154,7 +154,7 @@ def test_weights_of_the_best_beside_what_training_ended_with_are_not_resumed_fro
     trainer = job.train(15, rules=FRESH, callback=job.callback(save_best_model=True))
     assert trainer.callback.best_model_path == f"{job.dirpath}/score=3.0-step=10.ckpt"
     trainer.save_checkpoint(f"{job.dirpath}/final.ckpt")
-    assert "the weights are those of an evaluation or of the best checkpoint" in caplog.text
+    assert "averaged or best weights, and can't be resumed" in caplog.text
     assert (trainer.io.checkpointer.restored, trainer.ckpt_path) == (None, None)
     saved, best = (trainer.io.load_checkpoint(name) for name in ("final.ckpt", "score=3.0-step=10.ckpt"))
     trainer.io.teardown()

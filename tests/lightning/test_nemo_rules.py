@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
 from tiered_checkpoint_io.model import ids
-from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
 from tiered_checkpoint_io.nemo.layouts import Rules, choose, complete_checkpoints
 
 DIRPATH = "s3://bucket/run"
@@ -18,20 +17,6 @@ def keys(*names):
 
 def chosen(*names, **rules):
     return choose(keys(*names), Rules(**rules), dirpath=DIRPATH)
-
-
-# -------------------------------------------------------------------------------------------- names
-@pytest.mark.parametrize(
-    "folder", ["mp_rank_01", "mp_rank_00_fsdp_shard_00003", "tp_rank_01_pp_rank_012", "run/fsdp_shard_00002"]
-)
-def test_files_of_single_ranks_are_refused(folder, tmp_path):
-    with pytest.raises(ConfigError, match="is a file of one model-parallel rank"):
-        chosen(f"{folder}/x-last.ckpt")
-    io = NeMoCheckpointIO(str(tmp_path))
-    with pytest.raises(ConfigError, match="is a file of one model-parallel rank"):
-        io.save_checkpoint({}, f"{folder}/x.ckpt")
-    # A name like that is no rank's folder.
-    assert chosen("my_mp_rank_study/x-last.ckpt") == "my_mp_rank_study/x-last.ckpt"
 
 
 @given(st.sets(st.integers(0, 2000), min_size=1, max_size=8), st.data())

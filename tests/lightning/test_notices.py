@@ -1,4 +1,4 @@
-"""Notice to end at other moments than within training, and on other threads; the scheduler's actions after it."""
+"""Notice to end at other moments than within training, and on other threads; Slurm's requeue after it."""
 
 import os
 import signal
@@ -119,9 +119,8 @@ def test_the_last_checkpoint_is_made_when_all_other_callbacks_are_done_with_the_
     assert runs.trainer([PreemptionCheckpoint()], enable_checkpointing=False).checkpoint_callback is None
 
 
-@pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    """Makes a job of Slurm with one task, and a mock of ``scontrol`` that notes its arguments."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_slurm_is_asked_to_requeue_the_job(runs, tmp_path, monkeypatch, fails):
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
     scontrol.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/asked\n")
@@ -130,29 +129,8 @@ def slurm(tmp_path, monkeypatch):
     facts = "JOB_ID=80 ARRAY_JOB_ID=77 ARRAY_TASK_ID=3 JOB_NAME=train NTASKS=1 PROCID=0 LOCALID=0 NODEID=0"
     for fact in facts.split():
         monkeypatch.setenv(*f"SLURM_{fact}".split("="))
-    return tmp_path / "asked"
-
-
-@pytest.mark.parametrize(
-    "saves",
-    ["as ever", "fails", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("elsewhere", "to dirpath"))],
-)
-def test_slurms_requeue_resumes_without_a_callback_of_ours(runs, slurm, tmp_path, monkeypatch, saves):
-    """The checkpoint goes to the tiers, the requeue is asked for, and a fit without ``ckpt_path`` resumes from it."""
-    root = {"elsewhere": "memory://logs", "to dirpath": runs.dirpath}.get(saves, runs.root)
-    options = {"ckpt_path": None, "plugins": None, "default_root_dir": root}
     with pytest.raises(Preempted) as ended:
-        runs.fit(model=Told(6, signal.SIGUSR1, fails=saves == "fails"), **options)
+        runs.fit(PreemptionCheckpoint(), model=Told(6, signal.SIGUSR1, fails=fails), ckpt_path=None, plugins=None)
     assert ended.value.code == 128 + signal.SIGUSR1
-    assert slurm.read_text() == "requeue 77_3\n"
-    assert not [*tmp_path.glob("hpc_ckpt*")]
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    trainer, _ = runs.fit(**options)
-    restored = trainer.io.checkpointer.restored
-    if saves == "fails":
-        assert restored is None
-    else:
-        assert (restored.name, restored.step, trainer.global_step) == ("preempted.ckpt", 6, 20)
-        # From then on, what is newer counts.
-        again, _ = runs.fit(max_steps=21, **options)
-        assert again.io.checkpointer.restored.step == 20
+    assert (tmp_path / "asked").read_text() == "requeue 77_3\n"
+    assert runs.durable() == ([] if fails else ["preempted.ckpt"])

@@ -13,7 +13,6 @@ from support.nemo_training import NeMoRuns
 
 WORKER = Path(__file__).with_name("worker.py")
 pytestmark = pytest.mark.timeout(300)
-EMA = {"exp_manager": {"ema": {"enable": True, "decay": 0.5}}}
 EXPORT = {"exp_manager": {"checkpoint_callback_params": {"save_nemo_on_train_end": True}}}
 
 
@@ -44,7 +43,7 @@ def ranks(s3_url, memory_dir, tmp_path, monkeypatch):
     return Ranks(f"{s3_url}/checkpoints", memory_dir, tmp_path / "logs")
 
 
-@pytest.mark.parametrize(("way", "config"), [("drop-in", []), ("tiered", [EMA, EXPORT])])
+@pytest.mark.parametrize(("way", "config"), [("drop-in", []), ("tiered", [EXPORT])])
 def test_two_ranks_are_killed_and_go_on_and_end_as_if_they_had_not(ranks, way, config, tmp_path):
     whole = Ranks(ranks.dirpath + "-whole", ranks.memory_dir, tmp_path / "logs-whole")
     expected = whole.launch(2, 20, *config, way=way)
@@ -63,7 +62,6 @@ def test_two_ranks_are_killed_and_go_on_and_end_as_if_they_had_not(ranks, way, c
     assert answers[0]["last"] == answers[1]["last"]
     assert ranks.durable() == whole.durable()
     assert ("gpt.nemo" in ranks.objects()) == bool(config)
-    assert any(name.endswith("-EMA.ckpt") for name in ranks.objects()) == bool(config)
 
 
 @pytest.mark.parametrize(("count", "way"), [(4, "drop-in"), (2, "tiered")])

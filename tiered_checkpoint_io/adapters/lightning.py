@@ -155,10 +155,10 @@ class TieredCheckpointIO(CheckpointIO):
         self._checkpointer: Checkpointer | None = None
         #: True if the last load was of a sentinel, and found no checkpoint at all.
         self.found_nothing = False
-        #: Suffix of each checkpoint's second file, without which training can't resume: see :class:`Selector`.
-        self.companion = ""
         #: Returns True for the path from which a Trainer restores now; set by the guard.
         self.is_for_trainer: Callable[[Any], bool] | None = None
+        #: True if the trainer has put averages, or the best weights, in the place of the trained ones.
+        self.holds_other_weights = False
         #: True if the trainer's next save has weights of one step and optimizers' states of another.
         self.mixes_steps = False
         self._has_said_where = False
@@ -273,7 +273,7 @@ class TieredCheckpointIO(CheckpointIO):
             trust, where = Trust.of(self.config, weights_only), {"key": str(path)}
             state: dict[str, Any] = trust.read(path, "the scratch file", where, verified=False, map_location=place)
             return state
-        state = self.checkpointer.load(path, map_location=place, weights_only=weights_only, companion=self.companion)
+        state = self.checkpointer.load(path, map_location=place, weights_only=weights_only)
         self.found_nothing = isinstance(state, NoCheckpoint)
         if self.found_nothing:
             return FreshStart(self.config.dirpath)
@@ -423,7 +423,11 @@ def require_tiered_io(strategy: Strategy, user: str) -> TieredCheckpointIO:
         ConfigError: The strategy has another IO, or is not of the package from which ours are derived.
     """
     if not isinstance(strategy, Strategy):
-        raise of_other_package(user)
+        raise ConfigError(
+            f"{user} in a trainer of pytorch_lightning, whose classes are others than those of lightning",
+            operation="setup",
+            hint="import Trainer from lightning.pytorch, and Fabric from lightning.fabric",
+        )
     io = tiered_io_of(strategy.checkpoint_io)
     if io is None:
         raise ConfigError(
@@ -432,12 +436,3 @@ def require_tiered_io(strategy: Strategy, user: str) -> TieredCheckpointIO:
             hint="give the trainer plugins=[TieredCheckpointIO(...)], or AsyncCheckpointIO around it",
         )
     return io
-
-
-def of_other_package(user: str) -> ConfigError:
-    """Returns the error for ``user`` in a trainer of pytorch_lightning: plugins=[...] would be refused there, too."""
-    return ConfigError(
-        f"{user} in a trainer of pytorch_lightning, whose classes are others than those of lightning",
-        operation="setup",
-        hint="import Trainer from lightning.pytorch, and Fabric from lightning.fabric",
-    )

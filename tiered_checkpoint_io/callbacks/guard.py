@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -16,53 +15,13 @@ from tiered_checkpoint_io.callbacks.ending import count_epoch_as_it_ended
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.overlapping import OverlappedCapture
 from tiered_checkpoint_io.callbacks.places import folder_of
-from tiered_checkpoint_io.callbacks.preemption import take_over_requeue
 from tiered_checkpoint_io.callbacks.reporting import say_summary, say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import check_strategy, of_classes, on_rank_0
 from tiered_checkpoint_io.engine.preflight import Need, newest, preflight
 from tiered_checkpoint_io.engine.ranks.coordination import train_here
-from tiered_checkpoint_io.engine.restore.restore import Restored
 from tiered_checkpoint_io.errors import CheckpointNotFoundError, ConfigError
-from tiered_checkpoint_io.logs import Logger
 from tiered_checkpoint_io.metrics import Recording
 from tiered_checkpoint_io.model import ids
-
-
-class HeldWeights:
-    """Knows whether the module holds the trained weights, or weights of an evaluation, or averages.
-
-    A checkpoint of other weights and the training's optimizer states mixes two steps.
-    """
-
-    def __init__(self) -> None:
-        #: The module that was trained, for as long as it exists.
-        self._trained: weakref.ref[LightningModule] | None = None
-        self._has_loaded = self._has_warned = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A process that is spawned has a module of its own.
-        return {**vars(self), "_trained": None, "_has_loaded": False}
-
-    def train(self, module: LightningModule) -> None:
-        """Notes that a training continues with the module's present state."""
-        self._trained, self._has_loaded = weakref.ref(module), False
-
-    def load(self, module: LightningModule) -> None:
-        """Notes that a module has got other weights, without their optimizer states."""
-        self._has_loaded |= self._trained is not None and self._trained() is module
-
-    def are_others(self, module: LightningModule, log: Logger | None) -> bool:
-        """Returns True if the trainer's module holds other weights than the trained ones; logs that once."""
-        others = self._trained is not None and (self._has_loaded or self._trained() is not module)
-        if others and log is not None and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "the weights are those of an evaluation or of the best checkpoint, or averages, and the optimizers'"
-                " states those of the training before: what trainer.save_checkpoint saves now is loaded by its name"
-                " alone, and %s passes it by",
-                ids.LATEST,
-            )
-        return others
 
 
 class StrategyGuard(Callback):
@@ -77,14 +36,11 @@ class StrategyGuard(Callback):
 
     def __init__(self) -> None:
         self._recording = Recording()
-        self._held = HeldWeights()
         self._overlapping: OverlappedCapture | None = None
         #: True if a callback was Lightning's own when ckpt_path was resolved.
         self._adopted = False
         #: True if room for a first save is still to be made, and the step that training began with.
         self._prepares, self._began_at = False, 0
-        #: The last restore before an evaluation.
-        self._restored: Restored | None = None
         #: Lightning's own callbacks without a dirpath, if nothing is trained.
         self._without_dirpath: list[ModelCheckpoint] = []
 
@@ -106,7 +62,6 @@ class StrategyGuard(Callback):
         # Classes derived from it are their authors' business.
         stock = [each for each in trainer.checkpoint_callbacks if type(each) is ModelCheckpoint]
         if stage != "fit":
-            self._restored = io.checkpointer.restored
             self._without_dirpath = [each for each in stock if not each.dirpath]
             return
         for callback in stock:
@@ -117,26 +72,27 @@ class StrategyGuard(Callback):
         if need.memory_steps or need.durable_steps:
             on_rank_0(trainer, lambda: session.claims.claim(saves=False))
             session.take_up(saves=need.durable_steps)
-        take_over_requeue(trainer, pl_module)
         if io.config.staging != "eager":
             self._overlapping = OverlappedCapture.join(trainer, io)
         if io.config.replication_factor > 1:
             # All ranks are here, on the threads that train; of a full checkpoint, only rank 0 saves later.
             session.meet_peers()
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Notes that a module to be trained has got the checkpoint's weights; all else of it follows."""
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._held.train(pl_module)
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        """Counts the epoch as it was left; notes in the IO if training can't resume from the next save.
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Counts the epoch as it was left; notes in the IO whether training can resume from the next save."""
-        if (io := tiered_io_of(trainer.strategy.checkpoint_io)) is not None:
-            count_epoch_as_it_ended(trainer, checkpoint)
-            log = io.checkpointer.session.log if trainer.is_global_zero else None
-            io.mixes_steps = self._held.are_others(pl_module, log)
+        After an evaluation the module may hold weights of another step than the optimizers' states.
+        """
+        if (io := tiered_io_of(trainer.strategy.checkpoint_io)) is None:
+            return
+        count_epoch_as_it_ended(trainer, checkpoint)
+        io.mixes_steps = io.holds_other_weights or trainer.state.fn != TrainerFn.FITTING
+        if io.mixes_steps and trainer.is_global_zero:
+            held = "averaged or best weights" if io.holds_other_weights else "evaluated weights"
+            text = f"this checkpoint has {held}, and can't be resumed: {ids.LATEST} skips it. Load it by name."
+            io.checkpointer.session.warn("mixed steps", text)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Warns on rank 0: of parts that a resume leaves out, and of checkpoints that ``fit`` did not resume from."""
         io = tiered_io_of(trainer.strategy.checkpoint_io)
         if io is None:
@@ -147,7 +103,7 @@ class StrategyGuard(Callback):
         if left and trainer.is_global_zero:
             text = "this resume does not restore the state of %d data loader(s), so the data starts again: %s"
             session.log.warning(text, left, "Lightning restores it only within an epoch")
-        self._held.train(pl_module)
+        io.holds_other_weights = False
         self._recording.begin(trainer.local_rank, trainer.global_step, session)
         # A strategy that trains shards and saves one file does not show how large that is.
         shards: bool | None = getattr(trainer.strategy, "_saves_shards", None)
@@ -165,7 +121,7 @@ class StrategyGuard(Callback):
         if (trainer.ckpt_path is not None and not looked_for_last) or io.config.preflight == "off" or not is_first:
             return
         session.warned.add("ckpt_path")
-        found = newest(session, io.companion)
+        found = newest(session)
         if found is not None:
             why = "fit was called without ckpt_path"
             if looked_for_last:
@@ -194,18 +150,18 @@ class StrategyGuard(Callback):
             self._prepares = False
             io.checkpointer.prepare(size_here(trainer.lightning_module, trainer.optimizers))
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Notes that averaging callbacks replace the weights by their averages from here on."""
-        if of_classes(trainer, "WeightAveraging") or any(
-            each._average_model is not None and (each._max_epochs == -1 or trainer.current_epoch > each.swa_end)
-            for each in of_classes(trainer, "StochasticWeightAveraging")
-        ):
-            self._held.load(pl_module)
+        if (io := tiered_io_of(trainer.strategy.checkpoint_io)) is not None:
+            io.holds_other_weights = bool(of_classes(trainer, "WeightAveraging")) or any(
+                each._average_model is not None and (each._max_epochs == -1 or trainer.current_epoch > each.swa_end)
+                for each in of_classes(trainer, "StochasticWeightAveraging")
+            )
 
     # A long validation is no silence.
     on_validation_batch_end = on_train_batch_end  # type: ignore[assignment]
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Refuses an evaluation without a checkpoint, if training would start from scratch.
 
         Raises:
@@ -222,32 +178,21 @@ class StrategyGuard(Callback):
                 key=str(trainer.ckpt_path),
                 hint="weights alone are loaded by their names: see `tiered-ckpt ls`",
             )
-        self._note_load(trainer, pl_module, io)
 
     on_test_start = on_predict_start = on_validation_start
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
         """Logs the tiers of the newest checkpoints: Lightning calls no teardown after an exception, or Ctrl-C."""
-        io = tiered_io_of(trainer.strategy.checkpoint_io)
-        if io is not None and trainer.state.fn != TrainerFn.FITTING and io.checkpointer.restored is not self._restored:
-            # Perhaps between the load and the evaluation's first hook.
-            self._held.load(pl_module)
         say_summary_last(trainer, self, exception)
         self._end(trainer, exception)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
         """Logs the tiers of the newest checkpoints, once the IO has waited for uploads."""
         if stage == "fit":
             say_summary(trainer)
             self._end(trainer)
         else:
-            # An evaluation of no batches calls no other hook after the load.
-            self._note_load(trainer, pl_module, tiered_io_of(trainer.strategy.checkpoint_io))
             self._forget_dirpaths()
-
-    def _note_load(self, trainer: Trainer, pl_module: LightningModule, io: TieredCheckpointIO | None) -> None:
-        if io is not None and trainer.ckpt_path is not None and not io.found_nothing:
-            self._held.load(pl_module)
 
     def _forget_dirpaths(self) -> None:
         # In an evaluation, Lightning sets a folder in its own callback, which a later fit would keep.
@@ -262,13 +207,6 @@ class StrategyGuard(Callback):
             self._overlapping = None
         if (io := tiered_io_of(trainer.strategy.checkpoint_io)) is not None:
             self._recording.end(trainer.global_step, io.checkpointer.session, exception)
-
-
-def note_other_weights(trainer: Trainer) -> None:
-    """Notes that the trained module gets only the weights of a checkpoint, outside an evaluation."""
-    for each in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(each, StrategyGuard):
-            each._held.load(trainer.lightning_module)
 
 
 def ensure_guard(trainer: Trainer) -> None:

@@ -19,7 +19,7 @@ from typing_extensions import Never
 from tiered_checkpoint_io.adapters.lightning import AsyncCheckpointIO, TieredCheckpointIO, require_tiered_io
 from tiered_checkpoint_io.callbacks.ending import NAME, EndOfTraining, Resumable, is_in_memory_alone, progress_of
 from tiered_checkpoint_io.callbacks.places import SentinelFileSystem, check_dirpath, check_places, check_retention
-from tiered_checkpoint_io.callbacks.reporting import Reporter, log_drain, say_summary_last
+from tiered_checkpoint_io.callbacks.reporting import log_drain, log_save, notify_loggers, say_summary_last
 from tiered_checkpoint_io.callbacks.trainer import (
     all_failed,
     check_strategy,
@@ -186,7 +186,8 @@ class TieredModelCheckpoint(ModelCheckpoint):
         self._naming_last = False
         #: The time from which on the durable tier is asked for names, and that of the last look.
         self._asks_from = self._polled = 0.0
-        self._reporter = Reporter(self)
+        #: True if something became durable since the loggers were notified.
+        self._has_news = False
         self._promise_best()
 
     @classmethod
@@ -293,13 +294,11 @@ class TieredModelCheckpoint(ModelCheckpoint):
     # ----------------------------------------------------------- ModelCheckpoint's hooks, our way
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         step = trainer.global_step
-        name = ids.name_in(self._engine.dirpath, filepath)
         if self._naming_last and self._durable_save is not None and self._durable_save[0] == progress_of(trainer):
             # The same state is durable, or queued, under its own name. If that save failed, the old alias stays.
             with failing_together(trainer):
                 if trainer.is_global_zero and self._landed:
                     self._alias(filepath, self._durable_save[1])
-                    self._reporter.expect(name, filepath, pending=self._engine.session.is_pending(name))
         else:
             options: dict[str, Any] = {"tiers": ["memory", "durable"]}
             value = self._monitor_candidates(trainer).get(self.monitor) if self.monitor is not None else None
@@ -312,8 +311,6 @@ class TieredModelCheckpoint(ModelCheckpoint):
                 self._resumable = self._resumable.after(step, report)
             if not self._naming_last:
                 self._durable_save = (progress_of(trainer), filepath)
-            if self._landed:
-                self._reporter.expect(name, filepath, pending=self._engine.session.is_pending(name))
             self._remove_withheld(trainer)
         self._last_global_step_saved = step
         self._last_checkpoint_saved = filepath
@@ -513,7 +510,7 @@ class TieredModelCheckpoint(ModelCheckpoint):
         if not trainer.is_global_zero:
             return None
         report = session.last_save if session.last_save is not before else None
-        self._reporter.saved(trainer, session.progress(), report)
+        log_save(trainer, session.progress(), report)
         return report
 
     def _save_passed_step(self, trainer: Trainer) -> None:
@@ -563,9 +560,18 @@ class TieredModelCheckpoint(ModelCheckpoint):
             outcomes = session.poll()
             log_drain(trainer, outcomes)
             for each in self._siblings(trainer):
-                each._reporter.publish(trainer, outcomes, is_shown=each._shows, is_pending=session.is_pending)
+                each._has_news |= any(outcome.state == "committed" for outcome in outcomes)
+                each._tell_loggers(trainer)
         # After the work: however long it takes, it is not done at every batch.
         self._polled = session.clock.monotonic()
+
+    def _tell_loggers(self, trainer: Trainer) -> None:
+        """Notifies the loggers of new checkpoints, once all paths that they read are durable."""
+        paths = [path for path in {*self.best_k_models, self.best_model_path, self.last_model_path} if path]
+        names = [ids.name_in(self._engine.dirpath, path) for path in paths if is_below(path, self._engine.dirpath)]
+        if self._has_news and not any(map(self._engine.session.is_pending, names)):
+            self._has_news = False
+            notify_loggers(trainer, self)
 
 
 def from_config(

@@ -113,12 +113,6 @@ def _of_none_that_is_over(handler: Any, number: signal.Signals) -> Any:
     return handler
 
 
-def is_unhandled(number: int) -> bool:
-    """Returns True if no handler is set for a signal, or only one of a training that is over."""
-    found = signal.Signals(number)
-    return _of_none_that_is_over(signal.getsignal(found), found) in (None, signal.SIG_DFL)
-
-
 class Agreement:
     """Agrees with all ranks, at the same boundary, whether one has had notice; all ranks make one together."""
 

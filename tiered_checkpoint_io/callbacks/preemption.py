@@ -1,4 +1,4 @@
-"""One last checkpoint, and a clean stop, when the job is preempted; and the same for Slurm's automatic requeue."""
+"""One last checkpoint, and a clean stop, when the job is preempted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from typing import Any, NoReturn
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 
 from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, require_tiered_io
-from tiered_checkpoint_io.callbacks.notice import Agreement, Notice, handles_signals, is_unhandled
-from tiered_checkpoint_io.callbacks.trainer import save_training, trained_weights
+from tiered_checkpoint_io.callbacks.notice import Agreement, Notice, handles_signals
+from tiered_checkpoint_io.callbacks.trainer import trained_weights
 from tiered_checkpoint_io.engine.drain.status import SaveReport
 from tiered_checkpoint_io.engine.ranks.run import current_rank
 from tiered_checkpoint_io.engine.session import Session
@@ -240,7 +239,7 @@ class PreemptionCheckpoint(Callback):
         options = {"tiers": ["memory", "durable"] if durable else ["memory"], "wait": False}
         before = session.last_save
         try:
-            save_training(trainer, ids.join_url(session.dirpath, self.name), options)
+            trainer.save_checkpoint(ids.join_url(session.dirpath, self.name), storage_options=options)
         except Exception as error:
             # Errors of a user's hook, too: the job ends as requested, and is queued again.
             session.log.at_step(step).error("saving the last checkpoint failed: %s", error)
@@ -299,34 +298,3 @@ def requeue(log: Logger, timeout_s: float) -> None:
         log.error("can't requeue job %s: %s %s", job or "(SLURM_JOB_ID is not set)", error, said.strip())
     else:
         log.info("requeued job %s", job)
-
-
-def take_over_requeue(trainer: Trainer, module: LightningModule) -> None:
-    """Takes the place of Lightning's handler of the requeue signal; called in ``setup`` of a fit, on all ranks.
-
-    Lightning would save ``hpc_ckpt_N.ckpt`` to ``default_root_dir`` inside a signal handler, and not requeue if that
-    fails. Here the checkpoint goes to the tiers, and in a requeued job a fit without ``ckpt_path`` resumes from the
-    newest.
-    """
-    environment = trainer._accelerator_connector.cluster_environment
-    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
-        return
-    number = environment.requeue_signal or signal.SIGUSR1
-    has_one = any(isinstance(each, PreemptionCheckpoint) for each in trainer.callbacks)  # type: ignore[attr-defined]
-    # Lightning respects a handler of the user's as well. All ranks have the callback, or none: they stop together.
-    if not has_one and trainer.strategy.reduce_boolean_decision(is_unhandled(number)):
-        # Lightning's documentation has Slurm signal 90 s before the end, and the requeue has to fit in.
-        callback = PreemptionCheckpoint(grace_seconds=60.0, signals=[number], requeue=True)
-        callback.setup(trainer, module, "fit")
-    if os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0"):
-        return
-    connector: Any = trainer._checkpoint_connector
-
-    def resume_start(checkpoint_path: Any = None, *args: Any, **options: Any) -> None:
-        del connector.resume_start
-        if trainer.state.fn == TrainerFn.FITTING:
-            checkpoint_path = checkpoint_path or ids.LATEST
-        connector.resume_start(checkpoint_path, *args, **options)
-
-    # The path is chosen before any callback is asked, and this function takes it.
-    connector.resume_start = resume_start

@@ -26,45 +26,16 @@ from tiered_checkpoint_io.logs import names_text
 _warned: WeakSet[Logger] = WeakSet()
 
 
-class Reporter:
-    """Speaks for one callback to the loggers, on rank 0."""
+def log_save(trainer: Trainer, progress: Progress, report: SaveReport | None) -> None:
+    """Logs a save that has just returned; without a report, one that failed."""
+    log(trainer, progress.metrics(report))
+    if report is not None and "durable" in report.tiers and not report.queued:
+        log(trainer, {"checkpoint/durable_step": float(report.step)})
 
-    def __init__(self, callback: ModelCheckpoint) -> None:
-        self._callback = callback
-        #: Names that are queued for the durable tier, and the callback's path of each.
-        self._expected: dict[str, str] = {}
-        #: True if something became durable since the loggers were notified.
-        self._news = False
 
-    def expect(self, name: str, path: str, *, pending: bool) -> None:
-        """Notes a name of the callback, with its path, and whether it is durable yet."""
-        if pending:
-            self._expected[name] = path
-        else:
-            self._news = True
-
-    def saved(self, trainer: Trainer, progress: Progress, report: SaveReport | None) -> None:
-        """Logs a save that has just returned; without a report, one that failed."""
-        log(trainer, progress.metrics(report))
-        if report is not None and "durable" in report.tiers and not report.queued:
-            log(trainer, {"checkpoint/durable_step": float(report.step)})
-
-    def publish(
-        self,
-        trainer: Trainer,
-        outcomes: Sequence[Outcome],
-        *,
-        is_shown: Callable[[str], bool],
-        is_pending: Callable[[str], bool],
-    ) -> None:
-        """Publishes new outcomes; notifies the loggers once all paths that they read are durable."""
-        for outcome in outcomes:
-            if outcome.name in self._expected and outcome.state != "failed" and not is_pending(outcome.name):
-                del self._expected[outcome.name]
-                self._news |= outcome.state == "committed"
-        if self._news and not any(map(is_shown, self._expected.values())):
-            self._news = False
-            _say(trainer, lambda logger: logger.after_save_checkpoint(proxy(self._callback)))
+def notify_loggers(trainer: Trainer, callback: ModelCheckpoint) -> None:
+    """Tells the loggers that the files of a callback are there."""
+    _say(trainer, lambda logger: logger.after_save_checkpoint(proxy(callback)))
 
 
 def _say(trainer: Trainer, say: Callable[[Logger], object]) -> None:
@@ -88,12 +59,9 @@ def log(trainer: Trainer, metrics: dict[str, float]) -> None:
 
 def log_drain(trainer: Trainer, outcomes: Sequence[Outcome]) -> None:
     """Logs of each save that became durable its step, and how long the drain took for it, seconds."""
-    for outcome in _durable_saves(outcomes):
-        log(trainer, {"checkpoint/drain_s": outcome.seconds, "checkpoint/durable_step": float(outcome.step)})
-
-
-def _durable_saves(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    return [outcome for outcome in outcomes if outcome.action == "save" and outcome.state == "committed"]
+    for outcome in outcomes:
+        if outcome.action == "save" and outcome.state == "committed":
+            log(trainer, {"checkpoint/drain_s": outcome.seconds, "checkpoint/durable_step": float(outcome.step)})
 
 
 def summary(session: Session) -> list[str]:

@@ -112,16 +112,6 @@ def save_together(trainer: Trainer, filepath: str, options: dict[str, Any], *, w
             raise
 
 
-def save_training(trainer: Trainer, filepath: str, options: dict[str, Any]) -> None:
-    """Saves all files to resume from, by a callback that saves more than one file, or else by the trainer."""
-    for each in trainer.checkpoint_callbacks:
-        save: Any = getattr(each, "save_training", None)
-        if save is not None:
-            save(trainer, filepath, options)
-            return
-    trainer.save_checkpoint(filepath, storage_options=options)
-
-
 def nemo_averages(trainer: Trainer) -> Any:
     """Returns NeMo's EMA callback; None if there is none."""
     return next((each for each in of_classes(trainer, "EMA") if hasattr(each, "save_ema_model")), None)

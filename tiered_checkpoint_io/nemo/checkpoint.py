@@ -7,20 +7,14 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from tiered_checkpoint_io.adapters.lightning import tiered_io_of
-from tiered_checkpoint_io.callbacks.guard import note_other_weights
 from tiered_checkpoint_io.callbacks.model_checkpoint import TieredModelCheckpoint
 from tiered_checkpoint_io.callbacks.trainer import failing_together, nemo_averages, on_rank_0
-from tiered_checkpoint_io.engine.drain.status import SaveReport
-from tiered_checkpoint_io.errors import ConfigError, RestoreError, SaveError, StoreError, TieredCheckpointError
+from tiered_checkpoint_io.errors import ConfigError, SaveError, StoreError, TieredCheckpointError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.nemo.io import NeMoCheckpointIO
 from tiered_checkpoint_io.nemo.layouts import step_of
@@ -34,7 +28,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
     - ``-last`` names with step and metric; each replaces the one before.
     - A checkpoint at the end of training, and ``.nemo`` files on the durable tier.
-    - With NeMo's EMA, ``x-EMA.ckpt`` is saved before ``x.ckpt``, and neither counts without the other.
     - It and NeMo's own callback load each other's state.
     """
 
@@ -76,20 +69,10 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
 
     # ------------------------------------------------------------------------------------ hooks
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        ema = nemo_averages(trainer)
-        if ema is not None and any(kind.__name__ == "TieredSharding" for kind in type(trainer.strategy).__mro__):
-            raise ConfigError(
-                f"NeMo's {type(ema).__name__} with {type(trainer.strategy).__name__}: it keeps its averages in the"
-                " optimizers' states, which a sharded checkpoint has in another form",
-                operation="setup",
-                hint="leave exp_manager.ema out, or train with DDP",
-            )
+        if nemo_averages(trainer) is not None:
+            # It resumes only from a second file, x-EMA.ckpt, beside each checkpoint.
+            raise ConfigError("NeMo's EMA is not supported", operation="setup", hint="leave exp_manager.ema out")
         super().setup(trainer, pl_module, stage)
-        assert self._io is not None
-        if ema is not None:
-            # On the instance: the class, which may be derived from NeMo's, stays as it was.
-            ema.on_load_checkpoint = partial(_load_averages, ema)
-        self._io.companion = ids.EMA if ema is not None else ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -126,7 +109,8 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
         """Puts only the best checkpoint's weights into the module, for the export."""
         connector: Any = trainer._checkpoint_connector
         engine, ckpt_path, restored = self._engine, connector._ckpt_path, self._engine.restored
-        note_other_weights(trainer)
+        assert self._io is not None
+        self._io.holds_other_weights = True
         try:
             connector.resume_start(self.best_model_path)
             connector.restore_model()
@@ -148,40 +132,6 @@ class TieredNeMoCheckpoint(TieredModelCheckpoint):
             if self.save_best_model and filepath != self.best_model_path:
                 return
             self._export(trainer, trainer.lightning_module)
-
-    def _alias(self, filepath: str, target: str) -> None:
-        if self._io is not None and self._io.companion:
-            super()._alias(ids.companion_of(filepath, ids.EMA), ids.companion_of(target, ids.EMA))
-        super()._alias(filepath, target)
-
-    def save_training(self, trainer: Trainer, filepath: str, options: dict[str, Any]) -> None:
-        """Saves the checkpoint and its averages for another callback, under a name of its own."""
-        self._save(trainer, filepath, options, weights_only=False)
-
-    def _save(
-        self, trainer: Trainer, filepath: str, options: dict[str, Any], *, weights_only: bool
-    ) -> SaveReport | None:
-        """Saves the averages, then the checkpoint; the report is ``queued`` if either is."""
-        ema = nemo_averages(trainer)
-        if ema is None:
-            return super()._save(trainer, filepath, options, weights_only=weights_only)
-        # NeMo saves after a validation, without gradients; here it may be any step.
-        with torch.no_grad(), ema.save_ema_model(trainer):
-            averages = super()._save(trainer, ids.companion_of(filepath, ids.EMA), options, weights_only=weights_only)
-        tiers = trainer.strategy.broadcast(sorted(averages.tiers) if averages is not None else [])
-        if not tiers:
-            # Without its averages, the checkpoint must not look complete.
-            return None
-        with ema.save_original_optimizer_state(trainer):
-            report = super()._save(trainer, filepath, {**options, "tiers": tiers}, weights_only=weights_only)
-        if report is not None and averages is not None and averages.queued:
-            return replace(report, queued=True)
-        return report
-
-    def _delete(self, trainer: Trainer, path: str) -> None:
-        super()._delete(trainer, path)
-        if self._io is not None and self._io.companion:
-            super()._delete(trainer, ids.companion_of(path, ids.EMA))
 
     def _last_checkpoints(self) -> list[str]:
         """Lists all "last" checkpoints, the newest last: a crash may have left two, and NeMo's have no manifest."""
@@ -231,33 +181,3 @@ def _as_export_error(trainer: Trainer, path: str) -> Iterator[None]:
 
 def _progress(path: str) -> tuple[int, list[int]]:
     return step_of(path), [int(number) for number in _STEP_OR_EPOCH.findall(path)]
-
-
-def _load_averages(ema: Any, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-    """Loads the averages of NeMo's EMA from the checkpoint's second file, on all ranks.
-
-    Raises:
-        CheckpointNotFoundError: The file is missing.
-        RestoreError: The file is of another step.
-    """
-    io = tiered_io_of(trainer.strategy.checkpoint_io)
-    restored = io.checkpointer.restored if io is not None else None
-    if io is None or restored is None:
-        type(ema).on_load_checkpoint(ema, trainer, pl_module, checkpoint)
-        return
-    if ids.is_companion(str(trainer.ckpt_path), ids.EMA):
-        # The same as in NeMo: training continues with the averages as weights.
-        return
-    beside = ids.companion_of(restored.url, ids.EMA)
-    found = io.load_checkpoint(beside)
-    # The run resumed from the checkpoint, not from its averages.
-    io.checkpointer.restored = restored
-    if found.get("global_step") != checkpoint.get("global_step"):
-        raise RestoreError(
-            f"the averages are of step {found.get('global_step')}, the weights of {checkpoint.get('global_step')}",
-            operation="load",
-            key=beside,
-            step=checkpoint.get("global_step"),
-            hint="name another checkpoint to resume from",
-        )
-    checkpoint["optimizer_states"] = found["optimizer_states"]

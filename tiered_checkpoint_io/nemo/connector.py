@@ -89,8 +89,8 @@ def find_checkpoint(io: TieredCheckpointIO, rules: Rules, *, restored: bool) -> 
             names = frozenset()
         check_not_completed(names, rules, dirpath=dirpath)
         return None
-    # The engine has found no resumable checkpoint: the rest are weights-only, or lack their averages.
-    passed_by = session.known.all() if not io.companion else frozenset()
+    # The engine has found no resumable checkpoint: the rest are weights-only.
+    passed_by = session.known.all()
     check_not_completed(passed_by, rules, dirpath=dirpath)
     listed = session.durable().list("")
     written_by_nemo = ((entry.key, entry.modified) for entry in listed if entry.key not in passed_by)

@@ -168,10 +168,6 @@ def _configure_checkpointing(
     _fill_in(params, name, io.config.dirpath)
     if params.async_save and isinstance(io, NeMoCheckpointIO):
         io.async_checkpointing = True
-    if any(isinstance(callback, upstream.EMA) for callback in callbacks):
-        # Each checkpoint is two saves.
-        config = replace(io.config, memory_keep_last=2 * io.config.memory_keep_last)
-        io.config = config.with_support(max_pending=2 * config.support.max_pending)
     callback = TieredNeMoCheckpoint(**_callback_arguments(params, io.config))
     callbacks.append(callback)
     if create_preemption_callback:

@@ -12,7 +12,6 @@ from tiered_checkpoint_io.adapters.lightning import TieredCheckpointIO, read_sto
 from tiered_checkpoint_io.errors import ConfigError, DrainError
 from tiered_checkpoint_io.model import ids
 from tiered_checkpoint_io.model.config import TieredCheckpointConfig
-from tiered_checkpoint_io.nemo.layouts import refuse_file_of_rank
 
 _FULL_STATE = ("optimizer_states", "lr_schedulers")
 #: NeMo's own default behaviour: which steps are saved is a matter of its callback, and saves wait.
@@ -46,7 +45,6 @@ class NeMoCheckpointIO(TieredCheckpointIO):
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         """Saves as :meth:`TieredCheckpointIO.save_checkpoint`; also takes NeMo's ``storage_options``."""
-        refuse_file_of_rank(os.fspath(path), "save")
         finalize: Any = None
         if isinstance(storage_options, Mapping):
             ours = dict(storage_options)

@@ -15,8 +15,6 @@ from tiered_checkpoint_io.model import ids
 _EXTENSION = ".ckpt"
 #: NeMo's marker of a checkpoint that was not finished.
 _UNFINISHED = "-unfinished"
-#: Folders of ``NLPDDPStrategy``, which NeMo 2.7.3 has removed: each model-parallel rank saves a file of its own.
-_RANK_FOLDER = re.compile(r"(?:^|/)(?:mp_rank_\d+|tp_rank_\d+_pp_rank_\d+|fsdp_shard_\d+)(?:_fsdp_shard_\d+)?/[^/]*\Z")
 #: The last file that Megatron, or torch, writes into the folder of a distributed checkpoint.
 _FOLDER_MARKS = ("metadata.json", ".metadata")
 _END = re.compile(r"(?:^|[/_-])end(?:\.ckpt)?\Z")
@@ -29,17 +27,6 @@ class Rules:
     resume_past_end: bool = False
     resume_ignore_no_checkpoint: bool = False
     resume_from_checkpoint: str | None = None
-
-
-def refuse_file_of_rank(path: str, operation: str) -> None:
-    """Raises ConfigError for a file that only one rank of a model-parallel strategy saves, as in ``mp_rank_01/``."""
-    if _RANK_FOLDER.search(path):
-        raise ConfigError(
-            f"{path} is a file of one model-parallel rank",
-            operation=operation,
-            key=path,
-            hint="train with a strategy of tiered_checkpoint_io.strategies, whose checkpoints all ranks make together",
-        )
 
 
 def complete_checkpoints(keys: Iterable[tuple[str, float]]) -> list[str]:
@@ -69,7 +56,7 @@ def choose(keys: Iterable[tuple[str, float]], rules: Rules, *, dirpath: str) -> 
     its end.
 
     Raises:
-        ConfigError: The training has completed, or each rank has a file of its own.
+        ConfigError: The training has completed.
         CheckpointNotFoundError: There are some, and none of them is complete.
     """
     listed = list(keys)
@@ -77,12 +64,11 @@ def choose(keys: Iterable[tuple[str, float]], rules: Rules, *, dirpath: str) -> 
     check_not_completed(complete, rules, dirpath=dirpath)
     wanted = [path for path in complete if _is_end(path)] or [path for path in complete if ids.is_last(path)]
     if wanted:
-        refuse_file_of_rank(wanted[-1], "resume")
         return wanted[-1]
     broken = sorted({key for key, _ in listed if _would_resume(key)})
     if broken:
         raise CheckpointNotFoundError(
-            f"{', '.join(broken)}: each is unfinished, or lacks its averages, and there is no other to resume from",
+            f"{', '.join(broken)}: each is unfinished, or only averages, and there is no other to resume from",
             operation="resume",
             tier="durable",
             key=dirpath,
